@@ -1,0 +1,82 @@
+"""accelcore: write a PyTorch training script once, run it at full speed on every device.
+
+    import accelcore
+
+    accel = accelcore.select()        # ACCEL_DEVICE, or the best device that works here
+
+Importing this package imports neither torch nor a plugin: names are resolved on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
+    from accelcore.capabilities import Capabilities
+    from accelcore.errors import (
+        AccelError,
+        BackendUnavailableError,
+        CheckpointError,
+        ConfigurationError,
+        DistributedError,
+        PluginError,
+        TrainingError,
+        UnknownBackendError,
+        UnsupportedError,
+    )
+    from accelcore.hookspecs import API, hookimpl
+    from accelcore.probe import Probe
+    from accelcore.selection import installed, select
+    from accelcore.training.trainer import Trainer
+
+    __version__: str
+
+__all__ = [
+    "API",
+    "AccelError",
+    "Backend",
+    "BackendUnavailableError",
+    "Capabilities",
+    "CheckpointError",
+    "ConfigurationError",
+    "DistributedError",
+    "PluginError",
+    "Probe",
+    "Trainer",
+    "TrainingError",
+    "UnknownBackendError",
+    "UnsupportedError",
+    "__version__",
+    "hookimpl",
+    "installed",
+    "select",
+]
+
+_HOMES = {
+    "API": "hookspecs",
+    "Backend": "backend",
+    "Capabilities": "capabilities",
+    "Probe": "probe",
+    "Trainer": "training.trainer",
+    "hookimpl": "hookspecs",
+    "installed": "selection",
+    "select": "selection",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("accelcore")
+    if name not in __all__:
+        raise AttributeError(f"module 'accelcore' has no attribute {name!r}")
+    value = getattr(import_module(f"accelcore.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

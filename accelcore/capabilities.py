@@ -1,0 +1,42 @@
+"""What a backend declares it can do: the product's truth, and the selector of the tests that hold it to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Capabilities"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """One backend's declaration, in plain strings and bools so that it can be read without torch.
+
+    What is declared works; asking for what is not declared raises `UnsupportedError`.
+
+    Attributes:
+        autocast_dtypes: dtypes that `autocast` takes, preferred first (`"bfloat16"`).
+        autocast_tables: op tables that `autocast` takes (`"torch"`: the lists of `torch.autocast`).
+        model_dtypes: dtypes a whole model can be held and trained in.
+        fast_fp32: the reduced-precision format behind `fp32="fast"` (a name such as `"tf32"`), or None.
+        native_optimizers: optimizers with a kernel of this device's own (one launch for many parameters).
+        compilers: compilers that `compile` can use.
+        process_groups: torch.distributed backends the collectives run on.
+        parallel: data-parallel strategies the trainer offers here.
+        streams: work can be queued on side streams.
+        graphs: a whole step can be captured and replayed.
+        pinned_memory: host memory can be pinned for faster transfers.
+        overflow_flag: the device reports overflow by a flag, beside inf and nan in the gradients.
+    """
+
+    autocast_dtypes: tuple[str, ...] = ()
+    autocast_tables: tuple[str, ...] = ("torch",)
+    model_dtypes: tuple[str, ...] = ("float32",)
+    fast_fp32: str | None = None
+    native_optimizers: tuple[str, ...] = ()
+    compilers: tuple[str, ...] = ()
+    process_groups: tuple[str, ...] = ()
+    parallel: tuple[str, ...] = ("none",)
+    streams: bool = False
+    graphs: bool = False
+    pinned_memory: bool = False
+    overflow_flag: bool = False

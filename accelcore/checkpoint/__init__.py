@@ -1,0 +1,1 @@
+"""Checkpoints: atomic, verified, independent of the device, and free of pickle."""

@@ -1,0 +1,95 @@
+"""State trees as JSON and named tensors, so that reading a checkpoint can run no code.
+
+JSON has no tuples, no integer keys and no tensors; these become objects with one key, `"$"` and its kind. A tensor is
+stored under its path in the tree, once: tied weights stay tied.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import Tensor
+
+from accelcore.errors import CheckpointError
+
+__all__ = ["decode", "encode"]
+
+_TAG = "$"
+
+
+def encode(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Split a tree of dicts, lists, tuples, counters, plain values and tensors into JSON data and CPU tensors.
+
+    Raises:
+        CheckpointError: the tree holds something else; the message names where.
+    """
+    tensors: dict[str, Tensor] = {}
+    stored: dict[tuple[Any, ...], str] = {}
+    buffers: set[int] = set()
+
+    def walk(value: Any, path: str) -> Any:
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Tensor):
+            return {_TAG: "tensor", "name": store(value, path)}
+        if isinstance(value, list):
+            return [walk(entry, f"{path}.{number}") for number, entry in enumerate(value)]
+        if isinstance(value, tuple):
+            return {_TAG: "tuple", "items": walk(list(value), path)}
+        if isinstance(value, dict):
+            plain = type(value) is not Counter and all(isinstance(key, str) and key != _TAG for key in value)
+            if plain:
+                return {key: walk(entry, f"{path}.{key}") for key, entry in value.items()}
+            pairs = [[walk(key, path), walk(entry, f"{path}.{key}")] for key, entry in value.items()]
+            return {_TAG: "counter" if isinstance(value, Counter) else "dict", "pairs": pairs}
+        raise CheckpointError(
+            f"{path.lstrip('.')} is a {type(value).__name__}, which a checkpoint cannot hold",
+            available="None, bools, numbers, strings, tensors, and lists, tuples and dicts of these",
+            remedy="leave it out of the state_dict it comes from, or turn it into one of those",
+        )
+
+    def store(tensor: Tensor, path: str) -> str:
+        # The same bytes seen through the same shape are one tensor; any other view is copied out of its buffer.
+        tensor = tensor.detach()
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and place in stored:
+            return stored[place]
+        name = path.lstrip(".")
+        while name in tensors:
+            name += "_"
+        stored[place] = name
+        own = tensor.cpu().contiguous()
+        storage = own.untyped_storage()
+        if storage.nbytes() > own.nbytes or storage.data_ptr() in buffers:
+            own = own.clone()
+        buffers.add(own.untyped_storage().data_ptr())
+        tensors[name] = own
+        return name
+
+    return walk(tree, ""), tensors
+
+
+def decode(data: Any, tensors: dict[str, Tensor]) -> Any:
+    """Put together what `encode` split.
+
+    Raises:
+        CheckpointError: the data is not of that form.
+    """
+    if isinstance(data, list):
+        return [decode(entry, tensors) for entry in data]
+    if not isinstance(data, dict):
+        return data
+    if _TAG not in data:
+        return {key: decode(entry, tensors) for key, entry in data.items()}
+    try:
+        if data[_TAG] == "tensor":
+            return tensors[data["name"]]
+        if data[_TAG] == "tuple":
+            return tuple(decode(data["items"], tensors))
+        if data[_TAG] in ("dict", "counter"):
+            pairs = {decode(key, tensors): decode(entry, tensors) for key, entry in data["pairs"]}
+            return Counter(pairs) if data[_TAG] == "counter" else pairs
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError("the checkpoint holds an entry that cannot be read", why=repr(error)) from error
+    raise CheckpointError(f"the checkpoint holds an entry of unknown kind {data[_TAG]!r}")

@@ -1,0 +1,194 @@
+"""Checkpoints on disk.
+
+    checkpoints/
+      step-00001200/              appears by one rename, when all in it is written and flushed
+        manifest.json             sizes and SHA-256 of the files, world size, versions
+        model.safetensors         readable by any safetensors tool, under the names of the model's state_dict
+        training.safetensors      optimizer, scaler, schedule
+        rank-00000.safetensors    each rank's random state and position in the data
+      .incomplete/                left behind by a process that was killed; cleared by the next save
+
+A file is one state tree: its tensors, and the rest as JSON in the safetensors header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from accelcore.checkpoint.codec import decode, encode
+from accelcore.errors import CheckpointError
+
+__all__ = [
+    "Checkpoint",
+    "begin",
+    "checkpoints",
+    "finish",
+    "is_checkpoint_name",
+    "keep_newest",
+    "path_of",
+    "write_part",
+]
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_PART = re.compile(r"[a-z]+(-\d{5,})?")
+_INCOMPLETE = ".incomplete"
+_MANIFEST = "manifest.json"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2] or 0)))]
+
+
+def is_checkpoint_name(path: Path) -> bool:
+    """Whether a path is named as checkpoints are."""
+    return _NAME.fullmatch(path.name) is not None
+
+
+def begin(folder: Path) -> None:
+    """Make room for a new checkpoint in `folder`; one process does this, before any part is written."""
+    shutil.rmtree(folder / _INCOMPLETE, ignore_errors=True)
+    (folder / _INCOMPLETE).mkdir(parents=True)
+
+
+def write_part(folder: Path, part: str, tree: Any) -> None:
+    """Write one file of the checkpoint that `begin` made room for."""
+    data, tensors = encode(tree)
+    save_file(tensors, folder / _INCOMPLETE / f"{part}.safetensors", metadata={"tree": json.dumps(data)})
+
+
+def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
+    """Make the parts written one checkpoint, `path_of(folder, steps, number)`; one process does this, after all parts.
+
+    Returns:
+        The number that tells it from others saved at the same step.
+    """
+    incomplete = folder / _INCOMPLETE
+    files = {}
+    for path in sorted(incomplete.iterdir()):
+        _flush(path)
+        files[path.stem] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    manifest = {"format": FORMAT, "steps": steps, **facts, "files": files}
+    text = json.dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
+    (incomplete / _MANIFEST).write_text(text, encoding="utf-8")
+    _flush(incomplete / _MANIFEST)
+    _flush(incomplete)
+    number = 0
+    while path_of(folder, steps, number).exists():  # saved before at this step: neither replaces the other
+        number += 1
+    incomplete.rename(path_of(folder, steps, number))
+    _flush(folder)
+    return number
+
+
+def path_of(folder: Path, steps: int, number: int) -> Path:
+    """Where a checkpoint is."""
+    return folder / (f"step-{steps:08d}-{number}" if number else f"step-{steps:08d}")
+
+
+def keep_newest(newest: Path, keep: int) -> list[Path]:
+    """Delete all but `keep` of the checkpoints up to `newest`; returns those after it, which another run left."""
+    found = checkpoints(newest.parent)
+    end = found.index(newest) + 1
+    for path in found[: max(0, end - keep)]:
+        shutil.rmtree(path)
+    return found[end:]
+
+
+class Checkpoint:
+    """A checkpoint that was verified: every file is there and has the size and digest of the manifest.
+
+    Raises:
+        CheckpointError: on construction, where that is not so; it names the newest older one that is whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.manifest = _verify(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            older = _older(path)
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged",
+                why=str(error),
+                available=f"an older one is whole: {older}" if older else "no older one beside it is whole",
+                remedy=f"go on from it: trainer.resume({str(older)!r})" if older else "restore it from a copy",
+            ) from error
+
+    def part(self, name: str) -> Any:
+        """The state tree of one file, its tensors on the CPU."""
+        if name not in self.manifest["files"]:
+            raise CheckpointError(
+                f"the checkpoint {self.path} has no {name}", available=", ".join(self.manifest["files"])
+            )
+        try:
+            with safe_open(self.path / f"{name}.safetensors", framework="pt") as file:
+                data = json.loads(file.metadata()["tree"])
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a dict
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{name} of the checkpoint {self.path} cannot be read", why=str(error)) from error
+        return decode(data, tensors)
+
+
+def _verify(path: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    digest = manifest.pop("sha256")
+    if digest != _manifest_digest(manifest):
+        raise ValueError(f"{_MANIFEST} was changed after it was written")
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"its format is {manifest['format']}; this accelcore reads format {FORMAT}")
+    for name, facts in manifest["files"].items():
+        if not _PART.fullmatch(name):
+            raise ValueError(f"{_MANIFEST} names the file {name!r}")
+        file = path / f"{name}.safetensors"
+        if file.stat().st_size != facts["bytes"]:
+            raise ValueError(f"{file.name} has {file.stat().st_size} of {facts['bytes']} bytes")
+        if _digest(file) != facts["sha256"]:
+            raise ValueError(f"{file.name} was changed after it was written")
+    return manifest
+
+
+def _older(path: Path) -> Path | None:
+    siblings = checkpoints(path.parent)
+    before = siblings[: siblings.index(path)] if path in siblings else []
+    for candidate in reversed(before):
+        try:
+            _verify(candidate)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        return candidate
+    return None
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """See that a file or folder is on the disk, so that a rename never survives what it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

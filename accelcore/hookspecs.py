@@ -1,0 +1,56 @@
+"""The three hooks by which a backend package enters accelcore. Free of torch; nothing here runs in a training loop.
+
+A backend package has a light entry module that implements the first two hooks, and names it in its metadata:
+
+    [project.entry-points."accelcore.backends"]
+    mydevice = "accelcore_mydevice"
+
+A package that only adds optimizers to somebody else's backend implements the third and uses the group
+`accelcore.extensions`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
+    from accelcore.probe import Probe
+    from accelcore.roles.optimizers import Optimizers
+
+__all__ = ["API", "accelcore_create_backend", "accelcore_probe", "accelcore_register_optimizers", "hookimpl"]
+
+API = 1
+"""Version of this interface; a probe states the one it was written for."""
+
+hookspec = pluggy.HookspecMarker("accelcore")
+hookimpl = pluggy.HookimplMarker("accelcore")
+"""Marks a function of a plugin as the implementation of the hook with the same name."""
+
+
+@hookspec
+def accelcore_probe() -> Probe:  # type: ignore[empty-body]  # a hook specification has no body
+    """Say whether this backend can work here, why, and what would make it work.
+
+    Imports no vendor library, initialises no device, returns within a second. An answer that takes longer than
+    ACCEL_PROBE_TIMEOUT seconds (5 by default) is reported as a failure.
+    """
+
+
+@hookspec(firstresult=True)
+def accelcore_create_backend(name: str, index: int) -> Backend | None:
+    """Create the backend `name` on device `index`; None where `name` is not this plugin's.
+
+    Called after a probe that said `available`. This is the place to import the vendor's runtime.
+    """
+
+
+@hookspec
+def accelcore_register_optimizers(backend: Backend, registry: Optimizers) -> None:
+    """Register optimizers, or faster routes to known ones, for `backend`.
+
+    Called once for each backend created, for every extension, whatever the backend: look at
+    `backend.capabilities` and return where there is nothing to add.
+    """

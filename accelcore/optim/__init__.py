@@ -1,0 +1,1 @@
+"""Optimizers that are the same on every device."""

@@ -1,0 +1,189 @@
+"""Finding, loading and asking plugins: each alone, by name, so that none can break another.
+
+Together with `hookspecs.py` this is all that knows pluggy. A plugin is loaded and probed in a thread of its own,
+because its import may raise anything, exit, or never return; what went wrong is kept, shown by `installed()`, and
+raised as the cause when that very plugin is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import pluggy
+
+from accelcore import hookspecs
+from accelcore.environment import probe_timeout
+from accelcore.errors import PluginError
+from accelcore.probe import Probe
+
+__all__ = ["BACKENDS", "EXTENSIONS", "Candidate", "extensions", "find", "probe_all"]
+
+BACKENDS = "accelcore.backends"
+EXTENSIONS = "accelcore.extensions"
+
+logger = logging.getLogger("accelcore")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One installed backend: where it comes from, what it says of itself, what went wrong.
+
+    Attributes:
+        name: the entry point's name, which users select by.
+        distribution: the distributions that offer it, with versions.
+        probe: the plugin's own answer, or one that says why there is none.
+        error: what the plugin raised, where it is broken.
+        hooks: the plugin's hooks, None where it is broken.
+    """
+
+    name: str
+    distribution: str
+    probe: Probe
+    error: BaseException | None = None
+    hooks: Any = None
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    value: Any = None
+    error: BaseException | None = None
+
+
+class _Call:
+    """A call in a daemon thread: its outcome, once there is one; None when it has not come by the deadline."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._done = threading.Event()
+        self._outcome = _Outcome()
+        threading.Thread(target=self._run, name="accelcore-probe", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome = _Outcome(value=self._function())
+        except BaseException as error:  # noqa: BLE001  # SystemExit too: a plugin must not end the program
+            self._outcome = _Outcome(error=error)
+        self._done.set()
+
+    def outcome(self, deadline: float) -> _Outcome | None:
+        return self._outcome if self._done.wait(max(0.0, deadline - time.monotonic())) else None
+
+
+# A load that never returned holds its thread; asking again joins the same wait instead of starting another thread.
+_loads: dict[EntryPoint, _Call] = {}
+_loads_lock = threading.Lock()
+
+
+def probe_all() -> dict[str, Candidate]:
+    """Ask every installed backend plugin, all at the same time, whether it can work here; sorted by name."""
+    return _probe(_offers(BACKENDS))
+
+
+def find(name: str) -> Candidate | None:
+    """Ask the one plugin called `name`, loading no other; None where no plugin has that name."""
+    return _probe({name: points} if (points := _offers(BACKENDS).get(name)) else {}).get(name)
+
+
+def extensions() -> list[Any]:
+    """The hooks of every extension that loads; one that does not is left out, and the log says why."""
+    deadline = time.monotonic() + probe_timeout()
+    hooks = []
+    for name, points in _offers(EXTENSIONS).items():
+        for point in points:
+            outcome = _load(point).outcome(deadline)
+            if outcome is None or outcome.error is not None:
+                reason = "it did not load in time" if outcome is None else _describe(outcome.error)
+                logger.warning("extension %s of %s is left out: %s", name, _distribution(point), reason)
+            else:
+                hooks.append(outcome.value)
+    return hooks
+
+
+def _offers(group: str) -> dict[str, list[EntryPoint]]:
+    offers: dict[str, list[EntryPoint]] = defaultdict(list)
+    for point in sorted(entry_points(group=group), key=lambda point: (point.name, _distribution(point))):
+        offers[point.name].append(point)
+    return dict(offers)
+
+
+def _probe(offers: dict[str, list[EntryPoint]]) -> dict[str, Candidate]:
+    limit = probe_timeout()
+    deadline = time.monotonic() + limit
+    calls = {name: _Call(partial(_ask, points[0], deadline)) for name, points in offers.items()
+             if len(points) == 1}  # fmt: skip
+    candidates = {}
+    for name, points in offers.items():
+        distribution = " and ".join(_distribution(point) for point in points)
+        outcome = calls[name].outcome(deadline) if name in calls else _Outcome(error=_duplicate(name, points))
+        if outcome is None:
+            outcome = _Outcome(error=TimeoutError(f"it did not answer within {limit:g} seconds (ACCEL_PROBE_TIMEOUT)"))
+        if outcome.error is None:
+            hooks, probe = outcome.value
+            candidates[name] = Candidate(name, distribution, probe, hooks=hooks)
+        else:
+            broken = Probe(name, available=False, reason=_describe(outcome.error), remedy=_remedy(points))
+            candidates[name] = Candidate(name, distribution, broken, error=outcome.error)
+    return candidates
+
+
+def _ask(point: EntryPoint, deadline: float) -> tuple[Any, Probe]:
+    outcome = _load(point).outcome(deadline)
+    if outcome is None:
+        raise TimeoutError("its import did not return in time (ACCEL_PROBE_TIMEOUT)")
+    if outcome.error is not None:
+        raise outcome.error
+    hooks = outcome.value
+    answers = hooks.accelcore_probe()
+    if len(answers) != 1 or not isinstance(answers[0], Probe):
+        raise PluginError(f"{point.value} does not answer accelcore_probe with a Probe (its answers: {answers!r})")
+    probe = answers[0]
+    if probe.name != point.name:
+        raise PluginError(f"{point.value} is installed as {point.name!r} but calls itself {probe.name!r}")
+    if probe.api != hookspecs.API:
+        raise PluginError(
+            f"{point.value} is written for plugin interface {probe.api}; this accelcore speaks {hookspecs.API}"
+        )
+    return hooks, probe
+
+
+def _load(point: EntryPoint) -> _Call:
+    with _loads_lock:
+        if point not in _loads:
+            _loads[point] = _Call(partial(_hooks, point))
+        return _loads[point]
+
+
+def _hooks(point: EntryPoint) -> Any:
+    manager = pluggy.PluginManager("accelcore")  # one each: a plugin's hooks are called without any other's
+    manager.add_hookspecs(hookspecs)
+    manager.register(point.load(), name=point.name)
+    manager.check_pending()  # a misspelled hook would otherwise never be called
+    return manager.hook
+
+
+def _duplicate(name: str, points: list[EntryPoint]) -> PluginError:
+    owners = " and ".join(_distribution(point) for point in points)
+    return PluginError(f"two distributions offer the backend {name!r}: {owners}")
+
+
+def _remedy(points: list[EntryPoint]) -> str:
+    if len(points) > 1:
+        return "uninstall one of them"
+    return f"repair or uninstall {_distribution(points[0])}"
+
+
+def _distribution(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unnamed distribution"
+
+
+def _describe(error: BaseException | None) -> str:
+    text = str(error).split("\n", 1)[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,43 @@
+"""What a plugin says of its device before anything is initialised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Probe"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A plugin's answer to "can you work here?", found without touching the device.
+
+    A probe imports no vendor library and initialises no device, so it is cheap and leaves `fork` safe.
+
+    Attributes:
+        name: the backend's name, equal to its entry point's: ASCII, lower case (`"cpu"`).
+        available: whether a backend can be created here.
+        reason: why, in one sentence; required where `available` is false.
+        remedy: what would make it available; required where `available` is false.
+        priority: `auto` takes the available backend with the highest priority. A host CPU has 0, an accelerator 100.
+        count: how many devices of this kind this process may use; at least 1 where `available`.
+        exclusive: whether each rank of a job needs a device of its own. False for a CPU, which all ranks share.
+        api: the version of the plugin interface that the plugin was written for (`accelcore.API`).
+
+    Raises:
+        ValueError: the fields contradict each other.
+    """
+
+    name: str
+    available: bool
+    reason: str = ""
+    remedy: str = ""
+    priority: int = 0
+    count: int = 0
+    exclusive: bool = True
+    api: int = 1
+
+    def __post_init__(self) -> None:
+        if self.available and self.count < 1:
+            raise ValueError(f"probe {self.name!r}: available, but count is {self.count}: it must be 1 or more")
+        if not self.available and not (self.reason and self.remedy):
+            raise ValueError(f"probe {self.name!r}: not available, and its reason or its remedy is empty")

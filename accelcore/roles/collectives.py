@@ -1,0 +1,153 @@
+"""Collectives: the process group, and the few operations data parallelism needs of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accelcore.environment import Launch
+from accelcore.errors import ConfigurationError, DistributedError
+
+__all__ = ["Collectives", "Op", "TorchCollectives"]
+
+Op = Literal["sum", "avg", "min", "max"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class Collectives(ABC):
+    """Communication between the ranks of a job.
+
+    Before `init`, and in a job of one process, rank is 0, world_size is 1 and every operation is the identity: a loop
+    need not ask whether it runs alone.
+    """
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """This process's rank, 0 alone."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of processes, 1 alone."""
+
+    @abstractmethod
+    def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
+        """Join the process group that `launch` describes; None stays alone. A group already formed is adopted.
+
+        Raises:
+            DistributedError: the ranks did not meet in time, or a group exists that does not fit.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        """Combine `tensor` over all ranks, in place, and return it. `"avg"` takes floating-point tensors only."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Overwrite `tensor` with rank `src`'s, in place, and return it."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    @abstractmethod
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        """The group that takes CPU tensors (sizes, positions, RNG states); None alone."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the process group, where `init` formed it."""
+
+
+class TorchCollectives(Collectives):
+    """Collectives over torch.distributed's default group.
+
+    Args:
+        device: where this rank's tensors are.
+        backend: torch.distributed's backend for it, such as `"gloo"`, or a pair that serves the CPU too.
+    """
+
+    def __init__(self, device: torch.device, backend: str) -> None:
+        self._device = device
+        self._backend = backend
+        self._owns_group = False
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
+        if dist.is_initialized():
+            self._adopt(launch)
+        elif launch is not None:
+            try:
+                dist.init_process_group(
+                    self._backend,
+                    init_method=launch.init_method,
+                    rank=launch.rank,
+                    world_size=launch.world_size,
+                    timeout=timeout,
+                )
+            except (RuntimeError, ValueError) as error:
+                raise DistributedError(
+                    f"rank {launch.rank} of {launch.world_size} could not join the others at {launch.init_method}",
+                    why=str(error).split("\n", 1)[0],
+                    remedy="see that every rank was started, that the address is right and its port is free",
+                ) from error
+            self._owns_group = True
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        if op not in _OPS:
+            raise ConfigurationError(f"there is no reduction {op!r}", available=", ".join(_OPS))
+        if op == "avg" and not tensor.is_floating_point():
+            raise ConfigurationError(f"the average of {tensor.dtype} tensors is not defined", remedy="use 'sum'")
+        if dist.is_initialized():
+            dist.all_reduce(tensor, _OPS[op])
+            if op == "avg":  # divided here, because not every process group can
+                tensor.div_(dist.get_world_size())
+        return tensor
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        if not 0 <= src < self.world_size:
+            raise ConfigurationError(f"there is no rank {src}", available=f"ranks 0 to {self.world_size - 1}")
+        if dist.is_initialized():
+            dist.broadcast(tensor, src)
+        return tensor
+
+    def barrier(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    def close(self) -> None:
+        if self._owns_group:
+            self._owns_group = False
+            dist.destroy_process_group()
+
+    def _adopt(self, launch: Launch | None) -> None:
+        formed = (dist.get_rank(), dist.get_world_size())
+        if launch is not None and formed != (launch.rank, launch.world_size):
+            raise DistributedError(
+                f"a process group exists in which this is rank {formed[0]} of {formed[1]}, "
+                f"not rank {launch.rank} of {launch.world_size}",
+                remedy="leave rank and world_size out to use the group that exists",
+            )
+        config = dist.get_backend_config()
+        if f"{self._device.type}:" not in config:
+            raise DistributedError(
+                f"the process group that exists ({config}) cannot reduce {self._device.type} tensors",
+                remedy=f"form it with backend={self._backend!r}, or let accel.distributed() form it",
+            )

@@ -1,0 +1,107 @@
+"""Precision: which operators run in which dtype, and how exact fp32 arithmetic is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from accelcore.capabilities import Capabilities
+from accelcore.errors import UnsupportedError
+
+__all__ = ["Precision", "TorchPrecision"]
+
+
+class Precision(ABC):
+    """How a backend computes in low precision."""
+
+    @abstractmethod
+    def autocast(
+        self, dtype: torch.dtype | None = None, *, enabled: bool = True, table: str = "torch"
+    ) -> AbstractContextManager[object]:
+        """A context in which eligible operators run in `dtype`; None takes the device's preferred one.
+
+        Enter it around the forward pass and the loss, not around backward. `enabled=False` gives a context that
+        switches an outer autocast off. `table` names the lists that say which operator runs in which dtype.
+
+        Raises:
+            UnsupportedError: the backend does not declare `dtype` or `table`.
+        """
+
+    @abstractmethod
+    def fp32(self, mode: str) -> AbstractContextManager[None]:
+        """A context in which fp32 matrix products are exact (`"ieee"`) or fast (`"fast"`: TF32, HF32...).
+
+        The setting is the process's; it is put back on leaving. Backward must run inside too, so hold it around
+        whole steps.
+
+        Raises:
+            UnsupportedError: `"fast"` where the backend declares no `fast_fp32`; a mode that does not exist.
+        """
+
+    @abstractmethod
+    def table(self, name: str = "torch") -> frozenset[str]:
+        """The operators that autocast intercepts here under table `name`, such as `"aten::mm"`."""
+
+
+class TorchPrecision(Precision):
+    """Precision through `torch.autocast` and `torch.set_float32_matmul_precision`.
+
+    Args:
+        device_type: torch's name of the device.
+        capabilities: what may be asked for.
+        dispatch_key: the dispatcher key of this device's autocast kernels.
+    """
+
+    def __init__(self, device_type: str, capabilities: Capabilities, dispatch_key: str) -> None:
+        self._device_type = device_type
+        self._capabilities = capabilities
+        self._dispatch_key = dispatch_key
+        self._dtypes = {getattr(torch, name): name for name in capabilities.autocast_dtypes}
+
+    def autocast(
+        self, dtype: torch.dtype | None = None, *, enabled: bool = True, table: str = "torch"
+    ) -> AbstractContextManager[object]:
+        self._check_table(table)
+        if dtype is None and self._dtypes:
+            dtype = next(iter(self._dtypes))
+        if enabled and dtype not in self._dtypes:
+            raise UnsupportedError(
+                f"autocast to {dtype} is not available on {self._device_type}",
+                available=", ".join(self._capabilities.autocast_dtypes) or "none",
+                remedy="choose one of those, or train in fp32",
+            )
+        return torch.autocast(self._device_type, dtype=dtype, enabled=enabled)
+
+    def fp32(self, mode: str) -> AbstractContextManager[None]:
+        known = ("ieee", "fast") if self._capabilities.fast_fp32 else ("ieee",)
+        if mode not in known:
+            raise UnsupportedError(
+                f"fp32={mode!r} is not available on {self._device_type}",
+                available=", ".join(known),
+                remedy="leave fp32 out to keep torch's own setting",
+            )
+        return self._fp32(fast=mode == "fast")
+
+    def table(self, name: str = "torch") -> frozenset[str]:
+        self._check_table(name)
+        return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(self._dispatch_key))
+
+    @contextmanager
+    def _fp32(self, *, fast: bool) -> Iterator[None]:
+        # The legacy setter on purpose: after a write through the new API, legacy reads (inductor's) raise.
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if fast else "highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def _check_table(self, name: str) -> None:
+        if name not in self._capabilities.autocast_tables:
+            raise UnsupportedError(
+                f"there is no autocast table {name!r} on {self._device_type}",
+                available=", ".join(self._capabilities.autocast_tables),
+            )

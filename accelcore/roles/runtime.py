@@ -1,0 +1,157 @@
+"""Runtime: the device itself, its random numbers, its memory, and the way onto it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from accelcore.errors import CheckpointError
+
+__all__ = ["Memory", "Runtime", "TorchRuntime", "host_rng_state", "set_host_rng_state"]
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Memory figures in bytes.
+
+    Attributes:
+        used: held now, by this process's tensors on a device, or by the process on a CPU.
+        peak: the most that was held at one time since the process started.
+        total: what the device has.
+    """
+
+    used: int
+    peak: int
+    total: int
+
+
+class Runtime(ABC):
+    """One device of this process."""
+
+    device: torch.device
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all work queued on the device is done."""
+
+    @abstractmethod
+    def seed(self, n: int, *, deterministic: bool = False) -> None:
+        """Seed the random generators of Python, torch, the device, and NumPy where it is loaded.
+
+        `deterministic=True` also makes torch refuse operators that have no deterministic implementation, for the
+        rest of the process.
+        """
+
+    @abstractmethod
+    def rng_state(self) -> dict[str, Tensor]:
+        """The state of every generator that `seed` seeds, as CPU tensors."""
+
+    @abstractmethod
+    def set_rng_state(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Put `rng_state` back; returns the names of states that another kind of device wrote and this one has no
+        generator for.
+        """
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """How much memory is used."""
+
+    @abstractmethod
+    def to_device(self, batch: T) -> T:
+        """A batch with its tensors on the device: a tensor, or dicts, lists, tuples and dataclasses of tensors.
+
+        What is no tensor stays as it is; tensors already there are not copied.
+        """
+
+
+class TorchRuntime(Runtime):
+    """A device whose host is its only source of random numbers and whose transfers are plain copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def synchronize(self) -> None:
+        torch.get_device_module(self.device).synchronize()
+
+    def seed(self, n: int, *, deterministic: bool = False) -> None:
+        random.seed(n)
+        torch.manual_seed(n)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(n % 2**32)
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
+
+    def rng_state(self) -> dict[str, Tensor]:
+        return host_rng_state()
+
+    def set_rng_state(self, state: Mapping[str, Tensor]) -> list[str]:
+        return set_host_rng_state(state)
+
+    def memory(self) -> Memory:
+        module = torch.get_device_module(self.device)
+        total: int = module.get_device_properties(self.device).total_memory
+        return Memory(module.memory_allocated(self.device), module.max_memory_allocated(self.device), total)
+
+    def to_device(self, batch: T) -> T:
+        moved: T = _moved(batch, self.device)
+        return moved
+
+
+def host_rng_state() -> dict[str, Tensor]:
+    """The generators of torch's CPU, of Python's `random`, and of NumPy where it is loaded, as tensors."""
+    version, words, gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+    }
+    if "numpy" in sys.modules:
+        _, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        state["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
+        state["numpy_gauss"] = torch.tensor([cached], dtype=torch.float64)
+    return state
+
+
+def set_host_rng_state(state: Mapping[str, Tensor]) -> list[str]:
+    """Put `host_rng_state` back; returns the names it has no generator for."""
+    unknown = set(state)
+    if {"torch", "python", "python_gauss"} - unknown:
+        raise CheckpointError("the saved random state lacks the generators of torch or of Python")
+    torch.set_rng_state(state["torch"])
+    version, *words = state["python"].tolist()
+    random.setstate((version, tuple(words), next(iter(state["python_gauss"].tolist()), None)))
+    unknown -= {"torch", "python", "python_gauss"}
+    if "numpy" in state:
+        import numpy
+
+        *keys, position, has_gauss = state["numpy"].tolist()
+        numpy.random.set_state(
+            ("MT19937", numpy.array(keys, dtype=numpy.uint32), position, has_gauss, state["numpy_gauss"].item())
+        )
+        unknown -= {"numpy", "numpy_gauss"}
+    return sorted(unknown)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=value.is_pinned())
+    if isinstance(value, Mapping):
+        moved = {key: _moved(entry, device) for key, entry in value.items()}
+        return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_moved(entry, device) for entry in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(entry, device) for entry in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: _moved(getattr(value, field.name), device) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value

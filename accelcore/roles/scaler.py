@@ -1,0 +1,294 @@
+"""Loss scaling: keeping small fp16 gradients representable, and skipping a step that overflowed.
+
+One implementation for every device. It follows torch.amp.GradScaler (Micikevicius et al., "Mixed Precision
+Training", 2018, section 3.2): same defaults, order of calls and state, with two differences. The scale is kept within
+`[min, max]`, so that an endless overflow cannot drive it to zero and turn the next clean step into NaN; and it works
+on whatever device the gradients are on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
+
+__all__ = ["GradScaler", "LossScaler", "NoScaler", "Scalers", "StaticScaler"]
+
+
+class LossScaler(ABC):
+    """What a training step asks of a scaler, in this order: scale, [unscale_], step, update.
+
+    With several optimizers each is unscaled and stepped in its turn, and `update` closes the step for all.
+    """
+
+    @abstractmethod
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+
+    @abstractmethod
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale in place; needed before gradients are clipped or read."""
+
+    @abstractmethod
+    def step(self, optimizer: Optimizer) -> None:
+        """Update the parameters with unscaled gradients, unless a gradient overflowed."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """Choose the next scale. Once a step, after the last optimizer."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """State in the layout of torch.amp.GradScaler; empty where there is none."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`; raises CheckpointError where the state is not of this kind of scaler."""
+
+    @property
+    def skipped(self) -> int:
+        """Number of updates skipped so far. Reading it waits for the device."""
+        return 0
+
+
+class NoScaler(LossScaler):
+    """The scaler of fp32 and bf16, whose exponent range needs none."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        pass
+
+    def step(self, optimizer: Optimizer) -> None:
+        optimizer.step()
+
+    def update(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            raise CheckpointError(
+                "the checkpoint holds the state of a loss scaler, and this training uses none",
+                remedy="train with the precision the checkpoint was made with",
+            )
+
+
+class StaticScaler(NoScaler):
+    """A fixed loss scale: never looks for overflow, never skips (as apex with a number for `loss_scale`)."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._unscaled: set[int] = set()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self._scale
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._unscaled:
+            raise TrainingError("unscale_ was called twice for one optimizer since the last update")
+        self._unscaled.add(id(optimizer))
+        for gradient in _gradients(optimizer):
+            gradient.mul_(1.0 / self._scale)
+
+    def step(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._unscaled:
+            self.unscale_(optimizer)
+        optimizer.step()
+
+    def update(self) -> None:
+        self._unscaled.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self._scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if set(state) != {"scale"}:
+            raise CheckpointError(f"the checkpoint holds no static loss scale but {sorted(state) or 'none at all'}")
+        self._scale = float(state["scale"])
+
+
+class _Stage(Enum):
+    SCALED = auto()
+    UNSCALED = auto()
+    STEPPED = auto()
+
+
+class GradScaler(LossScaler):
+    """Dynamic loss scale: multiplied by `backoff` after an overflow, by `growth` after `interval` clean steps.
+
+    Scale, growth tracker and overflow flag stay on the device. An optimizer whose kernel takes `grad_scale` and
+    `found_inf` (torch's fused ones) unscales and skips inside the kernel, without a host synchronisation; any other
+    needs one a step.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        init: float,
+        growth: float,
+        backoff: float,
+        interval: int,
+        min: float,
+        max: float,
+    ) -> None:
+        self.growth, self.backoff, self.interval = growth, backoff, interval
+        self.min, self.max = min, max
+        self._scale = torch.full((), init, dtype=torch.float32, device=device)
+        self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._skipped = torch.zeros((), dtype=torch.int32, device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._stages: dict[int, _Stage] = defaultdict(lambda: _Stage.SCALED)
+        self._overflows: dict[int, Tensor] = {}
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self._scale
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        stage = self._stages[id(optimizer)]
+        if stage is not _Stage.SCALED:
+            done = "unscale_ was already called" if stage is _Stage.UNSCALED else "step was already called"
+            raise TrainingError(f"{done} for this optimizer since the last update", remedy="call scaler.update() first")
+        self._overflows[id(optimizer)] = self._check(optimizer, self._scale.double().reciprocal().float())
+        self._stages[id(optimizer)] = _Stage.UNSCALED
+
+    def step(self, optimizer: Optimizer) -> None:
+        key = id(optimizer)
+        stage = self._stages[key]
+        if stage is _Stage.STEPPED:
+            raise TrainingError("step was called twice since the last update", remedy="call scaler.update() first")
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            if stage is _Stage.SCALED:
+                self._overflows[key] = self._check(optimizer, self._one)
+            self._step_in_kernel(optimizer, None if stage is _Stage.UNSCALED else self._scale)
+        else:
+            if stage is _Stage.SCALED:
+                self.unscale_(optimizer)
+            if self._overflows[key].item():
+                # What a schedule looks at to see whether the optimizer was stepped before it: in its own turn it was.
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+            else:
+                optimizer.step()
+        self._stages[key] = _Stage.STEPPED
+
+    def update(self) -> None:
+        if not self._overflows:
+            raise TrainingError(
+                "update was called before any gradient was looked at",
+                remedy="call scaler.step(optimizer), or unscale_, first",
+            )
+        found = torch.stack(list(self._overflows.values())).amax()
+        torch._amp_update_scale_(self._scale, self._clean_steps, found, self.growth, self.backoff, self.interval)
+        self._scale.clamp_(self.min, self.max)
+        self._skipped += found.to(torch.int32)
+        self._overflows.clear()
+        self._stages.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "scale": self._scale.item(),
+            "growth_factor": self.growth,
+            "backoff_factor": self.backoff,
+            "growth_interval": self.interval,
+            "_growth_tracker": self._clean_steps.item(),
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Also takes a state of torch.amp.GradScaler, which counts no skipped steps, and ignores what others add.
+        missing = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"} - set(state)
+        if missing:
+            raise CheckpointError(f"the state of the loss scaler lacks {', '.join(sorted(missing))}")
+        self.growth, self.backoff = float(state["growth_factor"]), float(state["backoff_factor"])
+        self.interval = int(state["growth_interval"])
+        self._scale.fill_(float(state["scale"])).clamp_(self.min, self.max)
+        self._clean_steps.fill_(int(state["_growth_tracker"]))
+        self._skipped.fill_(int(state.get("skipped", 0)))
+
+    @property
+    def skipped(self) -> int:
+        return int(self._skipped.item())
+
+    def _check(self, optimizer: Optimizer, multiplier: Tensor) -> Tensor:
+        """Multiply every gradient by `multiplier`; 1.0 where one was inf or NaN, else 0.0."""
+        found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for gradient in _gradients(optimizer):
+            groups[gradient.dtype].append(gradient)
+        if torch.float16 in groups:
+            raise TrainingError(
+                "the gradients are fp16, and dividing them by the loss scale in fp16 would lose the small ones",
+                remedy="keep the parameters in fp32 and let autocast choose the dtype of each operator",
+            )
+        for gradients in groups.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, multiplier)
+        return found
+
+    def _step_in_kernel(self, optimizer: Any, scale: Tensor | None) -> None:
+        optimizer.grad_scale, optimizer.found_inf = scale, self._overflows[id(optimizer)]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+
+class Scalers:
+    """Makes loss scalers for one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def create(
+        self,
+        *,
+        init: float = 65536.0,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
+        min: float = 1.0,
+        max: float = 2.0**24,
+        dynamic: bool = True,
+    ) -> LossScaler:
+        """Make a scaler. A dynamic one starts at `init`; a static one (`dynamic=False`) keeps `init` for ever.
+
+        Raises:
+            ConfigurationError: a scale, factor or interval that could never work.
+        """
+        sound = 0 < min <= init <= max < float("inf") and growth > 1 and 0 < backoff < 1 and interval >= 1
+        if dynamic and not sound:
+            raise ConfigurationError(
+                f"no loss scaler has init={init}, growth={growth}, backoff={backoff}, interval={interval}, "
+                f"min={min}, max={max}",
+                remedy="choose 0 < min <= init <= max, growth > 1, 0 < backoff < 1 and interval >= 1",
+            )
+        if not dynamic:
+            if not 0 < init < float("inf"):
+                raise ConfigurationError(f"a static loss scale of {init} makes no sense", remedy="give a number > 0")
+            return StaticScaler(float(init))
+        return GradScaler(
+            self._device, init=init, growth=growth, backoff=backoff, interval=interval, min=min, max=max
+        )  # fmt: skip
+
+    def none(self) -> LossScaler:
+        """The scaler that leaves everything as it is."""
+        return NoScaler()
+
+
+def _gradients(optimizer: Optimizer) -> Iterable[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is not None:
+                yield gradient._values() if gradient.is_sparse else gradient

@@ -1,0 +1,1 @@
+"""What makes a training step right and fast on any backend."""

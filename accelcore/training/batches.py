@@ -1,0 +1,186 @@
+"""Feeding a training loop: this rank's share of the data, on the device, from a known position.
+
+The order of a torch DataLoader hangs on the random state at the moment an epoch starts. So a position is that state
+and the number of batches taken since; coming back to it starts the epoch again from the state and takes as many
+batches, which also brings the random numbers inside loader workers to where they were.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from accelcore.errors import CheckpointError, ConfigurationError
+from accelcore.roles.collectives import Collectives
+from accelcore.roles.runtime import Runtime
+
+__all__ = ["Feed"]
+
+logger = logging.getLogger("accelcore")
+
+# What makes two DataLoaders alike, beside the dataset and the sampler.
+_COPIED = (
+    "batch_size",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "drop_last",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+class Feed:
+    """One stream of batches, epoch after epoch.
+
+    Attributes:
+        epoch: the epoch that is under way, or comes next; counted from 0.
+        taken: batches this rank has been given in it.
+    """
+
+    def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
+        self._runtime = runtime
+        self._collectives = collectives
+        self.epoch = 0
+        self.taken = 0
+        self._seed: int | None = None
+        self._start: dict[str, Tensor] = {}
+        self._generator_start: Tensor | None = None
+        self._source: tuple[Any, Any] = (None, None)
+        self._resuming = False
+
+    def batches(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
+        """One epoch of `loader`, or what is left of it after a resume."""
+        source = self._share(loader) if shard and self._collectives.world_size > 1 else loader
+        generator = getattr(loader, "generator", None)
+        if self._resuming:
+            iterator = self._go_back(source, generator)
+        else:
+            if self.taken:  # the loop was left before the epoch's end
+                self.epoch, self.taken = self.epoch + 1, 0
+            self._start = self._runtime.rng_state()
+            self._generator_start = None if generator is None else generator.get_state()
+            iterator = self._begin(source)
+        to_device = self._runtime.to_device
+        for batch in iterator:
+            self.taken += 1
+            yield to_device(batch)
+        self.epoch, self.taken = self.epoch + 1, 0
+        self._generator_start = None if generator is None else generator.get_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as `load_state_dict` takes it."""
+        return {
+            "epoch": self.epoch,
+            "taken": self.taken,
+            "seed": self._seed,
+            "start": self._start if self.taken else {},
+            "generator": self._generator_start,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Be at a saved position; the next call of `batches` goes on from there."""
+        self.epoch, self.taken, self._seed = state["epoch"], state["taken"], state["seed"]
+        self._start, self._generator_start = state["start"], state["generator"]
+        self._source = (None, None)
+        self._resuming = True
+
+    def _begin(self, source: Any) -> Iterator[Any]:
+        for part in (source, getattr(source, "sampler", None), getattr(source, "dataset", None)):
+            set_epoch = getattr(part, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self.epoch)
+        return iter(source)
+
+    def _go_back(self, source: Any, generator: torch.Generator | None) -> Iterator[Any]:
+        if (generator is None) != (self._generator_start is None):
+            raise CheckpointError(
+                "the loader has a generator of its own and the checkpoint's had none, or the other way round",
+                why="the order of the data would not be the one the checkpoint belongs to",
+                remedy="build the loader as it was built when the checkpoint was saved",
+            )
+        self._resuming = False
+        if generator is not None and self._generator_start is not None:
+            generator.set_state(self._generator_start)
+        if not self.taken:
+            self._start = self._runtime.rng_state()
+            return self._begin(source)
+        if getattr(source, "persistent_workers", False) and self.epoch:
+            logger.warning("random numbers drawn inside persistent loader workers start anew after a resume")
+        now = self._runtime.rng_state()
+        self._runtime.set_rng_state(self._start)
+        iterator = self._begin(source)
+        for done in range(self.taken):
+            if next(iterator, self) is self:
+                raise CheckpointError(
+                    f"the checkpoint was saved after {self.taken} batches of an epoch, and the loader has only {done}",
+                    remedy="give the loader the dataset and batch size it had when the checkpoint was saved",
+                )
+        self._runtime.set_rng_state(now)
+        return iterator
+
+    def _share(self, loader: Iterable[Any]) -> Iterable[Any]:
+        if self._source[0] is not loader:
+            self._source = (loader, self._shared(loader))
+        shared: Iterable[Any] = self._source[1]
+        return shared
+
+    def _shared(self, loader: Iterable[Any]) -> Iterable[Any]:
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return _EveryNth(loader, rank, world_size)
+        if isinstance(loader.sampler, DistributedSampler):
+            return loader
+        plain = type(loader) is DataLoader and type(loader.sampler) in (RandomSampler, SequentialSampler)
+        if not plain or loader.batch_size is None or getattr(loader.sampler, "replacement", False):
+            raise ConfigurationError(
+                f"a {type(loader).__name__} with a sampler of its own cannot be shared out among {world_size} ranks",
+                available="DataLoaders made with shuffle=True or False, or with a DistributedSampler",
+                remedy="if it already yields this rank's share, say trainer.batches(loader, shard=False)",
+            )
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            loader.dataset,
+            num_replicas=world_size,
+            rank=rank,
+            shuffle=isinstance(loader.sampler, RandomSampler),
+            seed=self._common_seed(),
+            drop_last=loader.drop_last,
+        )
+        return DataLoader(loader.dataset, sampler=sampler, **{name: getattr(loader, name) for name in _COPIED})
+
+    def _common_seed(self) -> int:
+        """Rank 0's seed, so that all ranks shuffle alike even where each has seeded itself differently."""
+        if self._seed is None:
+            seed = torch.tensor(torch.initial_seed() % 2**31, device=self._runtime.device)
+            self._seed = int(self._collectives.broadcast(seed).item())
+        return self._seed
+
+
+class _EveryNth:
+    """A rank's share of a stream that every rank reads alike: its batch of each full round of `world_size`.
+
+    Batches of a last round that is not full are given to nobody, so that all ranks take the same number of steps.
+    """
+
+    def __init__(self, stream: Iterable[Any], rank: int, world_size: int) -> None:
+        self._stream, self._rank, self._world_size = stream, rank, world_size
+        self.dataset = getattr(stream, "dataset", None)
+
+    def __iter__(self) -> Iterator[Any]:
+        mine = None
+        for number, batch in enumerate(self._stream):
+            if number % self._world_size == self._rank:
+                mine = batch
+            if number % self._world_size == self._world_size - 1:
+                yield mine

@@ -1,0 +1,346 @@
+"""The trainer: one training step, right and fast on any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from accelcore.errors import ConfigurationError, TrainingError
+from accelcore.training.batches import Feed
+from accelcore.training.parallel import create_parallel
+from accelcore.training.policy import Policy, choose_policy
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
+    from accelcore.roles.compiler import Compiled
+    from accelcore.roles.scaler import LossScaler
+
+__all__ = ["Trainer"]
+
+Loss = Callable[[Any, Any], Any]
+
+
+class Trainer:
+    """Trains one model with one optimizer. Made by `accel.trainer(...)`.
+
+        for batch in trainer.batches(loader):
+            loss = trainer(batch)
+
+    `trainer(batch)` is short for the three calls that a loop of one's own makes:
+
+        with trainer.autocast():
+            loss = criterion(trainer.forward(inputs), targets)
+        trainer.backward(loss)
+        trainer.update()
+
+    A *window* is the `accumulate` micro-batches between two updates.
+
+    Args:
+        backend: where to train.
+        model: a bare module; it is moved to the device. The trainer wraps it, the module itself stays as it is.
+        optimizer: over parameters of `model`.
+        loss: `loss(model, batch)` returns a scalar, or `(scalar, aux)`; `model` is the one to call, prepared for
+            this device. None: the model itself returns that, called as `model(**batch)` for a mapping, `model(*batch)`
+            for a list or tuple, else `model(batch)`.
+        scheduler: stepped once a window, also when a window is skipped for overflow.
+        precision: `"fp32"`, `"bf16"`, `"fp16"`, or a `Policy`.
+        loss_scale: a number for a static scale, `"dynamic"`, None for the precision's own.
+        fp32: exactness of fp32 matrix products during steps: `"ieee"`, `"fast"`, None for torch's own setting.
+        accumulate: micro-batches an update; their losses are averaged.
+        clip_norm: largest 2-norm of all gradients together; None clips nothing.
+        parallel: `"none"` or `"ddp"`; in a job of one process both do nothing.
+        compile: True, or options for the compiler.
+
+    Attributes:
+        model: the module that was given.
+        optimizer, scheduler: as given.
+        scaler: the loss scaler; one that does nothing where none is needed.
+        forward: the model to call in a loop of one's own: compiled and replicated as asked.
+        compiled: what became of `compile`; None where it was not asked for.
+        aux: what the last `loss` returned beside the scalar.
+        steps: windows closed so far.
+
+    Raises:
+        ConfigurationError: arguments that contradict each other.
+        UnsupportedError: the backend does not declare what is asked for.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        loss: Loss | None = None,
+        scheduler: LRScheduler | None = None,
+        precision: str | Policy = "fp32",
+        loss_scale: float | str | None = None,
+        fp32: str | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        parallel: str = "none",
+        compile: bool | Mapping[str, Any] = False,
+    ) -> None:
+        _check(model, optimizer, scheduler, accumulate, clip_norm)
+        policy = choose_policy(precision, loss_scale)
+        self._backend = backend
+        self._autocast_dtype = getattr(torch, policy.autocast) if policy.autocast else None
+        self._arithmetic: AbstractContextManager[object] = nullcontext()
+        if fp32 is not None:
+            backend.precision.fp32(fp32)  # refuses here what would be refused in the first step
+            self._arithmetic = _Anew(lambda: backend.precision.fp32(fp32))
+        # One object, entered each step: making a context costs more than entering it.
+        self._region = self._autocast() if fp32 is None else _Anew(self.autocast)
+        self.scaler = _scaler(backend, policy.loss_scale)
+        self._parallel = create_parallel(
+            parallel, backend.capabilities.parallel, backend.collectives, backend.device
+        )  # fmt: skip
+        self.model = model.to(backend.device)
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.forward: Callable[..., Any] = self._parallel.wrap(self.model)
+        self.compiled: Compiled | None = None
+        if compile is not False:
+            self.compiled = backend.compiler.compile(self.forward, {} if compile is True else compile)
+            self.forward = self.compiled.module
+        self.accumulate = accumulate
+        self.clip_norm = clip_norm
+        self.aux: Any = None
+        self.steps = 0
+        self._loss = loss if loss is not None else _loss_of_model
+        self._parameters = list(model.parameters())
+        self._micro = 0
+        self._feeds: dict[str, Feed] = {}
+        self._parallel.open(accumulate)
+        self._clear()
+
+    @property
+    def skipped(self) -> int:
+        """Windows whose update was skipped because a gradient overflowed. Reading it waits for the device."""
+        return self.scaler.skipped
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of `batches` that is under way, or comes next; counted from 0."""
+        return self._feed("train").epoch
+
+    def batches(self, loader: Iterable[Any], *, name: str = "train", shard: bool = True) -> Iterator[Any]:
+        """One epoch of `loader`: on the device, this rank's share, a short last window flushed at the end.
+
+        After a `resume` in mid-epoch the first call yields what was left of that epoch. The batches before it are
+        loaded again and dropped, which keeps random augmentation exact; save at an epoch's end where that costs too
+        much. A position is counted from the batch that was last handed out, so save after training on it.
+
+        Args:
+            loader: a DataLoader, over a map-style or iterable dataset, or any iterable of batches. In a job of several
+                ranks one with a plain sampler is given a `DistributedSampler`; of an iterable, which every rank must
+                read in the same order, each rank gets every `world_size`-th batch and an incomplete last round is
+                dropped.
+            name: which of several streams this is; each has a position of its own.
+            shard: False where the loader already yields this rank's share.
+        """
+        yield from self._feed(name).batches(loader, shard=shard)
+        self.flush()
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Train on one micro-batch; the loss, detached and unscaled. Does not wait for the device."""
+        with self._region:
+            loss = self._loss(self.forward, batch)
+        if type(loss) is tuple:
+            loss, self.aux = loss
+        self.backward(loss)
+        self.update()
+        detached: Tensor = loss.detach()
+        return detached
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The context of the forward pass and the loss."""
+        with self._arithmetic, self._autocast():
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, one micro-batch's mean.
+
+        Raises:
+            TrainingError: `loss` is not a scalar tensor that depends on the parameters, or the model that made it is
+                not `trainer.forward` in a job of several ranks.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise _no_loss(loss)
+        self._parallel.check()
+        if self.accumulate > 1:
+            loss = loss / self.accumulate
+        with self._arithmetic:
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> bool:
+        """Count a micro-batch; at the end of a window, update the parameters. True when a window was closed."""
+        self._micro += 1
+        if self._micro == self.accumulate:
+            self._close()
+            return True
+        if self._micro == self.accumulate - 1:
+            self._parallel.last()
+        return False
+
+    def flush(self) -> None:
+        """Close a window that is not full, as the mean of the micro-batches it has; nothing where there is none."""
+        if self._micro:
+            share = self.accumulate / self._micro
+            self._parallel.reduce(self._parameters)
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            torch._foreach_mul_(gradients, share)
+            self._close()
+
+    def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
+        """Save all that is needed to go on as if nothing had happened, as a new checkpoint in `folder`.
+
+        Model, optimizer, scaler, schedule, position in the data, random states, gradients of an open window. It
+        appears whole or not at all. In a job every rank calls this, with a folder that all of them share.
+
+        Args:
+            keep: delete all but the newest `keep` checkpoints afterwards; None deletes nothing.
+
+        Returns:
+            The checkpoint: a folder named after the number of steps.
+        """
+        from accelcore.training.state import save
+
+        return save(self, Path(folder), keep)
+
+    def resume(self, folder: str | Path) -> Path | None:
+        """Go on from the newest checkpoint in `folder`, or from `folder` if it is itself one.
+
+        Returns:
+            The checkpoint, or None where there is none.
+
+        Raises:
+            CheckpointError: it is damaged, or belongs to another model; this trainer is left as it was.
+        """
+        from accelcore.training.state import resume
+
+        return resume(self, Path(folder))
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return self._backend.precision.autocast(self._autocast_dtype)
+
+    def _close(self) -> None:
+        if self.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self._parameters, self.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._clear()
+        self._micro = 0
+        self.steps += 1
+        self._parallel.open(self.accumulate)
+
+    def _restart(self, micro: int, gradients: Mapping[str, Tensor]) -> None:
+        """Be at a saved place within a window."""
+        self._clear()
+        for name, parameter in self.model.named_parameters():
+            if name in gradients:
+                parameter.grad = torch.empty_like(parameter).copy_(gradients[name])
+        self._micro = micro
+        self._parallel.open(self.accumulate)
+        if micro == self.accumulate - 1:
+            self._parallel.last()
+
+    def _clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _feed(self, name: str) -> Feed:
+        if name not in self._feeds:
+            self._feeds[name] = Feed(self._backend.runtime, self._backend.collectives)
+        return self._feeds[name]
+
+
+class _Anew:
+    """A context that is made each time it is entered, where the one made could be entered only once."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[object]] = []
+
+    def __enter__(self) -> object:
+        self._entered.append(self._make())
+        return self._entered[-1].__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._entered.pop().__exit__(kind, error, traceback)
+
+
+def _loss_of_model(model: Callable[..., Any], batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, list | tuple):
+        return model(*batch)
+    return model(batch)
+
+
+def _scaler(backend: Backend, loss_scale: float | str | None) -> LossScaler:
+    if loss_scale is None:
+        return backend.scaler.none()
+    if loss_scale == "dynamic":
+        return backend.scaler.create()
+    return backend.scaler.create(init=float(loss_scale), dynamic=False)
+
+
+def _check(
+    model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None, accumulate: int, clip_norm: float | None
+) -> None:
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ConfigurationError(
+            f"the model is already wrapped in {type(model).__name__}",
+            remedy='give the bare module and say parallel="ddp"',
+        )
+    names = {id(parameter) for parameter in model.parameters()}
+    strangers = sum(id(parameter) not in names for group in optimizer.param_groups for parameter in group["params"])
+    if strangers:
+        raise ConfigurationError(
+            f"{strangers} of the optimizer's parameters are not in the model",
+            why="they would be neither moved to the device, nor reduced over ranks, nor saved",
+            remedy="make the optimizer from model.parameters(), and make what else is trained a submodule",
+        )
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigurationError(f"accumulate={accumulate!r} makes no sense", remedy="give a whole number, 1 or more")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigurationError(f"clip_norm={clip_norm!r} makes no sense", remedy="give a number > 0, or None")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigurationError(
+            "ReduceLROnPlateau needs a metric, which the trainer does not have",
+            remedy="leave it out here and call scheduler.step(metric) yourself",
+        )
+
+
+def _no_loss(loss: object) -> TrainingError:
+    if not isinstance(loss, Tensor):
+        return TrainingError(
+            f"the loss is a {type(loss).__name__}, not a tensor",
+            remedy="return a scalar tensor, or (scalar, aux), from loss(model, batch) or from the model",
+        )
+    if loss.numel() != 1:
+        return TrainingError(
+            f"the loss has shape {tuple(loss.shape)}, not a scalar's",
+            remedy="reduce it, with loss.mean() or loss.sum()",
+        )
+    return TrainingError(
+        "the loss depends on no parameter that is trained",
+        remedy="look for torch.no_grad(), detach() or frozen parameters on its way",
+    )

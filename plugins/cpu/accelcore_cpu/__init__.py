@@ -1,0 +1,29 @@
+"""accelcore on the CPU: the plugin's entry module, free of torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accelcore.hookspecs import hookimpl
+from accelcore.probe import Probe
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
+
+__all__ = ["accelcore_create_backend", "accelcore_probe"]
+
+
+@hookimpl
+def accelcore_probe() -> Probe:
+    """There is always a CPU: the last resort of `auto`, shared by all ranks of a host."""
+    return Probe("cpu", available=True, reason="every machine has one", priority=0, count=1, exclusive=False)
+
+
+@hookimpl
+def accelcore_create_backend(name: str, index: int) -> Backend | None:
+    """The one CPU backend."""
+    if name != "cpu":
+        return None
+    from accelcore_cpu.backend import create
+
+    return create()

@@ -1,0 +1,18 @@
+"""What inductor needs on a CPU: a C++ compiler."""
+
+from __future__ import annotations
+
+__all__ = ["missing_compiler"]
+
+
+def missing_compiler() -> str | None:
+    """Why inductor cannot compile here, or None. Honours CXX, as inductor does."""
+    # Importing inductor takes seconds, which only those who compile should wait for.
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return f"{str(error).strip().splitlines()[0]} (install g++, or name a compiler in CXX)"
+    return None
