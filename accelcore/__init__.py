@@ -1,4 +1,4 @@
-"""accelcore: write a PyTorch training script once, run it at full speed on every device.
+"""accelcore: write a PyTorch training script once, run it at full speed on every device::
 
     import accelcore
 

@@ -1,6 +1,6 @@
 """The one error family of accelcore.
 
-Every error that a user can cause derives from [AccelError][], and every message answers four questions in the
+Every error that a user can cause derives from `AccelError`, and every message answers four questions in the
 same order: what happened, why, what is available instead, what to do.
 """
 

@@ -1,6 +1,6 @@
 """The three hooks by which a backend package enters accelcore. Free of torch; nothing here runs in a training loop.
 
-A backend package has a light entry module that implements the first two hooks, and names it in its metadata:
+A backend package has a light entry module that implements the first two hooks, and names it in its metadata::
 
     [project.entry-points."accelcore.backends"]
     mydevice = "accelcore_mydevice"

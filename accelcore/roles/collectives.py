@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Literal
@@ -17,6 +18,7 @@ __all__ = ["Collectives", "Op", "TorchCollectives"]
 
 Op = Literal["sum", "avg", "min", "max"]
 
+_DRAIN_SECONDS = 0.1
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -135,6 +137,10 @@ class TorchCollectives(Collectives):
     def close(self) -> None:
         if self._owns_group:
             self._owns_group = False
+            # A reduction begun in backward holds a Python object, which a thread of the group drops when it gets to
+            # it; if that is while the interpreter shuts down, the process aborts (pytorch#190489). Nothing tells when
+            # it was dropped, so give those threads time, once a job.
+            time.sleep(_DRAIN_SECONDS)
             dist.destroy_process_group()
 
     def _adopt(self, launch: Launch | None) -> None:

@@ -24,7 +24,7 @@ __all__ = ["GradScaler", "LossScaler", "NoScaler", "Scalers", "StaticScaler"]
 
 
 class LossScaler(ABC):
-    """What a training step asks of a scaler, in this order: scale, [unscale_], step, update.
+    """What a training step asks of a scaler, in order: `scale`, `unscale_` where gradients are read, `step`, `update`.
 
     With several optimizers each is unscaled and stepped in its turn, and `update` closes the step for all.
     """

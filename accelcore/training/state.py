@@ -94,12 +94,12 @@ def _restore(trainer: Trainer, checkpoint: store.Checkpoint) -> None:
     model = checkpoint.part("model")
     shared = checkpoint.part("training")
     _check_model(trainer.model, model)
-    optimizer = _torch_optimizer_state(trainer.model, trainer.optimizer, shared["optimizer"])
     if (trainer.scheduler is None) != (shared["scheduler"] is None):
         raise CheckpointError(
             "either the checkpoint or this trainer has a scheduler, and the other has none",
             remedy="build the trainer as it was built when the checkpoint was saved",
         )
+    optimizer = _torch_optimizer_state(trainer.model, trainer.optimizer, shared["optimizer"])
     own = _own_rank_state(trainer, checkpoint)
     if own["micro"] and own["accumulate"] != trainer.accumulate:
         raise CheckpointError(

@@ -31,10 +31,12 @@ Loss = Callable[[Any, Any], Any]
 class Trainer:
     """Trains one model with one optimizer. Made by `accel.trainer(...)`.
 
+    The whole loop::
+
         for batch in trainer.batches(loader):
             loss = trainer(batch)
 
-    `trainer(batch)` is short for the three calls that a loop of one's own makes:
+    `trainer(batch)` is short for the three calls that a loop of one's own makes::
 
         with trainer.autocast():
             loss = criterion(trainer.forward(inputs), targets)

@@ -1,0 +1,33 @@
+# Two commands, on a machine with Python (with venv), make and a package index:
+#
+#   make train    set up what is needed and train examples/train_gpt.py
+#   make test     set up what is needed and pass the tests, through tox
+#
+# PYTHON=python3.12 chooses another Python; ARGS="--steps 50" reaches the example or tox.
+
+PYTHON ?= python3
+ARGS ?=
+PIP = -m pip --disable-pip-version-check --quiet
+
+.PHONY: train test clean
+
+train: .venv/train.done
+	.venv/bin/python examples/train_gpt.py $(ARGS)
+
+test: .venv/test.done
+	.venv/bin/python -m tox run $(ARGS)
+
+# A file of its own for each, made last: an interrupted set-up is started again.
+.venv/train.done: pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml) | .venv/bin/python
+	.venv/bin/python $(PIP) install -c constraints.txt -e ".[examples]" -e plugins/cpu -e plugins/cuda -e plugins/npu
+	touch $@
+
+.venv/test.done: constraints.txt | .venv/bin/python
+	.venv/bin/python $(PIP) install -c constraints.txt tox
+	touch $@
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+clean:
+	rm -rf .venv .tox outputs docs/_build build dist

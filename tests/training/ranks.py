@@ -1,0 +1,169 @@
+"""Scenarios that several ranks run: `ranks.py SCENARIO FOLDER`, started once a rank by test_parallel.py.
+
+Each rank writes what it found to FOLDER/SCENARIO-RANK.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+
+import accelcore
+
+
+def net() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def rows(count: int = 16) -> TensorDataset:
+    inputs = torch.randn(count, 4, generator=torch.Generator().manual_seed(2))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def loss_of(model, batch):
+    return mse_loss(model(batch[0]), batch[1])
+
+
+def weights(model):
+    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+
+def trained(accel, folder, *, accumulate=1, precision="fp32", loader=None, **options):
+    """Weights after one epoch; ranks start from different weights, which DDP must not let them keep."""
+    model = net()
+    if accel.collectives.rank:
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    trainer = accel.trainer(
+        model, optimizer, loss=loss_of, parallel="ddp", accumulate=accumulate, precision=precision, **options
+    )
+    loader = loader or DataLoader(rows(), 2)
+    seen = []
+    for batch in trainer.batches(loader):
+        seen += batch[0][:, 0].tolist()
+        trainer(batch)
+    return {"weights": weights(model), "seen": seen, "steps": trainer.steps, "skipped": trainer.skipped}
+
+
+def plain(accel, folder):
+    return trained(accel, folder)
+
+
+def accumulated(accel, folder):
+    return trained(accel, folder, accumulate=2, clip_norm=0.5)
+
+
+def short_window(accel, folder):
+    return trained(accel, folder, accumulate=3)  # four micro-batches a rank: the second window has one
+
+
+def shuffled(accel, folder):
+    torch.manual_seed(100 + accel.collectives.rank)  # differently seeded ranks must still agree on the order
+    loader = DataLoader(rows(), 2, shuffle=True)
+    trainer = accel.trainer(model := net(), accel.optimizers.create("sgd", model.parameters()), parallel="ddp")
+    epochs = [[row for batch in trainer.batches(loader) for row in batch[0][:, 0].tolist()] for _ in range(2)]
+    return {"epochs": epochs}
+
+
+def iterable(accel, folder):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(14))
+
+    trainer = accel.trainer(model := net(), accel.optimizers.create("sgd", model.parameters()), parallel="ddp")
+    mine = [batch.tolist() for batch in trainer.batches(DataLoader(Stream(), 2))]
+    whole = [batch.tolist() for batch in trainer.batches(DataLoader(Stream(), 2), name="whole", shard=False)]
+    return {"mine": mine, "whole": whole}
+
+
+def own_sampler(accel, folder):
+    trainer = accel.trainer(model := net(), accel.optimizers.create("sgd", model.parameters()), parallel="ddp")
+    mine = DataLoader(rows(), 2, sampler=DistributedSampler(rows(), shuffle=False))
+    seen = [row for batch in trainer.batches(mine) for row in batch[0][:, 0].tolist()]
+    try:
+        next(iter(trainer.batches(DataLoader(rows(), 2, sampler=[1, 2, 3]), name="odd")))
+    except accelcore.ConfigurationError as error:
+        return {"seen": seen, "refused": str(error)}
+    return {"seen": seen, "refused": None}
+
+
+def overflow_on_one_rank(accel, folder):
+    class Poisoned(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            value, target = rows(8)[index]
+            return (value * 1e6 if index == 2 else value), target
+
+    return trained(accel, folder, precision="fp16", loader=DataLoader(Poisoned(), 2))
+
+
+def bare_forward(accel, folder):
+    model = net()
+    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), parallel="ddp")
+    loss = loss_of(model, rows()[:2])
+    try:
+        trainer.backward(loss)
+    except accelcore.TrainingError as error:
+        refused = str(error)
+    trainer.backward(loss_of(trainer.forward, rows()[:2]))
+    return {"refused": refused, "closed": trainer.update()}
+
+
+def none_is_refused(accel, folder):
+    model = net()
+    try:
+        accel.trainer(model, accel.optimizers.create("sgd", model.parameters()))
+    except accelcore.ConfigurationError as error:
+        return {"refused": str(error)}
+    return {"refused": None}
+
+
+def resumed(accel, folder):
+    """Losses of an undisturbed run, and of one saved within a window of its second epoch and resumed."""
+
+    def start():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        torch.manual_seed(50 + accel.collectives.rank)
+        optimizer = accel.optimizers.create("adamw", model.parameters(), lr=1e-2)
+        trainer = accel.trainer(model, optimizer, loss=loss_of, parallel="ddp", accumulate=2)
+        return trainer, DataLoader(rows(20), 2, shuffle=True)
+
+    def run(trainer, loader, save_after=None):
+        losses = []
+        for _ in range(trainer.epoch, 3):
+            for batch in trainer.batches(loader):
+                losses.append(trainer(batch).item())
+                if len(losses) == save_after:
+                    trainer.save(folder / "checkpoints")
+                    return losses
+        return losses
+
+    expected = run(*start())
+    losses = run(*start(), save_after=8)
+    trainer, loader = start()
+    path = trainer.resume(folder / "checkpoints")
+    return {"expected": expected, "losses": losses + run(trainer, loader), "path": str(path)}
+
+
+def main() -> None:
+    scenario, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    accel = accelcore.select("cpu")
+    with accel.distributed() as world:
+        found = globals()[scenario](accel, folder)
+        (folder / f"{scenario}-{world.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

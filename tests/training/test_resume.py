@@ -1,0 +1,365 @@
+"""Saving and going on: bit-same results, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Dataset
+
+import accelcore
+
+KILLED = Path(__file__).with_name("killed_run.py")
+
+
+class Noisy(Dataset):
+    """Random augmentation from every generator a data set might use."""
+
+    def __init__(self, size: int = 22) -> None:
+        self.inputs = torch.randn(size, 5, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        noise = torch.randn(5) * 0.1 + random.random() * 0.1 + np.random.random() * 0.1
+        return self.inputs[index] + noise, self.inputs[index].sum(0, keepdim=True)
+
+
+def build(accel, *, precision="fp32", accumulate=1, optimizer="adamw", workers=0, generator=None, **options):
+    accel.runtime.seed(5)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = accel.optimizers.create(optimizer, model.parameters(), lr=1e-2, **options)
+    trainer = accel.trainer(
+        model,
+        optimizer,
+        loss=lambda m, batch: mse_loss(m(batch[0]), batch[1]),
+        scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=100, cycle_momentum=False),
+        precision=precision,
+        accumulate=accumulate,
+        clip_norm=1.0,
+    )
+    loader = DataLoader(Noisy(), 4, shuffle=True, num_workers=workers, generator=generator)
+    return trainer, loader
+
+
+def run(trainer, loader, epochs=3, save_after=None, folder=None):
+    """Train; the loss of each micro-batch. Stops once it has saved after `save_after` of them."""
+    losses = []
+    for _ in range(trainer.epoch, epochs):
+        for batch in trainer.batches(loader):
+            losses.append(trainer(batch).item())
+            if len(losses) == save_after:
+                trainer.save(folder)
+                return losses
+    return losses
+
+
+def final(trainer):
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("save_after", "options"),
+    [
+        (1, {}),
+        (6, {}),  # the last batch of the first epoch, still inside the loop
+        (8, {"precision": "fp16"}),
+        (9, {"accumulate": 4}),  # in the middle of a window
+        (11, {"accumulate": 4, "precision": "fp16"}),
+        (8, {"workers": 2}),
+        (8, {"generator": 11}),
+        (8, {"optimizer": "sgd", "momentum": 0.9}),
+        (8, {"optimizer": "rmsprop", "centered": True}),
+        (8, {"route": "loop"}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_is_bit_same(accel, tmp_path, save_after, options):
+    def start():
+        seed = options.get("generator")
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return build(accel, **{**options, "generator": generator})
+
+    undisturbed, loader = start()
+    expected = run(undisturbed, loader)
+
+    first, loader = start()
+    losses = run(first, loader, save_after=save_after, folder=tmp_path)
+    second, loader = start()
+    assert second.resume(tmp_path) is not None
+    assert second.steps == first.steps
+    losses += run(second, loader)
+
+    assert losses == expected
+    assert second.skipped == undisturbed.skipped
+    for name, value in final(undisturbed).items():
+        assert torch.equal(value, final(second)[name]), name
+
+
+def test_saved_between_two_epochs(accel, tmp_path):
+    undisturbed, loader = build(accel)
+    expected = run(undisturbed, loader)
+    first, loader = build(accel)
+    losses = run(first, loader, epochs=2)
+    first.save(tmp_path)
+    second, loader = build(accel)
+    second.resume(tmp_path)
+    assert second.epoch == 2
+    assert losses + run(second, loader) == expected
+
+
+def test_killed_in_mid_epoch_and_resumed_with_workers_and_shuffling(tmp_path):
+    """SIGKILL, twice, at moments of its own choosing, two loader workers; the losses are those of a quiet run."""
+
+    def script(folder, *arguments):
+        return [sys.executable, str(KILLED), str(folder), *arguments]
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(script(tmp_path / "quiet"), check=True, env=environment, timeout=120)
+    for batch in ("7", "17"):
+        killed = subprocess.run(script(tmp_path / "killed", "--kill-at", batch), env=environment, timeout=120)
+        assert killed.returncode == -signal.SIGKILL
+    subprocess.run(script(tmp_path / "killed"), check=True, env=environment, timeout=120)
+
+    def losses(name):
+        lines = (tmp_path / name / "losses.jsonl").read_text().splitlines()
+        return {entry["batch"]: entry["loss"] for entry in map(json.loads, lines)}
+
+    quiet = losses("quiet")
+    assert len(quiet) == 24
+    assert losses("killed") == quiet  # what was done twice after a kill overwrites, and so must agree too
+
+
+def test_nothing_to_resume_is_none(accel, tmp_path):
+    trainer, _ = build(accel)
+    assert trainer.resume(tmp_path / "nowhere") is None
+    assert trainer.resume(tmp_path) is None
+    (tmp_path / ".incomplete").mkdir()
+    assert trainer.resume(tmp_path) is None
+
+
+def damage_truncate(path):
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def damage_flip(path):
+    file = path / "training.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def damage_empty(path):
+    (path / "model.safetensors").write_bytes(b"")
+
+
+def damage_remove(path):
+    (path / "rank-00000.safetensors").unlink()
+
+
+def damage_manifest(path):
+    file = path / "manifest.json"
+    file.write_text(file.read_text()[:40])
+
+
+def damage_manifest_value(path):
+    file = path / "manifest.json"
+    file.write_text(file.read_text().replace('"steps": 2', '"steps": 3'))
+
+
+def damage_all(path):
+    for file in path.iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_truncate, damage_flip, damage_empty, damage_remove, damage_manifest, damage_manifest_value, damage_all],
+)
+def test_a_damaged_checkpoint_is_refused_and_the_older_one_named(accel, tmp_path, damage):
+    trainer, loader = build(accel)
+    older = None
+    for number, batch in enumerate(trainer.batches(loader), start=1):
+        trainer(batch)
+        if number == 1:
+            older = trainer.save(tmp_path)
+        if number == 2:
+            newest = trainer.save(tmp_path)
+            break
+    damage(newest)
+
+    fresh, loader = build(accel)
+    before = final(fresh)
+    with pytest.raises(accelcore.CheckpointError, match="damaged") as raised:
+        fresh.resume(tmp_path)
+    assert str(older) in str(raised.value)
+    assert all(torch.equal(value, final(fresh)[name]) for name, value in before.items())
+    assert fresh.steps == 0
+    assert fresh.resume(older) == older
+    assert fresh.steps == 1
+
+
+def test_a_missing_checkpoint_asked_for_by_name_is_an_error(accel, tmp_path):
+    trainer, _ = build(accel)
+    with pytest.raises(accelcore.CheckpointError, match="step-00000005"):
+        trainer.resume(tmp_path / "step-00000005")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(accelcore.CheckpointError, match="is a file"):
+        trainer.resume(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda: nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Linear(9, 1)), "another model"),
+        (lambda: nn.Sequential(nn.Linear(5, 8)), "another model"),
+    ],
+)
+def test_a_checkpoint_of_another_model_changes_nothing(accel, tmp_path, change, says):
+    trainer, _ = build(accel)
+    trainer.save(tmp_path)
+    other = change()
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    stranger = accel.trainer(other, accel.optimizers.create("adamw", other.parameters()))
+    with pytest.raises(accelcore.CheckpointError, match=says):
+        stranger.resume(tmp_path)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in before.items())
+
+
+def test_another_optimizer_scheduler_scaler_or_window_is_refused(accel, tmp_path):
+    trainer, loader = build(accel, accumulate=2)
+    for batch in trainer.batches(loader):
+        trainer(batch)
+        break
+    trainer.save(tmp_path)  # within a window
+
+    def refused(says, **options):
+        other, _ = build(accel, **options)
+        before = final(other)
+        with pytest.raises(accelcore.CheckpointError, match=says):
+            other.resume(tmp_path)
+        assert all(torch.equal(value, final(other)[name]) for name, value in before.items())
+
+    refused("another optimizer", optimizer="sgd", accumulate=2)
+    refused("window", accumulate=3)
+    refused("loss scaler", precision="fp16", accumulate=2)
+    model = trainer.model
+    bare = accel.trainer(model, accel.optimizers.create("adamw", model.parameters(), lr=1e-2), accumulate=2)
+    with pytest.raises(accelcore.CheckpointError, match="scheduler"):
+        bare.resume(tmp_path)
+
+
+def test_a_state_moves_between_routes_without_changing_the_route(accel, tmp_path):
+    fused, loader = build(accel, route="fused")
+    run(fused, loader, epochs=1)
+    fused.save(tmp_path)
+    loop, loader = build(accel, route="loop")
+    loop.resume(tmp_path)
+    group = loop.optimizer.param_groups[0]
+    assert (group["fused"], group["foreach"]) == (None, False)
+    assert group["lr"] == fused.optimizer.param_groups[0]["lr"]
+    assert all(state["step"] == 6 for state in loop.optimizer.state.values())
+    run(loop, loader, epochs=2)
+
+
+def test_a_shorter_loader_than_the_checkpoints_is_an_error(accel, tmp_path):
+    trainer, loader = build(accel)
+    run(trainer, loader, save_after=5, folder=tmp_path)
+    other, _ = build(accel)
+    other.resume(tmp_path)
+    with pytest.raises(accelcore.CheckpointError, match="has only 2"):
+        next(iter(other.batches(DataLoader(Noisy(8), 4))))
+
+
+def test_the_same_step_saved_twice_keeps_both_and_keep_deletes_the_oldest(accel, tmp_path):
+    trainer, loader = build(accel)
+    first, second = trainer.save(tmp_path), trainer.save(tmp_path)
+    assert first != second
+    fresh, _ = build(accel)
+    assert fresh.resume(tmp_path) == second
+    run(trainer, loader, epochs=1)
+    third = trainer.save(tmp_path, keep=2)
+    assert sorted(tmp_path.iterdir()) == [second, third]
+    with pytest.raises(accelcore.ConfigurationError, match="keep"):
+        trainer.save(tmp_path, keep=0)
+
+
+def test_keep_never_deletes_what_was_just_saved(accel, tmp_path, caplog):
+    old, loader = build(accel)
+    run(old, loader, epochs=1)
+    of_another_run = old.save(tmp_path)
+    fresh, _ = build(accel)
+    mine = fresh.save(tmp_path, keep=1)
+    assert sorted(tmp_path.iterdir()) == [mine, of_another_run]
+    assert of_another_run.name in caplog.text
+
+
+def test_tied_weights_stay_tied_and_extra_state_travels(accel, tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(7, 4)
+            self.head = nn.Linear(4, 7, bias=False)
+            self.head.weight = self.embedding.weight
+            self.seen = 0
+
+        def forward(self, tokens):
+            self.seen += 1
+            return self.head(self.embedding(tokens)).square().mean()
+
+        def get_extra_state(self):
+            return {"seen": self.seen, "names": ("a", {1: 2.5})}
+
+        def set_extra_state(self, state):
+            self.seen, self.names = state["seen"], state["names"]
+
+    model = Tied()
+    trainer = accel.trainer(model, accel.optimizers.create("adamw", model.parameters()))
+    trainer(torch.arange(7))
+    trainer.save(tmp_path)
+    other = Tied()
+    resumed = accel.trainer(other, accel.optimizers.create("adamw", other.parameters()))
+    resumed.resume(tmp_path)
+    assert other.head.weight is other.embedding.weight
+    assert torch.equal(other.head.weight, model.head.weight)
+    assert (other.seen, other.names) == (1, ("a", {1: 2.5}))
+
+
+def test_what_a_checkpoint_cannot_hold_is_named_and_nothing_is_left_behind(accel, tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = accel.optimizers.create("sgd", model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    trainer = accel.trainer(model, optimizer, scheduler=schedule)
+    whole = trainer.save(tmp_path)
+    schedule.curve = object()
+    with pytest.raises(accelcore.CheckpointError, match=r"scheduler\.curve is a object"):
+        trainer.save(tmp_path)
+    del schedule.curve
+    assert trainer.resume(tmp_path) == whole
+
+
+def test_reading_a_planted_pickle_runs_nothing(accel, tmp_path):
+    import pickle
+
+    class Planted:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "executed",))
+
+    trainer, _ = build(accel)
+    path = trainer.save(tmp_path)
+    (path / "model.safetensors").write_bytes(pickle.dumps(Planted()))
+    with pytest.raises(accelcore.CheckpointError):
+        trainer.resume(tmp_path)
+    assert not (tmp_path / "executed").exists()

@@ -1,0 +1,341 @@
+"""One step, many options: each against the same loop written by hand in torch."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import accelcore
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 2))
+
+
+def data(count: int, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(count)]
+
+
+def loss_of(model, batch):
+    return mse_loss(model(batch[0]), batch[1])
+
+
+def same(first: nn.Module, second: nn.Module) -> None:
+    for (name, one), (_, other) in zip(first.state_dict().items(), second.state_dict().items(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
+    inputs = data(1, seed=99)[0][0]
+    torch.testing.assert_close(first.eval()(inputs), second.eval()(inputs), rtol=0, atol=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    batches=st.integers(1, 9),
+    accumulate=st.integers(1, 4),
+    clip_norm=st.one_of(st.none(), st.floats(0.01, 2.0)),
+    scheduled=st.booleans(),
+    precision=st.sampled_from(["fp32", "bf16"]),
+)
+def test_training_is_bit_equal_to_the_loop_written_by_hand(batches, accumulate, clip_norm, scheduled, precision):
+    accel = accelcore.select("cpu")
+    feed = data(batches)
+
+    ours = net()
+    optimizer = accel.optimizers.create("adamw", ours.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if scheduled else None
+    trainer = accel.trainer(
+        ours, optimizer, loss=loss_of, scheduler=schedule, precision=precision, accumulate=accumulate,
+        clip_norm=clip_norm,
+    )  # fmt: skip
+    losses = [trainer(batch) for batch in trainer.batches(feed)]
+
+    hand = net()
+    optimizer = torch.optim.AdamW(hand.parameters(), lr=1e-2, fused=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if scheduled else None
+    expected = []
+    for start in range(0, batches, accumulate):
+        window = feed[start : start + accumulate]
+        optimizer.zero_grad()
+        for batch in window:
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                loss = loss_of(hand, batch)
+            expected.append(loss.detach())
+            (loss / accumulate).backward()
+        if len(window) < accumulate:
+            for parameter in hand.parameters():
+                parameter.grad *= accumulate / len(window)
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(hand.parameters(), clip_norm)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert trainer.steps == -(-batches // accumulate)
+    same(ours, hand)
+
+
+def test_a_short_last_window_is_the_mean_of_what_it_has(accel):
+    # Without momentum or state, a window of one equals a plain step on that batch.
+    ours, hand = net(), net()
+    batch = data(1)[0]
+    trainer = accel.trainer(ours, accel.optimizers.create("sgd", ours.parameters(), lr=0.1), loss=loss_of, accumulate=4)
+    trainer(batch)
+    before = copy.deepcopy(ours.state_dict())
+    assert torch.equal(before["0.weight"], net()[0].weight)
+    trainer.flush()
+    trainer.flush()  # nothing is left: changes nothing
+    optimizer = torch.optim.SGD(hand.parameters(), lr=0.1, fused=True)
+    loss_of(hand, batch).backward()
+    optimizer.step()
+    for one, other in zip(ours.parameters(), hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert trainer.steps == 1
+
+
+def test_the_three_calls_are_the_one_call(accel):
+    one, three = net(), net()
+    trainer = accel.trainer(one, accel.optimizers.create("adam", one.parameters()), loss=loss_of, accumulate=2)
+    by_hand = accel.trainer(three, accel.optimizers.create("adam", three.parameters()), accumulate=2)
+    closed = []
+    for batch in data(4):
+        trainer(batch)
+        with by_hand.autocast():
+            loss = mse_loss(by_hand.forward(batch[0]), batch[1])
+        by_hand.backward(loss)
+        closed.append(by_hand.update())
+    assert closed == [False, True, False, True]
+    same(one, three)
+
+
+def test_fp16_trains_like_torch_with_its_own_scaler_and_counts_skipped_steps(accel):
+    ours, hand = net(), net()
+    feed = data(6)
+    feed[2] = (feed[2][0] * 1e6, feed[2][1])  # beyond fp16
+    trainer = accel.trainer(
+        ours,
+        accel.optimizers.create("adamw", ours.parameters(), lr=1e-2),
+        loss=loss_of,
+        precision="fp16",
+        clip_norm=1.0,
+    )
+    for batch in feed:
+        trainer(batch)
+
+    optimizer = torch.optim.AdamW(hand.parameters(), lr=1e-2, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    for batch in feed:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_of(hand, batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(hand.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert trainer.skipped >= 1
+    assert trainer.scaler.state_dict()["scale"] == scaler.get_scale()
+    for one, other in zip(ours.parameters(), hand.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("route", ["fused", "loop"])
+def test_a_skipped_first_step_leaves_weights_alone_and_the_schedule_quiet(accel, route):
+    model = net()
+    before = copy.deepcopy(list(model.parameters()))
+    optimizer = accel.optimizers.create("adamw", model.parameters(), lr=1e-2, route=route)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    trainer = accel.trainer(
+        model, optimizer, loss=lambda m, batch: loss_of(m, batch) * float("inf"), scheduler=schedule, precision="fp16"
+    )
+    trainer(data(1)[0])  # a warning of the schedule would be an error here
+    assert trainer.skipped == 1
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+def test_static_loss_scale_changes_no_result_in_fp32(accel):
+    plain, scaled = net(), net()
+    for model, loss_scale in ((plain, None), (scaled, 128.0)):
+        optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+        trainer = accel.trainer(model, optimizer, loss=loss_of, loss_scale=loss_scale)
+        for batch in data(3):
+            trainer(batch)
+    same(plain, scaled)  # 128 is a power of two: exact
+
+
+def test_the_loss_is_detached_and_aux_is_kept(accel):
+    model = net()
+    trainer = accel.trainer(
+        model, accel.optimizers.create("sgd", model.parameters()), loss=lambda m, batch: (loss_of(m, batch), "aux")
+    )
+    loss = trainer(data(1)[0])
+    assert not loss.requires_grad
+    assert trainer.aux == "aux"
+
+
+@pytest.mark.parametrize(
+    "batch", [{"x": torch.ones(2, 3)}, [torch.ones(2, 3)], (torch.ones(2, 3),), torch.ones(2, 3)], ids=type
+)
+def test_a_model_that_returns_its_loss_needs_no_loss_function(accel, batch):
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    model = Model(3, 1)
+    before = model.weight.clone()
+    accel.trainer(model, accel.optimizers.create("sgd", model.parameters(), lr=0.1))(batch)
+    assert not torch.equal(before, model.weight)
+
+
+def test_frozen_and_unused_parameters_keep_no_gradient_and_do_not_move(accel):
+    model = nn.ModuleDict({"used": nn.Linear(6, 2), "frozen": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+    model["frozen"].requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    trainer = accel.trainer(
+        model,
+        accel.optimizers.create("adamw", model.parameters(), lr=0.1, weight_decay=0.5),
+        loss=lambda m, batch: mse_loss(m["frozen"](m["used"](batch[0])), batch[1]),
+        accumulate=3,
+    )
+    for _ in trainer.batches(data(4)):
+        trainer(_)
+    assert torch.equal(before["unused.weight"], model["unused"].weight)  # no gradient is not a zero gradient
+    assert torch.equal(before["frozen.weight"], model["frozen"].weight)
+    assert not torch.equal(before["used.weight"], model["used"].weight)
+
+
+def test_compiled_training_equals_eager_training(accel):
+    eager, compiled = net(), net()
+    for model, compile_ in ((eager, False), (compiled, {"dynamic": False})):
+        trainer = accel.trainer(
+            model, accel.optimizers.create("sgd", model.parameters(), lr=0.1), loss=loss_of, compile=compile_
+        )
+        for batch in data(3):
+            trainer(batch)
+    assert trainer.compiled is not None
+    assert trainer.compiled.compiled, trainer.compiled.reason
+    for one, other in zip(eager.state_dict().values(), compiled.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_fp32_mode_holds_in_forward_and_backward_and_nowhere_else(accel):
+    seen = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(torch.get_float32_matmul_precision())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(torch.get_float32_matmul_precision())
+            return gradient
+
+    model = net()
+    trainer = accel.trainer(
+        model,
+        accel.optimizers.create("sgd", model.parameters()),
+        loss=lambda m, b: Watch.apply(loss_of(m, b)),
+        fp32="ieee",
+    )
+    torch.set_float32_matmul_precision("medium")
+    try:
+        trainer(data(1)[0])
+        with trainer.autocast():
+            loss = Watch.apply(loss_of(model, data(1)[0]))
+        trainer.backward(loss)
+        assert seen == ["highest"] * 4
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda m, b: m(b[0]), "shape"),
+        (lambda m, b: 3.0, "float"),
+        (lambda m, b: loss_of(m, b).detach(), "depends on no parameter"),
+        (lambda m, b: None, "NoneType"),
+    ],
+)
+def test_what_is_no_loss_is_refused_and_nothing_changes(accel, loss, says):
+    model = net()
+    before = copy.deepcopy(list(model.parameters()))
+    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss)
+    with pytest.raises(accelcore.TrainingError, match=says):
+        trainer(data(1)[0])
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert trainer.steps == 0
+
+
+def test_a_loader_that_raises_loses_nothing(accel):
+    def loader():
+        yield from data(2)
+        raise OSError("the disk went away")
+
+    model = net()
+    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of)
+    with pytest.raises(OSError, match="went away"):
+        collections.deque(map(trainer, trainer.batches(loader())), maxlen=0)
+    assert trainer.steps == 2
+    trainer(data(1)[0])
+    assert trainer.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"precision": "fp8"}, accelcore.ConfigurationError, "fp32, bf16, fp16"),
+        ({"accumulate": 0}, accelcore.ConfigurationError, "accumulate"),
+        ({"accumulate": True}, accelcore.ConfigurationError, "accumulate"),
+        ({"accumulate": 1.5}, accelcore.ConfigurationError, "accumulate"),
+        ({"clip_norm": 0}, accelcore.ConfigurationError, "clip_norm"),
+        ({"clip_norm": float("nan")}, accelcore.ConfigurationError, "clip_norm"),
+        ({"loss_scale": "high"}, accelcore.ConfigurationError, "loss_scale"),
+        ({"loss_scale": -1.0}, accelcore.ConfigurationError, "loss scale"),
+        ({"parallel": "fsdp"}, accelcore.ConfigurationError, "none, ddp"),
+        ({"fp32": "fast"}, accelcore.UnsupportedError, "ieee"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_training(accel, options, error, says):
+    model = net()
+    with pytest.raises(error, match=says):
+        accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, **options)
+
+
+def test_an_optimizer_of_other_parameters_is_refused(accel):
+    with pytest.raises(accelcore.ConfigurationError, match="not in the model"):
+        accel.trainer(net(), accel.optimizers.create("sgd", net().parameters()))
+
+
+def test_a_wrapped_model_and_a_schedule_that_needs_a_metric_are_refused(accel):
+    model = net()
+    optimizer = accel.optimizers.create("sgd", model.parameters())
+    with pytest.raises(accelcore.ConfigurationError, match="bare module"):
+        accel.trainer(nn.DataParallel(model), optimizer)
+    with pytest.raises(accelcore.ConfigurationError, match="metric"):
+        accel.trainer(model, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
+def test_slow_low_precision_is_said_once(accel, caplog):
+    from accelcore_cpu import backend
+
+    if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        pytest.skip("this CPU has fp16 kernels: there is nothing to say")
+    backend._warn_if_slow.cache_clear()
+    model = net()
+    with caplog.at_level(logging.WARNING, "accelcore"):
+        for _ in range(2):
+            accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), precision="fp16")
+    assert sum("float16" in record.message for record in caplog.records) == 1
