@@ -1,4 +1,6 @@
-"""accelcore: write a PyTorch training script once, run it at full speed on every device::
+"""accelcore: write a PyTorch training script once, run it at full speed on every device.
+
+A first line::
 
     import accelcore
 
