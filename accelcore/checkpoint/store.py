@@ -18,6 +18,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ __all__ = [
     "keep_newest",
     "path_of",
     "write_part",
+    "writing",
 ]
 
 FORMAT = 1
@@ -56,6 +59,20 @@ def checkpoints(folder: Path) -> list[Path]:
 def is_checkpoint_name(path: Path) -> bool:
     """Whether a path is named as checkpoints are."""
     return _NAME.fullmatch(path.name) is not None
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn what the file system refuses (no room, no permission) into a CheckpointError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"no checkpoint could be saved in {folder}",
+            why=str(error),
+            available="the checkpoints that were there before are as they were",
+            remedy="make room, or see that the folder may be written to",
+        ) from error
 
 
 def begin(folder: Path) -> None:

@@ -31,22 +31,23 @@ def save(trainer: Trainer, folder: Path, keep: int | None) -> Path:
         raise ConfigurationError(f"keep={keep!r} makes no sense", remedy="give a whole number, 1 or more, or None")
     collectives = trainer._backend.collectives
     first = collectives.rank == 0
-    if first:
-        store.begin(folder)
-        store.write_part(folder, "model", trainer.model.state_dict())
-        store.write_part(folder, "training", _shared_state(trainer))
-    collectives.barrier()
-    store.write_part(folder, f"rank-{collectives.rank:05d}", _rank_state(trainer))
-    collectives.barrier()
     number = torch.zeros((), dtype=torch.int64, device=trainer._backend.device)
-    if first:
-        facts = {
-            "world_size": collectives.world_size,
-            "device": trainer._backend.name,
-            "accelcore": version("accelcore"),
-            "torch": torch.__version__,
-        }
-        number.fill_(store.finish(folder, trainer.steps, facts))
+    with store.writing(folder):
+        if first:
+            store.begin(folder)
+            store.write_part(folder, "model", trainer.model.state_dict())
+            store.write_part(folder, "training", _shared_state(trainer))
+        collectives.barrier()
+        store.write_part(folder, f"rank-{collectives.rank:05d}", _rank_state(trainer))
+        collectives.barrier()
+        if first:
+            facts = {
+                "world_size": collectives.world_size,
+                "device": trainer._backend.name,
+                "accelcore": version("accelcore"),
+                "torch": torch.__version__,
+            }
+            number.fill_(store.finish(folder, trainer.steps, facts))
     path = store.path_of(folder, trainer.steps, int(collectives.broadcast(number).item()))
     if first and keep is not None:
         later = store.keep_newest(path, keep)

@@ -350,6 +350,13 @@ def test_what_a_checkpoint_cannot_hold_is_named_and_nothing_is_left_behind(accel
     assert trainer.resume(tmp_path) == whole
 
 
+def test_a_folder_that_cannot_be_written_is_an_error_of_the_family(accel, tmp_path):
+    trainer, _ = build(accel)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(accelcore.CheckpointError, match="could be saved"):
+        trainer.save(tmp_path / "file")
+
+
 def test_reading_a_planted_pickle_runs_nothing(accel, tmp_path):
     import pickle
 
