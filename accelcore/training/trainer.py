@@ -95,6 +95,7 @@ class Trainer:
         policy = choose_policy(precision, loss_scale)
         self._backend = backend
         self._autocast_dtype = getattr(torch, policy.autocast) if policy.autocast else None
+        self._fp32 = fp32
         self._arithmetic: AbstractContextManager[object] = nullcontext()
         if fp32 is not None:
             backend.precision.fp32(fp32)  # refuses here what would be refused in the first step
@@ -163,11 +164,9 @@ class Trainer:
         detached: Tensor = loss.detach()
         return detached
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
+    def autocast(self) -> AbstractContextManager[object]:
         """The context of the forward pass and the loss."""
-        with self._arithmetic, self._autocast():
-            yield
+        return self._autocast() if self._fp32 is None else self._autocast_and_fp32()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, one micro-batch's mean.
@@ -179,10 +178,11 @@ class Trainer:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise _no_loss(loss)
         self._parallel.check()
-        if self.accumulate > 1:
-            loss = loss / self.accumulate
+        scaled = self.scaler.scale(loss)
+        # What backward starts from. Dividing the loss instead costs an operator here, and one in backward.
+        share = None if self.accumulate == 1 else torch.full_like(scaled, 1 / self.accumulate)
         with self._arithmetic:
-            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaled.backward(share)  # type: ignore[no-untyped-call]
 
     def update(self) -> bool:
         """Count a micro-batch; at the end of a window, update the parameters. True when a window was closed."""
@@ -236,6 +236,11 @@ class Trainer:
         if self._autocast_dtype is None:
             return nullcontext()
         return self._backend.precision.autocast(self._autocast_dtype)
+
+    @contextmanager
+    def _autocast_and_fp32(self) -> Iterator[None]:
+        with self._arithmetic, self._autocast():
+            yield
 
     def _close(self) -> None:
         if self.clip_norm is not None:

@@ -1,0 +1,61 @@
+"""The command line: `python -m benchmarks NAME [--quick] [--output FILE]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from benchmarks.machine import describe_machine, describe_versions
+from benchmarks.report import print_table, write_results
+
+# Each is a module here, with DISTRIBUTIONS, whose versions matter, and run(quick), which yields a table at a time.
+_BENCHMARKS = {
+    "overhead": "what a training step costs over the same step written by hand",
+    "startup": "what an import costs next to importing torch",
+}
+_RESULTS = Path(__file__).parent / "results"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one benchmark; 0 where every goal is met, 1 where one is missed, 2 where the request makes no sense."""
+    options = _parser().parse_args(arguments)
+    module = import_module(f"benchmarks.{options.name}")
+    machine, versions = describe_machine(), describe_versions(module.DISTRIBUTIONS)
+    print(f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}")
+    print(", ".join(f"{name} {version}" for name, version in versions.items()), end="\n\n", flush=True)
+    tables = []
+    for table in module.run(options.quick):
+        print_table(table)
+        tables.append(table)
+    path = options.output or _RESULTS / (f"{options.name}-quick.json" if options.quick else f"{options.name}.json")
+    write_results(
+        path, benchmark=options.name, quick=options.quick, machine=machine, versions=versions, tables=tables
+    )  # fmt: skip
+    missed = [goal.what for table in tables for goal in table.goals if not goal.met]
+    if missed:
+        print(f"missed: {'; '.join(missed)}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    names = "\n".join(f"  {name:10} {what}" for name, what in _BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure accelcore beside the same work by hand and by its peers.",
+        epilog=f"benchmarks:\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", choices=_BENCHMARKS, help="one of the benchmarks below")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: well under a minute, and noisier")
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path,
+        help="the JSON to write (default: benchmarks/results/NAME.json, or NAME-quick.json)",
+    )  # fmt: skip
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""What a training step costs beside the same step written by hand with torch.
+
+A tiny model on one thread, where what a library adds to each step is largest beside the step itself. All loops train
+the same model with the same optimizer; before any is timed, each must have made of the same weights what the loop by
+hand makes of them. Times are processor time, which is what a step on a CPU consists of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from time import process_time
+
+import torch
+from torch import nn
+
+from benchmarks import loops
+from benchmarks.loops import Batches, Loop, Task
+from benchmarks.paired import compare, sample
+from benchmarks.report import Goal, Row, Table
+
+__all__ = ["DISTRIBUTIONS", "run"]
+
+DISTRIBUTIONS = ("accelcore", "accelcore-cpu", "torch", "accelerate", "lightning-fabric")
+GOAL = 1.02
+WIDTH, CLASSES, BATCH, BATCHES = 32, 10, 16, 8
+
+HAND, TWIN, TRAINER = "by hand", "by hand, again", "accelcore: trainer(batch)"
+CALLS, ACCELERATE, ACCUMULATE = "accelcore: the three calls", "accelerate", "accelerate, accumulate()"
+FABRIC = "Lightning Fabric"
+LOOPS: Mapping[str, Loop] = {
+    HAND: loops.by_hand,
+    TWIN: loops.by_hand,
+    TRAINER: loops.accelcore_trainer,
+    CALLS: loops.accelcore_calls,
+    ACCELERATE: loops.accelerate,
+    ACCUMULATE: loops.accelerate_accumulate,
+    FABRIC: loops.fabric,
+}
+MODULES = {ACCELERATE: "accelerate", ACCUMULATE: "accelerate", FABRIC: "lightning_fabric"}
+TASKS = {
+    "fp32": Task(),
+    "bf16 autocast": Task(precision="bf16"),
+    "fp32, accumulate=4": Task(accumulate=4),
+    "fp32, clip_norm=1.0": Task(clip_norm=1.0),
+}
+
+
+def run(quick: bool) -> Iterator[Table]:
+    """One table for each task; `trainer(batch)` has a goal in all of them."""
+    torch.set_num_threads(1)
+    rounds, seconds = (80, 0.005) if quick else (400, 0.005)
+    for title, task in TASKS.items():
+        # Without its context for it, accelerate does not accumulate.
+        names = [name for name in LOOPS if not (name == ACCELERATE and task.accumulate > 1)]
+        notes = {name: _verify(task, name) for name in names}
+        # A learning rate of 0 keeps the weights: what is timed is the same arithmetic from first to last, without
+        # the denormal numbers that come up when a model has learned its batches by heart.
+        cases = {name: _prepare(task, name, lr=0.0)[1] for name in names if _importable(name)}
+        assert torch.get_num_threads() == 1, "a peer has changed the number of threads"
+        timings = compare(sample(cases, rounds=rounds, seconds=seconds, per=BATCHES, clock=process_time), HAND)
+        yield Table(
+            title=f"{title}: one batch",
+            base=HAND,
+            unit="µs",
+            settings={
+                "model": f"3 x (Linear({WIDTH}, {WIDTH}), ReLU), Linear({WIDTH}, {CLASSES})",
+                "batch": [BATCH, WIDTH],
+                "optimizer": "AdamW(fused=True)",
+                "threads": 1,
+                "rounds": rounds,
+                "seconds a sample": seconds,
+                "clock": "process_time",
+            },
+            rows=[Row(name, timings.get(name), note) for name, note in notes.items()],
+            goals=[Goal(f"{title}: {TRAINER} / {HAND}", GOAL, timings[TRAINER].ratio.median)],
+        )
+
+
+def _verify(task: Task, name: str) -> str:
+    """Train by hand and by this loop, and say how alike the weights are; AssertionError where they are not."""
+    if not _importable(name):
+        return "not installed"
+    start = _prepare(task, HAND, lr=1e-3)[0]
+    expected, train_by_hand = _prepare(task, HAND, lr=1e-3)
+    found, train = _prepare(task, name, lr=1e-3)
+    for _ in range(5):
+        train_by_hand()
+        train()
+    assert not any(map(torch.equal, expected, start)), "the training by hand left a weight as it was"
+    if all(map(torch.equal, found, expected)):
+        return "noise floor" if name == TWIN else "identical weights"
+    assert name in MODULES, f"{name} does not train as the loop by hand does"
+    for ours, theirs in zip(expected, found, strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+    return "weights within 1e-4"
+
+
+def _prepare(task: Task, name: str, *, lr: float) -> tuple[list[nn.Parameter], Callable[[], None]]:
+    """The weights of a model of its own, and a call that trains it on every batch once."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+    weights = list(model.parameters())
+    optimizer = torch.optim.AdamW(weights, lr=lr, fused=True)
+    batches: Batches = [(torch.randn(BATCH, WIDTH), torch.randint(CLASSES, (BATCH,))) for _ in range(BATCHES)]
+    return weights, LOOPS[name](task, model, optimizer, batches)
+
+
+def _importable(name: str) -> bool:
+    return name not in MODULES or find_spec(MODULES[name]) is not None
