@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
+from types import TracebackType
 from typing import Any
 
 import pluggy
@@ -55,6 +56,7 @@ class Candidate:
 class _Outcome:
     value: Any = None
     error: BaseException | None = None
+    traceback: TracebackType | None = None
 
 
 class _Call:
@@ -70,7 +72,7 @@ class _Call:
         try:
             self._outcome = _Outcome(value=self._function())
         except BaseException as error:  # noqa: BLE001  # SystemExit too: a plugin must not end the program
-            self._outcome = _Outcome(error=error)
+            self._outcome = _Outcome(error=error, traceback=error.__traceback__)
         self._done.set()
 
     def outcome(self, deadline: float) -> _Outcome | None:
@@ -139,7 +141,7 @@ def _ask(point: EntryPoint, deadline: float) -> tuple[Any, Probe]:
     if outcome is None:
         raise TimeoutError("its import did not return in time (ACCEL_PROBE_TIMEOUT)")
     if outcome.error is not None:
-        raise outcome.error
+        raise outcome.error.with_traceback(outcome.traceback)  # the load's own: each raise adds to what there is
     hooks = outcome.value
     answers = hooks.accelcore_probe()
     if len(answers) != 1 or not isinstance(answers[0], Probe):

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import os
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from accelcore import plugins
@@ -83,12 +84,14 @@ def select(device: str | None = None) -> Backend:
     choices = parse(text, source)
     launch = read_launch()
     if choices is None:
-        candidates = plugins.probe_all()
-        ranking = sorted(candidates.values(), key=lambda candidate: (-candidate.probe.priority, candidate.name))
-        return _first_that_works([(Choice(candidate.name), candidate) for candidate in ranking], launch, "auto")
+        candidates = plugins.probe_all().values()
+        ranking = sorted(candidates, key=lambda candidate: (-candidate.probe.priority, candidate.name))
+        return _first_that_works(((Choice(candidate.name), candidate) for candidate in ranking), launch, "auto")
+    request = f"{source}={shown(text)}"
     if len(choices) == 1:
-        return _create(choices[0], plugins.find(choices[0].name), launch, f"{source}={shown(text)}")
-    return _first_that_works([(choice, plugins.find(choice.name)) for choice in choices], launch, shown(text))
+        return _create(choices[0], plugins.find(choices[0].name), launch, request)
+    # One after the other, so that no plugin is loaded behind the first that works.
+    return _first_that_works(((choice, plugins.find(choice.name)) for choice in choices), launch, request)
 
 
 def parse(text: str, source: str = "device") -> tuple[Choice, ...] | None:
@@ -124,12 +127,17 @@ def _fault(request: str) -> str:
     return "it says the same twice" if len(set(parts)) < len(parts) else ""
 
 
-def _first_that_works(wishes: list[tuple[Choice, Candidate | None]], launch: Launch | None, request: str) -> Backend:
+def _first_that_works(
+    wishes: Iterable[tuple[Choice, Candidate | None]], launch: Launch | None, request: str
+) -> Backend:
     passed_over: list[Probe] = []
     for choice, candidate in wishes:
+        if candidate is not None and candidate.probe.available and choice.index is None:
+            # Not passed over: ranks that fell back alone could not form one job with the others.
+            _index(choice, candidate.probe, launch, request)
         try:
             backend = _create(choice, candidate, launch, str(choice))
-        except (BackendUnavailableError, PluginError, UnknownBackendError) as error:
+        except AccelError as error:
             passed_over.append(
                 Probe(
                     str(choice),
@@ -141,14 +149,14 @@ def _first_that_works(wishes: list[tuple[Choice, Candidate | None]], launch: Lau
             continue
         _say_once(request, backend, passed_over, launch)
         return dataclasses.replace(backend, passed_over=tuple(passed_over))
-    if not wishes:
+    if not passed_over:
         raise BackendUnavailableError(
             "no backend is installed",
             why="accelcore finds its backends as plugins, and there is none in this environment",
             remedy="pip install accelcore-cpu, and accelcore-cuda or accelcore-npu where you have such a device",
         )
     raise BackendUnavailableError(
-        f"no device of {request} can be used here",
+        f"{request}: nothing of it can be used here",
         why="; ".join(f"{probe.name}: {probe.reason}" for probe in passed_over),
         available=_usable(),
         remedy="; ".join(f"{probe.name}: {probe.remedy}" for probe in passed_over),
@@ -213,7 +221,7 @@ def _checked(backend: object, choice: Choice, index: int, candidate: Candidate) 
     for hooks in (candidate.hooks, *plugins.extensions()):
         try:
             hooks.accelcore_register_optimizers(backend=backend, registry=backend.optimizers)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if hooks is candidate.hooks:
                 raise PluginError(f"{candidate.distribution} could not register its optimizers") from error
             logger.warning("an extension could not register its optimizers for %s: %r", choice, error)

@@ -79,7 +79,7 @@ class TorchCollectives(Collectives):
     def __init__(self, device: torch.device, backend: str) -> None:
         self._device = device
         self._backend = backend
-        self._owns_group = False
+        self._entered: list[bool] = []  # one for each init that was not closed: whether it formed the group
 
     @property
     def rank(self) -> int:
@@ -90,8 +90,9 @@ class TorchCollectives(Collectives):
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
+        forms = launch is not None and not dist.is_initialized()
         if dist.is_initialized():
-            self._adopt(launch)
+            self._check_fits(launch)
         elif launch is not None:
             try:
                 dist.init_process_group(
@@ -107,7 +108,7 @@ class TorchCollectives(Collectives):
                     why=str(error).split("\n", 1)[0],
                     remedy="see that every rank was started, that the address is right and its port is free",
                 ) from error
-            self._owns_group = True
+        self._entered.append(forms)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         if op not in _OPS:
@@ -115,16 +116,20 @@ class TorchCollectives(Collectives):
         if op == "avg" and not tensor.is_floating_point():
             raise ConfigurationError(f"the average of {tensor.dtype} tensors is not defined", remedy="use 'sum'")
         if dist.is_initialized():
-            dist.all_reduce(tensor, _OPS[op])
+            dense = _dense(tensor)
+            dist.all_reduce(dense, _OPS[op])
             if op == "avg":  # divided here, because not every process group can
-                tensor.div_(dist.get_world_size())
+                dense.div_(dist.get_world_size())
+            _store(tensor, dense)
         return tensor
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         if not 0 <= src < self.world_size:
             raise ConfigurationError(f"there is no rank {src}", available=f"ranks 0 to {self.world_size - 1}")
         if dist.is_initialized():
-            dist.broadcast(tensor, src)
+            dense = _dense(tensor)
+            dist.broadcast(dense, src)
+            _store(tensor, dense)
         return tensor
 
     def barrier(self) -> None:
@@ -135,15 +140,14 @@ class TorchCollectives(Collectives):
         return dist.group.WORLD if dist.is_initialized() else None
 
     def close(self) -> None:
-        if self._owns_group:
-            self._owns_group = False
+        if self._entered.pop() and dist.is_initialized():
             # A reduction begun in backward holds a Python object, which a thread of the group drops when it gets to
             # it; if that is while the interpreter shuts down, the process aborts (pytorch#190489). Nothing tells when
             # it was dropped, so give those threads time, once a job.
             time.sleep(_DRAIN_SECONDS)
             dist.destroy_process_group()
 
-    def _adopt(self, launch: Launch | None) -> None:
+    def _check_fits(self, launch: Launch | None) -> None:
         formed = (dist.get_rank(), dist.get_world_size())
         if launch is not None and formed != (launch.rank, launch.world_size):
             raise DistributedError(
@@ -157,3 +161,13 @@ class TorchCollectives(Collectives):
                 f"the process group that exists ({config}) cannot reduce {self._device.type} tensors",
                 remedy=f"form it with backend={self._backend!r}, or let accel.distributed() form it",
             )
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """What is communicated in place of `tensor`: gloo takes a strided view for the dense memory under it."""
+    return tensor.detach().contiguous()
+
+
+def _store(tensor: Tensor, dense: Tensor) -> None:
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(dense)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelcore.errors import ConfigurationError
+
 __all__ = ["Compiled", "Compiler", "TorchCompiler"]
 
 logger = logging.getLogger("accelcore")
@@ -57,28 +59,64 @@ class TorchCompiler(Compiler):
         if reason is not None:
             logger.warning("the model runs eagerly, not compiled: %s", reason)
             return Compiled(module, compiled=False, reason=reason)
+        try:
+            compiled = torch.compile(module, **options)
+        except Exception as error:
+            raise ConfigurationError(
+                f"torch.compile refuses the options {dict(options)!r}", why=f"{type(error).__name__}: {error}"
+            ) from error
         result = Compiled(module, compiled=True)
-        result.module = _FirstCall(module, torch.compile(module, **options), result)
+        result.module = _Guarded(module, compiled, result)
         return result
 
 
-class _FirstCall:
-    """Calls the compiled module; where its compiler fails at the first call, calls the eager one from then on.
+class _Guarded:
+    """Calls the compiled module; where its compiler fails, calls the eager one from then on.
 
-    torch.compile compiles when it is first called, so only then does it fail. An error of the model's own is raised
-    again by the eager call, and so reaches the user as it would without a compiler.
+    torch.compile compiles when it is first called, so only then does it fail. An error of the model's own passes
+    through.
     """
 
     def __init__(self, eager: nn.Module, compiled: Callable[..., Any], result: Compiled) -> None:
-        self._eager, self._compiled, self._result = eager, compiled, result
+        self._eager, self._call, self._result = eager, compiled, result
+        self._proved = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A part of the model may have run before another part fails to compile: the batch must not count twice.
+        before = None if self._proved else _Memory(self._eager)
         try:
-            output = self._compiled(*args, **kwargs)
+            output = self._call(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            reason = str(error).strip().split("\n", 1)[0]
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            # Dynamo's first line names the backend, and the second what it raised.
+            reason = " ".join(line.strip() for line in lines[:2])
             logger.warning("the model runs eagerly, the compiler failed: %s", reason)
             self._result.compiled, self._result.reason, self._result.module = False, reason, self._eager
-            self._compiled = self._eager
+            self._call, self._proved = self._eager, True
+            if before is not None:
+                before.restore()
             return self._eager(*args, **kwargs)
+        self._proved = True
         return output
+
+
+class _Memory:
+    """What a forward pass changes beside its output: buffers, and the random generators of the model's devices."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        tensors = [*module.parameters(), *module.buffers()]
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        self._generators = [
+            (torch.get_device_module(device), device, torch.get_device_module(device).get_rng_state(device))
+            for device in devices
+        ]
+        self._host = torch.get_rng_state()
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        for generator, device, state in self._generators:
+            generator.set_rng_state(state, device)
+        torch.set_rng_state(self._host)

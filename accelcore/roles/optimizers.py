@@ -25,11 +25,18 @@ class Request:
         name: the optimizer's name, lower case.
         options: hyperparameters as given (with `lr` where one was given).
         parameters: every parameter of every group; empty where the registry is only asked to explain.
+        groups: what each parameter group says in place of `options`.
     """
 
     name: str
     options: dict[str, Any]
     parameters: tuple[torch.Tensor, ...] = ()
+    groups: tuple[dict[str, Any], ...] = ()
+
+    def values(self, option: str, default: Any) -> list[Any]:
+        """The values that `option` has, over all groups."""
+        common = self.options.get(option, default)
+        return [group.get(option, common) for group in self.groups] or [common]
 
 
 @dataclass(frozen=True)
@@ -126,10 +133,16 @@ class Optimizers:
             UnsupportedError: there is no such optimizer here, or no route supports this request; each says why.
             ConfigurationError: a hyperparameter is unknown or out of range.
         """
-        groups = _listed(params)
+        try:
+            groups = _listed(params)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"optimizer {name!r} cannot be made of these parameters", why=str(error)
+            ) from error
         if lr is not None:
             options["lr"] = lr
-        request = Request(name.lower(), options, tuple(_parameters(groups)))
+        own = tuple({**group, "params": None} if _is_group(group) else {} for group in groups)
+        request = Request(name.lower(), options, tuple(_parameters(groups)), own)
         choices = self._explain(request, route)
         chosen = next((choice.route for choice in choices if choice.chosen), None)
         if chosen is None:
@@ -142,7 +155,7 @@ class Optimizers:
         factory = next(entry.factory for entry in self._routes[request.name] if entry.name == chosen)
         try:
             return factory(groups, **options)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, KeyError) as error:
             raise ConfigurationError(
                 f"optimizer {name!r} (route {chosen!r}) refuses these arguments", why=str(error)
             ) from error
@@ -170,16 +183,23 @@ class Optimizers:
 
 def _listed(params: Parameters) -> list[Any]:
     """The parameters or groups as lists, because looking at a generator would use it up."""
-    return [
-        {**group, "params": [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])}
-        if isinstance(group, dict) and "params" in group
-        else group
-        for group in params
-    ]
+    return [{**group, "params": _members(group["params"])} if _is_group(group) else group for group in params]
+
+
+def _members(params: Any) -> list[Any]:
+    if isinstance(params, set | frozenset):
+        raise TypeError("a set of parameters has no order, and an optimizer's state goes by their order")
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and "params" in group
 
 
 def _parameters(groups: list[Any]) -> Iterable[torch.Tensor]:
     for group in groups:
-        for member in group.get("params", ()) if isinstance(group, dict) else (group,):
+        for member in group["params"] if _is_group(group) else (group,):
             # Named parameters come as pairs, as model.named_parameters() yields them.
-            yield member[1] if isinstance(member, tuple) else member
+            parameter = member[1] if isinstance(member, tuple) and len(member) == 2 else member
+            if isinstance(parameter, torch.Tensor):  # what is none the optimizer itself refuses
+                yield parameter

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -67,9 +68,10 @@ class Runtime(ABC):
 
     @abstractmethod
     def to_device(self, batch: T) -> T:
-        """A batch with its tensors on the device: a tensor, or dicts, lists, tuples and dataclasses of tensors.
+        """A batch with its tensors on the device.
 
-        What is no tensor stays as it is; tensors already there are not copied.
+        A tensor, anything with a `to` method, or dicts, lists, tuples and dataclasses of these. What else is in it
+        stays as it is; tensors already there are not copied.
         """
 
 
@@ -131,8 +133,10 @@ def set_host_rng_state(state: Mapping[str, Tensor]) -> list[str]:
     random.setstate((version, tuple(words), next(iter(state["python_gauss"].tolist()), None)))
     unknown -= {"torch", "python", "python_gauss"}
     if "numpy" in state:
-        import numpy
-
+        try:
+            import numpy
+        except ModuleNotFoundError:
+            return sorted(unknown)
         *keys, position, has_gauss = state["numpy"].tolist()
         numpy.random.set_state(
             ("MT19937", numpy.array(keys, dtype=numpy.uint32), position, has_gauss, state["numpy_gauss"].item())
@@ -144,14 +148,26 @@ def set_host_rng_state(state: Mapping[str, Tensor]) -> list[str]:
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=value.is_pinned())
+    if isinstance(value, type):
+        return value
+    if callable(getattr(value, "to", None)):
+        return value.to(device)
     if isinstance(value, Mapping):
         moved = {key: _moved(entry, device) for key, entry in value.items()}
-        return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
+        if not isinstance(value, MutableMapping):
+            return type(value)(moved)  # type: ignore[call-arg]
+        like = copy.copy(value)  # keeps what a subclass has beside its entries, such as a default
+        for key, entry in moved.items():
+            like[key] = entry
+        return like
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_moved(entry, device) for entry in value))
     if isinstance(value, list | tuple):
         return type(value)(_moved(entry, device) for entry in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: _moved(getattr(value, field.name), device) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **fields)
+    if dataclasses.is_dataclass(value):
+        twin = copy.copy(value)
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(twin, field.name, _moved(getattr(value, field.name), device))
+        return twin
     return value

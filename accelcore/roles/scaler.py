@@ -8,6 +8,8 @@ on whatever device the gradients are on.
 
 from __future__ import annotations
 
+import logging
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable
@@ -21,6 +23,9 @@ from torch.optim import Optimizer
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 
 __all__ = ["GradScaler", "LossScaler", "NoScaler", "Scalers", "StaticScaler"]
+
+
+logger = logging.getLogger("accelcore")
 
 
 class LossScaler(ABC):
@@ -211,11 +216,24 @@ class GradScaler(LossScaler):
         missing = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"} - set(state)
         if missing:
             raise CheckpointError(f"the state of the loss scaler lacks {', '.join(sorted(missing))}")
-        self.growth, self.backoff = float(state["growth_factor"]), float(state["backoff_factor"])
-        self.interval = int(state["growth_interval"])
-        self._scale.fill_(float(state["scale"])).clamp_(self.min, self.max)
-        self._clean_steps.fill_(int(state["_growth_tracker"]))
-        self._skipped.fill_(int(state.get("skipped", 0)))
+        try:
+            scale, growth, backoff = (float(state[key]) for key in ("scale", "growth_factor", "backoff_factor"))
+            interval, clean_steps = int(state["growth_interval"]), int(state["_growth_tracker"])
+            skipped = int(state.get("skipped", 0))
+            kept = max(self.min, min(scale, self.max))
+            if not (0 <= scale < math.inf and clean_steps >= 0 and skipped >= 0):
+                raise ValueError(f"scale={scale}, _growth_tracker={clean_steps}, skipped={skipped}")
+            _check(kept, growth, backoff, interval, self.min, self.max)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError("the state of the loss scaler makes no sense", why=str(error)) from error
+        if kept != scale:
+            logger.warning(
+                "the saved loss scale %g is outside %g to %g: going on with %g", scale, self.min, self.max, kept
+            )
+        self.growth, self.backoff, self.interval = growth, backoff, interval
+        self._scale.fill_(kept)
+        self._clean_steps.fill_(clean_steps)
+        self._skipped.fill_(skipped)
 
     @property
     def skipped(self) -> int:
@@ -266,17 +284,11 @@ class Scalers:
         Raises:
             ConfigurationError: a scale, factor or interval that could never work.
         """
-        sound = 0 < min <= init <= max < float("inf") and growth > 1 and 0 < backoff < 1 and interval >= 1
-        if dynamic and not sound:
-            raise ConfigurationError(
-                f"no loss scaler has init={init}, growth={growth}, backoff={backoff}, interval={interval}, "
-                f"min={min}, max={max}",
-                remedy="choose 0 < min <= init <= max, growth > 1, 0 < backoff < 1 and interval >= 1",
-            )
         if not dynamic:
-            if not 0 < init < float("inf"):
+            if not 0 < init < math.inf:
                 raise ConfigurationError(f"a static loss scale of {init} makes no sense", remedy="give a number > 0")
             return StaticScaler(float(init))
+        _check(init, growth, backoff, interval, min, max)
         return GradScaler(
             self._device, init=init, growth=growth, backoff=backoff, interval=interval, min=min, max=max
         )  # fmt: skip
@@ -284,6 +296,16 @@ class Scalers:
     def none(self) -> LossScaler:
         """The scaler that leaves everything as it is."""
         return NoScaler()
+
+
+def _check(init: float, growth: float, backoff: float, interval: int, low: float, high: float) -> None:
+    whole = isinstance(interval, int) and interval >= 1
+    if not (0 < low <= init <= high < math.inf and 1 < growth < math.inf and 0 < backoff < 1 and whole):
+        raise ConfigurationError(
+            f"no loss scaler has init={init}, growth={growth}, backoff={backoff}, interval={interval}, "
+            f"min={low}, max={high}",
+            remedy="choose 0 < min <= init <= max, growth > 1, 0 < backoff < 1 and a whole interval >= 1",
+        )
 
 
 def _gradients(optimizer: Optimizer) -> Iterable[Tensor]:

@@ -13,7 +13,7 @@ from accelcore.capabilities import Capabilities
 from accelcore.optim.torch_optimizers import register_torch_optimizers
 from accelcore.roles.collectives import TorchCollectives
 from accelcore.roles.compiler import TorchCompiler
-from accelcore.roles.optimizers import Optimizers
+from accelcore.roles.optimizers import Optimizers, Request
 from accelcore.roles.precision import TorchPrecision
 from accelcore.roles.scaler import Scalers
 from accelcore_cpu.compiler import missing_compiler
@@ -37,7 +37,7 @@ def create() -> Backend:
     """Compose the CPU backend."""
     device = torch.device("cpu")
     optimizers = Optimizers()
-    register_torch_optimizers(optimizers, fused=CAPABILITIES.native_optimizers)
+    register_torch_optimizers(optimizers, fused=CAPABILITIES.native_optimizers, refuses=_kernel_fault)
     return Backend(
         name="cpu",
         index=0,
@@ -50,6 +50,14 @@ def create() -> Backend:
         compiler=TorchCompiler(missing_compiler),
         runtime=CpuRuntime(device),
     )
+
+
+def _kernel_fault(request: Request) -> str | None:
+    # Measured with torch 2.13.0: of 100 bf16 elements, a step with this kernel changes 4.
+    low = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in request.parameters)
+    if request.name == "sgd" and low:
+        return "torch's fused SGD kernel for the CPU leaves most elements of bf16 and fp16 parameters as they were"
+    return None
 
 
 class _CpuPrecision(TorchPrecision):

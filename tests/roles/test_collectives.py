@@ -1,0 +1,418 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import accelcore
+from accelcore.errors import ConfigurationError, DistributedError
+
+OPS = ("sum", "avg", "min", "max")
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64")
+PROLOGUE = """
+    import json, os, sys
+    from datetime import timedelta
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+
+    import accelcore
+
+    def attempt(function):
+        try:
+            result = function()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return result.tolist() if isinstance(result, torch.Tensor) else result
+
+    folder = Path(sys.argv[1])
+    accel = accelcore.select("cpu")
+"""
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start(script, folder, world_size):
+    """Run a script in as many processes as a launcher would, with the environment that torchrun leaves."""
+    port = free_port()
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(PROLOGUE) + textwrap.dedent(script))
+    processes = []
+    for rank in range(world_size):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        command = [sys.executable, "-W", "error::UserWarning", str(path), str(folder)]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    return processes
+
+
+def finish(processes):
+    """What each rank printed last, as JSON; all must succeed."""
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(err for _, err in outputs)
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left():
+    assert not dist.is_initialized()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def meeting(tmp_path):
+    """A place where the ranks of one job can meet."""
+    return f"file://{tmp_path}/meeting"
+
+
+# Alone.
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_alone_every_reduction_is_the_identity(accel, op):
+    tensor = torch.tensor([1.5, -2.0])
+    assert accel.collectives.all_reduce(tensor, op) is tensor
+    assert tensor.tolist() == [1.5, -2.0]
+
+
+def test_alone_a_loop_need_not_ask(accel):
+    tensor = torch.tensor([3])
+    with accel.distributed() as collectives:
+        assert collectives is accel.collectives
+        assert (collectives.rank, collectives.world_size) == (0, 1)
+        assert collectives.broadcast(tensor) is tensor
+        assert collectives.cpu_group() is None
+        collectives.barrier()
+    assert tensor.tolist() == [3]
+    assert not dist.is_initialized()
+
+
+def test_a_mistake_shows_already_when_alone(accel):
+    floats = torch.ones(2)
+    for op in ("mean", "SUM", "", None):
+        with pytest.raises(ConfigurationError, match="no reduction") as caught:
+            accel.collectives.all_reduce(floats, op)
+        assert caught.value.available == ", ".join(OPS)
+    for dtype in (torch.int64, torch.bool, torch.uint8):
+        with pytest.raises(ConfigurationError, match=f"average of {dtype}"):
+            accel.collectives.all_reduce(torch.ones(2).to(dtype), "avg")
+    for src in (1, -1):
+        with pytest.raises(ConfigurationError, match=f"no rank {src}") as caught:
+            accel.collectives.broadcast(floats, src)
+        assert caught.value.available == "ranks 0 to 0"
+
+
+# Together.
+
+SCENARIO = """
+    found = {}
+    with accel.distributed(timeout=timedelta(seconds=60)) as collectives:
+        rank, size = collectives.rank, collectives.world_size
+        found["place"] = [rank, size, dist.is_initialized(), dist.get_backend()]
+
+        def mine(dtype=torch.float32):
+            # rank 0: [1, -1, 0], rank 1: [2, -2, 10], rank 2: [4, -4, 20]
+            return torch.tensor([2**rank, -(2**rank), 10 * rank]).to(dtype)
+
+        for op in ("sum", "avg", "min", "max"):
+            for name in ("float32", "float64", "float16", "bfloat16", "int64"):
+                if op == "avg" and name == "int64":
+                    continue
+                tensor = mine(getattr(torch, name))
+                result = collectives.all_reduce(tensor, op)
+                found[f"{op} {name}"] = [result is tensor, str(result.dtype), result.tolist()]
+
+        strided = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]) + 10 * rank
+        collectives.all_reduce(strided[:, 1], "sum")
+        found["strided sum"] = strided.tolist()
+        strided = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]) + 10 * rank
+        collectives.broadcast(strided[:, 1], 1)
+        found["strided broadcast"] = strided.tolist()
+        found["scalar"] = collectives.all_reduce(torch.tensor(float(rank)), "max").item()
+
+        weight = torch.nn.Parameter(mine())
+        found["parameter"] = attempt(lambda: collectives.all_reduce(weight, "avg").detach())
+
+        for src in range(size):
+            tensor = mine()
+            found[f"broadcast {src}"] = [collectives.broadcast(tensor, src) is tensor, tensor.tolist()]
+        found["broadcast parameter"] = attempt(lambda: collectives.broadcast(torch.nn.Parameter(mine())).detach())
+
+        # All ranks are refused alike, before any of them sends something.
+        found["no such op"] = attempt(lambda: collectives.all_reduce(mine(), "mean"))
+        found["integers"] = attempt(lambda: collectives.all_reduce(mine(torch.int64), "avg"))
+        found["no such rank"] = attempt(lambda: collectives.broadcast(mine(), size))
+
+        (folder / f"here-{rank}").touch()
+        collectives.barrier()
+        found["met"] = len(list(folder.glob("here-*")))
+
+        sizes = torch.tensor([rank + 1])
+        dist.all_reduce(sizes, group=collectives.cpu_group())
+        found["cpu group"] = sizes.tolist()
+    found["left"] = [dist.is_initialized(), collectives.rank, collectives.world_size]
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def found(request, tmp_path_factory):
+    """What each of 2 ranks, or 3, found."""
+    return finish(start(SCENARIO, tmp_path_factory.mktemp("ranks"), request.param))
+
+
+def rows(size):
+    return [[1, -1, 0], [2, -2, 10], [4, -4, 20]][:size]
+
+
+def test_ranks_that_a_launcher_started_find_each_other_and_part(found):
+    assert [rank["place"] for rank in found] == [[index, len(found), True, "gloo"] for index in range(len(found))]
+    assert [rank["left"] for rank in found] == [[False, 0, 1]] * len(found)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [(op, dtype) for op in OPS for dtype in DTYPES if (op, dtype) != ("avg", "int64")],
+)
+def test_every_rank_gets_the_reduction_in_place(found, op, dtype):
+    columns = list(zip(*rows(len(found)), strict=True))
+    reduce = {"sum": sum, "avg": lambda column: sum(column) / len(column), "min": min, "max": max}[op]
+    expected = torch.tensor([reduce(column) for column in columns], dtype=torch.float64)
+    for rank in found:
+        same, kind, values = rank[f"{op} {dtype}"]
+        assert same
+        assert kind == f"torch.{dtype}"
+        assert values == expected.to(getattr(torch, dtype)).tolist()
+
+
+def test_a_scalar_is_reduced(found):
+    assert [rank["scalar"] for rank in found] == [len(found) - 1] * len(found)
+
+
+def test_of_a_strided_view_exactly_the_view_is_combined(found):
+    """gloo takes the memory from the view's first element on, whatever its strides (pytorch#192920)."""
+    size = len(found)
+    raised = 10 * sum(range(size))
+    for index, rank in enumerate(found):
+        left = [10.0 * index + value for value in (0, 2, 4)]
+        assert [row[0] for row in rank["strided sum"]] == left, "the neighbours were changed"
+        assert [row[1] for row in rank["strided sum"]] == [size * value + raised for value in (1.0, 3.0, 5.0)]
+        assert [row[0] for row in rank["strided broadcast"]] == left, "the neighbours were changed"
+        assert [row[1] for row in rank["strided broadcast"]] == [11.0, 13.0, 15.0]
+
+
+def test_parameters_can_be_averaged_and_broadcast_as_they_can_alone(found):
+    means = torch.tensor([sum(column) / len(found) for column in zip(*rows(len(found)), strict=True)]).tolist()
+    for rank in found:
+        assert rank["broadcast parameter"] == rows(1)[0]
+        assert rank["parameter"] == means
+
+
+def test_every_rank_can_be_the_source_of_a_broadcast(found):
+    for source, row in enumerate(rows(len(found))):
+        assert [rank[f"broadcast {source}"] for rank in found] == [[True, row]] * len(found)
+
+
+def test_mistakes_are_refused_on_every_rank(found):
+    for rank in found:
+        assert rank["no such op"].startswith("ConfigurationError: there is no reduction 'mean'")
+        assert rank["integers"].startswith("ConfigurationError: the average of torch.int64")
+        assert rank["no such rank"].startswith(f"ConfigurationError: there is no rank {len(found)}")
+
+
+def test_nobody_passes_a_barrier_before_all_are_there(found):
+    assert [rank["met"] for rank in found] == [len(found)] * len(found)
+
+
+def test_the_cpu_group_takes_cpu_tensors(found):
+    assert [rank["cpu group"] for rank in found] == [[sum(range(1, len(found) + 1))]] * len(found)
+
+
+def test_a_rank_that_fails_takes_the_others_down_soon(tmp_path):
+    processes = start(
+        """
+        with accel.distributed(timeout=timedelta(seconds=60)) as collectives:
+            collectives.barrier()
+            if collectives.rank == 1:
+                raise KeyError("rank 1 has had enough")
+            collectives.all_reduce(torch.ones(2))
+        """,
+        tmp_path,
+        2,
+    )
+    begin = time.monotonic()
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "KeyError: 'rank 1 has had enough'" in errors[1]
+    assert "RuntimeError" in errors[0]
+    assert time.monotonic() - begin < 30, "the other waited until its timeout"
+
+
+def test_ranks_that_a_script_started_itself_meet_where_it_says(tmp_path):
+    script = """
+        place = int(os.environ.pop("RANK"))
+        for variable in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+            del os.environ[variable]
+        meeting = f"tcp://127.0.0.1:{os.environ.pop('MASTER_PORT')}"
+        with accel.distributed(rank=1 - place, world_size=2, init_method=meeting) as collectives:
+            total = collectives.all_reduce(torch.tensor([place + 1]))
+            print(json.dumps([collectives.rank, collectives.world_size, total.item()]))
+    """
+    assert finish(start(script, tmp_path, 2)) == [[1, 2, 3], [0, 2, 3]]
+
+
+# A job of one process, and whose the group is.
+
+
+def test_a_job_of_one_rank_has_a_group_of_its_own_for_the_length_of_the_block(accel, meeting):
+    with accel.distributed(rank=0, world_size=1, init_method=meeting) as collectives:
+        assert dist.is_initialized()
+        assert (collectives.rank, collectives.world_size) == (0, 1)
+        assert collectives.cpu_group() is dist.group.WORLD
+        assert collectives.all_reduce(torch.tensor([2.0]), "avg").tolist() == [2.0]
+    assert not dist.is_initialized()
+
+
+def test_the_group_is_left_also_by_an_exception(accel, meeting):
+    with pytest.raises(KeyError), accel.distributed(rank=0, world_size=1, init_method=meeting):
+        raise KeyError
+    assert not dist.is_initialized()
+
+
+def test_the_timeout_reaches_torch(accel, meeting):
+    with accel.distributed(rank=0, world_size=1, init_method=meeting, timeout=timedelta(seconds=77)):
+        # torch offers no public way to read it.
+        assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"rank": 0, "world_size": 1}])
+def test_a_group_that_the_script_formed_is_adopted_and_left_alone(accel, meeting, arguments):
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    with accel.distributed(**arguments) as collectives:
+        assert collectives.cpu_group() is dist.group.WORLD
+    assert dist.is_initialized()
+    with pytest.raises(KeyError), accel.distributed(**arguments):
+        raise KeyError
+    assert dist.is_initialized()
+
+
+def test_a_group_that_does_not_fit_is_refused_and_left_alone(accel, meeting):
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    with (
+        pytest.raises(DistributedError, match=r"this is rank 0 of 1, not rank 1 of 2"),
+        accel.distributed(rank=1, world_size=2),
+    ):
+        pytest.fail("a group of one was taken for a group of two")
+    assert dist.is_initialized()
+
+
+def test_a_group_that_cannot_take_this_devices_tensors_is_refused(accel, meeting):
+    dist.init_process_group("cuda:gloo", init_method=meeting, rank=0, world_size=1)
+    with pytest.raises(DistributedError, match="cannot reduce cpu tensors") as caught, accel.distributed():
+        pytest.fail("a group without the CPU was adopted")
+    assert "backend='gloo'" in caught.value.remedy
+    assert dist.is_initialized()
+
+
+def test_a_block_within_a_block_adopts_the_outer_ones_group_and_leaves_it_alone(accel, meeting):
+    with accel.distributed(rank=0, world_size=1, init_method=meeting):
+        with accel.distributed():
+            assert dist.is_initialized()
+        assert dist.is_initialized(), "the inner block has closed the outer block's group"
+    assert not dist.is_initialized()
+
+
+def test_another_backend_adopts_the_group_too(accel, meeting):
+    with accel.distributed(rank=0, world_size=1, init_method=meeting):
+        with accelcore.select("cpu").distributed() as collectives:
+            assert collectives.cpu_group() is dist.group.WORLD
+        assert dist.is_initialized()
+
+
+def test_a_script_may_destroy_the_group_itself(accel, meeting):
+    with accel.distributed(rank=0, world_size=1, init_method=meeting):
+        dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def test_one_job_may_follow_another(accel, tmp_path):
+    for number in range(2):
+        with accel.distributed(rank=0, world_size=1, init_method=f"file://{tmp_path}/{number}") as collectives:
+            assert collectives.cpu_group() is not None
+
+
+# Places that do not exist.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"rank": 0}, "come together"),
+        ({"world_size": 1}, "come together"),
+        ({"local_rank": 0}, "local_rank needs"),
+        ({"rank": 2, "world_size": 2}, "rank=2"),
+        ({"rank": -1, "world_size": 2}, "rank=-1"),
+        ({"rank": 0, "world_size": 0}, "world_size=0"),
+        ({"rank": 0, "world_size": 2, "local_rank": 2}, "local_rank=2"),
+    ],
+)
+def test_a_place_that_makes_no_sense_is_refused_before_anything_is_formed(accel, arguments, says):
+    with pytest.raises(ConfigurationError, match=says), accel.distributed(**arguments):
+        pytest.fail("it was joined")
+    assert not dist.is_initialized()
+
+
+def test_a_launchers_variable_that_makes_no_sense_is_refused(accel, monkeypatch):
+    monkeypatch.setenv("RANK", "zero")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigurationError, match="RANK is 'zero'"), accel.distributed():
+        pytest.fail("it was joined")
+
+
+@pytest.mark.parametrize("method", ["env://", "bogus", "nfs://somewhere", "tcp://", "tcp://127.0.0.1", "file://"])
+def test_a_meeting_place_that_cannot_be_is_an_error_that_names_it(accel, method):
+    with (
+        pytest.raises(DistributedError, match=rf"rank 0 of 1 could not join the others at {method}\n") as caught,
+        accel.distributed(rank=0, world_size=1, init_method=method),
+    ):
+        pytest.fail("it was joined")
+    assert isinstance(caught.value.__cause__, RuntimeError | ValueError)
+    assert caught.value.why
+    assert not dist.is_initialized()
+
+
+def test_ranks_that_never_come_are_given_up_after_the_timeout(accel, meeting):
+    begin = time.monotonic()
+    with (
+        pytest.raises(DistributedError, match="rank 0 of 2 could not join the others"),
+        accel.distributed(rank=0, world_size=2, init_method=meeting, timeout=timedelta(seconds=1)),
+    ):
+        pytest.fail("it was joined")
+    assert 0.5 < time.monotonic() - begin < 20
+    with accel.distributed(rank=0, world_size=1, init_method=f"{meeting}-again") as collectives:
+        assert collectives.world_size == 1

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accelcore.capabilities import Capabilities
+from accelcore.errors import UnsupportedError
+from accelcore.roles.precision import TorchPrecision
+
+A, B = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(0, 2, 8).view(4, 2)
+
+
+@pytest.fixture
+def tf32():
+    """A device that declares fast fp32, for the part of the role that the CPU declines."""
+    return TorchPrecision("cpu", Capabilities(fast_fp32="tf32"), "AutocastCPU")
+
+
+@pytest.fixture(autouse=True)
+def _setting():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_run_in_the_dtype_and_sums_stay_in_fp32(accel, dtype):
+    with accel.autocast(dtype):
+        product = A @ B
+        loss = torch.nn.functional.mse_loss(product, torch.zeros(3, 2))
+    assert product.dtype is dtype
+    assert loss.dtype is torch.float32
+    exact = (A.double() @ B.double()).float()
+    assert torch.allclose(product.float(), exact, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+    assert not torch.equal(product.float(), exact), "nothing was rounded, so nothing ran in low precision"
+
+
+def test_without_a_dtype_autocast_takes_the_first_that_is_declared(accel):
+    assert accel.capabilities.autocast_dtypes[0] == "bfloat16"
+    with accel.autocast():
+        assert (A @ B).dtype is torch.bfloat16
+
+
+def test_autocast_ends_with_its_context_also_by_an_exception(accel):
+    with pytest.raises(KeyError), accel.autocast():
+        raise KeyError
+    assert (A @ B).dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+def test_disabled_autocast_switches_an_outer_one_off(accel, dtype):
+    with accel.autocast(torch.bfloat16):
+        with accel.autocast(dtype, enabled=False):
+            assert (A @ B).dtype is torch.float32
+        assert (A @ B).dtype is torch.bfloat16
+
+
+def test_gradients_of_an_autocast_forward_are_in_the_parameters_dtype(accel):
+    weight = B.clone().requires_grad_()
+    with accel.autocast(torch.bfloat16):
+        loss = (A @ weight).float().sum()
+    loss.backward()
+    assert weight.grad.dtype is torch.float32
+    assert torch.allclose(weight.grad, A.sum(0, keepdim=True).T.expand(4, 2), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int8, torch.float8_e4m3fn])
+def test_a_dtype_that_is_not_declared_is_refused(accel, dtype):
+    with pytest.raises(UnsupportedError, match=f"autocast to {dtype} is not available") as caught:
+        accel.autocast(dtype)
+    assert caught.value.available == "bfloat16, float16"
+
+
+def test_a_device_without_autocast_refuses_every_dtype(tf32):
+    for dtype in (None, torch.bfloat16):
+        with pytest.raises(UnsupportedError, match="autocast to") as caught:
+            tf32.autocast(dtype)
+        assert caught.value.available == "none"
+    with tf32.autocast(enabled=False):
+        assert (A @ B).dtype is torch.float32
+
+
+@pytest.mark.parametrize("table", ["O1", "Torch", "", "nonsense"])
+def test_a_table_that_is_not_declared_is_refused(accel, table):
+    for use in (
+        lambda: accel.autocast(table=table),
+        lambda: accel.autocast(table=table, enabled=False),
+        lambda: accel.precision.table(table),
+    ):
+        with pytest.raises(UnsupportedError, match=f"no autocast table '{table}'") as caught:
+            use()
+        assert caught.value.available == "torch"
+
+
+def test_the_table_holds_the_operators_that_autocast_intercepts(accel):
+    table = accel.precision.table()
+    assert {"aten::mm", "aten::bmm", "aten::linear", "aten::conv2d"} <= table
+    # relu runs in whatever dtype it is given: no autocast intercepts it.
+    assert not any(name.split(".")[0] == "aten::relu" for name in table)
+    assert accel.precision.table("torch") == table
+
+
+@pytest.mark.parametrize("before", ["highest", "high", "medium"])
+def test_exact_fp32_holds_in_the_context_and_the_users_setting_comes_back(accel, before):
+    torch.set_float32_matmul_precision(before)
+    with accel.precision.fp32("ieee"):
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.get_float32_matmul_precision() == before
+    with pytest.raises(KeyError), accel.precision.fp32("ieee"):
+        raise KeyError
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_asking_for_a_mode_changes_nothing_before_it_is_entered(tf32):
+    context = tf32.fp32("fast")
+    assert torch.get_float32_matmul_precision() == "highest"
+    with context:
+        assert torch.get_float32_matmul_precision() == "high"
+        with tf32.fp32("ieee"):
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("mode", ["fast", "tf32", "", "IEEE", None, True])
+def test_a_mode_that_the_device_has_not_is_refused(accel, mode):
+    with pytest.raises(UnsupportedError, match="fp32=") as caught:
+        accel.precision.fp32(mode)
+    assert caught.value.available == "ieee"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_exact_fp32_products_are_exact_to_fp32(accel):
+    torch.set_float32_matmul_precision("medium")
+    a, b = torch.randn(64, 256), torch.randn(256, 32)
+    exact = a.double() @ b.double()
+    bound = (a.double().abs() @ b.double().abs()) * 256 * torch.finfo(torch.float32).eps
+    with accel.precision.fp32("ieee"):
+        assert ((a @ b).double() - exact).abs().le(bound).all()

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+import types
+from typing import NamedTuple
+
+import numpy
+import pytest
+import torch
+
+from accelcore.errors import CheckpointError
+from accelcore.roles.runtime import Memory, TorchRuntime
+
+
+@pytest.fixture
+def elsewhere():
+    """A device that is not the CPU, so that moving there can be seen."""
+    return TorchRuntime(torch.device("meta"))
+
+
+@pytest.fixture(autouse=True)
+def _generators():
+    """Tests that seed leave no trace for the next."""
+    state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    yield
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    numpy.random.set_state(state[2])
+
+
+def draw():
+    """Numbers from every generator, an odd count of normal ones, so that each keeps one in its cache."""
+    return (
+        [random.random(), random.gauss(0, 1)],
+        torch.rand(3).tolist(),
+        torch.randn(5).tolist(),
+        numpy.random.rand(3).tolist(),
+        numpy.random.randn(3).tolist(),
+    )
+
+
+# Random numbers.
+
+
+@pytest.mark.parametrize("n", [0, 1, 2**32, 2**32 + 1, 2**63 - 1])
+def test_a_seed_makes_all_generators_repeat(accel, n):
+    accel.runtime.seed(n)
+    first = draw()
+    assert draw() != first
+    accel.runtime.seed(n)
+    assert draw() == first
+
+
+def test_different_seeds_give_different_numbers_in_every_generator(accel):
+    accel.runtime.seed(1)
+    one = draw()
+    accel.runtime.seed(2)
+    assert all(a != b for a, b in zip(one, draw(), strict=True))
+
+
+def test_a_seed_gives_the_numbers_that_torch_python_and_numpy_give_for_it(accel):
+    accel.runtime.seed(7)
+    ours = draw()
+    random.seed(7)
+    torch.manual_seed(7)
+    numpy.random.seed(7)
+    assert ours == draw()
+
+
+def test_deterministic_makes_torch_refuse_what_is_not(accel):
+    assert not torch.are_deterministic_algorithms_enabled()
+    accel.runtime.seed(1)
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        accel.runtime.seed(1, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("drawn", range(4))
+def test_a_random_state_put_back_gives_the_same_numbers(accel, drawn):
+    accel.runtime.seed(3)
+    for _ in range(drawn):
+        random.gauss(0, 1)
+        numpy.random.randn()
+        torch.randn(1)
+    state = accel.runtime.rng_state()
+    first = draw()
+    accel.runtime.seed(4)
+    assert accel.runtime.set_rng_state(state) == []
+    assert draw() == first
+
+
+def test_a_random_state_is_cpu_tensors_that_later_draws_do_not_change(accel):
+    accel.runtime.seed(3)
+    state = accel.runtime.rng_state()
+    assert set(state) == {"torch", "python", "python_gauss", "numpy", "numpy_gauss"}
+    assert all(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in state.values())
+    before = {key: value.clone() for key, value in state.items()}
+    draw()
+    assert all(torch.equal(state[key], before[key]) for key in state)
+
+
+def test_taking_the_random_state_draws_nothing(accel):
+    accel.runtime.seed(3)
+    first = draw()
+    accel.runtime.seed(3)
+    accel.runtime.rng_state()
+    assert draw() == first
+
+
+def test_generators_of_another_device_are_named_and_the_rest_is_restored(accel):
+    accel.runtime.seed(3)
+    state = {**accel.runtime.rng_state(), "widget:1": torch.zeros(2), "gadget": torch.zeros(2)}
+    first = draw()
+    assert accel.runtime.set_rng_state(state) == ["gadget", "widget:1"]
+    assert draw() == first
+
+
+@pytest.mark.parametrize("key", ["torch", "python", "python_gauss"])
+def test_a_random_state_that_lacks_a_generator_is_refused_and_changes_nothing(accel, key):
+    accel.runtime.seed(3)
+    state = accel.runtime.rng_state()
+    first = draw()
+    accel.runtime.set_rng_state(state)
+    accel.runtime.seed(3)
+    with pytest.raises(CheckpointError, match="random state"):
+        accel.runtime.set_rng_state({k: torch.zeros_like(value) for k, value in state.items() if k != key})
+    assert draw() == first
+
+
+def test_a_random_state_without_numpys_leaves_numpys_alone(accel):
+    accel.runtime.seed(3)
+    state = {key: value for key, value in accel.runtime.rng_state().items() if not key.startswith("numpy")}
+    first = numpy.random.rand(3).tolist()
+    numpy.random.seed(3)
+    assert accel.runtime.set_rng_state(state) == []
+    assert numpy.random.rand(3).tolist() == first
+
+
+def test_without_numpy_the_other_generators_are_seeded_saved_and_restored(run_python):
+    run_python("""
+        import sys, warnings
+        from importlib.abc import MetaPathFinder
+
+        class WithoutNumpy(MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name.split(".")[0] == "numpy":
+                    raise ModuleNotFoundError("numpy is not installed", name=name)
+
+        sys.meta_path.insert(0, WithoutNumpy())
+        warnings.simplefilter("ignore")  # torch says that it found no NumPy
+        import torch
+        import accelcore
+
+        runtime = accelcore.select("cpu").runtime
+        runtime.seed(3)
+        state = runtime.rng_state()
+        assert set(state) == {"torch", "python", "python_gauss"}
+        first = torch.rand(3)
+        elsewhere = {**state, "numpy": torch.zeros(626, dtype=torch.int64), "numpy_gauss": torch.zeros(1)}
+        for saved, unknown in ((state, []), (elsewhere, ["numpy", "numpy_gauss"])):
+            assert runtime.set_rng_state(saved) == unknown
+            assert torch.equal(torch.rand(3), first)
+    """)
+
+
+# The way onto the device.
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    inputs: torch.Tensor
+    name: str
+    more: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Counted:
+    inputs: torch.Tensor
+    size: int = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.size = len(self.inputs)
+
+
+class Named(dict):
+    pass
+
+
+T = torch.ones(2)
+
+
+def devices(value):
+    """Where each tensor in a nested value is, by path."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type
+    if isinstance(value, collections.abc.Mapping):
+        return {key: devices(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [devices(entry) for entry in value]
+    if dataclasses.is_dataclass(value):
+        return {field.name: devices(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return value
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        T,
+        torch.nn.Parameter(torch.ones(2)),
+        [T, [T, 3]],
+        (T, "label", None),
+        {"inputs": T, "deep": {"er": [T, (T,)]}},
+        Pair(T, [T]),
+        Example(T, "name", {"mask": T}),
+        collections.OrderedDict(b=T, a=1),
+        collections.defaultdict(list, {"a": T, "b": [T]}),
+        collections.Counter(a=2),
+        collections.UserDict({"a": T}),
+        types.MappingProxyType({"a": T}),
+        Named(a=T),
+        Counted(T),
+        torch.ones(2, 2).max(0),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_every_tensor_of_a_batch_is_moved_and_its_form_kept(elsewhere, batch):
+    moved = elsewhere.to_device(batch)
+    assert type(moved) is type(batch) or isinstance(batch, torch.nn.Parameter)
+    text = repr(devices(batch))
+    assert repr(devices(moved)) == text.replace("cpu", "meta")
+    assert repr(devices(batch)) == text, "the batch itself was changed"
+
+
+def test_a_default_dict_keeps_its_default_and_an_ordered_one_its_order(accel):
+    moved = accel.runtime.to_device(collections.defaultdict(list, a=T))
+    assert moved["new"] == []
+    assert list(accel.runtime.to_device(collections.OrderedDict(b=T, a=T))) == ["b", "a"]
+
+
+def test_a_packed_sequence_is_moved_as_torch_moves_it(elsewhere):
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = elsewhere.to_device(packed)
+    assert moved.data.device.type == "meta"
+    assert moved.batch_sizes.device.type == "cpu", "torch wants these on the host"
+
+
+@pytest.mark.parametrize("thing", [None, 3, "text", b"bytes", {1, 2}, object(), Example, numpy.ones(2), torch.float32])
+def test_what_is_no_tensor_stays_what_it_is(elsewhere, thing):
+    assert elsewhere.to_device(thing) is thing
+    assert elsewhere.to_device([thing])[0] is thing
+
+
+def test_a_tensor_that_is_there_already_is_not_copied(accel):
+    assert accel.runtime.to_device(T) is T
+    assert accel.runtime.to_device({"a": [T]})["a"][0] is T
+
+
+def test_moving_keeps_values_dtypes_and_gradients(accel):
+    weight = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    accel.runtime.to_device([weight * 3])[0].sum().backward()
+    assert weight.grad.tolist() == [3.0, 3.0]
+    assert weight.grad.dtype is torch.float64
+
+
+# The device itself.
+
+
+def test_the_device_is_the_backends(accel):
+    assert accel.device == accel.runtime.device == torch.device("cpu")
+    accel.runtime.synchronize()
+
+
+def test_memory_is_counted_in_bytes_and_grows_with_what_is_held(accel):
+    before = accel.runtime.memory()
+    assert isinstance(before, Memory)
+    assert 2**20 < before.used <= before.peak <= before.total
+    block = torch.ones(2**24)  # 64 MiB
+    during = accel.runtime.memory()
+    assert 0.9 * 2**26 < during.used - before.used < 2 * 2**26
+    assert during.peak >= during.used
+    assert during.total == before.total
+    del block
+    after = accel.runtime.memory()
+    assert after.used < during.used - 0.9 * 2**26
+    assert after.peak > during.peak - 2**20  # Linux counts pages in batches for each thread

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import accelcore
+
+STAGES = """
+    import json, sys
+
+    stages = {}
+    import accelcore
+    stages["import"] = sorted(sys.modules)
+    accelcore.installed()
+    stages["installed"] = sorted(sys.modules)
+    for request in ("?", "nowhere", "cpu:7", "nowhere,cpu:7"):
+        try:
+            accelcore.select(request)
+        except accelcore.AccelError:
+            pass
+        else:
+            raise AssertionError(request)
+    stages["failed select"] = sorted(sys.modules)
+    accelcore.select("cpu")
+    stages["select"] = sorted(sys.modules)
+    print(json.dumps(stages))
+"""
+
+
+@pytest.fixture(scope="module")
+def stages(run_python):
+    return {stage: set(modules) for stage, modules in json.loads(run_python(STAGES).stdout).items()}
+
+
+def test_torch_comes_in_only_when_a_backend_is_created(stages):
+    for light in ("import", "installed", "failed select"):
+        assert "torch" not in stages[light], light
+    assert "torch" in stages["select"]
+
+
+def test_importing_accelcore_loads_no_plugin_and_no_dependency(stages):
+    roots = {name.split(".")[0] for name in stages["import"]}
+    assert "accelcore" in roots
+    assert not roots & {"torch", "numpy", "pluggy", "safetensors", "accelcore_cpu", "accelcore_cuda", "accelcore_npu"}
+
+
+def test_installed_loads_entry_modules_only(stages):
+    assert "accelcore_cpu" in stages["installed"]
+    assert "accelcore_cpu.backend" not in stages["installed"]
+    assert "accelcore_cpu.backend" in stages["select"]
+
+
+@pytest.mark.parametrize("name", sorted(set(accelcore.__all__) - {"API", "__version__"}))
+def test_each_public_name_is_there_and_documented(name):
+    value = getattr(accelcore, name)
+    assert inspect.isclass(value) or callable(value)
+    assert (vars(value) if inspect.isclass(value) else {"__doc__": value.__doc__})["__doc__"].strip()
+
+
+def test_a_star_import_brings_every_public_name():
+    names: dict[str, object] = {}
+    exec("from accelcore import *", names)
+    assert set(accelcore.__all__) <= set(names)
+    assert dir(accelcore) == sorted(accelcore.__all__)
+
+
+def test_every_error_is_public():
+    from accelcore import errors
+
+    assert set(errors.__all__) <= set(accelcore.__all__)
+
+
+@pytest.mark.parametrize("name", ["nonsense", "torch", "_nonsense", "__nonsense__", "selection_"])
+def test_an_unknown_attribute_is_an_attribute_error_that_names_it(name):
+    with pytest.raises(AttributeError, match=f"'accelcore' .*'{name}'"):
+        getattr(accelcore, name)
+
+
+def test_the_version_is_the_distributions():
+    assert accelcore.__version__ == importlib.metadata.version("accelcore")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", accelcore.__version__)
+
+
+# The core names no device. Docstrings and comments are prose, and so is a string with a blank in it (a message); any
+# other string, and any name in the code, is an instruction.
+_VENDORS = {"cuda", "cudnn", "nvidia", "nccl", "npu", "hccl", "ascend", "cann", "gloo", "rocm", "xpu", "mps"}
+
+
+def _vendor_words(source: str) -> list[str]:
+    tree = ast.parse(source)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    words = []
+    for node in ast.walk(tree):
+        texts: list[str] = []
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            texts = [node.value] if " " not in node.value else []
+        elif isinstance(node, ast.Attribute):
+            texts = [node.attr]
+        elif isinstance(node, ast.Name):
+            texts = [node.id]
+        elif isinstance(node, ast.arg | ast.keyword):
+            texts = [node.arg or ""]
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            texts = [node.name]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            texts = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+        words += [text for text in texts if _VENDORS & set(re.split(r"[^a-z]+", text.lower()))]
+    return words
+
+
+@pytest.mark.parametrize("path", sorted(Path(accelcore.__file__).parent.rglob("*.py")), ids=lambda path: path.stem)
+def test_the_core_names_no_device(path):
+    assert _vendor_words(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = 'cuda'",
+        "x = f'npu:{i}'",
+        "x = 'cpu:gloo,cuda:nccl'",
+        "torch.cuda.synchronize()",
+        "tensor.is_cuda",
+        "tensor.npu()",
+        "import torch_npu",
+        "from torch import cuda",
+        "from torch.cuda import amp",
+        "f(cuda=1)",
+        "def f(npu): pass",
+        "def is_npu(): pass",
+        "{'hccl': 1}",
+    ],
+)
+def test_the_search_for_device_names_finds(source):
+    assert _vendor_words(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["'''Such as \"cuda:1\".'''", "# cuda", "raise E('say cuda, or npu')", "x = 'canned'", "def f():\n '''cuda'''"],
+)
+def test_the_search_for_device_names_lets_prose_pass(source):
+    assert _vendor_words(source) == []

@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelcore
+from accelcore.errors import (
+    AccelError,
+    BackendUnavailableError,
+    ConfigurationError,
+    PluginError,
+    UnknownBackendError,
+)
+from accelcore.selection import Choice, parse
+
+BROKEN = "raise ImportError('libdevice.so.1 is missing')"
+UNAVAILABLE = {"available": False, "count": 0, "reason": "no such card", "remedy": "buy one"}
+
+names = st.from_regex(r"\A[a-z][a-z0-9_]{0,31}\Z").filter(lambda name: name != "auto")
+choices = st.builds(Choice, names, st.one_of(st.none(), st.integers(0, 9999)))
+wishes = st.lists(choices, min_size=1, max_size=6, unique=True).filter(lambda wish: len(said(wish)) <= 256)
+
+
+def said(wish):
+    return ",".join(f"{choice.name}" if choice.index is None else f"{choice.name}:{choice.index}" for choice in wish)
+
+
+def launch(monkeypatch, *, rank=0, world_size=4, local_rank=0):
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "MASTER_PORT": 29500}
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+
+# The grammar.
+
+
+@given(wish=wishes, capitals=st.integers(0), left=st.text(" \t", max_size=3), right=st.text(" \t", max_size=3))
+def test_a_request_within_the_grammar_is_read_as_it_was_said(wish, capitals, left, right):
+    text = "".join(letter.upper() if capitals >> i & 1 else letter for i, letter in enumerate(said(wish)))
+    assert parse(left + text + right) == tuple(wish)
+
+
+@pytest.mark.parametrize("text", ["auto", "AUTO", " Auto\t"])
+def test_auto_is_read_in_any_case(text):
+    assert parse(text) is None
+
+
+@given(wish=wishes, place=st.integers(0, 300), foreign=st.characters(exclude_characters="abcdefghijklmnopqrstuvwxyz"
+       "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:, \t"))  # fmt: skip
+def test_a_foreign_character_anywhere_makes_no_device(wish, place, foreign):
+    text = said(wish)
+    with pytest.raises(ConfigurationError, match=r"\Adevice=.* is not a device"):
+        parse(text[:place] + foreign + text[place:])
+
+
+@given(wish=wishes, other=names, data=st.data())
+def test_a_request_just_outside_the_grammar_makes_no_device(wish, other, data):
+    text = said(wish)
+    wrong = data.draw(
+        st.sampled_from(
+            [
+                text + ",",
+                "," + text,
+                f"{text},,{other}",
+                f"{text}, {other}",
+                f"{text} ,{other}",
+                f"{text},{other}:",
+                f"{text},{other}:-1",
+                f"{text},{other}:+1",
+                f"{text},{other}:00",
+                f"{text},{other}:01",
+                f"{text},{other}:10000",
+                f"{text},{other}:1:1",
+                f"{text},:1",
+                f"{text},1{other}",
+                f"{text},_{other}",
+                f"{text},{other}{'x' * 32}",
+                f"{text},auto",
+                f"auto,{text}",
+                "auto:0",
+                f"{text},{text}",
+                f"{text},{text.upper()}",
+            ]
+        )
+    )
+    with pytest.raises(ConfigurationError, match="is not a device"):
+        parse(wrong)
+
+
+def test_a_letter_that_only_looks_ascii_in_lower_case_makes_no_device():
+    kelvin = "\u212a"
+    assert kelvin.lower() == "k"
+    with pytest.raises(ConfigurationError, match="is not a device"):
+        parse(f"{kelvin}ey")
+
+
+def test_a_request_may_be_256_characters_long_and_no_longer():
+    text = ",".join(f"a{index:030}" for index in range(8))
+    assert len(text) == 255
+    assert len(parse(text + "9")) == 8
+    with pytest.raises(ConfigurationError, match="more than 256 characters"):
+        parse(text + "99")
+
+
+@given(text=st.text())
+def test_any_text_is_read_or_refused_in_few_printable_words(text):
+    message = ""
+    try:
+        parse(text)
+    except ConfigurationError as error:
+        message = str(error)
+    assert len(message) < 2000
+    assert message.replace("\n", "").isprintable()
+    assert message.isascii()
+
+
+@pytest.mark.parametrize(
+    "thing", [0, 1.5, True, b"cpu", ["cpu"], torch.device("cpu"), object()], ids=lambda thing: type(thing).__name__
+)
+def test_what_is_no_string_is_refused_by_its_type(thing):
+    with pytest.raises(ConfigurationError, match=rf"\Adevice is a {type(thing).__name__}, not a string"):
+        accelcore.select(thing)
+
+
+HOSTILE = [
+    "",
+    "cuda:99",
+    "cuda:128",
+    "npu:-1",
+    "cuda:",
+    "cuda:01",
+    "\uff43\uff55\uff44\uff41",
+    "cpu\u212a",
+    "cpu\n",
+    "cpu:\u0660",
+    "a" * 1_000_000,
+    "a," * 500_000,
+    "os",
+    "../x",
+    "/etc/passwd",
+    "cuda:0;rm",
+    "$(id)",
+    "%s%n",
+    "cpu,cpu",
+    "cpu:0x0",
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        *(("device", value) for value in [*HOSTILE, "cpu\x00", "\x00"]),
+        *(("ACCEL_DEVICE", value) for value in HOSTILE),  # no environment variable can hold a NUL
+    ],
+    ids=lambda value: ascii(value[:12]),
+)
+def test_a_hostile_value_is_refused_fast_and_shortly_naming_its_source(monkeypatch, source, value):
+    if source == "ACCEL_DEVICE":
+        monkeypatch.setenv(source, value)
+    modules = set(sys.modules)
+    start = time.perf_counter()
+    with pytest.raises(AccelError, match=rf"\A{source}=") as caught:
+        accelcore.select(value if source == "device" else None)
+    assert time.perf_counter() - start < 1
+    assert len(str(caught.value)) < 2000
+    assert caught.value.remedy
+    assert {name for name in set(sys.modules) - modules if not name.startswith("accelcore")} == set()
+
+
+@pytest.mark.parametrize("value", ["trapmodule", "trapmodule:1", "cpu:9,trapmodule", "trapmodule,cpu:9"])
+def test_a_module_is_never_imported_because_a_value_names_it(tmp_path, monkeypatch, value):
+    (tmp_path / "trapmodule.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(AccelError, match="trapmodule"):
+        accelcore.select(value)
+    assert "trapmodule" not in sys.modules
+
+
+# One choice is an order.
+
+
+def test_the_argument_outranks_the_variable_which_is_not_even_read(monkeypatch):
+    monkeypatch.setenv("ACCEL_DEVICE", "rubbish?")
+    assert accelcore.select("cpu").name == "cpu"
+
+
+def test_the_variable_is_taken_where_there_is_no_argument(monkeypatch, fakes):
+    fakes.backend("fromvariable", priority=-1)
+    monkeypatch.setenv("ACCEL_DEVICE", " FromVariable:0 ")
+    assert accelcore.select().name == "fromvariable"
+
+
+def test_each_call_makes_a_new_backend():
+    assert accelcore.select("cpu") is not accelcore.select("cpu")
+
+
+def test_an_index_picks_the_device(fakes):
+    fakes.backend("three", count=3)
+    assert [accelcore.select(f"three:{index}").index for index in range(3)] == [0, 1, 2]
+    assert accelcore.select("three").index == 0
+
+
+def test_an_index_that_is_not_there_is_refused_and_never_replaced(fakes):
+    fakes.backend("three", count=3)
+    with pytest.raises(BackendUnavailableError, match=r"device='three:3'.* no device three:3") as caught:
+        accelcore.select("three:3")
+    assert caught.value.available == "three:0 to three:2"
+
+
+def test_one_choice_that_is_unavailable_says_why_and_what_to_do(fakes):
+    fakes.backend("absent", **UNAVAILABLE)
+    with pytest.raises(BackendUnavailableError, match="device='absent' cannot be used here") as caught:
+        accelcore.select("absent")
+    assert (caught.value.why, caught.value.remedy) == ("no such card", "buy one")
+    assert "cpu" in caught.value.available.split(", ")
+    assert "absent" not in caught.value.available
+
+
+def test_one_choice_that_is_not_installed_says_how_to_get_it():
+    with pytest.raises(UnknownBackendError, match=r"device='nowhere:3': there is no backend 'nowhere'") as caught:
+        accelcore.select("nowhere:3")
+    assert "pip install accelcore-nowhere" in caught.value.remedy
+    assert "cpu" in caught.value.available.split(", ")
+
+
+def test_one_choice_whose_plugin_is_broken_raises_from_the_plugins_own_error(fakes):
+    fakes.install(BROKEN, backends=["rotten"])
+    with pytest.raises(PluginError, match="'rotten'") as caught:
+        accelcore.select("rotten")
+    assert isinstance(caught.value.__cause__, ImportError)
+    assert "libdevice.so.1 is missing" in caught.value.why
+
+
+# A list, and auto, may fall back.
+
+
+def test_a_list_is_tried_in_its_order_whatever_the_priorities(fakes):
+    fakes.backend("lowly", priority=1)
+    fakes.backend("lofty", priority=1000)
+    backend = accelcore.select("lowly,lofty")
+    assert (backend.name, backend.passed_over) == ("lowly", ())
+
+
+def test_a_list_passes_over_what_cannot_be_had_and_remembers_why(fakes):
+    fakes.install(BROKEN, backends=["rotten"])
+    fakes.backend("absent", **UNAVAILABLE)
+    fakes.backend("single")
+    fakes.backend("stubborn", create="raise OSError('no power')")
+    backend = accelcore.select("nowhere,rotten,absent,single:1,stubborn,single,cpu")
+    assert (backend.name, backend.index) == ("single", 0)
+    reasons = {probe.name: probe.reason for probe in backend.passed_over}
+    assert list(reasons) == ["nowhere", "rotten", "absent", "single:1", "stubborn"]
+    assert "no installed plugin" in reasons["nowhere"]
+    assert "libdevice.so.1 is missing" in reasons["rotten"]
+    assert reasons["absent"] == "no such card"
+    assert "1 of them" in reasons["single:1"]
+    assert "no power" in reasons["stubborn"]
+    assert not any(probe.available for probe in backend.passed_over)
+    assert all(probe.remedy for probe in backend.passed_over)
+
+
+def test_a_list_of_which_nothing_can_be_had_says_why_of_each(fakes):
+    fakes.backend("absent", **UNAVAILABLE)
+    with pytest.raises(BackendUnavailableError, match="'absent,nowhere': nothing of it") as caught:
+        accelcore.select("absent,nowhere")
+    assert caught.value.why == "absent: no such card; nowhere: no installed plugin offers that name"
+    assert "buy one" in caught.value.remedy
+    assert "pip install accelcore-nowhere" in caught.value.remedy
+    assert "cpu" in caught.value.available
+
+
+def test_a_list_from_the_variable_that_fails_names_the_variable(monkeypatch):
+    monkeypatch.setenv("ACCEL_DEVICE", "nowhere,cpu:9")
+    with pytest.raises(BackendUnavailableError, match="ACCEL_DEVICE"):
+        accelcore.select()
+
+
+@pytest.mark.usefixtures("nothing_installed")
+@pytest.mark.parametrize("request_", [None, "auto"])
+def test_auto_takes_the_highest_priority_that_works(fakes, request_):
+    fakes.backend("middling", priority=10)
+    fakes.backend("best", priority=100, **UNAVAILABLE)
+    fakes.backend("better", priority=50)
+    fakes.backend("worst", priority=-3)
+    backend = accelcore.select(request_)
+    assert backend.name == "better"
+    assert [(probe.name, probe.reason) for probe in backend.passed_over] == [("best", "no such card")]
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_auto_takes_the_first_name_among_equals(fakes):
+    for name in ("medea", "argo", "zeta"):
+        fakes.backend(name, priority=7)
+    assert accelcore.select().name == "argo"
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_auto_passes_over_a_backend_that_cannot_be_created(fakes):
+    fakes.backend("host")
+    fakes.backend("proud", priority=100, create="raise RuntimeError('the driver is too old')")
+    backend = accelcore.select()
+    assert backend.name == "host"
+    assert "the driver is too old" in backend.passed_over[0].reason
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_with_nothing_installed_every_request_says_what_to_install():
+    assert accelcore.installed() == {}
+    with pytest.raises(BackendUnavailableError, match="no backend is installed") as caught:
+        accelcore.select()
+    assert "pip install accelcore-cpu" in caught.value.remedy
+    with pytest.raises(UnknownBackendError, match="there is no backend 'cpu'") as caught:
+        accelcore.select("cpu")
+    assert caught.value.available == "no usable backend is installed"
+
+
+def test_what_was_passed_over_is_logged_once(fakes, caplog):
+    fakes.backend("vanished", **UNAVAILABLE)
+    caplog.set_level(logging.DEBUG, logger="accelcore")
+    for _ in range(3):
+        accelcore.select("vanished,cpu")
+    (record,) = [record for record in caplog.records if "vanished" in record.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "device='vanished,cpu' chose cpu:0 and passed over vanished: no such card"
+
+
+def test_a_first_choice_that_works_logs_nothing(fakes, caplog):
+    fakes.backend("absent", **UNAVAILABLE)
+    caplog.set_level(logging.DEBUG, logger="accelcore")
+    accelcore.select("cpu,absent")
+    accelcore.select("cpu")
+    assert caplog.records == []
+
+
+def test_only_rank_0_logs_what_was_passed_over(monkeypatch, fakes, caplog):
+    fakes.backend("gone", **UNAVAILABLE)
+    launch(monkeypatch, rank=1)
+    assert accelcore.select("gone,cpu").passed_over
+    assert caplog.records == []
+    launch(monkeypatch, rank=0)
+    accelcore.select("gone,cpu")
+    assert len(caplog.records) == 1
+
+
+# A rank takes its own device.
+
+
+def test_a_rank_takes_the_device_of_its_local_rank(monkeypatch, fakes):
+    fakes.backend("four", count=4)
+    launch(monkeypatch, rank=3, local_rank=2)
+    assert accelcore.select("four").index == 2
+    assert accelcore.select("nowhere,four").index == 2
+    assert accelcore.select("four:1").index == 1
+
+
+def test_ranks_share_a_device_that_is_not_exclusive(monkeypatch, fakes):
+    fakes.backend("shared", count=4, exclusive=False)
+    launch(monkeypatch, rank=3, local_rank=2)
+    assert accelcore.select("shared").index == 0
+    assert accelcore.select("cpu").index == 0
+
+
+def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch, fakes):
+    fakes.backend("pair", count=2)
+    launch(monkeypatch, rank=3, local_rank=2)
+    with pytest.raises(BackendUnavailableError, match=r"LOCAL_RANK=2 .*no device pair:2") as caught:
+        accelcore.select("pair")
+    assert caught.value.available == "pair:0 to pair:1"
+    assert "ranks" in caught.value.remedy
+
+
+@pytest.mark.parametrize("request_", ["auto", "pair,host"])
+@pytest.mark.usefixtures("nothing_installed")
+def test_a_rank_does_not_fall_back_where_its_neighbours_do_not(monkeypatch, fakes, request_):
+    """Two ranks on the accelerator and the third on the CPU cannot form one job, and would find out by hanging."""
+    fakes.backend("pair", count=2, priority=100)
+    fakes.backend("host", exclusive=False)
+    launch(monkeypatch, rank=1, local_rank=1)
+    assert accelcore.select(request_).name == "pair"
+    launch(monkeypatch, rank=2, local_rank=2)
+    with pytest.raises(BackendUnavailableError, match="LOCAL_RANK=2"):
+        accelcore.select(request_)
