@@ -21,14 +21,16 @@ from typing import Any
 import pluggy
 
 from accelcore import hookspecs
-from accelcore.environment import probe_timeout
+from accelcore.environment import probe_timeout, shown
 from accelcore.errors import PluginError
 from accelcore.probe import Probe
 
-__all__ = ["BACKENDS", "EXTENSIONS", "Candidate", "extensions", "find", "probe_all"]
+__all__ = ["BACKENDS", "EXTENSIONS", "Candidate", "describe", "extensions", "find", "probe_all", "within_time"]
 
 BACKENDS = "accelcore.backends"
 EXTENSIONS = "accelcore.extensions"
+
+_LONGEST = 300  # characters of a plugin's own message that are shown
 
 logger = logging.getLogger("accelcore")
 
@@ -96,17 +98,27 @@ def find(name: str) -> Candidate | None:
 
 def extensions() -> list[Any]:
     """The hooks of every extension that loads; one that does not is left out, and the log says why."""
+    points = [point for offered in _offers(EXTENSIONS).values() for point in offered]
+    loads = [_load(point) for point in points]  # all at the same time: one that hangs keeps none waiting
     deadline = time.monotonic() + probe_timeout()
     hooks = []
-    for name, points in _offers(EXTENSIONS).items():
-        for point in points:
-            outcome = _load(point).outcome(deadline)
-            if outcome is None or outcome.error is not None:
-                reason = "it did not load in time" if outcome is None else _describe(outcome.error)
-                logger.warning("extension %s of %s is left out: %s", name, _distribution(point), reason)
-            else:
-                hooks.append(outcome.value)
+    for point, load in zip(points, loads, strict=True):
+        outcome = load.outcome(deadline)
+        if outcome is None or outcome.error is not None:
+            reason = "it did not load in time" if outcome is None else describe(outcome.error)
+            logger.warning("extension %s of %s is left out: %s", point.name, _distribution(point), reason)
+        else:
+            hooks.append(outcome.value)
     return hooks
+
+
+def within_time(function: Callable[[], Any]) -> BaseException | None:
+    """Call a plugin's function in a thread of its own; what went wrong, or None. A hang is a TimeoutError."""
+    limit = probe_timeout()
+    outcome = _Call(function).outcome(time.monotonic() + limit)
+    if outcome is None:
+        return TimeoutError(f"it did not return within {limit:g} seconds (ACCEL_PROBE_TIMEOUT)")
+    return outcome.error
 
 
 def _offers(group: str) -> dict[str, list[EntryPoint]]:
@@ -131,7 +143,7 @@ def _probe(offers: dict[str, list[EntryPoint]]) -> dict[str, Candidate]:
             hooks, probe = outcome.value
             candidates[name] = Candidate(name, distribution, probe, hooks=hooks)
         else:
-            broken = Probe(name, available=False, reason=_describe(outcome.error), remedy=_remedy(points))
+            broken = Probe(name, available=False, reason=describe(outcome.error), remedy=_remedy(points))
             candidates[name] = Candidate(name, distribution, broken, error=outcome.error)
     return candidates
 
@@ -164,6 +176,8 @@ def _load(point: EntryPoint) -> _Call:
 
 
 def _hooks(point: EntryPoint) -> Any:
+    if point.pattern.match(point.value) is None:
+        raise PluginError(f"its entry point {shown(point.value)} is malformed: it must be MODULE or MODULE:OBJECT")
     manager = pluggy.PluginManager("accelcore")  # one each: a plugin's hooks are called without any other's
     manager.add_hookspecs(hookspecs)
     manager.register(point.load(), name=point.name)
@@ -186,6 +200,10 @@ def _distribution(point: EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist else "an unnamed distribution"
 
 
-def _describe(error: BaseException | None) -> str:
-    text = str(error).split("\n", 1)[0]
+def describe(error: BaseException | None) -> str:
+    """An error in one short line, whatever it holds."""
+    try:
+        text = str(error).split("\n", 1)[0][:_LONGEST]
+    except Exception:  # noqa: BLE001  # an error may fail to say what it is
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

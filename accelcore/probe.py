@@ -7,6 +7,18 @@ from dataclasses import dataclass
 __all__ = ["Probe"]
 
 
+_KINDS = {
+    "name": str,
+    "available": bool,
+    "reason": str,
+    "remedy": str,
+    "priority": int,
+    "count": int,
+    "exclusive": bool,
+    "api": int,
+}
+
+
 @dataclass(frozen=True)
 class Probe:
     """A plugin's answer to "can you work here?", found without touching the device.
@@ -24,7 +36,7 @@ class Probe:
         api: the version of the plugin interface that the plugin was written for (`accelcore.API`).
 
     Raises:
-        ValueError: the fields contradict each other.
+        ValueError: a field has the wrong type, or the fields contradict each other.
     """
 
     name: str
@@ -37,6 +49,9 @@ class Probe:
     api: int = 1
 
     def __post_init__(self) -> None:
+        for field, kind in _KINDS.items():
+            if type(getattr(self, field)) is not kind:
+                raise ValueError(f"probe {self.name!r}: {field} is {getattr(self, field)!r}, not a {kind.__name__}")
         if self.available and self.count < 1:
             raise ValueError(f"probe {self.name!r}: available, but count is {self.count}: it must be 1 or more")
         if not self.available and not (self.reason and self.remedy):

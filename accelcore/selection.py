@@ -13,7 +13,8 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from accelcore import plugins
@@ -89,7 +90,7 @@ def select(device: str | None = None) -> Backend:
         return _first_that_works(((Choice(candidate.name), candidate) for candidate in ranking), launch, "auto")
     request = f"{source}={shown(text)}"
     if len(choices) == 1:
-        return _create(choices[0], plugins.find(choices[0].name), launch, request)
+        return _create(choices[0], plugins.find(choices[0].name), launch, request, _usable)
     # One after the other, so that no plugin is loaded behind the first that works.
     return _first_that_works(((choice, plugins.find(choice.name)) for choice in choices), launch, request)
 
@@ -136,7 +137,7 @@ def _first_that_works(
             # Not passed over: ranks that fell back alone could not form one job with the others.
             _index(choice, candidate.probe, launch, request)
         try:
-            backend = _create(choice, candidate, launch, str(choice))
+            backend = _create(choice, candidate, launch, str(choice), lambda: "")
         except AccelError as error:
             passed_over.append(
                 Probe(
@@ -163,12 +164,18 @@ def _first_that_works(
     )
 
 
-def _create(choice: Choice, candidate: Candidate | None, launch: Launch | None, request: str) -> Backend:
+def _create(
+    choice: Choice,
+    candidate: Candidate | None,
+    launch: Launch | None,
+    request: str,
+    usable: Callable[[], str],
+) -> Backend:
     if candidate is None:
         raise UnknownBackendError(
             f"{request}: there is no backend {choice.name!r}",
             why="no installed plugin offers that name",
-            available=_usable(),
+            available=usable(),
             remedy=f"install the package that brings it (pip install accelcore-{choice.name}), or choose another",
         )
     probe = candidate.probe
@@ -180,17 +187,19 @@ def _create(choice: Choice, candidate: Candidate | None, launch: Launch | None, 
         ) from candidate.error
     if not probe.available:
         raise BackendUnavailableError(
-            f"{request} cannot be used here", why=probe.reason, available=_usable(), remedy=probe.remedy
+            f"{request} cannot be used here", why=probe.reason, available=usable(), remedy=probe.remedy
         )
     index = _index(choice, probe, launch, request)
     try:
         backend: Backend | None = candidate.hooks.accelcore_create_backend(name=choice.name, index=index)
     except AccelError:
         raise
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise PluginError(
             f"{request}: {candidate.distribution} could not create its backend",
-            why=f"{type(error).__name__}: {error}",
+            why=plugins.describe(error),
             remedy="see the cause above",
         ) from error
     return _checked(backend, choice, index, candidate)
@@ -219,12 +228,13 @@ def _checked(backend: object, choice: Choice, index: int, candidate: Candidate) 
             remedy=f"report this to the authors of {candidate.distribution}",
         )
     for hooks in (candidate.hooks, *plugins.extensions()):
-        try:
-            hooks.accelcore_register_optimizers(backend=backend, registry=backend.optimizers)
-        except (Exception, SystemExit) as error:
-            if hooks is candidate.hooks:
-                raise PluginError(f"{candidate.distribution} could not register its optimizers") from error
-            logger.warning("an extension could not register its optimizers for %s: %r", choice, error)
+        register = partial(hooks.accelcore_register_optimizers, backend=backend, registry=backend.optimizers)
+        error = plugins.within_time(register)
+        if error is not None and hooks is candidate.hooks:
+            raise PluginError(f"{candidate.distribution} could not register its optimizers") from error
+        if error is not None:
+            reason = plugins.describe(error)
+            logger.warning("an extension could not register its optimizers for %s: %s", choice, reason)
     return backend
 
 

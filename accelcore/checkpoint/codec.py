@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import safetensors.torch
+import torch
 from torch import Tensor
 
 from accelcore.errors import CheckpointError
@@ -16,6 +18,7 @@ from accelcore.errors import CheckpointError
 __all__ = ["decode", "encode"]
 
 _TAG = "$"
+_DTYPES = set(safetensors.torch._TYPES.values())
 
 
 def encode(tree: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -52,6 +55,12 @@ def encode(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     def store(tensor: Tensor, path: str) -> str:
         # The same bytes seen through the same shape are one tensor; any other view is copied out of its buffer.
         tensor = tensor.detach()
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{path.lstrip('.')} is a {tensor.layout} tensor of {tensor.dtype}, which a checkpoint cannot hold",
+                available="dense tensors of the dtypes that safetensors knows",
+                remedy="save between windows if it is a sparse gradient; else convert it in its state_dict",
+            )
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in stored:
             return stored[place]

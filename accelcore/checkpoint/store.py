@@ -13,6 +13,7 @@ A file is one state tree: its tensors, and the rest as JSON in the safetensors h
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ from accelcore.errors import CheckpointError
 
 __all__ = [
     "Checkpoint",
+    "alone",
     "begin",
     "checkpoints",
     "finish",
@@ -46,6 +48,8 @@ _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _PART = re.compile(r"[a-z]+(-\d{5,})?")
 _INCOMPLETE = ".incomplete"
 _MANIFEST = "manifest.json"
+# What reading a file of somebody else's making can raise.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -73,6 +77,25 @@ def writing(folder: Path) -> Iterator[None]:
             available="the checkpoints that were there before are as they were",
             remedy="make room, or see that the folder may be written to",
         ) from error
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the folder for one save; raises CheckpointError where another process or thread is saving there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another process is saving a checkpoint in {folder}",
+                why="two runs that save to one folder would overwrite each other",
+                remedy="give each run a folder of its own; in a job of several ranks, use accel.distributed()",
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def begin(folder: Path) -> None:
@@ -121,7 +144,10 @@ def keep_newest(newest: Path, keep: int) -> list[Path]:
     found = checkpoints(newest.parent)
     end = found.index(newest) + 1
     for path in found[: max(0, end - keep)]:
-        shutil.rmtree(path)
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
     return found[end:]
 
 
@@ -134,9 +160,12 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if not path.is_dir():
+            siblings = ", ".join(sibling.name for sibling in checkpoints(path.parent)[-3:])
+            raise CheckpointError(f"there is no checkpoint {path}", available=siblings or "none beside it")
         try:
             self.manifest = _verify(path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except _UNREADABLE as error:
             older = _older(path)
             raise CheckpointError(
                 f"the checkpoint {path} is damaged",
@@ -155,9 +184,9 @@ class Checkpoint:
             with safe_open(self.path / f"{name}.safetensors", framework="pt") as file:
                 data = json.loads(file.metadata()["tree"])
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a dict
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            return decode(data, tensors)
+        except (*_UNREADABLE, SafetensorError) as error:
             raise CheckpointError(f"{name} of the checkpoint {self.path} cannot be read", why=str(error)) from error
-        return decode(data, tensors)
 
 
 def _verify(path: Path) -> dict[str, Any]:
@@ -167,6 +196,9 @@ def _verify(path: Path) -> dict[str, Any]:
         raise ValueError(f"{_MANIFEST} was changed after it was written")
     if manifest["format"] != FORMAT:
         raise ValueError(f"its format is {manifest['format']}; this accelcore reads format {FORMAT}")
+    for number in ("steps", "world_size"):
+        if type(manifest[number]) is not int or manifest[number] < 0:
+            raise ValueError(f"{_MANIFEST} says {number}={manifest[number]!r}")
     for name, facts in manifest["files"].items():
         if not _PART.fullmatch(name):
             raise ValueError(f"{_MANIFEST} names the file {name!r}")
@@ -184,7 +216,7 @@ def _older(path: Path) -> Path | None:
     for candidate in reversed(before):
         try:
             _verify(candidate)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except _UNREADABLE:
             continue
         return candidate
     return None

@@ -40,7 +40,11 @@ class Compiler(ABC):
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
         """Compile `module` with `options` of the compiler (for torch.compile: `mode`, `dynamic`, `fullgraph`...).
 
-        Never takes a run down: what cannot be compiled runs eagerly, and the log says so once, with the reason.
+        What cannot be compiled, here or in its first forward pass, runs eagerly; the log says so once, with the reason.
+        A compiler that fails in backward raises there.
+
+        Raises:
+            ConfigurationError: there is no such option.
         """
 
 
@@ -80,6 +84,9 @@ class _Guarded:
     def __init__(self, eager: nn.Module, compiled: Callable[..., Any], result: Compiled) -> None:
         self._eager, self._call, self._result = eager, compiled, result
         self._proved = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._eager, name)  # a loss may call other methods of the model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A part of the model may have run before another part fails to compile: the batch must not count twice.

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from accelcore.capabilities import Capabilities
-from accelcore.errors import UnsupportedError
+from accelcore.errors import ConfigurationError, UnsupportedError
 
 __all__ = ["Precision", "TorchPrecision"]
 
@@ -83,6 +83,7 @@ class TorchPrecision(Precision):
                 available=", ".join(known),
                 remedy="leave fp32 out to keep torch's own setting",
             )
+        self._legacy_setting()
         return self._fp32(fast=mode == "fast")
 
     def table(self, name: str = "torch") -> frozenset[str]:
@@ -92,12 +93,22 @@ class TorchPrecision(Precision):
     @contextmanager
     def _fp32(self, *, fast: bool) -> Iterator[None]:
         # The legacy setter on purpose: after a write through the new API, legacy reads (inductor's) raise.
-        before = torch.get_float32_matmul_precision()
+        before = self._legacy_setting()
         torch.set_float32_matmul_precision("high" if fast else "highest")
         try:
             yield
         finally:
             torch.set_float32_matmul_precision(before)
+
+    def _legacy_setting(self) -> str:
+        try:
+            return torch.get_float32_matmul_precision()
+        except RuntimeError as error:
+            raise ConfigurationError(
+                "the precision of fp32 products was set through torch.backends...fp32_precision",
+                why="torch cannot read that setting back together with the one that fp32= is made of",
+                remedy="leave fp32 out, or the other setting",
+            ) from error
 
     def _check_table(self, name: str) -> None:
         if name not in self._capabilities.autocast_tables:

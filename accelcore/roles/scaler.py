@@ -121,7 +121,11 @@ class StaticScaler(NoScaler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if set(state) != {"scale"}:
             raise CheckpointError(f"the checkpoint holds no static loss scale but {sorted(state) or 'none at all'}")
-        self._scale = float(state["scale"])
+        if state["scale"] != self._scale:
+            raise CheckpointError(
+                f"the checkpoint was saved with loss_scale={state['scale']}, and this training has {self._scale}",
+                remedy="train with the loss scale the checkpoint was made with",
+            )
 
 
 class _Stage(Enum):

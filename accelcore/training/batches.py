@@ -56,28 +56,28 @@ class Feed:
         self.taken = 0
         self._seed: int | None = None
         self._start: dict[str, Tensor] = {}
-        self._generator_start: Tensor | None = None
+        self._generators_start: list[Tensor] = []
         self._source: tuple[Any, Any] = (None, None)
         self._resuming = False
 
     def batches(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
         """One epoch of `loader`, or what is left of it after a resume."""
         source = self._share(loader) if shard and self._collectives.world_size > 1 else loader
-        generator = getattr(loader, "generator", None)
+        generators = _generators(loader)
         if self._resuming:
-            iterator = self._go_back(source, generator)
+            iterator = self._go_back(source, generators)
         else:
             if self.taken:  # the loop was left before the epoch's end
                 self.epoch, self.taken = self.epoch + 1, 0
             self._start = self._runtime.rng_state()
-            self._generator_start = None if generator is None else generator.get_state()
+            self._generators_start = [generator.get_state() for generator in generators]
             iterator = self._begin(source)
         to_device = self._runtime.to_device
         for batch in iterator:
             self.taken += 1
             yield to_device(batch)
         self.epoch, self.taken = self.epoch + 1, 0
-        self._generator_start = None if generator is None else generator.get_state()
+        self._generators_start = [generator.get_state() for generator in generators]
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as `load_state_dict` takes it."""
@@ -86,39 +86,42 @@ class Feed:
             "taken": self.taken,
             "seed": self._seed,
             "start": self._start if self.taken else {},
-            "generator": self._generator_start,
+            "generators": self._generators_start,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Be at a saved position; the next call of `batches` goes on from there."""
         self.epoch, self.taken, self._seed = state["epoch"], state["taken"], state["seed"]
-        self._start, self._generator_start = state["start"], state["generator"]
+        self._start, self._generators_start = state["start"], state["generators"]
         self._source = (None, None)
         self._resuming = True
 
     def _begin(self, source: Any) -> Iterator[Any]:
-        for part in (source, getattr(source, "sampler", None), getattr(source, "dataset", None)):
+        for part in (source, getattr(source, "dataset", None), *_samplers(source)):
             set_epoch = getattr(part, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(self.epoch)
         return iter(source)
 
-    def _go_back(self, source: Any, generator: torch.Generator | None) -> Iterator[Any]:
-        if (generator is None) != (self._generator_start is None):
+    def _go_back(self, source: Any, generators: list[torch.Generator]) -> Iterator[Any]:
+        if len(generators) != len(self._generators_start):
             raise CheckpointError(
-                "the loader has a generator of its own and the checkpoint's had none, or the other way round",
+                f"the loader has {len(generators)} generators of its own, and the checkpoint's had "
+                f"{len(self._generators_start)}",
                 why="the order of the data would not be the one the checkpoint belongs to",
                 remedy="build the loader as it was built when the checkpoint was saved",
             )
         self._resuming = False
-        if generator is not None and self._generator_start is not None:
-            generator.set_state(self._generator_start)
-        if not self.taken:
-            self._start = self._runtime.rng_state()
-            return self._begin(source)
+        now = self._runtime.rng_state()
         if getattr(source, "persistent_workers", False) and self.epoch:
             logger.warning("random numbers drawn inside persistent loader workers start anew after a resume")
-        now = self._runtime.rng_state()
+            iter(source)  # starts the workers, which draws a number that later epochs do not draw
+            self._runtime.set_rng_state(now)
+        for generator, state in zip(generators, self._generators_start, strict=True):
+            generator.set_state(state)
+        if not self.taken:
+            self._start = now
+            return self._begin(source)
         self._runtime.set_rng_state(self._start)
         iterator = self._begin(source)
         for done in range(self.taken):
@@ -142,8 +145,7 @@ class Feed:
             return _EveryNth(loader, rank, world_size)
         if isinstance(loader.sampler, DistributedSampler):
             return loader
-        plain = type(loader) is DataLoader and type(loader.sampler) in (RandomSampler, SequentialSampler)
-        if not plain or loader.batch_size is None or getattr(loader.sampler, "replacement", False):
+        if not _is_plain(loader):
             raise ConfigurationError(
                 f"a {type(loader).__name__} with a sampler of its own cannot be shared out among {world_size} ranks",
                 available="DataLoaders made with shuffle=True or False, or with a DistributedSampler",
@@ -165,6 +167,28 @@ class Feed:
             seed = torch.tensor(torch.initial_seed() % 2**31, device=self._runtime.device)
             self._seed = int(self._collectives.broadcast(seed).item())
         return self._seed
+
+
+def _samplers(loader: Any) -> list[Any]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """The generators that a loader draws its order from, beside the global one; each once."""
+    found = (getattr(part, "generator", None) for part in (loader, *_samplers(loader)))
+    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether a loader takes all of its dataset, shuffled or not, so that a DistributedSampler can share it out."""
+    sampler = loader.sampler
+    if type(loader) is not DataLoader or loader.batch_size is None:
+        return False
+    if type(sampler) is RandomSampler:
+        whole = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        return whole and sampler.generator in (None, loader.generator)
+    return type(sampler) is SequentialSampler
 
 
 class _EveryNth:

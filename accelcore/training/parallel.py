@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelcore.errors import ConfigurationError, TrainingError
+from accelcore.environment import read_launch
+from accelcore.errors import ConfigurationError, DistributedError, TrainingError, UnsupportedError
 from accelcore.roles.collectives import Collectives
 
 __all__ = ["DDP", "Alone", "Parallel", "create_parallel"]
@@ -37,6 +38,10 @@ class Parallel(ABC):
         """Before backward: raise TrainingError where these gradients would stay on this rank."""
 
     @abstractmethod
+    def check_reduced(self) -> None:
+        """After the last backward of a window: raise TrainingError where a gradient was not exchanged."""
+
+    @abstractmethod
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average the gradients of a window that ended before `last`."""
 
@@ -56,6 +61,9 @@ class Alone(Parallel):
     def check(self) -> None:
         pass
 
+    def check_reduced(self) -> None:
+        pass
+
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         pass
 
@@ -63,7 +71,7 @@ class Alone(Parallel):
 class DDP(Parallel):
     """torch's DistributedDataParallel: gradients are averaged in buckets while backward runs.
 
-    Parameters and buffers of rank 0 are taken by all at the start, buffers again before each forward.
+    Parameters and buffers of rank 0 are taken by all at the start, buffers again at the end of each window.
 
     Args:
         collectives: the job's.
@@ -76,12 +84,18 @@ class DDP(Parallel):
         self._ddp: DistributedDataParallel
         self._local: AbstractContextManager[None] | None = None
         self._ran = False
+        self._names: dict[int, str] = {}
+        self._arrived: set[int] = set()
 
     def wrap(self, module: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigurationError("the model has no parameter to train", remedy='use parallel="none"')
         self._ddp = DistributedDataParallel(module, device_ids=self._device_ids, gradient_as_bucket_view=True)
-        self._ddp.register_forward_pre_hook(self._note)
+        self._ddp.register_forward_pre_hook(self._note_forward)
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                self._names[id(parameter)] = name
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
         return self._ddp
 
     def open(self, micro_batches: int) -> None:
@@ -102,6 +116,18 @@ class DDP(Parallel):
                 remedy="call trainer.forward(...), or the model that loss(model, batch) is given",
             )
         self._ran = False
+        self._arrived.clear()
+
+    def check_reduced(self) -> None:
+        # torch itself would notice at the next forward pass, after the ranks have stepped apart.
+        if len(self._arrived) < len(self._names):
+            missing = [name for key, name in self._names.items() if key not in self._arrived]
+            raise TrainingError(
+                f"{len(missing)} parameters received no gradient in the last backward of this window: {missing[0]}"
+                + (", ..." if len(missing) > 1 else ""),
+                why="their gradients were not exchanged, and the ranks would step apart",
+                remedy="use every parameter in each forward pass, or freeze those with requires_grad_(False)",
+            )
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         self.last()
@@ -120,8 +146,11 @@ class DDP(Parallel):
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
 
-    def _note(self, module: nn.Module, inputs: Any) -> None:
-        self._ran = True
+    def _note_forward(self, module: nn.Module, inputs: Any) -> None:
+        self._ran = self._ran or torch.is_grad_enabled()
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        self._arrived.add(id(parameter))
 
 
 _STRATEGIES: dict[str, Callable[[Collectives, torch.device], Parallel]] = {"ddp": DDP}
@@ -131,11 +160,20 @@ def create_parallel(name: str, declared: tuple[str, ...], collectives: Collectiv
     """The strategy called `name`, which does nothing in a job of one process.
 
     Raises:
-        ConfigurationError: the backend does not declare it, or `"none"` in a job of several ranks.
+        UnsupportedError: the backend does not declare it.
+        ConfigurationError: `"none"` in a job of several ranks.
+        DistributedError: a launcher started several ranks, and they have not met.
     """
     if name not in declared:
-        raise ConfigurationError(f"parallel={name!r} does not exist here", available=", ".join(declared))
+        raise UnsupportedError(f"parallel={name!r} does not exist here", available=", ".join(declared))
     if collectives.world_size == 1:
+        launch = read_launch()
+        if name != "none" and launch is not None and launch.world_size > 1:
+            raise DistributedError(
+                f"a launcher started {launch.world_size} ranks, and they have not met",
+                why="each would train alone, on all the data",
+                remedy="make and use the trainer inside `with accel.distributed():`",
+            )
         return Alone()
     if name == "none":
         raise ConfigurationError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from accelcore.errors import ConfigurationError
 
@@ -21,6 +21,15 @@ class Policy:
     autocast: str | None = None
     loss_scale: float | str | None = None
 
+    def __post_init__(self) -> None:
+        scale = self.loss_scale
+        number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        if scale is not None and scale != "dynamic" and not number:
+            raise ConfigurationError(
+                f"loss_scale={scale!r} makes no sense",
+                available='a number, "dynamic", or None for the precision\'s own',
+            )
+
 
 _POLICIES = {
     "fp32": Policy(),
@@ -35,14 +44,7 @@ def choose_policy(precision: str | Policy, loss_scale: float | str | None) -> Po
     Raises:
         ConfigurationError: there is no such precision, or a loss scale that is neither a number nor `"dynamic"`.
     """
-    policy = precision if isinstance(precision, Policy) else _POLICIES.get(precision)
+    policy = precision if isinstance(precision, Policy) else _POLICIES.get(str(precision))
     if policy is None:
         raise ConfigurationError(f"there is no precision {precision!r}", available=", ".join(_POLICIES))
-    if loss_scale is None:
-        return policy
-    if loss_scale != "dynamic" and (isinstance(loss_scale, bool) or not isinstance(loss_scale, int | float)):
-        raise ConfigurationError(
-            f"loss_scale={loss_scale!r} makes no sense",
-            available='a number, "dynamic", or None for the precision\'s own',
-        )
-    return Policy(policy.autocast, loss_scale)
+    return policy if loss_scale is None else replace(policy, loss_scale=loss_scale)

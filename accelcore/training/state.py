@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,28 +35,52 @@ def save(trainer: Trainer, folder: Path, keep: int | None) -> Path:
     collectives = trainer._backend.collectives
     first = collectives.rank == 0
     number = torch.zeros((), dtype=torch.int64, device=trainer._backend.device)
-    with store.writing(folder):
-        if first:
-            store.begin(folder)
-            store.write_part(folder, "model", trainer.model.state_dict())
-            store.write_part(folder, "training", _shared_state(trainer))
-        collectives.barrier()
-        store.write_part(folder, f"rank-{collectives.rank:05d}", _rank_state(trainer))
-        collectives.barrier()
-        if first:
-            facts = {
-                "world_size": collectives.world_size,
-                "device": trainer._backend.name,
-                "accelcore": version("accelcore"),
-                "torch": torch.__version__,
-            }
-            number.fill_(store.finish(folder, trainer.steps, facts))
+    with ExitStack() as held:
+        with _together(trainer):
+            if first:
+                with store.writing(folder):
+                    held.enter_context(store.alone(folder))
+                    store.begin(folder)
+                    store.write_part(folder, "model", trainer.model.state_dict())
+                    store.write_part(folder, "training", _shared_state(trainer))
+        with _together(trainer), store.writing(folder):
+            store.write_part(folder, f"rank-{collectives.rank:05d}", _rank_state(trainer))
+        with _together(trainer):
+            if first:
+                with store.writing(folder):
+                    number.fill_(store.finish(folder, trainer.steps, _facts(trainer)))
     path = store.path_of(folder, trainer.steps, int(collectives.broadcast(number).item()))
     if first and keep is not None:
-        later = store.keep_newest(path, keep)
+        with store.writing(folder):
+            later = store.keep_newest(path, keep)
         if later:
             logger.warning("%s also holds another run's checkpoints of later steps, such as %s", folder, later[-1].name)
     return path
+
+
+@contextmanager
+def _together(trainer: Trainer) -> Iterator[None]:
+    """A stage of a save that all ranks leave alike: where one fails, all raise, and none waits for it."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # raised again below, when all ranks know
+        failure = error
+    failed = torch.tensor(failure is not None, dtype=torch.int32, device=trainer._backend.device)
+    trainer._backend.collectives.all_reduce(failed, "max")
+    if failure is not None:
+        raise failure
+    if failed.item():
+        raise CheckpointError("another rank could not save its part of the checkpoint", why="see that rank's error")
+
+
+def _facts(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "world_size": trainer._backend.collectives.world_size,
+        "device": trainer._backend.name,
+        "accelcore": version("accelcore"),
+        "torch": torch.__version__,
+    }
 
 
 def resume(trainer: Trainer, folder: Path) -> Path | None:
@@ -66,13 +93,18 @@ def resume(trainer: Trainer, folder: Path) -> Path | None:
         if not found:
             return None
         path = found[-1]
-    _restore(trainer, store.Checkpoint(path))
+    checkpoint = store.Checkpoint(path)
+    try:
+        _restore(trainer, checkpoint)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"the checkpoint {path} lacks what a trainer needs", why=repr(error)) from error
     return path
 
 
 def _shared_state(trainer: Trainer) -> dict[str, Any]:
     return {
         "optimizer": _optimizer_state(trainer.model, trainer.optimizer),
+        "schedule": type(trainer.scheduler).__name__,
         "scheduler": None if trainer.scheduler is None else trainer.scheduler.state_dict(),
         "scaler": trainer.scaler.state_dict(),
     }
@@ -80,7 +112,10 @@ def _shared_state(trainer: Trainer) -> dict[str, Any]:
 
 def _rank_state(trainer: Trainer) -> dict[str, Any]:
     gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+    # Within a window the ranks' buffers may differ: they are made one when the window ends.
+    buffers = dict(trainer.model.named_buffers()) if trainer._micro else {}
     return {
+        "buffers": buffers,
         "rng": trainer._backend.runtime.rng_state(),
         "feeds": {name: feed.state_dict() for name, feed in trainer._feeds.items()},
         "micro": trainer._micro,
@@ -90,44 +125,64 @@ def _rank_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _restore(trainer: Trainer, checkpoint: store.Checkpoint) -> None:
-    """Read and check everything first; only then change anything."""
-    collectives = trainer._backend.collectives
-    model = checkpoint.part("model")
-    shared = checkpoint.part("training")
+    """Read and check everything first; then change what may still refuse, and the model last."""
+    model, shared, own = checkpoint.part("model"), checkpoint.part("training"), _own_rank_state(trainer, checkpoint)
     _check_model(trainer.model, model)
-    if (trainer.scheduler is None) != (shared["scheduler"] is None):
+    if shared["schedule"] != type(trainer.scheduler).__name__:
         raise CheckpointError(
-            "either the checkpoint or this trainer has a scheduler, and the other has none",
+            f"the checkpoint's scheduler is a {shared['schedule']}, not a {type(trainer.scheduler).__name__}",
             remedy="build the trainer as it was built when the checkpoint was saved",
         )
     optimizer = _torch_optimizer_state(trainer.model, trainer.optimizer, shared["optimizer"])
-    own = _own_rank_state(trainer, checkpoint)
     if own["micro"] and own["accumulate"] != trainer.accumulate:
         raise CheckpointError(
             f"the checkpoint was saved within a window of {own['accumulate']} micro-batches, "
             f"and this trainer accumulates {trainer.accumulate}",
             remedy=f"resume with accumulate={own['accumulate']}, or from a checkpoint saved between two windows",
         )
-
-    before = trainer.scaler.state_dict()
-    try:
-        trainer.scaler.load_state_dict(shared["scaler"])
-        trainer.optimizer.load_state_dict(optimizer)
-    except Exception:
-        trainer.scaler.load_state_dict(before)
-        raise
-    if trainer.scheduler is not None:
-        trainer.scheduler.load_state_dict(shared["scheduler"])
+    left = _restore_small_states(trainer, shared, own["rng"])
+    trainer.optimizer.load_state_dict(optimizer)
+    _lay_out_as_parameters(trainer.optimizer)
     trainer.model.load_state_dict(model)
+    with torch.no_grad():
+        for name, buffer in trainer.model.named_buffers():
+            if name in own["buffers"]:
+                buffer.copy_(own["buffers"][name])
     trainer.steps = checkpoint.manifest["steps"]
     trainer._restart(own["micro"], own["gradients"])
     for name, position in own["feeds"].items():
         trainer._feed(name).load_state_dict(position)
-    if own["rng"]:
-        left = trainer._backend.runtime.set_rng_state(own["rng"])
-        if left:
-            logger.warning("random state of another kind of device is not restored: %s", ", ".join(left))
-    collectives.barrier()
+    if left:
+        logger.warning("random states that this device or process has no generator for: %s", ", ".join(left))
+    trainer._backend.collectives.barrier()
+
+
+def _restore_small_states(trainer: Trainer, shared: dict[str, Any], rng: dict[str, Tensor]) -> list[str]:
+    """Scaler, schedule and random states; where one refuses, all are as they were."""
+    runtime, scheduler = trainer._backend.runtime, trainer.scheduler
+    scaler_before, rng_before = trainer.scaler.state_dict(), runtime.rng_state()
+    schedule_before = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+    try:
+        trainer.scaler.load_state_dict(shared["scaler"])
+        if scheduler is not None:
+            scheduler.load_state_dict(shared["scheduler"])
+        return runtime.set_rng_state(rng) if rng else []
+    except Exception as error:
+        trainer.scaler.load_state_dict(scaler_before)
+        runtime.set_rng_state(rng_before)
+        if scheduler is not None and schedule_before is not None:
+            scheduler.load_state_dict(schedule_before)
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError("the checkpoint does not fit this trainer", why=repr(error)) from error
+
+
+def _lay_out_as_parameters(optimizer: Optimizer) -> None:
+    """Give state the strides of its parameter: files hold it dense, and a fused kernel walks both alike."""
+    for parameter, entry in optimizer.state.items():
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                entry[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _own_rank_state(trainer: Trainer, checkpoint: store.Checkpoint) -> dict[str, Any]:
@@ -193,18 +248,23 @@ def _torch_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[s
     for number, live in enumerate(optimizer.param_groups):
         members = [names[id(parameter)] for parameter in live["params"]]
         theirs = saved["groups"][number] if number < len(saved["groups"]) else {"params": []}
-        own_options = {key for key in live if key not in (*_ROUTE_SWITCHES, "params")}
-        if set(theirs["params"]) != set(members) or own_options != set(theirs) - {"params"}:
+        own_options = {key: value for key, value in live.items() if key not in (*_ROUTE_SWITCHES, "params")}
+        foreign = set(theirs) - {"params"} - set(own_options)
+        kind = "decoupled_weight_decay"  # what tells Adam from AdamW
+        if set(theirs["params"]) != set(members) or foreign or theirs.get(kind) != own_options.get(kind):
             raise CheckpointError(
                 f"the checkpoint is of another optimizer: parameter group {number} differs",
                 why=f"{len(members)} parameters with {sorted(own_options)} here, "
                 f"{len(theirs['params'])} with {sorted(set(theirs) - {'params'})} there",
                 remedy="build the optimizer as it was when the checkpoint was saved",
             )
+        missing = sorted(set(own_options) - set(theirs))
+        if missing:  # options that another version of torch did not have
+            logger.warning("the checkpoint's optimizer has no %s: they stay as they are here", ", ".join(missing))
         for name in members:
             numbers[name] = len(numbers)
         switches = {key: live[key] for key in _ROUTE_SWITCHES if key in live}
-        groups.append({**theirs, **switches, "params": [numbers[name] for name in members]})
+        groups.append({**own_options, **theirs, **switches, "params": [numbers[name] for name in members]})
     if len(saved["groups"]) != len(groups):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(saved['groups'])} parameter groups, this one {len(groups)}"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accelcore.errors import ConfigurationError, TrainingError
+from accelcore.errors import ConfigurationError, DistributedError, TrainingError, UnsupportedError
 from accelcore.training.batches import Feed
 from accelcore.training.parallel import create_parallel
 from accelcore.training.policy import Policy, choose_policy
@@ -92,6 +92,7 @@ class Trainer:
         compile: bool | Mapping[str, Any] = False,
     ) -> None:
         _check(model, optimizer, scheduler, accumulate, clip_norm)
+        _check_declared(backend, model, compile)
         policy = choose_policy(precision, loss_scale)
         self._backend = backend
         self._autocast_dtype = getattr(torch, policy.autocast) if policy.autocast else None
@@ -114,8 +115,9 @@ class Trainer:
         if compile is not False:
             self.compiled = backend.compiler.compile(self.forward, {} if compile is True else compile)
             self.forward = self.compiled.module
-        self.accumulate = accumulate
-        self.clip_norm = clip_norm
+        self._accumulate = accumulate
+        self._clip_norm = clip_norm
+        self._world_size = backend.collectives.world_size
         self.aux: Any = None
         self.steps = 0
         self._loss = loss if loss is not None else _loss_of_model
@@ -135,8 +137,13 @@ class Trainer:
         """The epoch of `batches` that is under way, or comes next; counted from 0."""
         return self._feed("train").epoch
 
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches an update, as given."""
+        return self._accumulate
+
     def batches(self, loader: Iterable[Any], *, name: str = "train", shard: bool = True) -> Iterator[Any]:
-        """One epoch of `loader`: on the device, this rank's share, a short last window flushed at the end.
+        """One epoch of `loader`: on the device, this rank's share; at the end a short last window is flushed.
 
         After a `resume` in mid-epoch the first call yields what was left of that epoch. The batches before it are
         loaded again and dropped, which keeps random augmentation exact; save at an epoch's end where that costs too
@@ -147,16 +154,21 @@ class Trainer:
                 ranks one with a plain sampler is given a `DistributedSampler`; of an iterable, which every rank must
                 read in the same order, each rank gets every `world_size`-th batch and an incomplete last round is
                 dropped.
-            name: which of several streams this is; each has a position of its own.
+            name: which of several streams this is; each has a position of its own, and only `"train"` is
+                flushed. To evaluate, read a loader through `accel.runtime.to_device`: sharing it out would repeat or
+                drop rows to give all ranks as many.
             shard: False where the loader already yields this rank's share.
         """
+        self._check_job()
         yield from self._feed(name).batches(loader, shard=shard)
-        self.flush()
+        if name == "train":
+            self.flush()
 
     def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch; the loss, detached and unscaled. Does not wait for the device."""
         with self._region:
             loss = self._loss(self.forward, batch)
+        self.aux = None
         if type(loss) is tuple:
             loss, self.aux = loss
         self.backward(loss)
@@ -180,27 +192,30 @@ class Trainer:
         self._parallel.check()
         scaled = self.scaler.scale(loss)
         # What backward starts from. Dividing the loss instead costs an operator here, and one in backward.
-        share = None if self.accumulate == 1 else torch.full_like(scaled, 1 / self.accumulate)
+        share = None if self._accumulate == 1 else torch.full_like(scaled, 1 / self._accumulate)
         with self._arithmetic:
             scaled.backward(share)  # type: ignore[no-untyped-call]
+        if self._micro == self._accumulate - 1:
+            self._parallel.check_reduced()
 
     def update(self) -> bool:
         """Count a micro-batch; at the end of a window, update the parameters. True when a window was closed."""
         self._micro += 1
-        if self._micro == self.accumulate:
+        if self._micro == self._accumulate:
             self._close()
             return True
-        if self._micro == self.accumulate - 1:
+        if self._micro == self._accumulate - 1:
             self._parallel.last()
         return False
 
     def flush(self) -> None:
         """Close a window that is not full, as the mean of the micro-batches it has; nothing where there is none."""
         if self._micro:
-            share = self.accumulate / self._micro
+            self._check_job()
             self._parallel.reduce(self._parameters)
-            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-            torch._foreach_mul_(gradients, share)
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad *= self._accumulate / self._micro
             self._close()
 
     def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
@@ -217,6 +232,7 @@ class Trainer:
         """
         from accelcore.training.state import save
 
+        self._check_job()
         return save(self, Path(folder), keep)
 
     def resume(self, folder: str | Path) -> Path | None:
@@ -230,6 +246,7 @@ class Trainer:
         """
         from accelcore.training.state import resume
 
+        self._check_job()
         return resume(self, Path(folder))
 
     def _autocast(self) -> AbstractContextManager[object]:
@@ -243,9 +260,11 @@ class Trainer:
             yield
 
     def _close(self) -> None:
-        if self.clip_norm is not None:
+        if self._clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self._parameters, self.clip_norm)
+            # Those the optimizer has, and no others: others were not unscaled, and are not looked at for overflow.
+            trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            nn.utils.clip_grad_norm_(trained, self._clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.scheduler is not None:
@@ -253,7 +272,15 @@ class Trainer:
         self._clear()
         self._micro = 0
         self.steps += 1
-        self._parallel.open(self.accumulate)
+        self._parallel.open(self._accumulate)
+
+    def _check_job(self) -> None:
+        if self._backend.collectives.world_size != self._world_size:
+            raise DistributedError(
+                f"this trainer was made in a job of {self._world_size}, and the job now has "
+                f"{self._backend.collectives.world_size} ranks",
+                remedy="make the trainer, and use it, inside one `with accel.distributed():`",
+            )
 
     def _restart(self, micro: int, gradients: Mapping[str, Tensor]) -> None:
         """Be at a saved place within a window."""
@@ -262,8 +289,8 @@ class Trainer:
             if name in gradients:
                 parameter.grad = torch.empty_like(parameter).copy_(gradients[name])
         self._micro = micro
-        self._parallel.open(self.accumulate)
-        if micro == self.accumulate - 1:
+        self._parallel.open(self._accumulate)
+        if micro == self._accumulate - 1:
             self._parallel.last()
 
     def _clear(self) -> None:
@@ -327,13 +354,33 @@ def _check(
         )
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigurationError(f"accumulate={accumulate!r} makes no sense", remedy="give a whole number, 1 or more")
-    if clip_norm is not None and not clip_norm > 0:
+    if clip_norm is not None and (not isinstance(clip_norm, int | float) or not clip_norm > 0):
         raise ConfigurationError(f"clip_norm={clip_norm!r} makes no sense", remedy="give a number > 0, or None")
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigurationError("the scheduler is another optimizer's", remedy="make it from the optimizer given here")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigurationError(
             "ReduceLROnPlateau needs a metric, which the trainer does not have",
             remedy="leave it out here and call scheduler.step(metric) yourself",
         )
+
+
+def _check_declared(backend: Backend, model: nn.Module, compile: object) -> None:
+    declared = backend.capabilities
+    for name, parameter in model.named_parameters():
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if parameter.is_floating_point() and dtype not in declared.model_dtypes:
+            raise UnsupportedError(
+                f"the parameter {name} is {dtype}, which {backend.name} does not train",
+                available=", ".join(declared.model_dtypes),
+                remedy='keep the parameters in fp32 and say precision="bf16" or "fp16"',
+            )
+    if not isinstance(compile, bool | Mapping):
+        raise ConfigurationError(
+            f"compile={compile!r} makes no sense", available='True, False, or options such as {"mode": "max-autotune"}'
+        )
+    if compile is not False and not declared.compilers:
+        raise UnsupportedError(f"{backend.name} declares no compiler", remedy="leave compile out")
 
 
 def _no_loss(loss: object) -> TrainingError:

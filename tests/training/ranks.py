@@ -119,6 +119,57 @@ def bare_forward(accel, folder):
     return {"refused": refused, "closed": trainer.update()}
 
 
+def around_after_evaluation(accel, folder):
+    """An evaluation through the replicas must not make a training step around them look right."""
+    model = net()
+    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), parallel="ddp")
+    with torch.no_grad():
+        trainer.forward(rows()[:2][0])
+    try:
+        trainer.backward(loss_of(model, rows()[:2]))
+    except accelcore.TrainingError as error:
+        return {"refused": str(error)}
+    return {"refused": None}
+
+
+def unused_parameter(accel, folder):
+    """In use in the first micro-batch of the window only, so that its gradient is not None."""
+    model = nn.ModuleDict({"always": nn.Linear(4, 1), "sometimes": nn.Linear(4, 1)})
+    calls = iter(range(9))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x):
+            output = self.parts["always"](x)
+            return output + self.parts["sometimes"](x) if next(calls) == 0 else output
+
+    whole = Model()
+    optimizer = accel.optimizers.create("sgd", whole.parameters(), lr=0.1)
+    trainer = accel.trainer(whole, optimizer, loss=loss_of, parallel="ddp", accumulate=2)
+    before = weights(whole)
+    try:
+        for batch in trainer.batches(DataLoader(rows(8), 2)):
+            trainer(batch)
+    except accelcore.TrainingError as error:
+        return {"refused": str(error), "unchanged": weights(whole) == before}
+    return {"refused": None}
+
+
+def failed_save(accel, folder):
+    """Rank 0 cannot write: every rank is told, and none waits."""
+    model = net()
+    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, parallel="ddp")
+    (folder / "a-file").touch()
+    try:
+        trainer.save(folder / "a-file")
+    except accelcore.CheckpointError as error:
+        refused = str(error)
+    return {"refused": refused, "then": trainer.save(folder / "good").name}
+
+
 def none_is_refused(accel, folder):
     model = net()
     try:

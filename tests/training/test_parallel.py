@@ -114,6 +114,24 @@ def test_a_forward_pass_around_the_replicas_is_refused_and_the_next_right_one_wo
         assert found["closed"] is True
 
 
+def test_an_evaluation_does_not_excuse_a_step_around_the_replicas(tmp_path):
+    for found in start("around_after_evaluation", tmp_path, 2):
+        assert "trainer.forward" in found["refused"]
+
+
+def test_a_parameter_left_out_of_the_last_backward_is_named_before_any_step(tmp_path):
+    for found in start("unused_parameter", tmp_path, 2):
+        assert "parts.sometimes.weight" in found["refused"]
+        assert found["unchanged"]
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_job_goes_on(tmp_path):
+    first, second = start("failed_save", tmp_path, 2)
+    assert "could be saved" in first["refused"]
+    assert "another rank" in second["refused"]
+    assert first["then"] == second["then"] == "step-00000000"
+
+
 def test_ranks_that_would_train_apart_are_refused(tmp_path):
     for found in start("none_is_refused", tmp_path, 2):
         assert 'parallel="ddp"' in found["refused"]

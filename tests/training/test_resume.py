@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset
 
 import accelcore
+from accelcore.checkpoint import store
 
 KILLED = Path(__file__).with_name("killed_run.py")
 
@@ -117,6 +119,73 @@ def test_saved_between_two_epochs(accel, tmp_path):
     second.resume(tmp_path)
     assert second.epoch == 2
     assert losses + run(second, loader) == expected
+
+
+@pytest.mark.parametrize("route", ["fused", "loop"])
+def test_a_channels_last_run_resumes_bit_same(accel, tmp_path, route):
+    def start():
+        accel.runtime.seed(2)
+        model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        optimizer = accel.optimizers.create("adamw", model.parameters(), lr=1e-2, route=route)
+        return accel.trainer(model, optimizer, loss=lambda m, b: m(b).square().mean())
+
+    batches = [torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last) for _ in range(6)]
+    undisturbed, first, second = start(), start(), start()
+    expected = [undisturbed(batch).item() for batch in batches]
+    losses = [first(batch).item() for batch in batches[:3]]
+    first.save(tmp_path)
+    second.resume(tmp_path)
+    assert losses + [second(batch).item() for batch in batches[3:]] == expected
+    assert torch.equal(undisturbed.model.weight, second.model.weight)
+
+
+def test_the_generator_of_a_sampler_is_part_of_the_position(accel, tmp_path):
+    def start():
+        trainer, _ = build(accel)
+        sampler = torch.utils.data.RandomSampler(range(22), generator=torch.Generator().manual_seed(8))
+        return trainer, DataLoader(Noisy(), 4, sampler=sampler)
+
+    expected = run(*start())
+    trainer, loader = start()
+    losses = run(trainer, loader, save_after=9, folder=tmp_path)
+    trainer, loader = start()
+    trainer.resume(tmp_path)
+    assert losses + run(trainer, loader) == expected
+
+
+def test_persistent_workers_keep_the_order_after_a_resume(accel, tmp_path, caplog):
+    class Rows(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.tensor([float(index)])
+
+    def start():
+        accel.runtime.seed(4)
+        model = nn.Linear(1, 1)
+        trainer = accel.trainer(
+            model, accel.optimizers.create("sgd", model.parameters(), lr=0.01), loss=lambda m, b: m(b).square().mean()
+        )
+        return trainer, DataLoader(Rows(), 2, shuffle=True, num_workers=1, persistent_workers=True)
+
+    def rows(trainer, loader, save_after=None):
+        seen = []
+        for _ in range(trainer.epoch, 3):
+            for batch in trainer.batches(loader):
+                trainer(batch)
+                seen += batch.flatten().tolist()
+                if len(seen) == save_after:
+                    trainer.save(tmp_path)
+                    return seen
+        return seen
+
+    expected = rows(*start())
+    seen = rows(*start(), save_after=12)
+    trainer, loader = start()
+    trainer.resume(tmp_path)
+    assert seen + rows(trainer, loader) == expected
+    assert "persistent" in caplog.text
 
 
 def test_killed_in_mid_epoch_and_resumed_with_workers_and_shuffling(tmp_path):
@@ -259,6 +328,86 @@ def test_another_optimizer_scheduler_scaler_or_window_is_refused(accel, tmp_path
     bare = accel.trainer(model, accel.optimizers.create("adamw", model.parameters(), lr=1e-2), accumulate=2)
     with pytest.raises(accelcore.CheckpointError, match="scheduler"):
         bare.resume(tmp_path)
+
+
+def test_adam_and_adamw_are_not_one_and_a_static_scale_is_no_other(accel, tmp_path):
+    model = nn.Linear(2, 1)
+
+    def trainer(name, loss_scale):
+        return accel.trainer(model, accel.optimizers.create(name, model.parameters()), loss_scale=loss_scale)
+
+    trainer("adamw", 128.0).save(tmp_path)
+    with pytest.raises(accelcore.CheckpointError, match="another optimizer"):
+        trainer("adam", 128.0).resume(tmp_path)
+    with pytest.raises(accelcore.CheckpointError, match=r"loss_scale=128\.0"):
+        trainer("adamw", 1024.0).resume(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9),
+    ],
+    ids=["LambdaLR", "CosineAnnealingLR"],
+)
+def test_another_schedule_changes_nothing(accel, tmp_path, schedule):
+    trainer, loader = build(accel)
+    run(trainer, loader, save_after=4, folder=tmp_path)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.5)
+    other = accel.trainer(model, optimizer, scheduler=schedule(optimizer))
+    state = {key: str(value) for key, value in other.scheduler.state_dict().items()}
+    with pytest.raises(accelcore.CheckpointError, match="OneCycleLR"):
+        other.resume(tmp_path)
+    assert not optimizer.state
+    assert {key: str(value) for key, value in other.scheduler.state_dict().items()} == state
+    assert optimizer.param_groups[0]["lr"] > 0.4
+
+
+def test_two_savers_in_one_folder_do_not_mix(accel, tmp_path):
+    trainer, _ = build(accel)
+    with store.alone(tmp_path), pytest.raises(accelcore.CheckpointError, match="another process is saving"):
+        trainer.save(tmp_path)
+    assert trainer.save(tmp_path).is_dir()
+
+
+def test_a_sparse_gradient_of_an_open_window_is_named(accel, tmp_path):
+    model = nn.Embedding(4, 2, sparse=True)
+    trainer = accel.trainer(
+        model,
+        accel.optimizers.create("sgd", model.parameters(), route="loop"),
+        loss=lambda m, b: m(b).sum(),
+        accumulate=2,
+    )
+    trainer(torch.tensor([1]))
+    with pytest.raises(accelcore.CheckpointError, match=r"gradients\.weight"):
+        trainer.save(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest.update(steps="x"),
+        lambda manifest: manifest.pop("world_size"),
+        lambda manifest: manifest["files"].update({"../secret": {"bytes": 1, "sha256": ""}}),
+        lambda manifest: manifest.update(files=[]),
+        lambda manifest: manifest["files"].pop("training"),
+        lambda manifest: manifest.update(format=2),
+    ],
+)
+def test_a_forged_manifest_is_refused(accel, tmp_path, change):
+    trainer, _ = build(accel)
+    path = trainer.save(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest.pop("sha256")
+    change(manifest)
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest}))
+    before = final(trainer)
+    with pytest.raises(accelcore.CheckpointError):
+        trainer.resume(tmp_path)
+    assert all(torch.equal(value, final(trainer)[name]) for name, value in before.items())
 
 
 def test_a_state_moves_between_routes_without_changing_the_route(accel, tmp_path):

@@ -304,7 +304,10 @@ def test_a_loader_that_raises_loses_nothing(accel):
         ({"clip_norm": float("nan")}, accelcore.ConfigurationError, "clip_norm"),
         ({"loss_scale": "high"}, accelcore.ConfigurationError, "loss_scale"),
         ({"loss_scale": -1.0}, accelcore.ConfigurationError, "loss scale"),
-        ({"parallel": "fsdp"}, accelcore.ConfigurationError, "none, ddp"),
+        ({"parallel": "fsdp"}, accelcore.UnsupportedError, "none, ddp"),
+        ({"compile": "max-autotune"}, accelcore.ConfigurationError, "compile"),
+        ({"clip_norm": "1"}, accelcore.ConfigurationError, "clip_norm"),
+        ({"precision": []}, accelcore.ConfigurationError, "fp32, bf16, fp16"),
         ({"fp32": "fast"}, accelcore.UnsupportedError, "ieee"),
     ],
 )
@@ -339,3 +342,95 @@ def test_slow_low_precision_is_said_once(accel, caplog):
         for _ in range(2):
             accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), precision="fp16")
     assert sum("float16" in record.message for record in caplog.records) == 1
+
+
+def test_clipping_looks_at_what_the_optimizer_has_and_nothing_else(accel):
+    """A gradient outside the optimizer is not unscaled, and must not decide how far the others are clipped."""
+
+    def run(loss_scale):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"trained": nn.Linear(6, 2), "other": nn.Linear(6, 2)})
+        optimizer = accel.optimizers.create("sgd", model["trained"].parameters(), lr=0.1)
+
+        def clean(model, batch):
+            return loss_of(model["trained"], batch) + model["other"](batch[0]).sum()
+
+        trainer = accel.trainer(model, optimizer, loss=clean, clip_norm=0.1, loss_scale=loss_scale)
+        trainer(data(1)[0])
+        return model["trained"].weight.detach()
+
+    torch.testing.assert_close(run(None), run(1024.0))
+
+
+def test_a_position_of_another_stream_leaves_the_window_open(accel):
+    model = net()
+    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, accumulate=4)
+    trainer(data(1)[0])
+    assert len(list(trainer.batches(data(3), name="validation"))) == 3
+    assert trainer.steps == 0
+    trainer.flush()
+    assert trainer.steps == 1
+
+
+def test_a_window_without_any_gradient_closes(accel):
+    model = net()
+    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, accumulate=2)
+    trainer.update()
+    trainer.flush()
+    assert trainer.steps == 1
+
+
+def test_a_dtype_that_is_not_declared_is_refused(accel):
+    model = net().half()
+    with pytest.raises(accelcore.UnsupportedError, match="float16"):
+        accel.trainer(model, accel.optimizers.create("sgd", model.parameters()))
+
+
+def test_another_optimizers_schedule_is_refused(accel):
+    model = net()
+    mine, other = (accel.optimizers.create("sgd", model.parameters()) for _ in range(2))
+    with pytest.raises(accelcore.ConfigurationError, match="another optimizer"):
+        accel.trainer(model, mine, scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
+
+
+def test_aux_is_of_the_last_loss(accel):
+    model = net()
+    answers = iter([True, False])
+    trainer = accel.trainer(
+        model,
+        accel.optimizers.create("sgd", model.parameters()),
+        loss=lambda m, b: (loss_of(m, b), "first") if next(answers) else loss_of(m, b),
+    )
+    trainer(data(1)[0])
+    assert trainer.aux == "first"
+    trainer(data(1)[0])
+    assert trainer.aux is None
+
+
+def test_a_compiled_model_keeps_its_other_methods(accel):
+    class Model(nn.Linear):
+        def own_loss(self, batch):
+            return self(batch[0]).square().mean()
+
+    model = Model(6, 2)
+    trainer = accel.trainer(
+        model,
+        accel.optimizers.create("sgd", model.parameters()),
+        loss=lambda m, b: m.own_loss(b),
+        compile={"backend": "eager"},
+    )
+    assert trainer(data(1)[0]).ndim == 0
+
+
+def test_ranks_that_have_not_met_are_refused(accel, monkeypatch):
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    model = net()
+    with pytest.raises(accelcore.DistributedError, match=r"accel\.distributed"):
+        accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), parallel="ddp")
