@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from accelcore.hookspecs import API, hookimpl
     from accelcore.probe import Probe
     from accelcore.selection import installed, select
+    from accelcore.training.policy import Policy
     from accelcore.training.trainer import Trainer
 
     __version__: str
@@ -45,6 +46,7 @@ __all__ = [
     "ConfigurationError",
     "DistributedError",
     "PluginError",
+    "Policy",
     "Probe",
     "Trainer",
     "TrainingError",
@@ -60,6 +62,7 @@ _HOMES = {
     "API": "hookspecs",
     "Backend": "backend",
     "Capabilities": "capabilities",
+    "Policy": "training.policy",
     "Probe": "probe",
     "Trainer": "training.trainer",
     "hookimpl": "hookspecs",
