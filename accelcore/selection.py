@@ -224,7 +224,8 @@ def _checked(backend: object, choice: Choice, index: int, candidate: Candidate) 
 
     if not isinstance(backend, Backend) or (backend.name, backend.index) != (choice.name, index):
         raise PluginError(
-            f"{candidate.distribution} was asked for {choice.name}:{index} and returned {backend!r}",
+            f"{candidate.distribution} was asked for {choice.name}:{index} and returned "
+            + (f"{backend.name}:{backend.index}" if isinstance(backend, Backend) else type(backend).__name__),
             remedy=f"report this to the authors of {candidate.distribution}",
         )
     for hooks in (candidate.hooks, *plugins.extensions()):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -51,6 +52,12 @@ BROKEN = {
         Exception,
         "accelcore_create_backend",
     ),
+    "import raises a novel": ("raise ImportError('x' * 1_000_000)", ImportError, "xxx"),
+    "import raises what cannot be said": (
+        "class Mute(Exception):\n    def __str__(self): raise KeyError('mute')\nraise Mute",
+        Exception,
+        "Mute",
+    ),
     "probe raises": (PROBE.format(answer="raise OSError('bus error')"), OSError, "bus error"),
     "probe exits": (PROBE.format(answer="raise SystemExit('bye')"), SystemExit, "bye"),
     "probe answers nothing": (PROBE.format(answer="return None"), PluginError, "Probe"),
@@ -59,6 +66,11 @@ BROKEN = {
         PROBE.format(answer="return Probe('broken', available=True, count=0)"),
         ValueError,
         "count is 0",
+    ),
+    "probe of the wrong types": (
+        PROBE.format(answer="return Probe('broken', available=True, count='two')"),
+        ValueError,
+        "count is 'two'",
     ),
     "probe gives no reason": (PROBE.format(answer="return Probe('broken', available=False)"), ValueError, "reason"),
     "probe of another name": (
@@ -90,6 +102,7 @@ def test_a_broken_plugin_harms_nobody_and_raises_from_its_cause_when_asked_for(f
     probe = accelcore.installed()["broken"]
     assert not probe.available
     assert says in probe.reason
+    assert len(probe.reason) < 500
     assert module.replace("_", "-") in probe.remedy
     error = ask_for("broken")
     assert isinstance(error.__cause__, cause)
@@ -208,6 +221,8 @@ def test_installed_is_sorted_by_name_and_gives_what_the_probe_said(fakes):
         ("raise ImportError('libdevice.so.2')", ImportError),
         ("raise SystemExit(1)", SystemExit),
         ("raise KeyError('x')", KeyError),
+        ("raise GeneratorExit", GeneratorExit),
+        ("raise ImportError('x' * 1_000_000)", ImportError),
     ],
 )
 def test_a_backend_that_cannot_be_created_is_a_plugin_error_from_its_cause(fakes, create, cause):
@@ -216,6 +231,8 @@ def test_a_backend_that_cannot_be_created_is_a_plugin_error_from_its_cause(fakes
         accelcore.select("stillborn")
     assert isinstance(caught.value.__cause__, cause)
     assert cause.__name__ in caught.value.why
+    assert len(str(caught.value)) < 2000
+    assert accelcore.select("stillborn,cpu").name == "cpu"
 
 
 def test_an_accelcore_error_of_the_plugins_own_reaches_the_user_as_it_is(fakes):
@@ -246,14 +263,17 @@ def test_no_error_of_a_plugins_own_keeps_a_list_from_its_next_choice(fakes, kind
     [
         "return None",
         "return 'backend'",
+        "return 'x' * 1_000_000",
+        "return type('Mute', (), {'__repr__': lambda self: 1 / 0})()",
         "index += 1",
         "name = 'cpu'",
     ],
 )
 def test_a_plugin_that_returns_something_else_than_was_asked_for_is_broken(fakes, create):
     fakes.backend("crooked", create=create, count=2)
-    with pytest.raises(PluginError, match="was asked for crooked:0 and returned"):
+    with pytest.raises(PluginError, match="was asked for crooked:0 and returned") as caught:
         accelcore.select("crooked")
+    assert len(str(caught.value)) < 2000
     assert accelcore.select("crooked,cpu").name == "cpu"
 
 
@@ -299,6 +319,16 @@ def test_a_backend_plugin_that_cannot_register_its_optimizers_is_broken(fakes):
     assert accelcore.select("clumsy,cpu").name == "cpu"
 
 
+def test_a_backend_plugin_that_hangs_when_registering_is_given_up_in_time(fakes, monkeypatch):
+    monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.3")
+    fakes.backend("sluggish", before=HANG, after=REGISTER.format(name="lion", before="RELEASE.wait()"))
+    start = time.perf_counter()
+    with pytest.raises(PluginError, match="could not register its optimizers") as caught:
+        accelcore.select("sluggish")
+    assert time.perf_counter() - start < 2
+    assert isinstance(caught.value.__cause__, TimeoutError)
+
+
 def test_an_extension_adds_a_faster_route_to_somebody_elses_backend(fakes):
     fakes.install(REGISTER.format(name="adamw", before=""), extensions=["faster"])
     optimizers = accelcore.select("cpu").optimizers
@@ -321,6 +351,7 @@ def test_an_extension_is_told_which_backend_it_extends(fakes):
         ("raise SystemExit(3)", "SystemExit"),
         (REGISTER.format(name="lion", before="raise KeyError('x')"), "KeyError"),
         (REGISTER.format(name="lion", before="raise SystemExit(3)"), "SystemExit"),
+        (REGISTER.format(name="lion", before="raise KeyError('x' * 1_000_000)"), "KeyError"),
         (REGISTER.format(name="adamw", before="registry.register('adamw', 'loop', None)"), "already has a route"),
     ],
 )
@@ -333,17 +364,21 @@ def test_a_broken_extension_is_left_out_and_logged(fakes, caplog, code, says):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert says in record.getMessage()
+    assert len(record.getMessage()) < 1000
 
 
-def test_an_extension_that_hangs_is_left_out_in_time(fakes, monkeypatch, caplog):
+@pytest.mark.parametrize("where", ["import", "register"])
+def test_an_extension_that_hangs_is_left_out_in_time(fakes, monkeypatch, caplog, where):
     monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.3")
-    fakes.install(HANG + "RELEASE.wait()", extensions=["sleepy"])
+    register = textwrap.dedent(REGISTER.format(name="lion", before="RELEASE.wait()"))
+    fakes.install(HANG + ("RELEASE.wait()" if where == "import" else register), extensions=["sleepy"])
     fakes.install(REGISTER.format(name="sturdy", before=""), extensions=["sturdy"])
     start = time.perf_counter()
     backend = accelcore.select("cpu")
     assert time.perf_counter() - start < 2
     assert "sturdy" in backend.optimizers.names()
-    assert "sleepy" in caplog.text
+    assert "lion" not in backend.optimizers.names()
+    assert "ACCEL_PROBE_TIMEOUT" in caplog.text or "in time" in caplog.text
 
 
 # Several at once.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from accelcore.errors import TrainingError
 from accelcore.roles.optimizers import Optimizers, Request
 
 __all__ = ["FusedSGD", "register_torch_optimizers"]
@@ -24,19 +25,27 @@ class FusedSGD(torch.optim.SGD):
     torch takes the first update of all parameters for the first of each. A parameter whose first gradient comes later
     is a TypeError then, and a first step that is skipped for overflow leaves momentum that was never written, which the
     next step reads. Momentum that starts as zeros has neither problem, and gives the same updates where dampening is 0.
+    And not every device's kernel takes every dtype, so parameters that were cast since are refused.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, fused=True, **options)
-        self.register_step_pre_hook(_start_momentum)
+        self._dtypes = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
+        self.register_step_pre_hook(_prepare)
 
 
-def _start_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _prepare(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    assert isinstance(optimizer, FusedSGD)
     for group in optimizer.param_groups:
-        if group["momentum"]:
-            for parameter in group["params"]:
-                if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        for parameter in group["params"]:
+            if parameter.dtype not in optimizer._dtypes:
+                raise TrainingError(
+                    f"a parameter was cast to {parameter.dtype} after its optimizer was made",
+                    remedy="make the optimizer from the parameters as they will be trained",
+                )
+            starts = group["momentum"] and parameter.grad is not None
+            if starts and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -140,7 +140,7 @@ class TorchCollectives(Collectives):
         return dist.group.WORLD if dist.is_initialized() else None
 
     def close(self) -> None:
-        if self._entered.pop() and dist.is_initialized():
+        if self._entered and self._entered.pop() and dist.is_initialized():
             # A reduction begun in backward holds a Python object, which a thread of the group drops when it gets to
             # it; if that is while the interpreter shuts down, the process aborts (pytorch#190489). Nothing tells when
             # it was dropped, so give those threads time, once a job.

@@ -86,6 +86,8 @@ class _Guarded:
         self._proved = False
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         return getattr(self._eager, name)  # a loss may call other methods of the model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

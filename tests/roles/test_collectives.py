@@ -112,6 +112,14 @@ def test_alone_a_loop_need_not_ask(accel):
     assert not dist.is_initialized()
 
 
+def test_closing_what_was_never_joined_does_nothing(accel):
+    accel.collectives.close()
+    accel.collectives.init(None)
+    accel.collectives.close()
+    accel.collectives.close()
+    assert accel.collectives.world_size == 1
+
+
 def test_a_mistake_shows_already_when_alone(accel):
     floats = torch.ones(2)
     for op in ("mean", "SUM", "", None):

@@ -98,6 +98,21 @@ def test_a_compiled_module_shares_the_parameters(compiler):
     assert torch.equal(compiled.module(X), torch.zeros(3, 2))
 
 
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_compiled_module_can_be_copied(compiler, duplicate):
+    compiled = compiler.compile(model(), {"backend": eager})
+    assert torch.equal(duplicate(compiled.module)(X), model()(X))
+
+
+def test_a_compiled_module_has_the_attributes_of_its_module_and_no_others(compiler):
+    module = model()
+    compiled = compiler.compile(module, {"backend": eager})
+    assert compiled.module.training
+    assert [id(weight) for weight in compiled.module.parameters()] == [id(weight) for weight in module.parameters()]
+    with pytest.raises(AttributeError, match="nonsense"):
+        compiled.module.nonsense  # noqa: B018
+
+
 def test_options_reach_the_compiler(compiler):
     count = Counting()
     compiled = compiler.compile(model(), {"backend": count, "dynamic": True})

@@ -60,12 +60,13 @@ def test_different_seeds_give_different_numbers_in_every_generator(accel):
     assert all(a != b for a, b in zip(one, draw(), strict=True))
 
 
-def test_a_seed_gives_the_numbers_that_torch_python_and_numpy_give_for_it(accel):
-    accel.runtime.seed(7)
+@pytest.mark.parametrize(("n", "for_numpy"), [(7, 7), (2**31 + 5, 2**31 + 5), (2**32 + 7, 7)])
+def test_a_seed_gives_the_numbers_that_torch_python_and_numpy_give_for_it(accel, n, for_numpy):
+    accel.runtime.seed(n)
     ours = draw()
-    random.seed(7)
-    torch.manual_seed(7)
-    numpy.random.seed(7)
+    random.seed(n)
+    torch.manual_seed(n)
+    numpy.random.seed(for_numpy)  # which takes 32 bits
     assert ours == draw()
 
 

@@ -476,14 +476,17 @@ def test_a_static_scaler_refuses_to_unscale_twice(accel):
     assert weight.grad.tolist() == [0.125, 0.25]
 
 
-def test_a_static_scale_is_restored_and_nothing_else_is_taken_for_one(accel):
+def test_a_static_scale_is_taken_back_and_no_other_state_for_it(accel):
     scaler = accel.scaler.create(init=8.0, dynamic=False)
-    scaler.load_state_dict({"scale": 32.0})
-    assert scaler.scale(torch.tensor(2.0)).item() == 64.0
+    scaler.load_state_dict(accel.scaler.create(init=8, dynamic=False).state_dict())
     for state in ({}, accel.scaler.create().state_dict()):
         with pytest.raises(CheckpointError, match="no static loss scale"):
             scaler.load_state_dict(state)
-    assert scaler.state_dict() == {"scale": 32.0}
+    for scale in (32.0, NAN, "big", None):
+        with pytest.raises(CheckpointError, match=f"saved with loss_scale={scale}, and this training has 8.0"):
+            scaler.load_state_dict({"scale": scale})
+    assert scaler.state_dict() == {"scale": 8.0}
+    assert scaler.scale(torch.tensor(2.0)).item() == 16.0
 
 
 def test_no_scaler_leaves_everything_as_it_is(accel):

@@ -148,6 +148,20 @@ def test_a_native_optimizer_runs_torchs_kernel(accel, name, monkeypatch):
     assert calls == [1], "one launch for all parameters"
 
 
+def test_a_model_cast_after_its_optimizer_was_made_is_trained_or_refused_and_never_left_as_it_was(accel):
+    """torch's fused SGD for the CPU passes over most bf16 elements (pytorch#191763)."""
+    model = torch.nn.Linear(64, 64, bias=False)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.5)
+    model.to(torch.bfloat16)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.ones_like(model.weight)
+    try:
+        optimizer.step()
+    except accelcore.AccelError:
+        return
+    assert torch.equal(model.weight, before - 0.5)
+
+
 def test_each_declared_compiler_is_one_of_torchs(accel):
     assert set(accel.capabilities.compilers) <= set(torch._dynamo.list_backends())
 
