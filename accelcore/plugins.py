@@ -25,7 +25,18 @@ from accelcore.environment import probe_timeout, shown
 from accelcore.errors import PluginError
 from accelcore.probe import Probe
 
-__all__ = ["BACKENDS", "EXTENSIONS", "Candidate", "describe", "extensions", "find", "probe_all", "within_time"]
+__all__ = [
+    "BACKENDS",
+    "EXTENSIONS",
+    "Candidate",
+    "Extension",
+    "describe",
+    "extensions",
+    "find",
+    "load_extensions",
+    "probe_all",
+    "within_time",
+]
 
 BACKENDS = "accelcore.backends"
 EXTENSIONS = "accelcore.extensions"
@@ -51,6 +62,23 @@ class Candidate:
     distribution: str
     probe: Probe
     error: BaseException | None = None
+    hooks: Any = None
+
+
+@dataclass(frozen=True)
+class Extension:
+    """One installed extension: where it comes from, and its hooks or why it has none.
+
+    Attributes:
+        name: the entry point's name.
+        distribution: the distribution that offers it, with its version.
+        reason: what went wrong, in one line; empty where it loads.
+        hooks: the extension's hooks, None where it is broken.
+    """
+
+    name: str
+    distribution: str
+    reason: str = ""
     hooks: Any = None
 
 
@@ -98,18 +126,31 @@ def find(name: str) -> Candidate | None:
 
 def extensions() -> list[Any]:
     """The hooks of every extension that loads; one that does not is left out, and the log says why."""
+    hooks = []
+    for extension in load_extensions():
+        if extension.reason:
+            logger.warning(
+                "extension %s of %s is left out: %s", extension.name, extension.distribution, extension.reason
+            )
+        else:
+            hooks.append(extension.hooks)
+    return hooks
+
+
+def load_extensions() -> list[Extension]:
+    """Load every installed extension; what went wrong with one is in its `reason`."""
     points = [point for offered in _offers(EXTENSIONS).values() for point in offered]
     loads = [_load(point) for point in points]  # all at the same time: one that hangs keeps none waiting
     deadline = time.monotonic() + probe_timeout()
-    hooks = []
+    loaded = []
     for point, load in zip(points, loads, strict=True):
         outcome = load.outcome(deadline)
         if outcome is None or outcome.error is not None:
             reason = "it did not load in time" if outcome is None else describe(outcome.error)
-            logger.warning("extension %s of %s is left out: %s", point.name, _distribution(point), reason)
+            loaded.append(Extension(point.name, _distribution(point), reason=reason))
         else:
-            hooks.append(outcome.value)
-    return hooks
+            loaded.append(Extension(point.name, _distribution(point), hooks=outcome.value))
+    return loaded
 
 
 def within_time(function: Callable[[], Any]) -> BaseException | None:

@@ -16,6 +16,8 @@ _KINDS = {
     "count": int,
     "exclusive": bool,
     "api": int,
+    "environment": tuple,
+    "distributions": tuple,
 }
 
 
@@ -34,6 +36,9 @@ class Probe:
         count: how many devices of this kind this process may use; at least 1 where `available`.
         exclusive: whether each rank of a job needs a device of its own. False for a CPU, which all ranks share.
         api: the version of the plugin interface that the plugin was written for (`accelcore.API`).
+        environment: names of the environment variables that decide what this backend finds, for `accelcore doctor`.
+        distributions: names of the distributions that hold the vendor's runtime, for `accelcore doctor` and for
+            `accelcore run`, which keeps torch from loading the runtime of a backend that cannot work here.
 
     Raises:
         ValueError: a field has the wrong type, or the fields contradict each other.
@@ -47,11 +52,16 @@ class Probe:
     count: int = 0
     exclusive: bool = True
     api: int = 1
+    environment: tuple[str, ...] = ()
+    distributions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field, kind in _KINDS.items():
             if type(getattr(self, field)) is not kind:
                 raise ValueError(f"probe {self.name!r}: {field} is {getattr(self, field)!r}, not a {kind.__name__}")
+        for field in ("environment", "distributions"):
+            if not all(type(name) is str for name in getattr(self, field)):
+                raise ValueError(f"probe {self.name!r}: {field} is {getattr(self, field)!r}, not a tuple of str")
         if self.available and self.count < 1:
             raise ValueError(f"probe {self.name!r}: available, but count is {self.count}: it must be 1 or more")
         if not self.available and not (self.reason and self.remedy):

@@ -177,22 +177,22 @@ class Report:
             left = timedelta(seconds=round(pace * (self.total - entry["step"])))
             print(f"step {entry['step']}/{self.total}  {text}  {left} left", flush=True)
 
-    def finish(self, loss: float, sample: str) -> None:
+    def finish(self, step: int, loss: float, sample: str) -> None:
         losses = {"validation_loss": loss, "bigram_loss": self.bigram}
         bits = {"validation_bits": loss / math.log(2), "bigram_bits": self.bigram / math.log(2)}
         seconds = time.perf_counter() - self.start
-        self.write({"summary": {**losses, **bits, "steps": self.total, "seconds": seconds, "sample": sample}})
-        self.draw(loss)
+        self.write({"summary": {**losses, **bits, "steps": step, "seconds": seconds, "sample": sample}})
+        self.draw(step, loss)
         print(f"\n{sample}\n\nwritten to {self.folder}: metrics.jsonl, loss.png, checkpoints")
         print(f"validation loss  {loss:.3f} nats/byte  {bits['validation_bits']:.3f} bits/byte")
         print(f"bigram baseline  {self.bigram:.3f} nats/byte  {bits['bigram_bits']:.3f} bits/byte")
 
-    def draw(self, last: float) -> None:
+    def draw(self, step: int, loss: float) -> None:
         validated = [(entry["step"], entry["validation_loss"]) for entry in self.steps if "validation_loss" in entry]
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
         axes.plot([entry["step"] for entry in self.steps], [entry["loss"] for entry in self.steps], label="training")
-        axes.plot(*zip(*validated, (self.total, last), strict=True), marker="o", label="validation")
+        axes.plot(*zip(*validated, (step, loss), strict=True), marker="o", label="validation")
         axes.axhline(self.bigram, color="gray", linestyle="--", label="bigram baseline, validation")
         axes.set(xlabel="optimizer steps", ylabel="loss (nats/byte)", title="Byte-level GPT on the standard library")
         axes.legend()
@@ -308,7 +308,7 @@ def run(args: argparse.Namespace) -> int:
             trainer.save(args.checkpoints, keep=2)
         loss = validation_loss(accel, trainer, validation)
         if report is not None:
-            report.finish(loss, generate(accel, trainer, b"def ", 400, args.context))
+            report.finish(trainer.steps, loss, generate(accel, trainer, b"def ", 400, args.context))
     return 0
 
 

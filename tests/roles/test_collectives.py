@@ -188,10 +188,15 @@ SCENARIO = """
 """
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def found(request, tmp_path_factory):
-    """What each of 2 ranks, or 3, found."""
-    return finish(start(SCENARIO, tmp_path_factory.mktemp("ranks"), request.param))
+_found: dict[int, list[dict[str, object]]] = {}
+
+
+@pytest.fixture(params=[2, 3])
+def found(request, tmp_path):
+    """What each of 2 ranks, or 3, found; they run once."""
+    if request.param not in _found:
+        _found[request.param] = finish(start(SCENARIO, tmp_path, request.param))
+    return _found[request.param]
 
 
 def rows(size):

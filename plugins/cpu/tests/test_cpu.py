@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -133,7 +134,8 @@ def test_native_optimizers_have_a_fused_route_and_no_others_do(accel):
     fused = {name for name, found in routes.items() if "fused" in found}
     assert fused == set(accel.capabilities.native_optimizers)
     assert all(routes[name][0] == "fused" for name in fused)
-    assert {"adam", "adamw", "sgd"} <= fused
+    kinds = {name: type(accel.optimizers.create(name, [torch.ones(1)], route="loop")) for name in routes}
+    assert fused == {name for name, kind in kinds.items() if "fused" in inspect.signature(kind).parameters}
 
 
 @pytest.mark.parametrize("name", CAPABILITIES.native_optimizers)
@@ -181,7 +183,7 @@ def test_it_declares_nothing_that_only_an_accelerator_has(accel):
 # What is its own.
 
 
-def test_slow_low_precision_is_said_once_for_each_dtype_and_fast_not_at_all():
+def test_slow_low_precision_is_said_once_and_fast_not_at_all():
     script = """
         import logging
 
@@ -193,8 +195,8 @@ def test_slow_low_precision_is_said_once_for_each_dtype_and_fast_not_at_all():
         handler = logging.Handler()
         handler.emit = lambda record: messages.append(record.getMessage())
         logging.getLogger("accelcore").addHandler(handler)
-        torch.ops.mkldnn._is_mkldnn_bf16_supported = lambda: {bf16}
-        torch.ops.mkldnn._is_mkldnn_fp16_supported = lambda: {fp16}
+        torch.ops.mkldnn._is_mkldnn_bf16_supported = lambda: True
+        torch.ops.mkldnn._is_mkldnn_fp16_supported = lambda: False
         for _ in range(3):
             accel = accelcore.select("cpu")
             with accel.autocast(enabled=False), accel.autocast(torch.bfloat16, enabled=False):
@@ -204,8 +206,7 @@ def test_slow_low_precision_is_said_once_for_each_dtype_and_fast_not_at_all():
                 pass
         print(len(messages), *(message.split()[3] for message in messages))
     """
-    assert run(script.format(bf16=False, fp16=False)).split() == ["2", "bfloat16", "float16"]
-    assert run(script.format(bf16=True, fp16=False)).split() == ["1", "float16"]
+    assert run(script).split() == ["1", "float16"]
 
 
 def test_memory_is_the_processs_and_the_machines(accel):
@@ -216,11 +217,11 @@ def test_memory_is_the_processs_and_the_machines(accel):
     assert memory.used == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
 
 
-def test_a_missing_cpp_compiler_is_named(monkeypatch):
+def test_a_missing_cpp_compiler_is_named():
     from accelcore_cpu.compiler import missing_compiler
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/c++",))
-    reason = missing_compiler()
+    with config.patch({"cpp.cxx": ("/nowhere/c++",)}):
+        reason = missing_compiler()
     assert "/nowhere/c++" in reason
     assert "install g++" in reason

@@ -21,6 +21,18 @@ if TYPE_CHECKING:
 __all__ = ["accelcore_create_backend", "accelcore_probe"]
 
 _DEVICES = Path("/dev")
+_ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME")
+# Those that decide whether a torch and a driver fit together. CUDA 13 dropped the version from their names.
+_DISTRIBUTIONS = tuple(
+    f"nvidia-{library}{suffix}"
+    for library, suffixes in (
+        ("cuda-runtime", ("", "-cu12")),
+        ("cublas", ("", "-cu12")),
+        ("cudnn", ("-cu13", "-cu12")),
+        ("nccl", ("-cu13", "-cu12")),
+    )
+    for suffix in suffixes
+)
 _NOT_YET = "this release of accelcore-cuda finds GPUs but has no backend to drive them"
 _NOT_YET_REMEDY = "use another backend, such as cpu, or a later release of accelcore-cuda"
 
@@ -29,7 +41,15 @@ _NOT_YET_REMEDY = "use another backend, such as cpu, or a later release of accel
 def accelcore_probe() -> Probe:
     """Look at device files, CUDA_VISIBLE_DEVICES and torch's metadata; nothing is imported or initialised."""
     reason, remedy = _obstacle()
-    return Probe("cuda", available=False, reason=reason, remedy=remedy, priority=100)
+    return Probe(
+        "cuda",
+        available=False,
+        reason=reason,
+        remedy=remedy,
+        priority=100,
+        environment=_ENVIRONMENT,
+        distributions=_DISTRIBUTIONS,
+    )
 
 
 @hookimpl

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["accelcore_create_backend", "accelcore_probe"]
 
 _DEVICES = Path("/dev")
+_ENVIRONMENT = ("ASCEND_RT_VISIBLE_DEVICES", "ASCEND_HOME_PATH", "ASCEND_OPP_PATH")
+_DISTRIBUTIONS = ("torch-npu",)
 _NOT_YET = "this release of accelcore-npu finds NPUs but has no backend to drive them"
 _NOT_YET_REMEDY = "use another backend, such as cpu, or a later release of accelcore-npu"
 
@@ -29,7 +31,15 @@ _NOT_YET_REMEDY = "use another backend, such as cpu, or a later release of accel
 def accelcore_probe() -> Probe:
     """Look at device files, the CANN environment and package metadata; nothing is imported or initialised."""
     reason, remedy = _obstacle()
-    return Probe("npu", available=False, reason=reason, remedy=remedy, priority=100)
+    return Probe(
+        "npu",
+        available=False,
+        reason=reason,
+        remedy=remedy,
+        priority=100,
+        environment=_ENVIRONMENT,
+        distributions=_DISTRIBUTIONS,
+    )
 
 
 @hookimpl

@@ -1,0 +1,58 @@
+"""The command line. Neither torch nor a plugin is imported before a command needs it; torch never, in this process.
+
+Here is what every command has in common: a user's mistake is one message on stderr and exit code 64, a traceback is
+shown only with `--debug`, and a reader that leaves early, as `head` does, is no error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from accelcore.errors import AccelError
+
+__all__ = ["USAGE", "Settings", "main"]
+
+USAGE = 64
+"""Exit code of a request that makes no sense; `sysexits.h` calls it EX_USAGE. 1 and 2 belong to doctor's findings."""
+
+_INTERRUPTED = 130
+
+
+@dataclass
+class Settings:
+    """What holds for every command."""
+
+    debug: bool = False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    import click
+
+    from accelcore.cli.commands import app
+
+    settings = Settings()
+    try:
+        code = app.main(
+            None if arguments is None else list(arguments), prog_name="accelcore", standalone_mode=False, obj=settings
+        )
+        sys.stdout.flush()
+    except (AccelError, click.ClickException) as error:
+        if settings.debug:
+            traceback.print_exc()
+        elif isinstance(error, click.ClickException):
+            error.show()
+        else:
+            print(f"accelcore: {error}", file=sys.stderr)  # noqa: T201
+        return USAGE
+    except (click.Abort, KeyboardInterrupt):
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more when it ends, which must not fail in its turn.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return int(code or 0)

@@ -1,0 +1,164 @@
+"""The commands and their options: what `--help` and shell completion know. Each imports its work when it is run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import click
+
+__all__ = ["app"]
+
+F = TypeVar("F", bound=Callable[..., object])
+
+_AFTER_THE_SCRIPT = {"allow_interspersed_args": False}  # options behind the script are the script's own
+
+
+def _debug(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    context.obj.debug = context.obj.debug or value
+
+
+def _common(command: F) -> F:
+    # Eager: known before another option turns out to be a mistake.
+    return click.option(
+        "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_debug, help="Show tracebacks of errors."
+    )(command)
+
+
+def _version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        import accelcore
+
+        click.echo(f"accelcore {accelcore.__version__}")
+        context.exit()
+
+
+def _devices(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from importlib.metadata import entry_points
+
+    from accelcore.plugins import BACKENDS
+
+    names = {"auto", *(point.name for point in entry_points(group=BACKENDS))}  # by their metadata: nothing is loaded
+    return sorted(name for name in names if name.startswith(incomplete.lower()))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and exit."
+)
+@_common
+def app() -> None:
+    """Write a PyTorch training script once; run it on every device.
+
+    \b
+    Examples:
+      accelcore doctor                          what is installed, what works, what to do
+      accelcore run train.py --epochs 3         on the best device that works here
+      accelcore run --nproc 2 train.py          two ranks of one job
+      accelcore completion bash                 completion for your shell
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+
+
+@app.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.option("--deep", is_flag=True, help="Also import torch and try each usable backend, in processes of their own.")
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=click.IntRange(min=1, max=86400),
+    default=60,
+    show_default=True,
+    help="How long one trial of --deep may take.",
+)
+@_common
+def doctor(as_json: bool, deep: bool, timeout: int) -> int:
+    """Say which backends work here, why the others do not, and what to do.
+
+    Looks at plugins and package metadata only: no torch, no device. With --deep, torch is imported and every usable
+    backend multiplies two small matrices, each in a process of its own, so that a crash or a hang is reported.
+
+    \b
+    Exit code:
+      0   every plugin answered, and at least one backend is usable
+      1   something installed is broken: a backend's plugin, an extension, or a trial of --deep
+      2   no backend is usable, broken or not
+      64  the request makes no sense
+
+    \b
+    Examples:
+      accelcore doctor
+      accelcore doctor --deep --timeout 120
+      accelcore doctor --json | python -m json.tool
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    from accelcore.cli import diagnosis, layout
+
+    found = diagnosis.diagnose(deep_timeout=timeout if deep else None)
+    layout.show(found, as_json=as_json)
+    return found.exit_code
+
+
+@app.command(context_settings=_AFTER_THE_SCRIPT)
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    shell_complete=_devices,
+    help="What select() chooses in the script, as ACCEL_DEVICE does: NAME, NAME:INDEX, a list, or auto.",
+)
+@click.option(
+    "--nproc",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="How many ranks to start on this machine; more than 1 through torch's elastic launcher.",
+)
+@click.option(
+    "--max-restarts",
+    metavar="K",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="How often torch's elastic launcher starts all ranks again after one has died.",
+)
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.argument("script", type=click.Path())
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@_common
+def run(
+    device: str | None, nproc: int, max_restarts: int, module: bool, script: str, arguments: tuple[str, ...]
+) -> None:
+    """Run a script, or with -m a module, on the device of your choice.
+
+    Options of accelcore go before SCRIPT, the script's own behind it. One rank is the script itself in this very
+    process: its exit code and its signals are its own. Of several ranks, one that dies ends all, with its traceback.
+
+    \b
+    Examples:
+      accelcore run train.py --epochs 3
+      accelcore run --device cpu train.py
+      accelcore run --device npu,cuda,cpu -m mypackage.train
+      accelcore run --nproc 2 --max-restarts 1 train.py
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    from accelcore.cli import launch
+
+    launch.run(script, arguments, module=module, device=device, nproc=nproc, max_restarts=max_restarts)
+
+
+@app.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@_common
+def completion(shell: str) -> None:
+    """Print what makes your shell complete accelcore's commands, options and devices.
+
+    \b
+    Examples:
+      eval "$(accelcore completion bash)"                                      in ~/.bashrc
+      eval "$(accelcore completion zsh)"                                       in ~/.zshrc
+      accelcore completion fish > ~/.config/fish/completions/accelcore.fish    once
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None, "click knows each of the choices"
+    sys.stdout.write(kind(app, {}, "accelcore", "_ACCELCORE_COMPLETE").source())

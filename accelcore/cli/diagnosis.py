@@ -1,0 +1,226 @@
+"""What `accelcore doctor` finds out, as data: its fields are the fields of the JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from accelcore import plugins
+from accelcore.cli.autoload import VARIABLE, Autoload, autoloads, doomed, enabled
+from accelcore.cli.foresight import Foresight, foresee
+from accelcore.plugins import Candidate
+from accelcore.probe import Probe
+
+__all__ = ["BROKEN", "NOTHING_USABLE", "USABLE", "Backend", "Deep", "Diagnosis", "Extension", "Trial", "diagnose"]
+
+SCHEMA = 1
+"""Version of the JSON. A new field does not change it; a field that goes or means something else does."""
+
+USABLE, BROKEN, NOTHING_USABLE = 0, 1, 2
+
+_VARIABLES = (
+    "ACCEL_DEVICE",
+    "ACCEL_PROBE_TIMEOUT",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    VARIABLE,
+)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One installed backend.
+
+    Attributes:
+        state: `"usable"`, `"unusable"` (it answered, and cannot work here) or `"broken"` (it gave no valid answer).
+        versions: the vendor's distributions that the plugin names; None where one is not installed.
+    """
+
+    name: str
+    state: str
+    distribution: str
+    reason: str
+    remedy: str
+    count: int
+    priority: int
+    versions: dict[str, str | None]
+
+
+@dataclass(frozen=True)
+class Extension:
+    """One installed extension: `"loads"` or `"broken"`."""
+
+    name: str
+    state: str
+    distribution: str
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of one child process of `--deep`.
+
+    Attributes:
+        name: `"torch"`, or the backend's name.
+        outcome: `"works"`, `"failed"` (it raised), `"crashed"` (a signal ended it), `"hung"` or `"not tried"`.
+        stderr: the last lines that the process wrote.
+    """
+
+    name: str
+    outcome: str
+    reason: str = ""
+    remedy: str = ""
+    seconds: float = 0.0
+    stderr: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Deep:
+    """What `--deep` found: `import torch`, and each usable backend.
+
+    Attributes:
+        autoload_broken: whether `import torch` works only with torch's autoload off. The backends were then tried so.
+    """
+
+    torch: Trial
+    autoload_broken: bool
+    backends: tuple[Trial, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that doctor found.
+
+    Attributes:
+        versions: Python, accelcore, torch; None where one is not installed.
+        environment: the variables that matter here; None where one is not set.
+        autoload: the entry points that `import torch` calls.
+        advice: what nothing above is the place for.
+        deep: None without `--deep`.
+    """
+
+    versions: dict[str, str | None]
+    platform: str
+    executable: str
+    backends: tuple[Backend, ...]
+    extensions: tuple[Extension, ...]
+    selection: Foresight
+    environment: dict[str, str | None]
+    autoload: tuple[Autoload, ...]
+    advice: tuple[str, ...] = ()
+    deep: Deep | None = None
+    schema: int = field(default=SCHEMA)
+
+    @property
+    def broken(self) -> list[str]:
+        """The names of everything broken, for people."""
+        names = [f"backend {backend.name}" for backend in self.backends if backend.state == "broken"]
+        names += [f"extension {extension.name}" for extension in self.extensions if extension.state == "broken"]
+        if self.deep is not None:
+            names += ["import torch"] if self.deep.torch.outcome != "works" else []
+            trials = (trial for trial in self.deep.backends if trial.outcome not in ("works", "not tried"))
+            names += [f"backend {trial.name} (--deep)" for trial in trials]
+        return names
+
+    @property
+    def usable(self) -> list[str]:
+        """The names of the backends that can be used, as far as is known."""
+        names = [backend.name for backend in self.backends if backend.state == "usable"]
+        if self.deep is not None:
+            works = {trial.name for trial in self.deep.backends if trial.outcome == "works"}
+            names = [name for name in names if name in works]
+        return names
+
+    @property
+    def exit_code(self) -> int:
+        """0, 1 or 2; that nothing is usable says more than that something is broken."""
+        if not self.usable:
+            return NOTHING_USABLE
+        return BROKEN if self.broken else USABLE
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, and what they come to."""
+        verdict = {"exit_code": self.exit_code, "usable": self.usable, "broken": self.broken}
+        return {"schema": self.schema, **verdict, **{k: v for k, v in asdict(self).items() if k != "schema"}}
+
+
+def diagnose(deep_timeout: float | None = None) -> Diagnosis:
+    """Ask every plugin and read the metadata; with a number of seconds, also try everything for so long each."""
+    candidates = list(plugins.probe_all().values())
+    found = autoloads()
+    backends = tuple(_backend(candidate) for candidate in candidates)
+    deep = None
+    if deep_timeout is not None:
+        from accelcore.cli.deep import examine
+
+        usable = [backend.name for backend in backends if backend.state == "usable"]
+        deep = examine([candidate.name for candidate in candidates], usable, found, deep_timeout)
+    return Diagnosis(
+        versions={"python": platform.python_version(), **_versions(("accelcore", "torch"))},
+        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+        executable=sys.executable,
+        backends=backends,
+        extensions=tuple(_extension(extension) for extension in plugins.load_extensions()),
+        selection=foresee(candidates),
+        environment=_environment(candidate.probe for candidate in candidates),
+        autoload=tuple(found),
+        advice=tuple(_advice(found, candidates)),
+        deep=deep,
+    )
+
+
+def _backend(candidate: Candidate) -> Backend:
+    probe = candidate.probe
+    state = "broken" if candidate.error is not None else "usable" if probe.available else "unusable"
+    return Backend(
+        name=candidate.name,
+        state=state,
+        distribution=candidate.distribution,
+        reason=probe.reason,
+        remedy="" if probe.available else probe.remedy,
+        count=probe.count,
+        priority=probe.priority,
+        versions=_versions(probe.distributions),
+    )
+
+
+def _extension(extension: plugins.Extension) -> Extension:
+    remedy = f"repair or uninstall {extension.distribution}" if extension.reason else ""
+    state = "broken" if extension.reason else "loads"
+    return Extension(extension.name, state, extension.distribution, extension.reason, remedy)
+
+
+def _versions(distributions: Iterable[str]) -> dict[str, str | None]:
+    return {distribution: _version(distribution) for distribution in distributions}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except (PackageNotFoundError, ValueError):  # ValueError: a plugin named a distribution by an empty string
+        return None
+
+
+def _environment(probes: Iterable[Probe]) -> dict[str, str | None]:
+    names = [*_VARIABLES, *(name for probe in probes for name in probe.environment)]
+    return {name: os.environ.get(name) for name in dict.fromkeys(names)}
+
+
+def _advice(found: list[Autoload], candidates: list[Candidate]) -> Iterable[str]:
+    if not enabled(os.environ):
+        return
+    for autoload, candidate in doomed(found, candidates):
+        yield (
+            f"import torch loads {autoload}, although {candidate.name} is not usable here ({candidate.probe.reason}); "
+            f"where that makes import torch fail, set {VARIABLE}=0 or start the script with accelcore run"
+        )

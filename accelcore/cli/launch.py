@@ -1,0 +1,86 @@
+"""`accelcore run`: the environment for a script, and then the script in this very process, or torch's launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from accelcore.cli.autoload import VARIABLE, autoloads, doomed
+from accelcore.environment import shown
+from accelcore.errors import ConfigurationError
+from accelcore.selection import parse
+
+__all__ = ["run"]
+
+
+def run(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    module: bool = False,
+    device: str | None = None,
+    nproc: int = 1,
+    max_restarts: int = 0,
+) -> NoReturn:
+    """Become the script; everything that can be a mistake is found before that.
+
+    A restart is torch's launcher's work too, so that it is used for one rank where restarts are asked for.
+
+    Raises:
+        ConfigurationError: `device` is outside the grammar of `select()`, or the script is not there.
+    """
+    environ = dict(os.environ)
+    if device is not None:
+        parse(device, "--device")
+        environ["ACCEL_DEVICE"] = device
+    launched = nproc > 1 or max_restarts > 0
+    if not module:
+        _check(script, launched)
+    if VARIABLE not in environ:
+        reason = _autoload_would_fail()
+        if reason:
+            environ[VARIABLE] = "0"
+            sys.stderr.write(f"accelcore: {VARIABLE}=0 for this run, because {reason}\n")
+    command = [sys.executable]
+    if launched:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
+    command += ["-m", script] if module else [script]
+    command += arguments
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not a child: signals, exit code, terminal and process id are the script's own, and nothing is left to clean up.
+    os.execve(sys.executable, command, environ)  # noqa: S606
+
+
+def _check(script: str, launched: bool) -> None:
+    if script == "-":
+        if launched:
+            raise ConfigurationError(
+                "several ranks, or restarts, of a script from stdin",
+                why="stdin can be read once only",
+                remedy="put the script in a file",
+            )
+    elif not Path(script).exists():
+        raise ConfigurationError(
+            f"there is no script {shown(script, 200)}",
+            why=f"no such file in {Path.cwd()}" if not Path(script).is_absolute() else "no such file",
+            remedy="correct the path; a module goes behind -m",
+        )
+
+
+def _autoload_would_fail() -> str:
+    """Why `import torch` must not load the runtimes it finds; empty where it may. Plugins are asked only if needed."""
+    found = autoloads()
+    if not found:
+        return ""
+    from accelcore import plugins
+
+    pairs = doomed(found, plugins.probe_all().values())
+    return "; ".join(
+        f"import torch would load {autoload}, and {candidate.name} is not usable here: {candidate.probe.reason}"
+        for autoload, candidate in pairs
+    )

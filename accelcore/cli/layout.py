@@ -1,0 +1,164 @@
+"""How a diagnosis looks: as JSON, as plain lines for a pipe, and as the same lines with colours on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from accelcore.cli.diagnosis import USABLE, Backend, Diagnosis, Extension, Trial
+from accelcore.cli.foresight import Foresight
+from accelcore.environment import shown
+
+__all__ = ["Line", "lines", "show"]
+
+_STYLES = {
+    "usable": "green",
+    "loads": "green",
+    "works": "green",
+    "unusable": "yellow",
+    "not tried": "yellow",
+    "broken": "bold red",
+    "failed": "bold red",
+    "crashed": "bold red",
+    "hung": "bold red",
+}
+_WORDS = {"unusable": "not usable"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line: how far it is indented, and its pieces, each with rich's name of a style or none."""
+
+    indent: int
+    pieces: tuple[tuple[str, str], ...]
+
+    @property
+    def text(self) -> str:
+        return " " * self.indent + "".join(text for text, _ in self.pieces).rstrip()
+
+
+def show(found: Diagnosis, *, as_json: bool = False) -> None:
+    """Print it to stdout; rich is imported only where that is a terminal."""
+    if as_json:
+        sys.stdout.write(json.dumps(found.as_json(), indent=2) + "\n")
+    elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        from rich.console import Console
+        from rich.padding import Padding
+        from rich.text import Text
+
+        console = Console(highlight=False)
+        for line in lines(found):
+            console.print(Padding(Text.assemble(*line.pieces), (0, 0, 0, line.indent)))
+    else:
+        encoding = sys.stdout.encoding or "utf-8"
+        for line in lines(found):
+            sys.stdout.write(line.text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+
+
+def lines(found: Diagnosis) -> Iterator[Line]:
+    """Everything but what is of no use to a reader, such as distributions that are not installed."""
+    versions = (f"{name} {version or 'not installed'}" for name, version in found.versions.items())
+    yield _line(0, (", ".join(versions), "bold"))
+    yield _line(0, (f"{found.platform}, {found.executable}", "dim"))
+    yield from _headed("backends")
+    if not found.backends:
+        yield _line(2, ("none is installed: pip install accelcore-cpu", "bold red"))
+    width = max((len(_printable(backend.name)) for backend in found.backends), default=0)
+    for backend in found.backends:
+        yield from _backend(backend, width)
+    if found.extensions:
+        yield from _headed("extensions")
+        for extension in found.extensions:
+            yield from _extension(extension)
+    yield from _headed("select()")
+    yield from _selection(found.selection)
+    if found.deep is not None:
+        yield from _headed("deep: each in a process of its own")
+        trials = (found.deep.torch, *found.deep.backends)
+        for label, trial in zip(("import torch", *(f"backend {t.name}" for t in trials[1:])), trials, strict=True):
+            yield from _trial(label, trial)
+    yield from _headed("environment")
+    for name, value in found.environment.items():
+        if value is not None:
+            yield _line(2, (f"{name}={shown(value, 200)}", "cyan"))
+    unset = ", ".join(name for name, value in found.environment.items() if value is None)
+    yield _line(2, ("not set: ", "dim"), (unset or "none", ""))
+    if found.autoload:
+        yield from _headed("import torch calls")
+        for autoload in found.autoload:
+            yield _line(2, (str(autoload), ""))
+    for advice in found.advice:
+        yield _line(0)
+        yield _line(0, ("note: ", "bold yellow"), (advice, ""))
+    yield _line(0)
+    yield _line(0, _verdict(found))
+
+
+def _backend(backend: Backend, width: int) -> Iterator[Line]:
+    name, word = _printable(backend.name).ljust(width), _WORDS.get(backend.state, backend.state)
+    count = f"{backend.count} device{'s' * (backend.count != 1)}, " if backend.state == "usable" else ""
+    yield _line(2, (name, "bold"), ("  ", ""), (word, _STYLES[backend.state]), (f"  {count}{backend.distribution}", ""))
+    yield from _explained(backend.reason, backend.remedy)
+    runtimes = ", ".join(f"{name} {version}" for name, version in backend.versions.items() if version is not None)
+    if runtimes:
+        yield _line(6, ("runtime: ", "dim"), (runtimes, ""))
+
+
+def _extension(extension: Extension) -> Iterator[Line]:
+    yield _line(
+        2, (extension.name, "bold"), ("  ", ""), (extension.state, _STYLES[extension.state]),
+        (f"  {extension.distribution}", ""),
+    )  # fmt: skip
+    yield from _explained(extension.reason, extension.remedy)
+
+
+def _selection(foresight: Foresight) -> Iterator[Line]:
+    asked = "ACCEL_DEVICE is not set, which means auto"
+    if foresight.source == "ACCEL_DEVICE":
+        asked = f"ACCEL_DEVICE={shown(foresight.request)}"
+    if foresight.error is not None:
+        error = foresight.error
+        yield _line(2, ("would raise ", ""), (error.type, "bold red"), (f"  {asked}", ""))
+        yield _line(6, (error.what, ""))
+        yield from _explained(error.why, error.remedy)
+        return
+    yield _line(2, ("would choose ", ""), (foresight.chosen or "", "bold green"), (f"  {asked}: {foresight.why}", ""))
+    for passed in foresight.passed_over:
+        yield _line(6, (f"passed over {passed.name}: ", "dim"), (passed.reason, ""))
+
+
+def _trial(label: str, trial: Trial) -> Iterator[Line]:
+    seconds = "" if trial.outcome == "not tried" else f"  {trial.seconds:.1f} s"
+    yield _line(2, (label, "bold"), ("  ", ""), (trial.outcome, _STYLES[trial.outcome]), (seconds, "dim"))
+    yield from _explained(trial.reason, trial.remedy)
+
+
+def _verdict(found: Diagnosis) -> tuple[str, str]:
+    broken = f"broken: {', '.join(found.broken)}" if found.broken else ""
+    if not found.usable:
+        return "no backend is usable" + (f"; {broken}" if broken else ""), "bold red"
+    usable = f"usable: {', '.join(found.usable)}"
+    return (usable, "bold green") if found.exit_code == USABLE else (f"{usable}; {broken}", "bold red")
+
+
+def _explained(reason: str, remedy: str) -> Iterator[Line]:
+    for label, text in (("why: ", reason), ("what to do: ", remedy)):
+        if text:
+            yield _line(6, (label, "dim"), (text, ""))
+
+
+def _headed(title: str) -> Iterator[Line]:
+    yield _line(0)
+    yield _line(0, (title, "bold underline"))
+
+
+def _line(indent: int, *pieces: tuple[str, str]) -> Line:
+    return Line(indent, tuple((_printable(text), style) for text, style in pieces))
+
+
+def _printable(text: str) -> str:
+    """A plugin's words may hold anything; what would move the cursor or break a line is shown instead of done."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -1,0 +1,74 @@
+"""A command line in a process of its own, on a machine with the fakes that a test installs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Machine:
+    """Where the command line runs: its fakes, its folder and its environment."""
+
+    def __init__(self, fakes: Any, folder: Path) -> None:
+        self.fakes = fakes
+        self.folder = folder
+        self.sites: list[str] = []
+        self.variables: dict[str, str] = {}
+
+    @property
+    def environ(self) -> dict[str, str]:
+        path = os.pathsep.join([*self.sites, *self.fakes.modules.values()])
+        return {**os.environ, "PYTHONPATH": path, **self.variables}
+
+    def write(self, name: str, code: str) -> str:
+        path = self.folder / name
+        path.write_text(code, encoding="utf-8")
+        return str(path)
+
+    def module(self, name: str, code: str) -> None:
+        """Put a module on the path, before every installed one."""
+        site = self.folder / f"site-of-{name}"
+        site.mkdir()
+        (site / f"{name}.py").write_text(code, encoding="utf-8")
+        self.sites.insert(0, str(site))
+
+    def torch_backend(self, code: str, *, distribution: str = "vendor-runtime") -> None:
+        """Install a distribution whose `vendor_runtime.autoload`, with this code in it, `import torch` calls."""
+        site = self.folder / "vendor-site"
+        metadata = site / f"{distribution.replace('-', '_')}-2.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 2.0\n")
+        (metadata / "entry_points.txt").write_text("[torch.backends]\nvendor = vendor_runtime:autoload\n")
+        (site / "vendor_runtime.py").write_text(f"def autoload():\n    {code}\n")
+        self.sites.append(str(site))
+
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "accelcore", *arguments], cwd=self.folder, env=self.environ, text=True, **options
+        )
+
+    def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        return self.python("-m", "accelcore", *arguments, **options)
+
+    def python(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        options = {"capture_output": True, "timeout": 100, "stdin": subprocess.DEVNULL} | options
+        return subprocess.run([sys.executable, *arguments], cwd=self.folder, env=self.environ, text=True, **options)
+
+    def doctor(self, *arguments: str) -> tuple[int, dict[str, Any]]:
+        """The exit code and the JSON."""
+        done = self.run("doctor", "--json", *arguments)
+        assert "Traceback" not in done.stderr
+        return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture
+def machine(fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    for variable in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTHONPATH", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(variable, raising=False)
+    return Machine(fakes, tmp_path)

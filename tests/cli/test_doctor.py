@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+
+import accelcore
+from accelcore.cli.diagnosis import diagnose
+from accelcore.cli.layout import lines
+
+TORCH_FREE = """
+import contextlib, io, sys
+from accelcore.cli import main
+
+with contextlib.redirect_stdout(io.StringIO()):
+    code = main({arguments!r})
+assert not {{"torch", "rich", "numpy"}} & set(sys.modules), "too much is imported"
+sys.exit(code)
+"""
+UNDEFINED = "raise ImportError('/opt/vendor/libdevice.so: undefined symbol: _ZN2at4_ops')"
+HANG = "import threading; RELEASE = threading.Event(); RELEASE.wait()"
+
+
+def named(entries, name):
+    (entry,) = (entry for entry in entries if entry["name"] == name)
+    return entry
+
+
+# Without --deep.
+
+
+def test_on_a_sound_machine_it_says_what_works_and_what_does_not_and_exits_with_0(machine):
+    done = machine.run("doctor")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    text = done.stdout
+    assert re.search(r"^  cpu +usable +1 device, accelcore-cpu 0\.", text, re.M)
+    for name, probe in accelcore.installed().items():
+        if not probe.available:
+            assert re.search(rf"^  {name} +not usable +accelcore-{name} 0\.", text, re.M)
+            assert f"why: {probe.reason}" in text
+            assert f"what to do: {probe.remedy}" in text
+    assert "would choose cpu:0  ACCEL_DEVICE is not set, which means auto" in text
+    assert text.rstrip().endswith("usable: cpu")
+
+
+def test_a_pipe_gets_plain_lines(machine):
+    text = machine.run("doctor").stdout
+    assert text.isascii()
+    assert all(char.isprintable() or char == "\n" for char in text)
+
+
+def test_the_json_has_these_fields(machine):
+    code, report = machine.doctor()
+    assert code == report["exit_code"] == 0
+    assert set(report) == {
+        "schema", "exit_code", "usable", "broken", "versions", "platform", "executable", "backends", "extensions",
+        "selection", "environment", "autoload", "advice", "deep",
+    }  # fmt: skip
+    assert report["schema"] == 1
+    assert (report["usable"], report["broken"], report["deep"]) == (["cpu"], [], None)
+    for backend in report["backends"]:
+        assert set(backend) == {
+            "name", "state", "distribution", "reason", "remedy", "count", "priority", "versions",
+        }  # fmt: skip
+    assert set(report["selection"]) == {"request", "source", "chosen", "why", "passed_over", "error"}
+    assert report["versions"]["accelcore"] == accelcore.__version__
+    assert report["versions"]["torch"].startswith("2.")
+    assert report["executable"] == sys.executable
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["--version"], ["doctor", "--help"]])
+def test_it_imports_neither_torch_nor_what_only_a_terminal_needs(machine, arguments):
+    done = machine.python("-c", TORCH_FREE.format(arguments=arguments))
+    assert done.returncode == 0, done.stderr
+
+
+def test_vendors_variables_and_distributions_come_from_the_plugins(machine):
+    machine.variables["ASCEND_RT_VISIBLE_DEVICES"] = "2,3"
+    machine.torch_backend("pass")
+    machine.fakes.backend("toaster", environment=("TOASTER_HOME",), distributions=("vendor-runtime", "gone"))
+    _, report = machine.doctor()
+    assert report["environment"]["ASCEND_RT_VISIBLE_DEVICES"] == "2,3"
+    assert report["environment"]["TOASTER_HOME"] is None
+    assert {"ACCEL_DEVICE", "RANK", "TORCH_DEVICE_BACKEND_AUTOLOAD", "CUDA_VISIBLE_DEVICES"} <= set(
+        report["environment"]
+    )
+    assert named(report["backends"], "toaster")["versions"] == {"vendor-runtime": "2.0", "gone": None}
+    text = machine.run("doctor").stdout
+    assert "runtime: vendor-runtime 2.0" in text
+    assert "ASCEND_RT_VISIBLE_DEVICES='2,3'" in text
+
+
+@pytest.mark.parametrize("field", ["environment", "distributions"])
+def test_a_probe_with_names_that_are_none_is_refused(field):
+    for value in (["X"], ("X", 1), "X"):
+        with pytest.raises(ValueError, match=field):
+            accelcore.Probe("widget", available=True, count=1, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (UNDEFINED, "undefined symbol"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        (HANG, "ACCEL_PROBE_TIMEOUT"),
+    ],
+)
+def test_a_broken_plugin_is_named_with_its_distribution_and_exits_with_1(machine, code, says):
+    machine.variables["ACCEL_PROBE_TIMEOUT"] = "2"
+    module = machine.fakes.install(code, backends=["rotten"])
+    code, report = machine.doctor()
+    assert code == report["exit_code"] == 1
+    backend = named(report["backends"], "rotten")
+    assert backend["state"] == "broken"
+    assert says in backend["reason"]
+    assert backend["distribution"] == f"{module.replace('_', '-')} 1.0"
+    assert module.replace("_", "-") in backend["remedy"]
+    assert named(report["backends"], "cpu")["state"] == "usable"
+    assert report["broken"] == ["backend rotten"]
+
+
+def test_duplicates_are_broken_and_where_no_other_is_usable_the_exit_code_is_2(machine):
+    machine.fakes.install("", backends=["cpu"], distribution="impostor")
+    done = machine.run("doctor")
+    assert done.returncode == 2
+    assert "accelcore-cpu 0.1.0 and impostor 1.0" in done.stdout
+    assert "uninstall one of them" in done.stdout
+    assert "would raise BackendUnavailableError" in done.stdout
+    assert "no backend is usable; broken: backend cpu" in done.stdout
+
+
+def test_with_nothing_installed_it_says_what_to_install(nothing_installed):
+    found = diagnose()
+    assert found.exit_code == 2
+    assert found.selection.error is not None
+    assert found.selection.error.what == "no backend is installed"
+    text = "\n".join(line.text for line in lines(found))
+    assert "none is installed: pip install accelcore-cpu" in text
+    assert "torch not installed" in text
+
+
+def test_an_extension_that_fails_is_broken(machine):
+    machine.fakes.install("raise KeyError('LICENSE_FILE')", extensions=["faster"])
+    machine.fakes.install(
+        "from accelcore import hookimpl\n@hookimpl\ndef accelcore_register_optimizers(backend, registry): pass",
+        extensions=["fine"],
+    )
+    code, report = machine.doctor()
+    assert code == 1
+    assert named(report["extensions"], "fine")["state"] == "loads"
+    faster = named(report["extensions"], "faster")
+    assert faster["state"] == "broken"
+    assert "LICENSE_FILE" in faster["reason"]
+    assert faster["remedy"].startswith("repair or uninstall fake-plugin")
+    assert "broken: extension faster" in machine.run("doctor").stdout
+
+
+def test_what_a_plugin_says_can_neither_break_lines_nor_send_escape_codes(machine):
+    machine.variables["PYTHONIOENCODING"] = "ascii"
+    reason = "no \x1b[31mcard\r\n\tÄ"
+    machine.fakes.backend("rude", available=False, count=0, reason=reason, remedy="buy one")
+    done = machine.run("doctor")
+    assert done.returncode == 0, done.stderr
+    assert r"why: no \x1b[31mcard\r\n\t\xc4" in done.stdout
+
+
+# What select() would choose is what it does choose.
+
+
+REQUESTS = ["auto", "cpu", "cpu:0", "cpu:3", "cuda", "nowhere", "nowhere,CPU ", "cpu:9,nowhere", "?", "", "twin,cpu"]
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_what_select_would_choose_is_what_it_chooses(machine, monkeypatch, request_):
+    for distribution in ("red", "blue"):
+        machine.fakes.install("", backends=["twin"], distribution=distribution)
+    monkeypatch.setenv("ACCEL_DEVICE", request_)
+    foreseen = diagnose().selection
+    assert foreseen.request == request_
+    try:
+        backend = accelcore.select()
+        error = None
+    except accelcore.AccelError as raised:
+        backend, error = None, raised
+    if backend is not None:
+        assert (foreseen.chosen, foreseen.error) == (f"{backend.name}:{backend.index}", None)
+        over = [(probe.name, probe.reason, probe.remedy) for probe in backend.passed_over]
+        assert [dataclasses.astuple(passed) for passed in foreseen.passed_over] == over
+    else:
+        assert foreseen.chosen is None
+        told = (type(error).__name__, error.what, error.why, error.available, error.remedy)
+        assert dataclasses.astuple(foreseen.error) == told
+
+
+def test_a_rank_foresees_its_own_device(machine, monkeypatch):
+    machine.fakes.backend("toaster", priority=9, count=2)
+    for name, value in {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert diagnose().selection.chosen == "toaster:1"
+    monkeypatch.setenv("RANK", "2")
+    error = diagnose().selection.error
+    assert error is not None
+    assert "RANK" in error.what
+
+
+def test_a_variable_of_accelcore_that_makes_no_sense_is_an_error_without_traceback(machine):
+    machine.variables["ACCEL_PROBE_TIMEOUT"] = "soon"
+    done = machine.run("doctor")
+    assert done.returncode == 64
+    assert done.stderr.startswith("accelcore: ACCEL_PROBE_TIMEOUT='soon' makes no sense")
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in machine.run("doctor", "--debug").stderr
+
+
+# On a terminal.
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_a_terminal_gets_colours_unless_they_are_unwanted(machine, colours):
+    machine.variables |= {"TERM": "xterm-256color", "COLUMNS": "60"} | ({} if colours else {"NO_COLOR": "1"})
+    ours, theirs = pty.openpty()
+    child = machine.start("doctor", stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    chunks = []
+    while True:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:  # Linux: the other side is closed
+            break
+        if not chunk:
+            break
+        chunks.append(chunk)
+    os.close(ours)
+    assert child.wait() == 0
+    text = b"".join(chunks).decode()
+    assert ("\x1b[32m" in text or "\x1b[1;32m" in text) is colours
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert "accelcore-cpu 0." in plain
+    assert max(map(len, plain.splitlines())) <= 60
+
+
+# With --deep. Where torch is not what is tried, an empty module stands in for it, which is quicker to import.
+
+
+def test_deep_imports_torch_and_multiplies_on_every_usable_backend(machine):
+    code, report = machine.doctor("--deep")
+    assert code == 0
+    deep = report["deep"]
+    assert set(deep) == {"torch", "autoload_broken", "backends"}
+    assert set(deep["torch"]) == {"name", "outcome", "reason", "remedy", "seconds", "stderr"}
+    assert (deep["torch"]["outcome"], deep["autoload_broken"]) == ("works", False)
+    assert {trial["name"]: trial["outcome"] for trial in deep["backends"]} == {
+        "cpu": "works", "cuda": "not tried", "npu": "not tried",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("create", "outcome", "reason", "remedy"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed", "SIGSEGV ended it in File", "fit"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "crashed", "SIGKILL ended it", "memory"),
+        (UNDEFINED, "failed", "ImportError: /opt/vendor/libdevice.so: undefined symbol: _ZN2at4_ops", "built for"),
+        (
+            "raise OSError('libhccl.so: cannot open shared object file')",
+            "failed",
+            "OSError: libhccl.so: cannot open shared object file",
+            "a library is missing",
+        ),
+        ("import os; os._exit(5)", "failed", "it exited with 5 and wrote nothing", "stderr"),
+        ("import os; os._exit(0)", "failed", "it exited with 0 and wrote nothing", "stderr"),
+        ("raise SystemExit(0)", "failed", "SystemExit: 0", "stderr"),
+    ],
+    ids=["segfault", "killed", "undefined-symbol", "missing-library", "exit", "exit-as-if-well", "system-exit"],
+)
+def test_deep_reports_what_a_backend_does_to_its_process(machine, create, outcome, reason, remedy):
+    machine.module("torch", "")
+    machine.fakes.backend("crashy", create=create)
+    code, report = machine.doctor("--deep")
+    trial = named(report["deep"]["backends"], "crashy")
+    assert trial["outcome"] == outcome
+    assert reason in trial["reason"]
+    assert remedy in trial["remedy"]
+    assert "backend crashy (--deep)" in report["broken"]
+    assert "crashy" not in report["usable"]
+    assert code == 2, "nor does the CPU work with an empty torch"
+
+
+def test_deep_gives_up_on_what_hangs_and_leaves_no_process(machine):
+    machine.module("torch", "")
+    pid = machine.folder / "pid"
+    deaf = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    machine.fakes.backend("sleepy", create=f"{deaf}; open({str(pid)!r}, 'w').write(str(os.getpid())); {HANG}")
+    _, report = machine.doctor("--deep", "--timeout", "4")
+    trial = named(report["deep"]["backends"], "sleepy")
+    assert trial["outcome"] == "hung"
+    assert "4 seconds" in trial["reason"]
+    assert "--timeout" in trial["remedy"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_deep_with_a_broken_plugin_and_a_torch_that_cannot_be_imported(machine):
+    machine.module("torch", UNDEFINED)
+    done = machine.run("doctor", "--deep")
+    assert done.returncode == 2
+    assert re.search(r"import torch +failed", done.stdout)
+    assert "undefined symbol" in done.stdout
+    assert "torch cannot be imported" in done.stdout
+    assert "autoload" not in done.stdout.lower().replace("backend_autoload", "")
+
+
+def test_deep_tells_a_torch_backend_that_takes_import_torch_down(machine):
+    machine.torch_backend("raise ImportError('libascendcl.so: cannot open shared object file')")
+    code, report = machine.doctor("--deep")
+    assert code == 1
+    deep = report["deep"]
+    assert deep["autoload_broken"]
+    assert deep["torch"]["outcome"] == "failed"
+    for words in ("works with TORCH_DEVICE_BACKEND_AUTOLOAD=0", "vendor = vendor_runtime:autoload", "libascendcl.so"):
+        assert words in deep["torch"]["reason"]
+    for words in ("set TORCH_DEVICE_BACKEND_AUTOLOAD=0", "accelcore run", "uninstall vendor-runtime"):
+        assert words in deep["torch"]["remedy"]
+    assert named(deep["backends"], "cpu")["outcome"] == "works", "the rest is examined all the same"
+    assert report["broken"] == ["import torch"]
+
+
+def test_a_runtime_that_torch_would_load_for_an_unusable_backend_is_noted(machine):
+    machine.torch_backend("raise ImportError")
+    machine.fakes.backend(
+        "toaster", available=False, count=0, reason="no toaster", remedy="buy", distributions=("vendor.runtime",)
+    )
+    assert "note: import torch loads vendor = vendor_runtime:autoload" in machine.run("doctor").stdout
+    machine.variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    assert "note:" not in machine.run("doctor").stdout

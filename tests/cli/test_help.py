@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["run"], ["completion"]])
+def test_help_shows_examples_and_no_escape_codes(machine, command):
+    done = machine.run(*command, "--help")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert f"Usage: accelcore {' '.join(command)}".strip() in done.stdout
+    assert "Examples:\n" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert "\b" not in done.stdout
+
+
+def test_help_of_doctor_tells_the_exit_codes(machine):
+    text = machine.run("doctor", "--help").stdout
+    for code in ("  0   every plugin", "  1   something", "  2   no backend", "  64  the request"):
+        assert code in text
+
+
+def test_version(machine):
+    assert machine.run("--version").stdout.startswith("accelcore 0.")
+
+
+def test_the_console_script_is_the_same_program(machine):
+    script = shutil.which("accelcore", path=sys.executable.rpartition("/")[0])
+    assert script is not None
+    done = subprocess.run([script, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, machine.run("--version").stdout)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_for_the_shell(machine, shell):
+    done = machine.run("completion", shell)
+    assert done.returncode == 0
+    assert f"_ACCELCORE_COMPLETE={shell}_complete" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "offers"),
+    [
+        ("accelcore ", {"completion", "doctor", "run"}),
+        ("accelcore doctor --", {"--json", "--deep", "--timeout", "--debug", "--help"}),
+        ("accelcore run --device c", {"cpu", "cuda"}),
+    ],
+)
+def test_commands_options_and_devices_are_completed(machine, words, offers):
+    count = len(words.split(" ")) - 1
+    machine.variables |= {"_ACCELCORE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+    done = machine.run()
+    assert {line.partition(",")[2] for line in done.stdout.split()} == offers
+
+
+def test_a_reader_that_leaves_early_is_no_traceback(machine):
+    child = machine.start("doctor", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdout.close()
+    assert child.stderr.read() == ""
+    child.stderr.close()
+    assert child.wait() == 1

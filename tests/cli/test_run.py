@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+
+import pytest
+
+ECHO = """
+import json, os, sys
+
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path[0], "name": __name__, "pid": os.getpid(),
+    "device": os.environ.get("ACCEL_DEVICE"), "autoload": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD"),
+}))
+sys.exit(7)
+"""
+# Runs a command with os.execve replaced by one that prints what it is given.
+PLANNED = """
+import json, os, sys
+from accelcore.cli import main
+
+def execve(file, command, environ):
+    print(json.dumps([file, command]))
+    sys.exit("torch" in sys.modules)
+
+os.execve = execve
+main({arguments!r})
+"""
+
+
+def echoed(done):
+    assert done.returncode == 7, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_script_gets_its_arguments_and_gives_its_exit_code(machine):
+    script = machine.write("script.py", ECHO)
+    told = echoed(machine.run("run", "script.py", "--device", "moon", "--help", "-m", "--", "x y"))
+    assert told["argv"] == ["script.py", "--device", "moon", "--help", "-m", "--", "x y"]
+    assert told["path"] == os.path.dirname(script)
+    assert (told["name"], told["device"], told["autoload"]) == ("__main__", None, None)
+
+
+def test_a_module_runs_as_python_runs_it(machine):
+    machine.module("tool", ECHO)
+    told = echoed(machine.run("run", "--device", " NPU,cpu:0", "-m", "tool", "-m", "1"))
+    assert told["argv"][0].endswith("tool.py")
+    assert told["argv"][1:] == ["-m", "1"]
+    assert told["device"] == " NPU,cpu:0"
+
+
+def test_the_option_goes_before_the_variable_which_stays_without_it(machine):
+    machine.write("script.py", ECHO)
+    machine.variables["ACCEL_DEVICE"] = "npu"
+    assert echoed(machine.run("run", "script.py"))["device"] == "npu"
+    assert echoed(machine.run("run", "--device", "cpu", "script.py"))["device"] == "cpu"
+
+
+def test_a_script_may_come_from_stdin(machine):
+    assert echoed(machine.run("run", "-", "a", stdin=None, input=ECHO))["argv"] == ["-", "a"]
+
+
+def test_the_script_is_the_process_so_its_signals_are_its_own(machine):
+    machine.write("script.py", "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()\n")
+    child = machine.start("run", "script.py", stdout=subprocess.PIPE)
+    assert int(child.stdout.readline()) == child.pid
+    child.terminate()
+    child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("arguments", "launcher"),
+    [
+        ([], []),
+        (["--nproc", "1"], []),
+        (["--nproc", "2"], ["--nproc-per-node", "2", "--max-restarts", "0"]),
+        (["--nproc", "3", "--max-restarts", "4"], ["--nproc-per-node", "3", "--max-restarts", "4"]),
+        (["--max-restarts", "1"], ["--nproc-per-node", "1", "--max-restarts", "1"]),
+    ],
+)
+def test_torch_is_not_imported_and_its_launcher_only_used_where_it_has_work(machine, arguments, launcher):
+    machine.write("script.py", "")
+    program = PLANNED.format(arguments=["run", *arguments, "script.py", "--nproc", "9"])
+    done = machine.python("-c", program)
+    assert done.returncode == 0, done.stderr
+    file, command = json.loads(done.stdout)
+    front = ["-m", "torch.distributed.run", "--standalone", *launcher] if launcher else []
+    assert command == [file, *front, "script.py", "--nproc", "9"]
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "--device", "cuda:-1", "script.py"], "--device='cuda:-1' is not a device"),
+        (["run", "--device", "", "script.py"], "--device='' is not a device"),
+        (["run", "missing.py"], "there is no script 'missing.py'"),
+        (["run", "--nproc", "2", "-"], "stdin"),
+        (["run", "--nproc", "0", "script.py"], "--nproc"),
+        (["run", "--devise", "cpu", "script.py"], "--device"),
+        (["run"], "SCRIPT"),
+        (["sing"], "sing"),
+        (["doctor", "--timeout", "0"], "--timeout"),
+    ],
+)
+def test_a_mistake_is_one_error_without_traceback_before_anything_starts(machine, arguments, says):
+    machine.write("script.py", "raise AssertionError('it was started')")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = machine.run(*arguments)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Processor time: what another program does meanwhile is no part of it.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+    assert done.returncode == 64
+    assert says in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert "it was started" not in done.stderr
+
+
+def test_debug_shows_where_a_mistake_was_found(machine):
+    for arguments in (["--debug", "run", "--device", "?", "x.py"], ["run", "--device", "?", "--debug", "x.py"]):
+        done = machine.run(*arguments)
+        assert done.returncode == 64
+        assert "Traceback" in done.stderr
+        assert "ConfigurationError: --device='?' is not a device" in done.stderr
+
+
+# torch's autoload.
+
+
+@pytest.fixture
+def unusable(machine):
+    """A runtime that `import torch` loads and that raises, and the plugin that knows it cannot work here."""
+    machine.torch_backend("raise ImportError('libascendcl.so: cannot open shared object file')")
+    machine.fakes.backend(
+        "toaster", available=False, count=0, reason="no toaster", remedy="buy one", distributions=("Vendor_Runtime",)
+    )
+
+
+@pytest.mark.usefixtures("unusable")
+def test_a_script_that_imports_torch_first_is_kept_from_a_runtime_that_cannot_work(machine):
+    machine.write("script.py", "import torch; print('torch is here')")
+    assert "libascendcl.so" in machine.python("script.py").stderr
+    done = machine.run("run", "script.py")
+    assert (done.returncode, done.stdout) == (0, "torch is here\n"), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("accelcore: TORCH_DEVICE_BACKEND_AUTOLOAD=0 for this run, because")
+    assert "vendor = vendor_runtime:autoload (vendor-runtime 2.0), and toaster is not usable here: no toaster" in line
+
+
+@pytest.mark.usefixtures("unusable")
+@pytest.mark.parametrize("value", ["0", "1", ""])
+def test_what_the_user_says_of_autoload_stands(machine, value):
+    machine.write("script.py", ECHO)
+    machine.variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = value
+    done = machine.run("run", "script.py")
+    assert echoed(done)["autoload"] == value
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("distributions", [("vendor-runtime",), ()])
+def test_autoload_stays_on_where_the_backend_works_or_nobody_knows_the_runtime(machine, distributions):
+    machine.write("script.py", ECHO)
+    machine.torch_backend("pass")
+    machine.fakes.backend("toaster", distributions=distributions)
+    machine.fakes.backend("oven", available=False, count=0, reason="none", remedy="buy one", distributions=("other",))
+    done = machine.run("run", "script.py")
+    assert echoed(done)["autoload"] is None
+    assert done.stderr == ""
+
+
+# Several ranks, by torch's launcher.
+
+
+def test_two_ranks_meet_and_add(machine):
+    machine.write(
+        "train.py",
+        "import sys, torch, accelcore\n"
+        "accel = accelcore.select()\n"
+        "with accel.distributed() as job:\n"
+        "    total = job.all_reduce(torch.tensor([float(job.rank + 1)]))\n"
+        "    open(f'{sys.argv[1]}-{job.rank}', 'w').write(f'{job.world_size} {total.item()} {accel.name}')\n",
+    )
+    done = machine.run("run", "--device", "cpu", "--nproc", "2", "train.py", "sum")
+    assert done.returncode == 0, done.stderr
+    assert [(machine.folder / f"sum-{rank}").read_text() for rank in range(2)] == ["2 3.0 cpu"] * 2
+
+
+def test_a_rank_that_raises_ends_all_with_its_traceback_and_leaves_no_process(machine):
+    os.mkfifo(machine.folder / "pids")
+    machine.write(
+        "train.py",
+        "import os, threading\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    with open('pids', 'w') as pids: pids.write(str(os.getpid()))\n"
+        "    threading.Event().wait()\n"
+        "other = open('pids').read()\n"  # there once the other rank is
+        "open('found', 'w').write(f'{other} {os.getpid()}')\n"
+        "raise ValueError('rank 1 gives up')\n",
+    )
+    done = machine.run("run", "--nproc", "2", "train.py")
+    assert done.returncode not in (0, 64)
+    ours, launchers = done.stderr.find("ValueError: rank 1 gives up"), done.stderr.find("ChildFailedError")
+    assert 0 <= ours < launchers, "the rank's traceback comes before the launcher's"
+    assert 'train.py", line 7' in done.stderr
+    for pid in (machine.folder / "found").read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def test_restarts_start_a_dead_rank_again(machine):
+    machine.write("train.py", "import os\nprint(n := os.environ['TORCHELASTIC_RESTART_COUNT'])\nassert n == '1'\n")
+    done = machine.run("run", "--max-restarts", "1", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "1"]

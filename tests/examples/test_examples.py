@@ -1,0 +1,176 @@
+"""The examples are run as a user runs them, each in a process of its own, with settings that make them short."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+SMALL_GPT = ["--context", "32", "--width", "64", "--layers", "1", "--batch-size", "8", "--accumulate", "2"]
+
+
+def environment(**variables):
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    # One thread each: the workers of a parallel test run would otherwise fight for the cores.
+    return {"ACCEL_DEVICE": "cpu", **clean, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
+
+
+def run(script, *arguments, launcher=(), code=0, **variables):
+    command = [sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(**variables))
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def metrics(folder):
+    """The logged entries without what depends on the clock, and the summary."""
+    *entries, last = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    for entry in entries:
+        entry.pop("tokens_per_second", None)
+    last["summary"].pop("seconds", None)
+    return entries, last["summary"]
+
+
+def test_there_are_three():
+    assert SCRIPTS == ["own_loop.py", "train_digits.py", "train_gpt.py"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_names_no_device(script):
+    text = (EXAMPLES / script).read_text(encoding="utf-8")
+    assert not re.search(r"(?<![a-z])(cpu|cuda|npu|gpu|nccl|hccl|gloo|mps|xpu)(?![a-z])", text, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_impossible_device_is_a_message_and_exit_code_2(script, tmp_path):
+    done = run(script, "--output", tmp_path / "out", code=2, ACCEL_DEVICE="nosuchdevice")
+    assert done.stderr.startswith("ACCEL_DEVICE='nosuchdevice'")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("script", "package"), [("train_gpt.py", "rich"), *((s, "sklearn") for s in SCRIPTS[:2])])
+def test_missing_package_is_one_line_that_says_what_to_install(script, package, tmp_path):
+    (tmp_path / f"{package}.py").touch()  # found before the real package, and without what that one has
+    done = run(script, code=1, PYTHONPATH=str(tmp_path))
+    assert done.stderr.count("\n") == 1
+    assert package in done.stderr
+    assert 'pip install "accelcore[examples]"' in done.stderr
+
+
+def test_gpt_learns_and_a_killed_run_resumes_exactly(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    arguments = [*SMALL_GPT, "--steps", 40, "--log-every", 4, "--checkpoint-every", 20]
+    done = run("train_gpt.py", *arguments, "--output", whole)
+
+    entries, summary = metrics(whole)
+    assert [entry["step"] for entry in entries] == list(range(4, 41, 4))
+    assert entries[-1]["loss"] < entries[0]["loss"] - 1
+    assert summary["validation_loss"] < entries[4]["validation_loss"] < math.log(256)
+    assert summary["validation_bits"] == pytest.approx(summary["validation_loss"] / math.log(2))
+    assert summary["sample"].startswith("def ")
+    assert f"bigram baseline  {summary['bigram_loss']:.3f} nats/byte" in done.stdout.splitlines()[-1]
+    assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step-00000020", "step-00000040"]
+
+    # What a process leaves that is killed between two checkpoints: the older one, and metrics beyond it, torn off.
+    shutil.copytree(whole / "checkpoints/step-00000020", killed / "checkpoints/step-00000020")
+    lines = (whole / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_text("".join(lines[:7]) + lines[7][:9], encoding="utf-8")
+    done = run("train_gpt.py", *arguments, "--output", killed, "--resume")
+    assert re.findall(r"^step (\d+)/", done.stdout, re.MULTILINE) == ["24", "28", "32", "36", "40"]
+    assert metrics(killed) == (entries, summary)
+
+
+def test_gpt_saves_on_interrupt_and_starts_afresh_unless_resumed(tmp_path):
+    arguments = [*SMALL_GPT, "--log-every", 2, "--output", tmp_path]
+    command = [sys.executable, str(EXAMPLES / "train_gpt.py"), *map(str, arguments), "--steps", "1000000"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), bufsize=1
+    )
+    with process:
+        try:
+            assert any(line.startswith("step ") for line in process.stdout)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    saved = int(re.search(r"^interrupted at step (\d+); --resume goes on from there$", errors, re.MULTILINE)[1])
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{saved:08d}"]
+
+    run("train_gpt.py", *arguments, "--steps", saved + 3, "--resume")
+    entries, summary = metrics(tmp_path)
+    assert [entry["step"] for entry in entries] == [*range(2, saved + 1, 2), saved + 2, saved + 3]
+    assert summary["steps"] == saved + 3
+
+    run("train_gpt.py", *arguments, "--steps", 2)
+    assert [entry["step"] for entry in metrics(tmp_path)[0]] == [2]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.fixture(scope="module")
+def train_gpt():
+    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLES / "train_gpt.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_gpt_sees_no_byte_before_its_time(train_gpt):
+    model = train_gpt.GPT(context=8, width=32, layers=2)
+    text = torch.arange(8).view(1, 8)
+    changed = text.clone()
+    changed[0, 5] = 200
+    difference = (model(text) - model(changed)).abs().amax(dim=2)[0]
+    assert (difference[:5] < 1e-5).all()
+    assert (difference[5:] > 1e-4).all()
+
+
+def test_gpt_bigram_baseline_is_that_of_smoothed_counts(train_gpt):
+    text = torch.tensor(list(b"abababab"), dtype=torch.uint8)  # b follows a 4 times, a follows b 3 times
+    windows = torch.tensor([list(b"abz"), list(b"zzz")], dtype=torch.uint8)
+    b_after_a, z_after_b, z_after_z = 4.5 / (4 + 128), 0.5 / (3 + 128), 1 / 256
+    expected = -(math.log(b_after_a) + math.log(z_after_b) + 2 * math.log(z_after_z)) / 4
+    assert train_gpt.bigram_loss(text, windows, smoothing=0.5) == pytest.approx(expected)
+
+
+def test_digits_are_read(tmp_path):
+    done = run("train_digits.py", "--output", tmp_path)
+    entries, summary = metrics(tmp_path)
+    assert summary["eval_accuracy"] >= 0.98
+    assert done.stdout.splitlines()[-1] == f"accuracy {summary['eval_accuracy']:.4f}"
+    assert entries[-1]["train_loss"] < entries[0]["train_loss"] / 10
+    assert entries[-1]["eval_accuracy"] == summary["eval_accuracy"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_own_loop_in_each_precision(precision, tmp_path):
+    done = run("own_loop.py", "--precision", precision, "--output", tmp_path)
+    _, summary = metrics(tmp_path)
+    assert summary["accuracy"] >= 0.9
+    assert summary["explained_variance"] > 0.8
+    assert done.stdout.splitlines()[-1] == f"accuracy {summary['accuracy']:.4f}"
+
+
+def test_own_loop_on_two_ranks_is_the_same_training(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    short = ["--epochs", 1, "--output"]
+    run("own_loop.py", *short, tmp_path / "one", code=1)  # one epoch does not reach the goal
+    run("own_loop.py", *short, tmp_path / "two", launcher=torchrun, code=1)
+    (one,), _ = metrics(tmp_path / "one")
+    (two,), _ = metrics(tmp_path / "two")
+    assert two == pytest.approx(one, rel=1e-4)
