@@ -31,6 +31,9 @@ class Launch:
     init_method: str
 
     def __post_init__(self) -> None:
+        for name in ("rank", "world_size", "local_rank"):
+            if type(getattr(self, name)) is not int:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not a whole number", remedy="give an int")
         if self.world_size < 1:
             raise ConfigurationError(f"world_size={self.world_size} makes no sense", remedy="give 1 or more")
         if not 0 <= self.rank < self.world_size:

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from accelcore import plugins
 from accelcore.environment import Launch, read_launch, shown
@@ -32,7 +32,9 @@ from accelcore.probe import Probe
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["installed", "select"]
+__all__ = ["Choice", "decide", "installed", "parse", "select"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger("accelcore")
 
@@ -82,17 +84,37 @@ def select(device: str | None = None) -> Backend:
     source, text = "device", device
     if text is None:
         source, text = "ACCEL_DEVICE", os.environ.get("ACCEL_DEVICE", "auto")
+    backend, passed_over = decide(text, source, _create)
+    if passed_over:
+        _say_once(text, source, backend, passed_over)
+    return dataclasses.replace(backend, passed_over=passed_over)
+
+
+def decide(text: str, source: str, make: Callable[[Choice, Candidate, int, str], T]) -> tuple[T, tuple[Probe, ...]]:
+    """Follow a request to the first device that can be had, and `make` something of it.
+
+    Args:
+        text: the request.
+        source: where it comes from, for messages.
+        make: given the choice, its plugin, the device's index and the request; may raise an AccelError.
+
+    Returns:
+        What `make` returned, and what a list or `auto` passed over before it.
+    """
     choices = parse(text, source)
     launch = read_launch()
+    wishes: Iterable[tuple[Choice, Candidate | None]]
     if choices is None:
-        candidates = plugins.probe_all().values()
-        ranking = sorted(candidates, key=lambda candidate: (-candidate.probe.priority, candidate.name))
-        return _first_that_works(((Choice(candidate.name), candidate) for candidate in ranking), launch, "auto")
+        ranking = sorted(plugins.probe_all().values(), key=lambda entry: (-entry.probe.priority, entry.name))
+        wishes = ((Choice(candidate.name), candidate) for candidate in ranking)
+        return _first_that_works(wishes, launch, "auto", make)
     request = f"{source}={shown(text)}"
     if len(choices) == 1:
-        return _create(choices[0], plugins.find(choices[0].name), launch, request, _usable)
+        candidate, index = _admit(choices[0], plugins.find(choices[0].name), launch, request, _usable)
+        return make(choices[0], candidate, index, request), ()
     # One after the other, so that no plugin is loaded behind the first that works.
-    return _first_that_works(((choice, plugins.find(choice.name)) for choice in choices), launch, request)
+    wishes = ((choice, plugins.find(choice.name)) for choice in choices)
+    return _first_that_works(wishes, launch, request, make)
 
 
 def parse(text: str, source: str = "device") -> tuple[Choice, ...] | None:
@@ -129,15 +151,19 @@ def _fault(request: str) -> str:
 
 
 def _first_that_works(
-    wishes: Iterable[tuple[Choice, Candidate | None]], launch: Launch | None, request: str
-) -> Backend:
+    wishes: Iterable[tuple[Choice, Candidate | None]],
+    launch: Launch | None,
+    request: str,
+    make: Callable[[Choice, Candidate, int, str], T],
+) -> tuple[T, tuple[Probe, ...]]:
     passed_over: list[Probe] = []
-    for choice, candidate in wishes:
-        if candidate is not None and candidate.probe.available and choice.index is None:
+    for choice, found in wishes:
+        if found is not None and found.probe.available and choice.index is None:
             # Not passed over: ranks that fell back alone could not form one job with the others.
-            _index(choice, candidate.probe, launch, request)
+            _index(choice, found.probe, launch, request)
         try:
-            backend = _create(choice, candidate, launch, str(choice), lambda: "")
+            candidate, index = _admit(choice, found, launch, str(choice), lambda: "")
+            return make(choice, candidate, index, str(choice)), tuple(passed_over)
         except AccelError as error:
             passed_over.append(
                 Probe(
@@ -147,9 +173,6 @@ def _first_that_works(
                     remedy=error.remedy or f"ask for {choice} alone to see the whole error",
                 )
             )
-            continue
-        _say_once(request, backend, passed_over, launch)
-        return dataclasses.replace(backend, passed_over=tuple(passed_over))
     if not passed_over:
         raise BackendUnavailableError(
             "no backend is installed",
@@ -164,13 +187,14 @@ def _first_that_works(
     )
 
 
-def _create(
+def _admit(
     choice: Choice,
     candidate: Candidate | None,
     launch: Launch | None,
     request: str,
     usable: Callable[[], str],
-) -> Backend:
+) -> tuple[Candidate, int]:
+    """The plugin and the device's index, where by its own word the device can be had."""
     if candidate is None:
         raise UnknownBackendError(
             f"{request}: there is no backend {choice.name!r}",
@@ -189,7 +213,10 @@ def _create(
         raise BackendUnavailableError(
             f"{request} cannot be used here", why=probe.reason, available=usable(), remedy=probe.remedy
         )
-    index = _index(choice, probe, launch, request)
+    return candidate, _index(choice, probe, launch, request)
+
+
+def _create(choice: Choice, candidate: Candidate, index: int, request: str) -> Backend:
     try:
         backend: Backend | None = candidate.hooks.accelcore_create_backend(name=choice.name, index=index)
     except AccelError:
@@ -244,9 +271,11 @@ def _usable() -> str:
     return ", ".join(names) or "no usable backend is installed"
 
 
-def _say_once(request: str, backend: Backend, passed_over: list[Probe], launch: Launch | None) -> None:
-    if not passed_over or (launch is not None and launch.rank != 0):
+def _say_once(text: str, source: str, backend: Backend, passed_over: tuple[Probe, ...]) -> None:
+    launch = read_launch()
+    if launch is not None and launch.rank != 0:
         return
+    request = "auto" if parse(text, source) is None else f"{source}={shown(text)}"
     reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in passed_over)
     message = f"{request} chose {backend.name}:{backend.index} and passed over {reasons}"
     if message not in _said:

@@ -184,3 +184,9 @@ def test_select_refuses_a_launch_that_makes_no_sense(monkeypatch):
     with raises_naming("RANK") as caught:
         accelcore.select("cpu")
     assert re.search(r"torchrun|unset", caught.value.remedy)
+
+
+@pytest.mark.parametrize("wrong", [{"rank": "0"}, {"world_size": 2.0}, {"local_rank": True}])
+def test_a_place_in_a_job_is_told_in_whole_numbers(wrong):
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        Launch(**{"rank": 0, "world_size": 2, "local_rank": 0, "init_method": "env://"} | wrong)

@@ -120,7 +120,7 @@ class Optimizers:
         route: str = "auto",
         **options: Any,
     ) -> Optimizer:
-        """Create an optimizer. No state is allocated before its first step.
+        """Create an optimizer. No state is allocated before its first step, except by torch's Adagrad.
 
         Args:
             name: one of `names()`, in any letter case.

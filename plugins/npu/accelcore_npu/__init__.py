@@ -38,7 +38,8 @@ def accelcore_probe() -> Probe:
         remedy=remedy,
         priority=100,
         environment=_ENVIRONMENT,
-        distributions=_DISTRIBUTIONS,
+        # Where nothing but this release is in the way, a script of its own may well use the vendor's runtime.
+        distributions=() if reason == _NOT_YET else _DISTRIBUTIONS,
     )
 
 
