@@ -321,7 +321,7 @@ def parse() -> argparse.Namespace:
     summary = "Train a byte-level GPT on the source code of the Python standard library."
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--steps", type=count, default=500, help="optimizer steps")
+    add("--steps", type=count, default=400, help="optimizer steps")
     add("--batch-size", type=count, default=32, help="windows of text in a micro-batch, on each rank")
     add("--accumulate", type=count, default=1, help="micro-batches an optimizer step")
     add("--context", type=count, default=64, help="bytes the model sees")
