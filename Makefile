@@ -11,8 +11,9 @@ PIP = -m pip --disable-pip-version-check --quiet
 
 .PHONY: train test clean
 
+# Threads of OpenMP that wait by spinning slow a run many times over where another program wants the cores too.
 train: .venv/train.done
-	.venv/bin/python examples/train_gpt.py $(ARGS)
+	OMP_WAIT_POLICY=passive .venv/bin/python examples/train_gpt.py $(ARGS)
 
 test: .venv/test.done
 	.venv/bin/python -m tox run $(ARGS)
