@@ -115,10 +115,11 @@ class _Memory:
     def __init__(self, module: nn.Module) -> None:
         self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         tensors = [*module.parameters(), *module.buffers()]
-        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        modules = {tensor.device: torch.get_device_module(tensor.device) for tensor in tensors}
         self._generators = [
-            (torch.get_device_module(device), device, torch.get_device_module(device).get_rng_state(device))
-            for device in devices
+            (module, device, module.get_rng_state(device))
+            for device, module in modules.items()
+            if hasattr(module, "get_rng_state")  # the host has no generator of its own beside torch's
         ]
         self._host = torch.get_rng_state()
 
