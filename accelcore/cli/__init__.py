@@ -14,10 +14,13 @@ from dataclasses import dataclass
 
 from accelcore.errors import AccelError
 
-__all__ = ["USAGE", "Settings", "main"]
+__all__ = ["ROLES", "USAGE", "Settings", "main"]
 
 USAGE = 64
 """Exit code of a request that makes no sense; `sysexits.h` calls it EX_USAGE. 1 and 2 belong to doctor's findings."""
+
+ROLES = ("backend", "precision", "scaler", "optimizers", "collectives", "compiler", "runtime", "training")
+"""The parts of the conformance suite: the backend as a whole, its six roles, training end to end."""
 
 _INTERRUPTED = 130
 

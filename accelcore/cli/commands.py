@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import click
 
+from accelcore.cli import ROLES
+
 __all__ = ["app"]
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -56,6 +58,7 @@ def app() -> None:
       accelcore doctor                          what is installed, what works, what to do
       accelcore run train.py --epochs 3         on the best device that works here
       accelcore run --nproc 2 train.py          two ranks of one job
+      accelcore verify backend cpu              a backend against what it promises
       accelcore completion bash                 completion for your shell
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
 
@@ -143,6 +146,60 @@ def run(
     from accelcore.cli import launch
 
     launch.run(script, arguments, module=module, device=device, nproc=nproc, max_restarts=max_restarts)
+
+
+@app.group()
+def verify() -> None:
+    """Prove that something keeps its promises."""
+
+
+@verify.command("backend")
+@click.argument("name", shell_complete=_devices)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.option(
+    "--only",
+    metavar="ROLE",
+    type=click.Choice(ROLES),
+    multiple=True,
+    help="Look at this part only: backend, training, or one of the six roles. May be given again.",
+)
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=click.IntRange(min=1, max=86400),
+    default=300,
+    show_default=True,
+    help="How long one test may take.",
+)
+@_common
+def verify_backend(name: str, as_json: bool, only: tuple[str, ...], timeout: int) -> int:
+    """Run the conformance suite on the backend NAME, and print its scorecard.
+
+    What the backend declares is tested; what it does not declare must be refused with UnsupportedError. A test that
+    crashes or hangs has failed, and the others go on. Needs pytest: pip install 'accelcore[testing]'.
+
+    \b
+    Exit code:
+      0   it conforms: nothing failed
+      1   something failed
+      64  the request makes no sense, or the backend cannot be used here
+
+    \b
+    Examples:
+      accelcore verify backend cpu
+      accelcore verify backend cuda:1 --only precision --only training
+      accelcore verify backend cpu --json > scorecard.json
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    import json
+
+    from accelcore.cli import verify as suite
+
+    card = suite.verify(name, roles=only, timeout=timeout)
+    if as_json:
+        click.echo(json.dumps(card.as_json(), indent=2))
+    else:
+        suite.show(card)
+    return 0 if card.conforms else 1
 
 
 @app.command()

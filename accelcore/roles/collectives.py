@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelcore.environment import Launch
-from accelcore.errors import ConfigurationError, DistributedError
+from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 
-__all__ = ["Collectives", "Op", "TorchCollectives"]
+__all__ = ["Collectives", "NoCollectives", "Op", "TorchCollectives"]
 
 Op = Literal["sum", "avg", "min", "max"]
 
@@ -68,6 +68,42 @@ class Collectives(ABC):
         """Leave the process group, where `init` formed it."""
 
 
+class NoCollectives(Collectives):
+    """The collectives of a backend without process groups: one process, for ever."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
+        if launch is not None and launch.world_size > 1:
+            raise UnsupportedError(
+                f"this backend declares no process group, and the job has {launch.world_size} ranks",
+                remedy="run one process, or choose another backend",
+            )
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        _check_reduction(tensor, op)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        _check_source(src, 1)
+        return tensor
+
+    def barrier(self) -> None:
+        pass
+
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
 class TorchCollectives(Collectives):
     """Collectives over torch.distributed's default group.
 
@@ -111,10 +147,7 @@ class TorchCollectives(Collectives):
         self._entered.append(forms)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
-        if op not in _OPS:
-            raise ConfigurationError(f"there is no reduction {op!r}", available=", ".join(_OPS))
-        if op == "avg" and not tensor.is_floating_point():
-            raise ConfigurationError(f"the average of {tensor.dtype} tensors is not defined", remedy="use 'sum'")
+        _check_reduction(tensor, op)
         if dist.is_initialized():
             dense = _dense(tensor)
             dist.all_reduce(dense, _OPS[op])
@@ -124,8 +157,7 @@ class TorchCollectives(Collectives):
         return tensor
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        if not 0 <= src < self.world_size:
-            raise ConfigurationError(f"there is no rank {src}", available=f"ranks 0 to {self.world_size - 1}")
+        _check_source(src, self.world_size)
         if dist.is_initialized():
             dense = _dense(tensor)
             dist.broadcast(dense, src)
@@ -161,6 +193,18 @@ class TorchCollectives(Collectives):
                 f"the process group that exists ({config}) cannot reduce {self._device.type} tensors",
                 remedy=f"form it with backend={self._backend!r}, or let accel.distributed() form it",
             )
+
+
+def _check_reduction(tensor: Tensor, op: str) -> None:
+    if op not in _OPS:
+        raise ConfigurationError(f"there is no reduction {op!r}", available=", ".join(_OPS))
+    if op == "avg" and not tensor.is_floating_point():
+        raise ConfigurationError(f"the average of {tensor.dtype} tensors is not defined", remedy="use 'sum'")
+
+
+def _check_source(src: int, world_size: int) -> None:
+    if not 0 <= src < world_size:
+        raise ConfigurationError(f"there is no rank {src}", available=f"ranks 0 to {world_size - 1}")
 
 
 def _dense(tensor: Tensor) -> Tensor:

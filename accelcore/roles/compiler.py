@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, UnsupportedError
 
-__all__ = ["Compiled", "Compiler", "TorchCompiler"]
+__all__ = ["Compiled", "Compiler", "NoCompiler", "TorchCompiler"]
 
 logger = logging.getLogger("accelcore")
 
@@ -45,7 +45,15 @@ class Compiler(ABC):
 
         Raises:
             ConfigurationError: there is no such option.
+            UnsupportedError: the backend declares no compiler.
         """
+
+
+class NoCompiler(Compiler):
+    """The compiler of a backend that declares none."""
+
+    def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
+        raise UnsupportedError("this backend declares no compiler", remedy="leave compile out")
 
 
 class TorchCompiler(Compiler):

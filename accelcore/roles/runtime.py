@@ -8,12 +8,13 @@ import random
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from accelcore.errors import CheckpointError
+from accelcore.errors import CheckpointError, UnsupportedError
 
 __all__ = ["Memory", "Runtime", "TorchRuntime", "host_rng_state", "set_host_rng_state"]
 
@@ -73,6 +74,22 @@ class Runtime(ABC):
         A tensor, anything with a `to` method, or dicts, lists, tuples and dataclasses of these. What else is in it
         stays as it is; tensors already there are not copied.
         """
+
+    def side_stream(self) -> AbstractContextManager[object]:
+        """A context whose work runs beside the work queued before it, and after which all later work waits for it.
+
+        Raises:
+            UnsupportedError: the backend declares no `streams`.
+        """
+        raise UnsupportedError(f"there are no side streams on {self.device}", remedy="queue the work as it comes")
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A copy of a CPU tensor in pinned memory, from which `to_device` transfers while the host goes on.
+
+        Raises:
+            UnsupportedError: the backend declares no `pinned_memory`.
+        """
+        raise UnsupportedError(f"there is no pinned memory for {self.device}", remedy="transfer it as it is")
 
 
 class TorchRuntime(Runtime):

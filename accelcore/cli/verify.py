@@ -1,0 +1,245 @@
+"""`accelcore verify backend NAME`: the conformance suite in a process of its own, and its scorecard.
+
+The process may crash or hang in the middle of a test: that test has failed, and another process goes on behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+from accelcore.cli import ROLES
+from accelcore.environment import shown
+from accelcore.errors import ConfigurationError, PluginError
+from accelcore.selection import decide, parse
+
+__all__ = ["OUTCOMES", "Scorecard", "Verdict", "show", "verify"]
+
+OUTCOMES = ("passed", "failed", "not declared", "not tried")
+
+_SUITE = Path(__file__).parent.parent / "testing" / "suite.py"
+_DONE = (0, 1, 5)  # pytest's codes: all passed, some failed, nothing left to run
+_TAIL = 2000  # characters of what a process wrote last
+_SHOWN = 12  # lines of a failure in text
+# The suite makes jobs of its own; as a rank of another job it would wait for ranks that never come.
+_LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_ADDOPTS")
+_COLORS = {"passed": "green", "failed": "red", "not declared": "yellow", "not tried": "yellow"}
+
+
+@dataclass
+class Verdict:
+    """What became of one test.
+
+    Attributes:
+        role: the role it is about, or `"backend"`, or `"training"`.
+        name, case: the test's name, and its parameters.
+        what: what it asks, in a sentence.
+        outcome: one of `OUTCOMES`.
+        why: the reason, where it did not pass.
+        seconds: how long it took.
+    """
+
+    role: str
+    name: str
+    case: str
+    what: str
+    outcome: str = ""
+    why: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Scorecard:
+    """What the suite found out about one backend.
+
+    Attributes:
+        backend: its name, index, device, capabilities, whether it is emulated, and torch's version.
+        verdicts: one for each test, in the order they were run.
+    """
+
+    backend: dict[str, Any]
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    @property
+    def conforms(self) -> bool:
+        """Whether nothing failed, and something passed."""
+        outcomes = {verdict.outcome for verdict in self.verdicts}
+        return "failed" not in outcomes and "passed" in outcomes
+
+    def counts(self, role: str | None = None) -> Counter[str]:
+        """How many tests of a role, or of all, had each outcome."""
+        return Counter(verdict.outcome for verdict in self.verdicts if role in (None, verdict.role))
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for programs."""
+        roles = {role: {outcome: self.counts(role)[outcome] for outcome in OUTCOMES} for role in ROLES}
+        return {
+            "schema": 1,
+            "backend": self.backend,
+            "conforms": self.conforms,
+            "roles": {role: counts for role, counts in roles.items() if sum(counts.values())},
+            "tests": [asdict(verdict) for verdict in self.verdicts],
+        }
+
+
+def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300) -> Scorecard:
+    """Run the suite on a backend.
+
+    Args:
+        name: `NAME` or `NAME:INDEX`.
+        roles: those to look at; all of them where none is named.
+        timeout: seconds that one test may take.
+
+    Raises:
+        ConfigurationError: no such name, or pytest is not installed.
+        AccelError: by its own word the backend cannot be used here.
+        PluginError: the suite could not be run to its end.
+    """
+    choices = parse(name, "backend")
+    if choices is None or len(choices) != 1:
+        raise ConfigurationError(f"backend={shown(name)} is not one backend", remedy="name one, such as cpu or cuda:1")
+    decide(name, "backend", lambda choice, candidate, index, request: None)
+    if find_spec("pytest") is None:
+        raise ConfigurationError(
+            "the conformance suite needs pytest, which is not installed", remedy="pip install 'accelcore[testing]'"
+        )
+    classes = [f"{_SUITE}::Test{role.capitalize()}" for role in roles] or [str(_SUITE)]
+    with tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
+        report = Path(folder, "report")
+        report.touch()
+        while True:
+            before = len(_verdicts(report))
+            status, said = _run(name, classes, report, timeout)
+            entries = _verdicts(report)
+            open_ = next((verdict for verdict in entries.values() if not verdict.outcome), None)
+            if status in _DONE and open_ is None:
+                return Scorecard(_backend(report), list(entries.values()))
+            if open_ is None or len(entries) == before:
+                raise PluginError(
+                    f"the suite could not be run on {name}", why=f"{_called(status)}\n{said}", remedy="see the above"
+                )
+            why = _called(status) if status is not None else f"it did not end within {timeout:g} seconds"
+            open_id = next(id_ for id_, verdict in entries.items() if verdict is open_)
+            end = {"event": "end", "id": open_id, "outcome": "failed", "why": f"{why}\n{said}", "seconds": 0.0}
+            with report.open("a", encoding="utf-8") as file:
+                file.write("\n" + json.dumps(end) + "\n")
+
+
+def show(card: Scorecard) -> None:
+    """Print the scorecard to stdout; colours only on a terminal."""
+    backend = card.backend
+    emulated = "EMULATED: " if backend["emulated"] else ""
+    click.secho(f"{emulated}{backend['name']}:{backend['index']}, torch {backend['torch']}", bold=True)
+    click.echo("\n" + " " * 14 + "".join(outcome.rjust(14) for outcome in OUTCOMES))
+    for role in (*ROLES, None):
+        counts = card.counts(role)
+        if counts:
+            cells = (
+                click.style(str(counts[outcome]).rjust(14), fg=_COLORS[outcome] if counts[outcome] else None)
+                for outcome in OUTCOMES
+            )
+            click.echo(f"  {role or 'all':12}" + "".join(cells))
+    for verdict in card.verdicts:
+        if verdict.outcome == "failed":
+            case = f" [{verdict.case}]" if verdict.case else ""
+            click.echo(f"\n{click.style('failed', fg='red')}  {verdict.role}: {verdict.what}{case}")
+            for line in verdict.why.strip().splitlines()[:_SHOWN]:
+                click.echo(f"    {line}")
+    for outcome in OUTCOMES[2:]:
+        reasons = {(verdict.role, verdict.why): None for verdict in card.verdicts if verdict.outcome == outcome}
+        if reasons:
+            click.echo()
+        for role, why in reasons:
+            click.echo(f"{click.style(outcome, fg='yellow')}  {role}: {why}")
+    failed = card.counts()["failed"]
+    click.secho(
+        f"\n{emulated}{backend['name']} conforms"
+        if card.conforms
+        else f"\n{emulated}{backend['name']}: {failed} failed",
+        fg="green" if card.conforms else "red",
+        bold=True,
+    )
+
+
+def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> tuple[int | None, str]:
+    """One process of pytest; its exit code, or None where a test took too long, and the last it wrote."""
+    command = [
+        sys.executable, "-X", "faulthandler", "-m", "pytest", *classes,
+        "-p", "accelcore.testing.report", "--accelcore-backend", name, "--accelcore-report", str(report),
+        # Nobody else's configuration, plugins and caches.
+        "-c", os.devnull, f"--rootdir={report.parent}", "--noconftest", "-p", "no:cacheprovider", "-q", "--tb=short",
+    ]  # fmt: skip
+    environ = {key: value for key, value in os.environ.items() if key not in _LEFT_OUT}
+    environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    with tempfile.TemporaryFile() as output:
+        child = subprocess.Popen(  # noqa: S603  # this Python, on the suite of this package
+            command, cwd=report.parent, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = _wait(child, report, timeout)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        output.seek(0)
+        return status, output.read().decode("utf-8", "replace").strip()[-_TAIL:]
+
+
+def _wait(child: subprocess.Popen[bytes], report: Path, timeout: float) -> int | None:
+    size, since = -1, time.monotonic()
+    while True:
+        try:
+            return child.wait(0.2)
+        except subprocess.TimeoutExpired:
+            if report.stat().st_size != size:
+                size, since = report.stat().st_size, time.monotonic()
+            elif time.monotonic() - since > timeout:
+                return None
+
+
+def _called(status: int | None) -> str:
+    if status is not None and status < 0:
+        try:
+            return f"the process crashed with {signal.Signals(-status).name}"
+        except ValueError:  # a real-time signal has no name
+            return f"the process was ended by signal {-status}"
+    return f"the process ended with exit code {status}"
+
+
+def _lines(report: Path) -> list[dict[str, Any]]:
+    lines = []
+    for line in report.read_text("utf-8").splitlines():
+        with suppress(ValueError):  # a process that was killed may have written half a line
+            lines.append(json.loads(line))
+    return lines
+
+
+def _backend(report: Path) -> dict[str, Any]:
+    entry = next(line for line in _lines(report) if line["event"] == "backend")
+    return {key: value for key, value in entry.items() if key != "event"}
+
+
+def _verdicts(report: Path) -> dict[str, Verdict]:
+    found: dict[str, Verdict] = {}
+    for line in _lines(report):
+        if line["event"] == "begin":
+            found[line["id"]] = Verdict(line["role"], line["name"], line["case"], line["what"])
+        elif line["event"] == "end":
+            verdict = found[line["id"]]
+            verdict.outcome, verdict.why, verdict.seconds = line["outcome"], line["why"], line["seconds"]
+    return found

@@ -1,0 +1,44 @@
+"""The conformance suite: what a backend promises, as tests that its authors run.
+
+A test module of two statements runs all of it::
+
+    import accelcore, pytest
+    from accelcore.testing import *
+
+    @pytest.fixture
+    def accel():
+        return accelcore.select("mydevice")
+
+What `accel.capabilities` declares is tested. What it does not declare must raise `UnsupportedError`: then the test is
+skipped as "not declared", and where it works all the same, it fails. `accelcore verify backend mydevice` runs the same
+tests without a test module and prints a scorecard.
+
+Several ranks are processes of their own, which select the backend by its name; so it must be installed.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+_ROLES = ("backend", "collectives", "compiler", "optimizers", "precision", "runtime", "scaler", "training")
+pytest.register_assert_rewrite(*(f"accelcore.testing.{role}" for role in _ROLES))  # before they are imported
+
+from accelcore.testing.backend import TestBackend
+from accelcore.testing.collectives import TestCollectives
+from accelcore.testing.compiler import TestCompiler
+from accelcore.testing.optimizers import TestOptimizers
+from accelcore.testing.precision import TestPrecision
+from accelcore.testing.runtime import TestRuntime
+from accelcore.testing.scaler import TestScaler
+from accelcore.testing.training import TestTraining
+
+__all__ = [
+    "TestBackend",
+    "TestCollectives",
+    "TestCompiler",
+    "TestOptimizers",
+    "TestPrecision",
+    "TestRuntime",
+    "TestScaler",
+    "TestTraining",
+]

@@ -1,0 +1,63 @@
+"""Conformance: the backend as a whole, its plugin and its declaration."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import torch
+
+import accelcore
+from accelcore import Backend, Capabilities
+
+__all__ = ["TestBackend"]
+
+_PROBE = """
+import sys
+import accelcore
+probe = accelcore.installed()[sys.argv[1]]
+assert probe.available, f"the probe says that it is not available: {probe.reason}"
+assert probe.count >= 1, f"the probe counts {probe.count} devices"
+assert "torch" not in sys.modules, "the probe imported torch"
+"""
+
+
+class TestBackend:
+    """The device is where it says it is, and the declaration can be read."""
+
+    def test_probe_is_light(self, accel: Backend) -> None:
+        """The probe says that the device works, and imports no torch to find out."""
+        result = subprocess.run(  # noqa: S603  # this Python, on a program of this file
+            [sys.executable, "-c", _PROBE, accel.name], capture_output=True, text=True, timeout=120
+        )
+        assert result.returncode == 0, result.stderr
+
+    def test_selected_by_name(self, accel: Backend) -> None:
+        """`select("name:index")` gives this backend, and a second one does not disturb the first."""
+        twin = accelcore.select(f"{accel.name}:{accel.index}")
+        assert (twin.name, twin.index, twin.capabilities) == (accel.name, accel.index, accel.capabilities)
+        assert twin.device == accel.device
+        assert twin.optimizers is not accel.optimizers, "two backends share one registry of optimizers"
+
+    def test_declaration_is_readable(self, accel: Backend) -> None:
+        """Every dtype declared is one of torch's, and every name is lower case text."""
+        declaration = accel.capabilities
+        assert isinstance(declaration, Capabilities)
+        for dtype in (*declaration.autocast_dtypes, *declaration.model_dtypes):
+            assert isinstance(getattr(torch, dtype, None), torch.dtype), f"torch has no dtype {dtype!r}"
+        for field in dataclasses.fields(declaration):
+            value = getattr(declaration, field.name)
+            if isinstance(value, tuple):
+                assert all(isinstance(name, str) and name == name.strip() and name for name in value), field.name
+                assert len(set(value)) == len(value), f"{field.name} says something twice"
+        assert "none" in declaration.parallel, "training in one process is always possible"
+        assert "float32" in declaration.model_dtypes, "fp32 is what everything else is compared with"
+
+    def test_tensors_are_on_the_device(self, accel: Backend) -> None:
+        """A tensor made on `accel.device` is there, and so is what is computed from it."""
+        assert isinstance(accel.device, torch.device)
+        ones = torch.ones(3, device=accel.device)
+        assert ones.device == accel.device, f"asked for {accel.device}, the tensor is on {ones.device}"
+        assert (ones + 1).device == ones.device
+        assert (ones + 1).cpu().tolist() == [2.0, 2.0, 2.0]

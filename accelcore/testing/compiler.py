@@ -1,0 +1,78 @@
+"""Conformance of the compiler role: a compiled module is the same module, and a failure is no end of the run."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from accelcore import Backend, ConfigurationError
+from accelcore.testing.declared import declared
+from accelcore.testing.oracles import batches, error, network
+
+__all__ = ["TestCompiler"]
+
+
+def _failing(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("a compiler that cannot compile this")
+
+
+class TestCompiler:
+    """compile, and what becomes of it."""
+
+    def test_compiled_is_the_same(self, accel: Backend) -> None:
+        """A compiled module gives the outputs and gradients of the eager one, in the very same parameters."""
+        with declared(bool(accel.capabilities.compilers), "a compiler"):
+            module, reference = network().to(accel.device), network()
+            compiled = accel.compiler.compile(module, {})
+            (inputs, _), (others, _) = batches(2)
+            for rows in (inputs, others):
+                output = compiled.module(rows.to(accel.device))
+                assert output.device == accel.device
+                assert error(output, reference(rows)) < 1e-4
+                output.square().mean().backward()
+                reference(rows).square().mean().backward()
+            gradients = [(parameter.grad, other.grad) for parameter, other in _pairs(module, reference)]
+            for found, expected in gradients:
+                assert found is not None
+                assert expected is not None
+                assert error(found, expected) < 1e-3
+            assert compiled.compiled or compiled.reason, "it runs eagerly, and does not say why"
+
+    def test_failure_falls_back_once(self, accel: Backend, caplog: pytest.LogCaptureFixture) -> None:
+        """Where compilation fails the module runs eagerly, with the right result, one report and the reason."""
+        with declared(bool(accel.capabilities.compilers), "a compiler"):
+            module, reference = network().to(accel.device), network()
+            with caplog.at_level(logging.WARNING, logger="accelcore"):
+                try:
+                    compiled = accel.compiler.compile(module, {"backend": _failing})
+                except ConfigurationError:
+                    pytest.skip("this compiler takes no backend that could be made to fail")
+                for rows, _ in batches(3):
+                    assert error(compiled.module(rows.to(accel.device)), reference(rows)) < 1e-4
+            assert not compiled.compiled
+            assert compiled.reason
+            assert len([record for record in caplog.records if "eager" in record.getMessage()]) == 1
+
+    def test_unknown_option(self, accel: Backend) -> None:
+        """An option that the compiler does not know is refused when it is given."""
+        with declared(bool(accel.capabilities.compilers), "a compiler"), pytest.raises(ConfigurationError):
+            accel.compiler.compile(network().to(accel.device), {"no_such_option": True})
+
+    def test_errors_of_the_model_pass(self, accel: Backend) -> None:
+        """An error of the model's own is the user's to see, and no reason to fall back."""
+
+        class Wrong(torch.nn.Module):
+            def forward(self, rows: torch.Tensor) -> torch.Tensor:
+                return rows @ rows
+
+        with declared(bool(accel.capabilities.compilers), "a compiler"):
+            compiled = accel.compiler.compile(Wrong().to(accel.device), {})
+            with pytest.raises(Exception, match=r"(?i)shape|size|dimension|mat1|matmul"):
+                compiled.module(torch.ones(2, 3, device=accel.device))
+
+
+def _pairs(module: torch.nn.Module, other: torch.nn.Module) -> Any:
+    return zip(module.parameters(), other.parameters(), strict=True)

@@ -1,0 +1,113 @@
+"""One rank of the suite's job of two: `python -m accelcore.testing.ranks NAME FOLDER`, started by `job.py`.
+
+Each rank writes what it found to FOLDER/RANK.json, and judges nothing: that is for the tests that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import accelcore
+from accelcore.testing.oracles import batches, network
+
+__all__ = ["ROWS", "STEPS", "main"]
+
+ROWS, STEPS = 16, 4
+
+
+def _collectives(accel: accelcore.Backend, job: Any) -> dict[str, Any]:
+    def tensor(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(values, device=accel.device, dtype=dtype)
+
+    mine = float(job.rank + 1)
+    strided = torch.arange(6.0, device=accel.device).reshape(2, 3).mul(mine)[:, 1]
+    outer = strided
+    returned = job.all_reduce(outer)
+    large = torch.full((300_001,), mine, device=accel.device)
+    whole = tensor(2**40 + job.rank, dtype=torch.int64)
+    found = {
+        "rank": job.rank,
+        "world_size": job.world_size,
+        "device": str(accel.device),
+        "sum": job.all_reduce(tensor(mine, 10 * mine)).tolist(),
+        "avg": job.all_reduce(tensor(mine, 10 * mine), "avg").tolist(),
+        "min": job.all_reduce(tensor(mine, -mine), "min").tolist(),
+        "max": job.all_reduce(tensor(mine, -mine), "max").tolist(),
+        "strided": strided.tolist(),
+        "in_place": returned is outer,
+        "large": sorted(set(job.all_reduce(large).tolist())),
+        "integers": job.all_reduce(whole).tolist(),
+        "low": job.all_reduce(tensor(mine, dtype=torch.bfloat16)).tolist() if _trains(accel, "bfloat16") else None,
+        "broadcast": job.broadcast(tensor(mine)).tolist(),
+        "broadcast_1": job.broadcast(tensor(mine), 1).tolist(),
+        "inf": job.all_reduce(tensor(float("inf") if job.rank else 1.0)).isinf().tolist(),
+    }
+    group = job.cpu_group()
+    on_host = torch.tensor([mine])
+    dist.all_reduce(on_host, group=group)
+    found["cpu_group"] = on_host.tolist()
+    job.barrier()
+    return found
+
+
+def _trains(accel: accelcore.Backend, dtype: str) -> bool:
+    return dtype in accel.capabilities.model_dtypes
+
+
+def _shares(job: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    half = ROWS // job.world_size
+    part = slice(job.rank * half, (job.rank + 1) * half)
+    return [(rows[part], classes[part]) for rows, classes in batches(STEPS, ROWS)]
+
+
+def _loss(model: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def _training(accel: accelcore.Backend, job: Any, accumulate: int) -> dict[str, Any]:
+    """The weights after `STEPS` micro-batches; ranks start apart, and must not stay so."""
+    model = network(seed=job.rank)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    trainer = accel.trainer(model, optimizer, loss=_loss, parallel="ddp", accumulate=accumulate)
+    local: list[list[float]] = []
+    for batch in _shares(job):
+        with trainer.autocast():
+            loss = _loss(trainer.forward, accel.runtime.to_device(batch))
+        trainer.backward(loss)
+        gradient = next(model.parameters()).grad
+        assert gradient is not None, "backward left no gradient"
+        local.append(gradient.flatten()[:4].tolist())
+        trainer.update()
+    return {
+        "weights": [parameter.detach().cpu().flatten().tolist() for parameter in model.parameters()],
+        "gradients": local,
+        "steps": trainer.steps,
+    }
+
+
+def main() -> None:
+    """Form the job, do everything that the backend declares, and write down what came of it."""
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    rank = int(os.environ["ACCEL_TEST_RANK"])
+    accel = accelcore.select(name)
+    meet = f"file://{folder.resolve()}/meet"
+    found: dict[str, Any] = {}
+    with accel.distributed(rank=rank, world_size=2, init_method=meet, timeout=timedelta(seconds=60)) as job:
+        found["collectives"] = _collectives(accel, job)
+        if "ddp" in accel.capabilities.parallel:
+            found["ddp"] = _training(accel, job, 1)
+            found["accumulated"] = _training(accel, job, 2)
+    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

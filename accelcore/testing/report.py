@@ -1,0 +1,100 @@
+"""A pytest plugin that writes down, line by line, what becomes of each test of the suite.
+
+`accelcore verify` starts it in a process of its own. A line is on disk before the next test begins: where a backend
+takes the process down, the lines tell which test it was, and the next process goes on behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accelcore
+from accelcore.testing.declared import NOT_DECLARED
+
+__all__ = ["accel", "pytest_addoption"]
+
+_LONGEST = 4000
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The backend to verify, and where to write."""
+    parser.addoption("--accelcore-backend", required=True)
+    parser.addoption("--accelcore-report", required=True, type=Path)
+
+
+@pytest.fixture
+def accel(request: pytest.FixtureRequest) -> accelcore.Backend:
+    """The backend that was asked for, selected as a user would."""
+    return accelcore.select(request.config.getoption("--accelcore-backend"))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Say what is verified."""
+    backend = accelcore.select(session.config.getoption("--accelcore-backend"))
+    _write(
+        session.config,
+        event="backend",
+        name=backend.name,
+        index=backend.index,
+        device=str(backend.device),
+        emulated=backend.emulated,
+        torch=torch.__version__,
+        capabilities=dataclasses.asdict(backend.capabilities),
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what an earlier process has begun."""
+    lines = config.getoption("--accelcore-report").read_text("utf-8").splitlines()
+    begun = {json.loads(line).get("id") for line in lines}
+    items[:] = [item for item in items if item.nodeid not in begun]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Say that a test begins."""
+    _write(item.config, event="begin", id=item.nodeid, **_described(item))
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Say how a test ended: in its call, or before it."""
+    report: pytest.TestReport = yield
+    if report.when == "call" or (report.when == "setup" and not report.passed):
+        outcome, why = _judged(report)
+        _write(item.config, event="end", id=item.nodeid, outcome=outcome, why=why, seconds=round(report.duration, 3))
+    return report
+
+
+def _described(item: pytest.Item) -> dict[str, str]:
+    assert isinstance(item, pytest.Function), "the suite is made of functions in classes"
+    documented = item.function.__doc__ or item.originalname
+    case = item.name.partition("[")[2].rstrip("]")
+    role = item.cls.__name__.removeprefix("Test").lower()
+    return {"role": role, "name": item.originalname, "case": case, "what": documented.strip().splitlines()[0]}
+
+
+def _judged(report: pytest.TestReport) -> tuple[str, str]:
+    if report.skipped:
+        assert isinstance(report.longrepr, tuple), "a skip has a place and a reason"
+        reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+        if reason.startswith("not declared"):
+            return "not declared", reason.removeprefix(NOT_DECLARED)
+        return "not tried", reason
+    if report.passed:
+        return "passed", ""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return "failed", (crash.message if crash else report.longreprtext)[:_LONGEST]
+
+
+def _write(config: pytest.Config, **entry: object) -> None:
+    with config.getoption("--accelcore-report").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")

@@ -1,0 +1,239 @@
+"""Conformance of the scaler role: overflow skips, scales move, gradients come back unscaled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelcore import Backend, CheckpointError, ConfigurationError, TrainingError
+from accelcore.testing.oracles import error, weights
+
+__all__ = ["TestScaler"]
+
+Make = Callable[[Backend, list[nn.Parameter]], Optimizer]
+
+
+def _plain(accel: Backend, parameters: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5, foreach=False)
+
+
+def _own(accel: Backend, parameters: list[nn.Parameter]) -> Optimizer:
+    return accel.optimizers.create("sgd", parameters, lr=0.5, momentum=0.9)
+
+
+def _adaptive(accel: Backend, parameters: list[nn.Parameter]) -> Optimizer:
+    return accel.optimizers.create("adamw", parameters, lr=0.5, weight_decay=0.0)
+
+
+every_optimizer = pytest.mark.parametrize("make", [_plain, _own, _adaptive], ids=["plain", "sgd", "adamw"])
+
+
+def _parameters(accel: Backend, *sizes: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.linspace(1, 2, size).to(accel.device)) for size in sizes or (8, 5)]
+
+
+def _backward(accel: Backend, scaler: object, parameters: list[nn.Parameter], factor: float = 1.0) -> None:
+    """Gradients of half the sum of squares, which are the parameters themselves, times `factor`."""
+    loss = torch.stack([parameter.square().sum() / 2 for parameter in parameters]).sum()
+    scaled: Tensor = scaler.scale(loss * factor)  # type: ignore[attr-defined]
+    scaled.backward()  # type: ignore[no-untyped-call]
+
+
+def _spoil(parameter: nn.Parameter, value: float) -> None:
+    assert parameter.grad is not None
+    parameter.grad[-1] = value
+
+
+class TestScaler:
+    """Dynamic, static and no loss scaling."""
+
+    @every_optimizer
+    @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+    def test_overflow_skips_and_halves(self, accel: Backend, make: Make, value: float) -> None:
+        """An inf or NaN in one gradient skips the whole update and halves the scale; the next clean step updates."""
+        parameters = _parameters(accel)
+        optimizer, scaler = make(accel, parameters), accel.scaler.create(init=1024.0)
+        before = weights(parameters)
+        _backward(accel, scaler, parameters)
+        _spoil(parameters[1], value)
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True)), "it was not skipped"
+        assert scaler.state_dict()["scale"] == 512.0
+        assert scaler.skipped == 1
+        optimizer.zero_grad()
+        _backward(accel, scaler, parameters)
+        scaler.step(optimizer)
+        scaler.update()
+        after = weights(parameters)
+        assert all(bool(a.isfinite().all()) for a in after), "the skipped step left its inf behind"
+        assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True)), "a clean step updated nothing"
+        assert scaler.skipped == 1
+
+    @every_optimizer
+    def test_scaling_changes_no_update(self, accel: Backend, make: Make) -> None:
+        """With any scale the updates are those of an unscaled training."""
+        results = []
+        for scaler in (accel.scaler.none(), accel.scaler.create(init=4096.0), accel.scaler.create(init=8.0)):
+            parameters = _parameters(accel)
+            optimizer = make(accel, parameters)
+            for _ in range(3):
+                optimizer.zero_grad()
+                _backward(accel, scaler, parameters)
+                scaler.step(optimizer)
+                scaler.update()
+            results.append(weights(parameters))
+        for other in results[1:]:
+            assert all(error(a, b) < 1e-5 for a, b in zip(other, results[0], strict=True))
+
+    def test_scale_is_on_the_device(self, accel: Backend) -> None:
+        """A scaled loss is the loss times the scale, on the device, in its dtype."""
+        loss = torch.tensor(3.0, device=accel.device)
+        scaled = accel.scaler.create(init=128.0).scale(loss)
+        assert scaled.device == accel.device
+        assert scaled.dtype == loss.dtype
+        assert scaled.item() == 384.0
+
+    def test_growth(self, accel: Backend) -> None:
+        """After `interval` clean steps the scale grows, and stops at `max`; an overflow starts the count again."""
+        parameters = _parameters(accel)
+        optimizer = _plain(accel, parameters)
+        scaler = accel.scaler.create(init=4.0, growth=2.0, interval=2, max=16.0)
+        scales = []
+        for step in range(9):
+            optimizer.zero_grad()
+            _backward(accel, scaler, parameters, 1e-3)
+            if step == 3:
+                _spoil(parameters[0], math.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.state_dict()["scale"])
+        assert scales == [4.0, 8.0, 8.0, 4.0, 4.0, 8.0, 8.0, 16.0, 16.0]
+
+    def test_endless_overflow_has_a_floor(self, accel: Backend) -> None:
+        """The scale never falls below `min`, however long gradients overflow, and training recovers."""
+        parameters = _parameters(accel)
+        optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=8.0, min=1.0)
+        for _ in range(12):
+            optimizer.zero_grad()
+            _backward(accel, scaler, parameters)
+            _spoil(parameters[0], math.inf)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.state_dict()["scale"] == 1.0
+        assert scaler.skipped == 12
+        optimizer.zero_grad()
+        _backward(accel, scaler, parameters)
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(bool(weight.isfinite().all()) for weight in weights(parameters))
+
+    @every_optimizer
+    def test_unscale_then_clip(self, accel: Backend, make: Make) -> None:
+        """After `unscale_` gradients are the true ones, so that clipping sees their true norm; step keeps them."""
+        parameters = _parameters(accel)
+        optimizer, scaler = make(accel, parameters), accel.scaler.create(init=65536.0)
+        true = torch.cat(weights(parameters)).norm().item()
+        _backward(accel, scaler, parameters)
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+        assert abs(norm.item() - true) < 1e-5 * true
+        clipped = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+        scaler.step(optimizer)
+        scaler.update()
+        reference = _parameters(accel)
+        for parameter, gradient in zip(reference, clipped, strict=True):
+            parameter.grad = gradient
+        make(accel, reference).step()
+        pairs = zip(weights(parameters), weights(reference), strict=True)
+        assert all(error(a, b) < 1e-6 for a, b in pairs), "step changed the gradients that were clipped"
+
+    def test_two_optimizers(self, accel: Backend) -> None:
+        """Of two optimizers only the one whose gradients overflowed is skipped; the scale falls once."""
+        left, right = _parameters(accel, 4), _parameters(accel, 6)
+        first, second = _plain(accel, left), _plain(accel, right)
+        scaler = accel.scaler.create(init=64.0)
+        _backward(accel, scaler, [*left, *right])
+        _spoil(left[0], math.inf)
+        before = weights([*left, *right])
+        scaler.step(first)
+        scaler.step(second)
+        scaler.update()
+        after = weights([*left, *right])
+        assert torch.equal(after[0], before[0])
+        assert not torch.equal(after[1], before[1])
+        assert scaler.state_dict()["scale"] == 32.0
+
+    def test_calls_out_of_order(self, accel: Backend) -> None:
+        """Unscaling twice, stepping twice, or updating before anything was looked at is an error."""
+        parameters = _parameters(accel)
+        optimizer, scaler = _plain(accel, parameters), accel.scaler.create()
+        with pytest.raises(TrainingError):
+            scaler.update()
+        _backward(accel, scaler, parameters)
+        scaler.unscale_(optimizer)
+        with pytest.raises(TrainingError):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        with pytest.raises(TrainingError):
+            scaler.step(optimizer)
+        scaler.update()
+
+    def test_state_round_trip(self, accel: Backend) -> None:
+        """A restored scaler goes on as the saved one would have: scale, growth count, skipped steps."""
+        parameters = _parameters(accel)
+        optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=16.0, interval=3)
+        for step in range(4):
+            optimizer.zero_grad()
+            _backward(accel, scaler, parameters, 1e-3)
+            if step == 0:
+                _spoil(parameters[0], math.nan)
+            scaler.step(optimizer)
+            scaler.update()
+        twin = accel.scaler.create(init=2.0, interval=7)
+        twin.load_state_dict(scaler.state_dict())
+        assert twin.state_dict() == scaler.state_dict()
+        assert twin.skipped == scaler.skipped == 1
+        for scaler_ in (scaler, twin):
+            optimizer.zero_grad()
+            _backward(accel, scaler_, parameters, 1e-3)
+            scaler_.step(optimizer)
+            scaler_.update()
+        assert twin.state_dict() == scaler.state_dict()
+
+    def test_state_of_torch(self, accel: Backend) -> None:
+        """The state of torch.amp.GradScaler is taken, and one that makes no sense is refused."""
+        scaler = accel.scaler.create()
+        state = torch.amp.GradScaler("cpu", init_scale=256.0).state_dict()
+        scaler.load_state_dict(state)
+        assert scaler.state_dict()["scale"] == 256.0
+        for damaged in ({}, {**state, "scale": -1.0}, {**state, "scale": math.nan}):
+            with pytest.raises(CheckpointError):
+                scaler.load_state_dict(damaged)
+        assert scaler.state_dict()["scale"] == 256.0, "a refused state was taken in part"
+
+    def test_static(self, accel: Backend) -> None:
+        """A static scaler never skips, never moves, and changes no update."""
+        parameters, reference = _parameters(accel), _parameters(accel)
+        scaler = accel.scaler.create(init=128.0, dynamic=False)
+        for chosen, members in ((scaler, parameters), (accel.scaler.none(), reference)):
+            optimizer = _plain(accel, members)
+            _backward(accel, chosen, members)
+            chosen.step(optimizer)
+            chosen.update()
+        assert all(error(a, b) < 1e-6 for a, b in zip(weights(parameters), weights(reference), strict=True))
+        assert scaler.skipped == 0
+        assert scaler.scale(torch.ones((), device=accel.device)).item() == 128.0
+
+    @pytest.mark.parametrize(
+        "options", [{"init": 0.0}, {"init": math.nan}, {"growth": 1.0}, {"backoff": 1.0}, {"interval": 0}, {"min": 0.0}]
+    )
+    def test_nonsense_is_refused(self, accel: Backend, options: dict[str, float]) -> None:
+        """A scaler that could never work is not made."""
+        with pytest.raises(ConfigurationError):
+            accel.scaler.create(**options)  # type: ignore[arg-type]

@@ -1,0 +1,201 @@
+"""Conformance end to end: training on this backend is training by hand in plain torch on the CPU."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from accelcore import Backend, UnsupportedError
+from accelcore.testing.declared import declared
+from accelcore.testing.job import two_ranks
+from accelcore.testing.oracles import batches, error, network, weights
+from accelcore.testing.ranks import ROWS, STEPS
+
+__all__ = ["TestTraining"]
+
+LR = 0.1
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    """The loss of every training here."""
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def by_hand(data: list[tuple[Tensor, Tensor]], *, accumulate: int = 1, clip: float | None = None) -> Any:
+    """The losses, and the model, of plain torch on the CPU in float64."""
+    model = network().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses = []
+    for number, (rows, classes) in enumerate(data, 1):
+        loss = cross_entropy(model(rows.double()), classes)
+        (loss / accumulate).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        if number % accumulate == 0:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, model
+
+
+def accuracy(model: nn.Module, device: torch.device) -> float:
+    """Share of right answers on data that was not trained on."""
+    model.eval()
+    dtype = next(model.parameters()).dtype
+    with torch.no_grad():
+        right = [
+            (model(rows.to(device, dtype)).argmax(1).cpu() == classes).float().mean()
+            for rows, classes in batches(8, 32, seed=99)
+        ]
+    model.train()
+    return float(torch.stack(right).mean())
+
+
+def make(accel: Backend, model: nn.Module, optimizer: str = "adamw", **options: Any) -> Any:
+    """A trainer of the kind that the tests compare."""
+    return accel.trainer(
+        model, accel.optimizers.create(optimizer, model.parameters(), lr=LR), loss=loss_of, **options
+    )  # fmt: skip
+
+
+class TestTraining:
+    """The trainer on this backend, against plain torch."""
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"accumulate": 2}, {"clip_norm": 0.05}], ids=["plain", "accumulate", "clip"]
+    )
+    def test_fp32(self, accel: Backend, options: dict[str, Any]) -> None:
+        """Losses, weights and evaluation equal those of a loop by hand, also with accumulation and clipping."""
+        data = batches(40)
+        expected, reference = by_hand(data, accumulate=options.get("accumulate", 1), clip=options.get("clip_norm"))
+        trainer = make(accel, network(), **options)
+        found = [trainer(accel.runtime.to_device(batch)) for batch in data]
+        assert all(loss.device == accel.device for loss in found), "a loss was computed elsewhere"
+        assert error(torch.stack(found), torch.tensor(expected)) < 1e-3
+        for parameter in trainer.model.parameters():
+            assert parameter.device == accel.device, "a parameter was trained elsewhere"
+        assert abs(accuracy(trainer.model, accel.device) - accuracy(reference, torch.device("cpu"))) < 0.02
+        assert trainer.steps == len(data) // options.get("accumulate", 1)
+
+    @pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
+    def test_low_precision(self, accel: Backend, precision: str, dtype: str) -> None:
+        """Mixed precision learns what fp32 learns, to within its rounding."""
+        with declared(dtype in accel.capabilities.autocast_dtypes, f"training in {precision}"):
+            data = batches(60)
+            expected, reference = by_hand(data)
+            trainer = make(accel, network(), precision=precision)
+            found = [float(trainer(accel.runtime.to_device(batch))) for batch in data]
+            assert sum(found[-10:]) < 0.7 * sum(found[:10]), "it does not learn"
+            assert abs(sum(found[-10:]) - sum(expected[-10:])) < 0.25 * sum(expected[:10])
+            assert abs(accuracy(trainer.model, accel.device) - accuracy(reference, torch.device("cpu"))) < 0.1
+            assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+
+    def test_overflow_is_skipped(self, accel: Backend) -> None:
+        """A batch whose gradients overflow in fp16 changes no weight, halves the scale, and training goes on."""
+        with declared("float16" in accel.capabilities.autocast_dtypes, "training in fp16"):
+            trainer = make(accel, network(), precision="fp16")
+            good, bad = batches(2)
+            trainer(accel.runtime.to_device(good))
+            before, scale = weights(trainer.model), trainer.scaler.state_dict()["scale"]
+            skipped = trainer.skipped
+            trainer(accel.runtime.to_device((bad[0] * math.inf, bad[1])))
+            assert all(torch.equal(a, b) for a, b in zip(weights(trainer.model), before, strict=True))
+            assert trainer.skipped == skipped + 1
+            assert trainer.scaler.state_dict()["scale"] == scale / 2
+            trainer(accel.runtime.to_device(good))
+            assert all(bool(weight.isfinite().all()) for weight in weights(trainer.model))
+
+    @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+    def test_resume_goes_on_alike(self, accel: Backend, precision: str, tmp_path: Path) -> None:
+        """A run that is saved in mid-window and resumed ends where the uninterrupted one does, dropout included."""
+        with declared(
+            precision == "fp32" or "float16" in accel.capabilities.autocast_dtypes, f"training in {precision}"
+        ):
+            data = [accel.runtime.to_device(batch) for batch in batches(12)]
+            options: dict[str, Any] = {"precision": precision, "accumulate": 2}
+            accel.runtime.seed(11)
+            trainer = make(accel, network(dropout=0.3), **options)
+            for batch in data[:5]:
+                trainer(batch)
+            saved = trainer.save(tmp_path)
+            expected = [trainer(batch).item() for batch in data[5:]]
+            accel.runtime.seed(12)
+            twin = make(accel, network(dropout=0.3, seed=1), **options)
+            assert twin.resume(tmp_path) == saved
+            found = [twin(batch).item() for batch in data[5:]]
+            assert found == expected
+            pairs = zip(weights(twin.model), weights(trainer.model), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+            assert (twin.steps, twin.skipped) == (trainer.steps, trainer.skipped)
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+    def test_model_dtypes(self, accel: Backend, dtype: str) -> None:
+        """A model held in a dtype that is declared trains in it; another is refused when the trainer is made."""
+        with declared(dtype in accel.capabilities.model_dtypes, f"models in {dtype}"):
+            model = network().to(getattr(torch, dtype))
+            trainer = make(accel, model, "sgd")
+            losses = []
+            for rows, classes in batches(40):
+                losses.append(float(trainer(accel.runtime.to_device((rows.to(getattr(torch, dtype)), classes)))))
+            assert sum(losses[-10:]) < sum(losses[:10])
+            assert all(parameter.dtype == getattr(torch, dtype) for parameter in model.parameters())
+
+    def test_compile(self, accel: Backend, caplog: pytest.LogCaptureFixture) -> None:
+        """A compiled training gives the losses of the eager one, or says once why it is not compiled."""
+        with declared(bool(accel.capabilities.compilers), "a compiler"):
+            data = batches(6)
+            expected, _ = by_hand(data)
+            with caplog.at_level(logging.WARNING, logger="accelcore"):
+                trainer = make(accel, network(), compile=True)
+                found = [float(trainer(accel.runtime.to_device(batch))) for batch in data]
+            assert error(torch.tensor(found), torch.tensor(expected)) < 1e-3
+            assert trainer.compiled.compiled or trainer.compiled.reason
+
+    @pytest.mark.parametrize("parallel", ["ddp", "fsdp", "combine_ddp", "no such strategy"])
+    def test_parallel(self, accel: Backend, parallel: str) -> None:
+        """A strategy that is declared runs in one process as if it were not there; another is refused."""
+        with declared(parallel in accel.capabilities.parallel, f"parallel={parallel!r}"):
+            trainer = make(accel, network(), parallel=parallel)
+            assert math.isfinite(trainer(accel.runtime.to_device(batches(1)[0])).item())
+
+    @pytest.mark.parametrize(("part", "accumulate"), [("ddp", 1), ("accumulated", 2)])
+    def test_two_ranks_train_one_model(self, accel: Backend, part: str, accumulate: int) -> None:
+        """Two ranks end with equal weights: those of one process that sees both shares, windows included."""
+        found = _together(accel, part)
+        assert found[0]["weights"] == found[1]["weights"], "the ranks trained apart"
+        model = network(seed=0).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number, (rows, classes) in enumerate(batches(STEPS, ROWS), 1):
+            (cross_entropy(model(rows.double()), classes) / accumulate).backward()  # type: ignore[no-untyped-call]
+            if number % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        for weights_, parameter in zip(found[0]["weights"], model.parameters(), strict=True):
+            assert error(torch.tensor(weights_), parameter.detach().flatten()) < 1e-4
+        assert found[0]["steps"] == STEPS // accumulate
+
+    def test_no_sync_within_a_window(self, accel: Backend) -> None:
+        """Within a window gradients stay on their rank; they are exchanged once, in its last micro-batch."""
+        left, right = (rank["gradients"] for rank in _together(accel, "accumulated"))
+        assert [a == b for a, b in zip(left, right, strict=True)] == [False, True] * (STEPS // 2)
+
+    def test_fast_fp32(self, accel: Backend) -> None:
+        """`fp32="fast"` trains where the format is declared; elsewhere it is refused when the trainer is made."""
+        with declared(accel.capabilities.fast_fp32 is not None, 'fp32="fast"'):
+            trainer = make(accel, network(), fp32="fast")
+            assert math.isfinite(trainer(accel.runtime.to_device(batches(1)[0])).item())
+        with pytest.raises(UnsupportedError):
+            make(accel, network(), fp32="no such mode")
+
+
+def _together(accel: Backend, part: str) -> list[dict[str, Any]]:
+    if "ddp" not in accel.capabilities.parallel or not accel.capabilities.process_groups:
+        pytest.skip('not declared: parallel="ddp"; another test sees that it is refused')
+    return two_ranks(accel, part)
