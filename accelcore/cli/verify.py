@@ -166,13 +166,9 @@ def show(card: Scorecard) -> None:
         for role, why in reasons:
             click.echo(f"{click.style(outcome, fg='yellow')}  {role}: {why}")
     failed = card.counts()["failed"]
-    click.secho(
-        f"\n{emulated}{backend['name']} conforms"
-        if card.conforms
-        else f"\n{emulated}{backend['name']}: {failed} failed",
-        fg="green" if card.conforms else "red",
-        bold=True,
-    )
+    conclusion = "conforms" if card.conforms else f"does not conform: {failed} failed"
+    color = "green" if card.conforms else "red"
+    click.secho(f"\n{emulated}{backend['name']} {conclusion}", fg=color, bold=True)
 
 
 def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> tuple[int | None, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what an earlier process has begun."""
-    lines = config.getoption("--accelcore-report").read_text("utf-8").splitlines()
-    begun = {json.loads(line).get("id") for line in lines}
+    begun = set()
+    for line in config.getoption("--accelcore-report").read_text("utf-8").splitlines():
+        with suppress(ValueError):  # one that was killed may have written half a line
+            begun.add(json.loads(line).get("id"))
     items[:] = [item for item in items if item.nodeid not in begun]
 
 

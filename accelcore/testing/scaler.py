@@ -188,7 +188,7 @@ class TestScaler:
         """A restored scaler goes on as the saved one would have: scale, growth count, skipped steps."""
         parameters = _parameters(accel)
         optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=16.0, interval=3)
-        for step in range(4):
+        for step in range(3):
             optimizer.zero_grad()
             _backward(accel, scaler, parameters, 1e-3)
             if step == 0:

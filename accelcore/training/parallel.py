@@ -154,6 +154,7 @@ class DDP(Parallel):
 
 
 _STRATEGIES: dict[str, Callable[[Collectives, torch.device], Parallel]] = {"ddp": DDP}
+_NONE = "none"
 
 
 def create_parallel(name: str, declared: tuple[str, ...], collectives: Collectives, device: torch.device) -> Parallel:
@@ -164,22 +165,23 @@ def create_parallel(name: str, declared: tuple[str, ...], collectives: Collectiv
         ConfigurationError: `"none"` in a job of several ranks.
         DistributedError: a launcher started several ranks, and they have not met.
     """
-    if name not in declared:
-        raise UnsupportedError(f"parallel={name!r} does not exist here", available=", ".join(declared))
+    offered = [strategy for strategy in declared if strategy == _NONE or strategy in _STRATEGIES]
+    if name not in offered:
+        raise UnsupportedError(f"parallel={name!r} does not exist here", available=", ".join(offered))
     if collectives.world_size == 1:
         launch = read_launch()
-        if name != "none" and launch is not None and launch.world_size > 1:
+        if name != _NONE and launch is not None and launch.world_size > 1:
             raise DistributedError(
                 f"a launcher started {launch.world_size} ranks, and they have not met",
                 why="each would train alone, on all the data",
                 remedy="make and use the trainer inside `with accel.distributed():`",
             )
         return Alone()
-    if name == "none":
+    if name == _NONE:
         raise ConfigurationError(
             f'parallel="none" in a job of {collectives.world_size} ranks',
             why="every rank would train a model of its own, on its own share of the data",
-            available=", ".join(declared),
+            available=", ".join(offered),
             remedy='say parallel="ddp", or leave accel.distributed() out to run independent processes',
         )
     return _STRATEGIES[name](collectives, device)

@@ -1,0 +1,39 @@
+import psutil
+import torch
+
+from accelcore import Backend, Capabilities
+from accelcore.optim.torch_optimizers import register_torch_optimizers
+from accelcore.roles.collectives import NoCollectives
+from accelcore.roles.compiler import NoCompiler
+from accelcore.roles.optimizers import Optimizers
+from accelcore.roles.precision import TorchPrecision
+from accelcore.roles.runtime import Memory, TorchRuntime
+from accelcore.roles.scaler import Scalers
+
+CAPABILITIES = Capabilities(autocast_dtypes=("bfloat16",), model_dtypes=("float32", "bfloat16"))
+
+
+class HostRuntime(TorchRuntime):
+    peak = 0
+
+    def memory(self):
+        used = psutil.Process().memory_info().rss
+        self.peak = max(used, self.peak)
+        return Memory(used, self.peak, psutil.virtual_memory().total)
+
+
+def create(index):
+    device, optimizers = torch.device("cpu"), Optimizers()  # "cpu": torch's name of yours
+    register_torch_optimizers(optimizers, fused=())
+    return Backend(
+        name="hostchip",
+        index=index,
+        emulated=False,
+        capabilities=CAPABILITIES,
+        precision=TorchPrecision(device.type, CAPABILITIES, "AutocastCPU"),
+        scaler=Scalers(device),
+        optimizers=optimizers,
+        collectives=NoCollectives(),
+        compiler=NoCompiler(),
+        runtime=HostRuntime(device),
+    )

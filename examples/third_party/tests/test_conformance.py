@@ -1,0 +1,9 @@
+import pytest
+
+import accelcore
+from accelcore.testing import *
+
+
+@pytest.fixture
+def accel():
+    return accelcore.select("hostchip")

@@ -1,0 +1,87 @@
+"""The backend of examples/third_party: installed as anybody's would be, shown, verified, and printed in the docs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "examples" / "third_party"
+
+
+@pytest.fixture(scope="module")
+def hostchip(tmp_path_factory):
+    """Runs Python where the package is installed."""
+    source, site = tmp_path_factory.mktemp("source") / "package", tmp_path_factory.mktemp("site")
+    shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", str(site), str(source)], check=True, timeout=120, cwd=site)
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, timeout=240, cwd=site,
+            env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    return run
+
+
+def test_it_is_under_60_lines_with_one_entry_point():
+    lines = [line for path in (PACKAGE / "accelcore_hostchip").glob("*.py") for line in path.read_text().splitlines()]
+    assert 0 < len(lines) < 60
+    assert len(re.findall("entry-points", (PACKAGE / "pyproject.toml").read_text())) == 1
+
+
+def test_doctor_finds_it(hostchip):
+    found = json.loads(hostchip("-m", "accelcore", "doctor", "--json").stdout)
+    backend = next(entry for entry in found["backends"] if entry["name"] == "hostchip")
+    assert (backend["state"], backend["distribution"]) == ("usable", "accelcore-hostchip 1.0")
+
+
+def test_it_conforms(hostchip):
+    done = hostchip("-m", "accelcore", "verify", "backend", "hostchip", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    card = json.loads(done.stdout)
+    assert card["conforms"]
+    assert set(card["roles"]) == {
+        "backend", "precision", "scaler", "optimizers", "collectives", "compiler", "runtime", "training"
+    }  # fmt: skip
+    assert all(counts["failed"] == 0 for counts in card["roles"].values())
+    refused = [test["why"] for test in card["tests"] if test["outcome"] == "not declared"]
+    for undeclared in ("autocast to float16", "a process group", "a compiler", "side streams", "models in float64"):
+        assert any(reason.startswith(undeclared) for reason in refused), undeclared
+
+
+def test_its_own_test_module_runs_the_suite(hostchip):
+    module = PACKAGE / "tests" / "test_conformance.py"
+    done = hostchip("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestBackend or TestRuntime", str(module))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "13 passed, 2 skipped" in done.stdout
+
+
+def test_it_trains_an_example_unchanged(hostchip, tmp_path):
+    done = hostchip(
+        "-m", "accelcore", "run", "--device", "hostchip", str(ROOT / "examples" / "own_loop.py"), "--output",
+        str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "accuracy 0.9" in done.stdout
+
+
+def test_the_page_prints_it_as_it_is():
+    page = (ROOT / "docs" / "bring_your_own.md").read_text()
+    blocks = re.findall(r"^```(?:toml|python)\n(.*?)^```", page, re.M | re.S)
+    paths = (
+        "pyproject.toml",
+        "accelcore_hostchip/__init__.py",
+        "accelcore_hostchip/backend.py",
+        "tests/test_conformance.py",
+    )
+    assert blocks == [(PACKAGE / path).read_text() for path in paths]

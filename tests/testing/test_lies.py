@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import import_module, invalidate_caches
+from pathlib import Path
+
+import pytest
+import torch
+from accelcore_cpu.backend import create
+
+import accelcore
+from accelcore.testing import suite
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+lies = import_module("lies")
+sys.path.remove(str(HERE))
+
+FATAL = ("device_that_crashes", "device_that_hangs")
+OF_TWO_RANKS = tuple(name for name, lie in lies.LIES.items() if lie.test.startswith("TestCollectives"))
+
+
+@pytest.fixture
+def liars(tmp_path, monkeypatch):
+    """Every lie as an installed backend, here and in child processes."""
+    metadata = tmp_path / "accelcore_lies-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: accelcore-lies\nVersion: 1.0\n")
+    points = "\n".join(f"{name} = lies:{name}" for name in lies.LIES)
+    (metadata / "entry_points.txt").write_text(f"[accelcore.backends]\n{points}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(HERE))))
+    invalidate_caches()
+
+
+@pytest.fixture(autouse=True)
+def _settings_put_back():
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.set_autocast_enabled("cpu", False)
+
+
+def ask(lie, backend, request):
+    """Run the test of the suite that must notice, on a backend."""
+    kind, _, name = lie.test.partition(".")
+    test = getattr(getattr(suite, kind)(), name)
+    names = inspect.signature(test).parameters
+    wanted = {fixture: request.getfixturevalue(fixture) for fixture in ("caplog", "tmp_path") if fixture in names}
+    test(backend, **lie.arguments, **wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in lies.LIES if name not in (*FATAL, *OF_TWO_RANKS)])
+def test_a_lie_is_caught(name, request, caplog):
+    lie = lies.LIES[name]
+    with pytest.raises((AssertionError, pytest.fail.Exception, accelcore.AccelError)):
+        ask(lie, lie.tell(create()), request)
+
+
+@pytest.mark.parametrize("name", OF_TWO_RANKS)
+def test_a_lie_between_ranks_is_caught(name, liars, request):
+    with pytest.raises(AssertionError):
+        ask(lies.LIES[name], accelcore.select(name), request)
+
+
+@pytest.mark.parametrize("name", [name for name in lies.LIES if name not in FATAL])
+def test_the_truth_passes(name, request):
+    """What catches a lie has nothing against the honest backend that the lie was made of."""
+    with suppress(pytest.skip.Exception):
+        ask(lies.LIES[name], accelcore.select("cpu"), request)
+
+
+def verify(*arguments):
+    result = subprocess.run(
+        [sys.executable, "-m", "accelcore", "verify", "backend", *arguments],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_the_scorecard_names_the_lie(liars):
+    code, out, err = verify("memory_that_is_always_nothing", "--only", "runtime", "--json")
+    assert code == 1, err
+    card = json.loads(out)
+    assert card["conforms"] is False
+    assert [test["name"] for test in card["tests"] if test["outcome"] == "failed"] == ["test_memory"]
+    assert card["roles"] == {"runtime": {"passed": 8, "failed": 1, "not declared": 2, "not tried": 0}}
+    assert card["backend"]["name"] == "memory_that_is_always_nothing"
+    assert card["backend"]["emulated"] is False
+
+
+@pytest.mark.parametrize(("name", "said"), [("device_that_crashes", "SIGSEGV"), ("device_that_hangs", "10 seconds")])
+def test_a_crash_or_a_hang_is_one_failure(name, said, liars):
+    code, out, err = verify(name, "--only", "runtime", "--timeout", "10")
+    assert code == 1, err
+    assert f"{name} does not conform: 1 failed" in out
+    assert "failed  runtime: Memory figures are bytes" in out
+    assert said in out
+    assert "side streams (there are no side streams on cpu)" in out, "the tests behind it were not run"
+
+
+def test_the_honest_backend_conforms():
+    code, out, err = verify("cpu", "--only", "backend", "--only", "runtime")
+    assert code == 0, out + err
+    assert out.endswith("cpu conforms\n")
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu,cuda", "no_such_backend", "cpu:7", ""])
+def test_what_cannot_be_verified_is_a_mistake(name):
+    code, out, err = verify(name)
+    assert (code, out) == (64, "")
+    assert err.startswith("accelcore: ")
+    assert "Traceback" not in err
