@@ -1,4 +1,4 @@
-"""The three hooks by which a backend package enters accelcore. Free of torch; nothing here runs in a training loop.
+"""The hooks by which a backend package enters accelcore. Free of torch; nothing here runs in a training loop.
 
 A backend package has a light entry module that implements the first two hooks, and names it in its metadata::
 
@@ -6,11 +6,12 @@ A backend package has a light entry module that implements the first two hooks, 
     mydevice = "accelcore_mydevice"
 
 A package that only adds optimizers to somebody else's backend implements the third and uses the group
-`accelcore.extensions`.
+`accelcore.extensions`. The fourth is for backends that can be rehearsed without their device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -20,7 +21,14 @@ if TYPE_CHECKING:
     from accelcore.probe import Probe
     from accelcore.roles.optimizers import Optimizers
 
-__all__ = ["API", "accelcore_create_backend", "accelcore_probe", "accelcore_register_optimizers", "hookimpl"]
+__all__ = [
+    "API",
+    "accelcore_create_backend",
+    "accelcore_emulate",
+    "accelcore_probe",
+    "accelcore_register_optimizers",
+    "hookimpl",
+]
 
 API = 1
 """Version of this interface; a probe states the one it was written for."""
@@ -53,4 +61,17 @@ def accelcore_register_optimizers(backend: Backend, registry: Optimizers) -> Non
 
     Called once for each backend created, for every extension, whatever the backend: look at
     `backend.capabilities` and return where there is nothing to add.
+    """
+
+
+@hookspec(firstresult=True)
+def accelcore_emulate(name: str, devices: int) -> Mapping[str, str] | None:
+    """Prepare an emulation of the backend `name` on the host: the environment variables of a process that uses it.
+
+    Called by `accelcore run --emulate`, before the process begins. Its backend must say `emulated=True`, and whatever
+    it reports must say so too. None where `name` is not this plugin's.
+
+    Args:
+        name: the backend.
+        devices: how many devices the ranks need; there may be more.
     """

@@ -84,7 +84,7 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     \b
     Exit code:
       0   every plugin answered, and at least one backend is usable
-      1   something installed is broken: a backend's plugin, an extension, or a trial of --deep
+      1   something installed is broken: a plugin, versions that do not fit together, or a trial of --deep
       2   no backend is usable, broken or not
       64  the request makes no sense
 
@@ -124,12 +124,24 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     show_default=True,
     help="How often torch's elastic launcher starts all ranks again after one has died.",
 )
+@click.option(
+    "--emulate",
+    metavar="NAME",
+    shell_complete=_devices,
+    help="Run on an emulation of the backend NAME, on this host; for backends that bring one.",
+)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @_common
 def run(
-    device: str | None, nproc: int, max_restarts: int, module: bool, script: str, arguments: tuple[str, ...]
+    device: str | None,
+    nproc: int,
+    max_restarts: int,
+    emulate: str | None,
+    module: bool,
+    script: str,
+    arguments: tuple[str, ...],
 ) -> None:
     """Run a script, or with -m a module, on the device of your choice.
 
@@ -142,10 +154,11 @@ def run(
       accelcore run --device cpu train.py
       accelcore run --device npu,cuda,cpu -m mypackage.train
       accelcore run --nproc 2 --max-restarts 1 train.py
+      accelcore run --emulate npu --device npu train.py
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     from accelcore.cli import launch
 
-    launch.run(script, arguments, module=module, device=device, nproc=nproc, max_restarts=max_restarts)
+    launch.run(script, arguments, module=module, device=device, nproc=nproc, max_restarts=max_restarts, emulate=emulate)
 
 
 @app.group()

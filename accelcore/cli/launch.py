@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from accelcore.cli.autoload import VARIABLE, autoloads, doomed
 from accelcore.environment import shown
-from accelcore.errors import ConfigurationError
-from accelcore.selection import parse
+from accelcore.errors import ConfigurationError, PluginError, UnknownBackendError, UnsupportedError
+from accelcore.selection import Choice, parse
 
 __all__ = ["run"]
 
@@ -24,6 +24,7 @@ def run(
     device: str | None = None,
     nproc: int = 1,
     max_restarts: int = 0,
+    emulate: str | None = None,
 ) -> NoReturn:
     """Become the script; everything that can be a mistake is found before that.
 
@@ -31,6 +32,7 @@ def run(
 
     Raises:
         ConfigurationError: `device` is outside the grammar of `select()`, or the script is not there.
+        UnsupportedError: the backend that `emulate` names has no emulation.
     """
     environ = dict(os.environ)
     if device is not None:
@@ -39,7 +41,12 @@ def run(
     launched = nproc > 1 or max_restarts > 0
     if not module:
         _check(script, launched)
-    if VARIABLE not in environ:
+    if emulate is not None:
+        environ.update(_emulation(emulate, nproc))
+        sys.stderr.write(
+            f"accelcore: EMULATED: {emulate} is imitated on the host; its speed and numerics prove nothing\n"
+        )
+    elif VARIABLE not in environ:
         reason = _autoload_would_fail()
         if reason:
             environ[VARIABLE] = "0"
@@ -70,6 +77,29 @@ def _check(script: str, launched: bool) -> None:
             why=f"no such file in {Path.cwd()}" if not Path(script).is_absolute() else "no such file",
             remedy="correct the path; a module goes behind -m",
         )
+
+
+def _emulation(name: str, devices: int) -> Mapping[str, str]:
+    from accelcore import plugins
+
+    choices = parse(name, "--emulate")
+    candidate = plugins.find(name) if choices == (Choice(name),) else None
+    if candidate is None:
+        raise UnknownBackendError(
+            f"--emulate {shown(name)}: there is no backend of that name",
+            available=", ".join(sorted(plugins.probe_all())),
+            remedy="name an installed backend that has an emulation",
+        )
+    if candidate.error is not None:
+        raise PluginError(
+            f"--emulate {name}: the plugin ({candidate.distribution}) is broken",
+            why=candidate.probe.reason,
+            remedy=candidate.probe.remedy,
+        ) from candidate.error
+    variables: Mapping[str, str] | None = candidate.hooks.accelcore_emulate(name=name, devices=devices)
+    if variables is None:
+        raise UnsupportedError(f"{candidate.distribution} brings no emulation of {name}")
+    return variables
 
 
 def _autoload_would_fail() -> str:

@@ -219,3 +219,53 @@ def test_restarts_start_a_dead_rank_again(machine):
     done = machine.run("run", "--max-restarts", "1", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "1"]
+
+
+# Emulation.
+
+
+TOASTER = """
+
+@hookimpl
+def accelcore_emulate(name, devices):
+    return {"TOASTER": f"{name} of {devices} devices"} if name == "toaster" else None
+"""
+SAYS = "import os; print(os.environ.get('TOASTER'), os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD'))"
+
+
+def test_an_emulation_is_an_environment_that_its_plugin_prepares(machine):
+    machine.torch_backend("pass")
+    machine.fakes.backend(
+        "toaster",
+        after=TOASTER,
+        available=False,
+        count=0,
+        reason="no toaster",
+        remedy="buy one",
+        distributions=("vendor-runtime",),
+    )
+    machine.write("script.py", SAYS)
+    done = machine.run("run", "--emulate", "toaster", "script.py")
+    assert (done.returncode, done.stdout) == (0, "toaster of 1 devices None\n")
+    assert done.stderr == "accelcore: EMULATED: toaster is imitated on the host; its speed and numerics prove nothing\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("toaster", "brings no emulation of toaster"),
+        ("kettle", "there is no backend of that name"),
+        ("toaster:0", "there is no backend of that name"),
+        ("auto", "there is no backend of that name"),
+        ("?", "--emulate='?' is not a device"),
+        ("broken", "is broken"),
+    ],
+)
+def test_what_cannot_be_emulated_is_a_mistake(machine, name, says):
+    machine.fakes.backend("toaster")
+    machine.fakes.install("raise ImportError('a part is missing')", backends=["broken"])
+    machine.write("script.py", SAYS)
+    done = machine.run("run", "--emulate", name, "script.py")
+    assert (done.returncode, done.stdout) == (64, "")
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
