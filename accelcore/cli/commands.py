@@ -163,7 +163,13 @@ def run(
 
 @app.group()
 def verify() -> None:
-    """Prove that something keeps its promises."""
+    """Prove that a backend keeps its promises.
+
+    \b
+    Examples:
+      accelcore verify backend cpu
+      accelcore verify backend cpu --only scaler
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
 
 
 @verify.command("backend")
