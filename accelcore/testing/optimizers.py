@@ -147,7 +147,7 @@ class TestOptimizers:
     def test_native(self, accel: Backend, name: str) -> None:
         """A native optimizer is taken before torch's loops; what is not native has no fused route."""
         if name in accel.capabilities.native_optimizers:
-            parameters = _parameters(accel.device)
+            parameters = _parameters(accel.device)[:2]  # a kernel may be for dense ones only
             chosen = next(choice for choice in accel.optimizers.explain(name) if choice.chosen)
             assert chosen.route not in ("loop", "foreach"), f"declared native, and its route is {chosen.route}"
             accel.optimizers.create(name, parameters, lr=LR, route=chosen.route)

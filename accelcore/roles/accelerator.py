@@ -1,0 +1,61 @@
+"""The runtime of a device beside the host: a queue, a random generator and pinned memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelcore.errors import CheckpointError
+from accelcore.roles.runtime import TorchRuntime
+
+__all__ = ["AcceleratorRuntime"]
+
+
+class AcceleratorRuntime(TorchRuntime):
+    """A device that torch has a module for (`torch.get_device_module`), with streams, memory and random numbers.
+
+    Its random state is saved under torch's name of the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._module: Any = torch.get_device_module(device)
+        self._side: Any = None
+
+    def rng_state(self) -> dict[str, Tensor]:
+        return {**super().rng_state(), self.device.type: self._module.get_rng_state(self.device)}
+
+    def set_rng_state(self, state: Mapping[str, Tensor]) -> list[str]:
+        own = state.get(self.device.type)
+        unknown = super().set_rng_state({name: value for name, value in state.items() if name != self.device.type})
+        if own is not None:
+            try:
+                self._module.set_rng_state(own, self.device)
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"the saved random state of {self.device.type} does not fit this one", why=str(error)
+                ) from error
+        return unknown
+
+    def side_stream(self) -> AbstractContextManager[object]:
+        return self._beside()
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory()
+
+    @contextmanager
+    def _beside(self) -> Iterator[object]:
+        if self._side is None:
+            self._side = self._module.Stream(self.device)
+        outer = self._module.current_stream(self.device)
+        # Each waits for the other at both ends, so that memory freed on one may be used again on the other.
+        self._side.wait_stream(outer)
+        try:
+            with self._module.stream(self._side):
+                yield self._side
+        finally:
+            outer.wait_stream(self._side)
