@@ -6,16 +6,11 @@ The child (`trial.py`) may crash, hang or raise; here is what that is called, an
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
-from accelcore.cli import trial
+from accelcore.cli import child, trial
 from accelcore.cli.autoload import VARIABLE, Autoload, enabled
+from accelcore.cli.child import Ended
 from accelcore.cli.diagnosis import Deep, Trial
 
 __all__ = ["examine"]
@@ -61,61 +56,35 @@ def _blamed_on_autoload(trial: Trial, found: Sequence[Autoload]) -> Trial:
 
 
 def _try(name: str | None, environ: Mapping[str, str], timeout: float) -> Trial:
-    label = "torch" if name is None else name
-    command = [sys.executable, "-X", "faulthandler", "-m", trial.__name__, *([] if name is None else [name])]
-    start = time.perf_counter()
-    # A file, not a pipe: a process that the child leaves behind would keep a pipe open, and this one waiting.
-    with tempfile.TemporaryFile() as stderr:
-        child = subprocess.Popen(  # noqa: S603  # this Python, on a module of this package
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
-            start_new_session=True,  # a group of its own, which can be ended whole
-        )  # fmt: skip
-        try:
-            status: int | None = child.wait(timeout)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            if child.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-        seconds = time.perf_counter() - start
-        stderr.seek(0)
-        written = stderr.read().decode("utf-8", "replace").splitlines()
-    outcome, reason, remedy = _judge(status, [line for line in written if line.strip()], timeout)
+    arguments = [] if name is None else [name]
+    ended = child.call(trial.__name__, *arguments, environ=environ, limit=timeout)
+    written = ended.stderr.splitlines()
+    outcome, reason, remedy = _judge(ended, [line for line in written if line.strip()])
     return Trial(
-        label, outcome, reason, remedy, round(seconds, 3), () if outcome == "works" else tuple(written[-_KEPT:])
+        name=name or "torch",
+        outcome=outcome,
+        reason=reason,
+        remedy=remedy,
+        seconds=round(ended.seconds, 3),
+        stderr=() if outcome == "works" else tuple(written[-_KEPT:]),
     )
 
 
-def _judge(status: int | None, written: Sequence[str], timeout: float) -> tuple[str, str, str]:
+def _judge(ended: Ended, written: Sequence[str]) -> tuple[str, str, str]:
     said = [line.removeprefix(trial.SAYS) for line in written if line.startswith(trial.SAYS)]
-    if status == 0 and said[-1:] == [trial.WORKS]:
+    if ended.status == 0 and said[-1:] == [trial.WORKS]:
         return "works", "", ""
-    if status is None:
-        reason = f"it did not end within {timeout:g} seconds, and was killed"
+    if ended.status is None:
+        reason = f"it did not end within {ended.limit:g} seconds, and was killed"
         return "hung", reason, "give it longer with --timeout, or see what its driver says"
-    if status < 0:
-        try:
-            name = signal.Signals(-status).name
-        except ValueError:  # a real-time signal has no name
-            name = f"signal {-status}"
-        where = _where(written)
-        if name == "SIGKILL":
-            return "crashed", f"SIGKILL ended it{where}", "see whether the machine ran out of memory"
+    if ended.signal:
         remedy = "install versions that fit together; the last lines it wrote are in --json"
-        return "crashed", f"{name} ended it{where}", remedy
+        if ended.signal == "SIGKILL":
+            remedy = "see whether the machine ran out of memory"
+        return "crashed", f"{ended.signal} ended it{ended.where}", remedy
     last = (said or written)[-1:]
-    reason = last[0].strip()[:_LONGEST] if last else f"it exited with {status} and wrote nothing"
+    reason = last[0].strip()[:_LONGEST] if last else f"it exited with {ended.status} and wrote nothing"
     return "failed", reason, _remedy(reason)
-
-
-def _where(written: Sequence[str]) -> str:
-    """The innermost Python frame, from the dump that `faulthandler` leaves."""
-    for number, line in enumerate(written):
-        if "most recent call first" in line and number + 1 < len(written):
-            return f" in {written[number + 1].strip()}"
-    return ""
 
 
 def _remedy(reason: str) -> str:

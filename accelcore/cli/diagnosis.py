@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from accelcore import plugins
 from accelcore.cli.autoload import VARIABLE, Autoload, autoloads, doomed, enabled
-from accelcore.cli.foresight import Foresight, foresee
-from accelcore.plugins import Candidate
+from accelcore.cli.fit import Misfit, installed_version, misfits
+from accelcore.cli.foresight import Foresight
+from accelcore.cli.inquiry import inquire
+from accelcore.cli.offers import Offer, offers
+from accelcore.plugins import BACKENDS, EXTENSIONS, Candidate
 from accelcore.probe import Probe
 
 __all__ = ["BROKEN", "NOTHING_USABLE", "USABLE", "Backend", "Deep", "Diagnosis", "Extension", "Trial", "diagnose"]
@@ -43,6 +45,7 @@ class Backend:
     Attributes:
         state: `"usable"`, `"unusable"` (it answered, and cannot work here) or `"broken"` (it gave no valid answer).
         versions: the vendor's distributions that the plugin names; None where one is not installed.
+        misfits: what the plugin's and the vendor's distributions require and do not have.
     """
 
     name: str
@@ -53,17 +56,19 @@ class Backend:
     count: int
     priority: int
     versions: dict[str, str | None]
+    misfits: tuple[Misfit, ...]
 
 
 @dataclass(frozen=True)
 class Extension:
-    """One installed extension: `"loads"` or `"broken"`."""
+    """One installed extension: `"loads"` or `"broken"`; its misfits are what it requires and does not have."""
 
     name: str
     state: str
     distribution: str
     reason: str
     remedy: str
+    misfits: tuple[Misfit, ...]
 
 
 @dataclass(frozen=True)
@@ -103,8 +108,10 @@ class Diagnosis:
 
     Attributes:
         versions: Python, accelcore, torch; None where one is not installed.
+        misfits: what accelcore itself requires and does not have.
         environment: the variables that matter here; None where one is not set.
         autoload: the entry points that `import torch` calls.
+        crash: how all plugins, asked together, ended their process, where none does so alone; empty otherwise.
         advice: what nothing above is the place for.
         deep: None without `--deep`.
     """
@@ -112,11 +119,13 @@ class Diagnosis:
     versions: dict[str, str | None]
     platform: str
     executable: str
+    misfits: tuple[Misfit, ...]
     backends: tuple[Backend, ...]
     extensions: tuple[Extension, ...]
     selection: Foresight
     environment: dict[str, str | None]
     autoload: tuple[Autoload, ...]
+    crash: str = ""
     advice: tuple[str, ...] = ()
     deep: Deep | None = None
     schema: int = field(default=SCHEMA)
@@ -126,6 +135,10 @@ class Diagnosis:
         """The names of everything broken, for people."""
         names = [f"backend {backend.name}" for backend in self.backends if backend.state == "broken"]
         names += [f"extension {extension.name}" for extension in self.extensions if extension.state == "broken"]
+        names += ["all plugins together"] if self.crash else []
+        names += ["versions for accelcore"] if self.misfits else []
+        names += [f"versions for backend {backend.name}" for backend in self.backends if backend.misfits]
+        names += [f"versions for extension {extension.name}" for extension in self.extensions if extension.misfits]
         if self.deep is not None:
             names += ["import torch"] if self.deep.torch.outcome != "works" else []
             trials = (trial for trial in self.deep.backends if trial.outcome not in ("works", "not tried"))
@@ -156,9 +169,13 @@ class Diagnosis:
 
 def diagnose(deep_timeout: float | None = None) -> Diagnosis:
     """Ask every plugin and read the metadata; with a number of seconds, also try everything for so long each."""
-    candidates = list(plugins.probe_all().values())
+    answers, crash = inquire()
+    assert answers.selection is not None, "it was asked for"
+    candidates = answers.candidates
     found = autoloads()
-    backends = tuple(_backend(candidate) for candidate in candidates)
+    offered = offers(BACKENDS)
+    backends = tuple(_backend(candidate, offered) for candidate in candidates)
+    offered = offers(EXTENSIONS)
     deep = None
     if deep_timeout is not None:
         from accelcore.cli.deep import examine
@@ -169,19 +186,22 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
         versions={"python": platform.python_version(), **_versions(("accelcore", "torch"))},
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         executable=sys.executable,
+        misfits=misfits(["accelcore"]),
         backends=backends,
-        extensions=tuple(_extension(extension) for extension in plugins.load_extensions()),
-        selection=foresee(),
+        extensions=tuple(_extension(extension, offered) for extension in answers.extensions),
+        selection=answers.selection,
         environment=_environment(candidate.probe for candidate in candidates),
         autoload=tuple(found),
+        crash=crash,
         advice=tuple(_advice(found, candidates)),
         deep=deep,
     )
 
 
-def _backend(candidate: Candidate) -> Backend:
+def _backend(candidate: Candidate, offered: Iterable[Offer]) -> Backend:
     probe = candidate.probe
     state = "broken" if candidate.error is not None else "usable" if probe.available else "unusable"
+    owners = [offer.distribution for offer in offered if offer.name == candidate.name]
     return Backend(
         name=candidate.name,
         state=state,
@@ -191,24 +211,21 @@ def _backend(candidate: Candidate) -> Backend:
         count=probe.count,
         priority=probe.priority,
         versions=_versions(probe.distributions),
+        misfits=misfits([*owners, *filter(None, probe.distributions)]),
     )
 
 
-def _extension(extension: plugins.Extension) -> Extension:
+def _extension(extension: plugins.Extension, offered: Iterable[Offer]) -> Extension:
     remedy = f"repair or uninstall {extension.distribution}" if extension.reason else ""
     state = "broken" if extension.reason else "loads"
-    return Extension(extension.name, state, extension.distribution, extension.reason, remedy)
+    owners = [
+        offer.distribution for offer in offered if (offer.name, offer.label) == (extension.name, extension.distribution)
+    ]
+    return Extension(extension.name, state, extension.distribution, extension.reason, remedy, misfits(owners))
 
 
 def _versions(distributions: Iterable[str]) -> dict[str, str | None]:
-    return {distribution: _version(distribution) for distribution in distributions}
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except (PackageNotFoundError, ValueError):  # ValueError: a plugin named a distribution by an empty string
-        return None
+    return {distribution: installed_version(distribution) for distribution in distributions}
 
 
 def _environment(probes: Iterable[Probe]) -> dict[str, str | None]:
@@ -216,7 +233,7 @@ def _environment(probes: Iterable[Probe]) -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in dict.fromkeys(names)}
 
 
-def _advice(found: list[Autoload], candidates: list[Candidate]) -> Iterable[str]:
+def _advice(found: Sequence[Autoload], candidates: Sequence[Candidate]) -> Iterable[str]:
     if not enabled(os.environ):
         return
     for autoload, candidate in doomed(found, candidates):

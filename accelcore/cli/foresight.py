@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from accelcore.errors import AccelError
 from accelcore.selection import decide, parse
 
-__all__ = ["Fault", "Foresight", "PassedOver", "foresee"]
+__all__ = ["Fault", "Foresight", "PassedOver", "asked", "foresee"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,11 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Fault:
-    """The error that `select()` would raise."""
+    """The error that `select()` would raise.
+
+    Attributes:
+        type: the exception's class; empty where no exception would come: the process would end, or be blocked.
+    """
 
     type: str
     what: str
@@ -38,10 +42,10 @@ class Foresight:
     Attributes:
         request: the text of the request, `"auto"` where ACCEL_DEVICE is not set.
         source: where it comes from: `"ACCEL_DEVICE"` or `"default"`.
-        chosen: the device, `"cpu:0"`; None where `select()` would raise.
+        chosen: the device, `"cpu:0"`; None where there would be an error.
         why: why that one.
         passed_over: what could not be used before it.
-        error: what would be raised instead.
+        error: what would happen instead.
     """
 
     request: str
@@ -52,10 +56,15 @@ class Foresight:
     error: Fault | None = None
 
 
+def asked() -> tuple[str, str]:
+    """The request of the present environment, and where it comes from."""
+    text = os.environ.get("ACCEL_DEVICE")
+    return ("auto", "default") if text is None else (text, "ACCEL_DEVICE")
+
+
 def foresee() -> Foresight:
     """Follow `select()` up to where it would create a backend."""
-    text = os.environ.get("ACCEL_DEVICE")
-    request, source = ("auto", "default") if text is None else (text, "ACCEL_DEVICE")
+    request, source = asked()
     try:
         chosen, passed_over = decide(request, "ACCEL_DEVICE", lambda choice, _, index, __: f"{choice.name}:{index}")
     except AccelError as error:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from accelcore.cli.diagnosis import USABLE, Backend, Diagnosis, Extension, Trial
+from accelcore.cli.fit import Misfit
 from accelcore.cli.foresight import Foresight
 from accelcore.environment import shown
 
@@ -63,6 +64,7 @@ def lines(found: Diagnosis) -> Iterator[Line]:
     versions = (f"{name} {version or 'not installed'}" for name, version in found.versions.items())
     yield _line(0, (", ".join(versions), "bold"))
     yield _line(0, (f"{found.platform}, {found.executable}", "dim"))
+    yield from _misfits(found.misfits)
     yield from _headed("backends")
     if not found.backends:
         yield _line(2, ("none is installed: pip install accelcore-cpu", "bold red"))
@@ -90,6 +92,9 @@ def lines(found: Diagnosis) -> Iterator[Line]:
         yield from _headed("import torch calls")
         for autoload in found.autoload:
             yield _line(2, (str(autoload), ""))
+    if found.crash:
+        yield from _headed("all plugins together")
+        yield _line(2, (found.crash, "bold red"))
     for advice in found.advice:
         yield _line(0)
         yield _line(0, ("note: ", "bold yellow"), (advice, ""))
@@ -105,6 +110,7 @@ def _backend(backend: Backend, width: int) -> Iterator[Line]:
     runtimes = ", ".join(f"{name} {version}" for name, version in backend.versions.items() if version is not None)
     if runtimes:
         yield _line(6, ("runtime: ", "dim"), (runtimes, ""))
+    yield from _misfits(backend.misfits)
 
 
 def _extension(extension: Extension) -> Iterator[Line]:
@@ -113,6 +119,7 @@ def _extension(extension: Extension) -> Iterator[Line]:
         (f"  {extension.distribution}", ""),
     )  # fmt: skip
     yield from _explained(extension.reason, extension.remedy)
+    yield from _misfits(extension.misfits)
 
 
 def _selection(foresight: Foresight) -> Iterator[Line]:
@@ -121,7 +128,8 @@ def _selection(foresight: Foresight) -> Iterator[Line]:
         asked = f"ACCEL_DEVICE={shown(foresight.request)}"
     if foresight.error is not None:
         error = foresight.error
-        yield _line(2, ("would raise ", ""), (error.type, "bold red"), (f"  {asked}", ""))
+        word = ("would raise ", "") if error.type else ("would not return", "bold red")
+        yield _line(2, word, (error.type, "bold red"), (f"  {asked}", ""))
         yield _line(6, (error.what, ""))
         yield from _explained(error.why, error.remedy)
         return
@@ -148,6 +156,12 @@ def _explained(reason: str, remedy: str) -> Iterator[Line]:
     for label, text in (("why: ", reason), ("what to do: ", remedy)):
         if text:
             yield _line(6, (label, "dim"), (text, ""))
+
+
+def _misfits(misfits: tuple[Misfit, ...]) -> Iterator[Line]:
+    for misfit in misfits:
+        yield _line(6, ("does not fit: ", "bold red"), (misfit.reason, ""))
+        yield from _explained("", misfit.remedy)
 
 
 def _headed(title: str) -> Iterator[Line]:

@@ -1,4 +1,4 @@
-"""The child process of `accelcore doctor --deep`: `python -m accelcore.cli.trial [NAME]`.
+"""The child process of `accelcore doctor --deep`, with a backend's name as its argument or none.
 
 Imports torch; with a name also selects that backend and multiplies two small matrices on it. The line on stderr
 that begins with `SAYS` tells that all is well, or the root of the error; the exit code is 0 or 1 accordingly.
@@ -41,7 +41,3 @@ def main() -> int:
         return 1
     sys.stderr.write(f"{SAYS}{WORKS}\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,127 @@
+"""What plugins answer to doctor, and the child process in which they are asked.
+
+A plugin may take down the process that loads it, so doctor's own loads none. The answers cross over as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import NoReturn
+
+from accelcore import plugins
+from accelcore.cli.foresight import Fault, Foresight, PassedOver, foresee
+from accelcore.cli.offers import offers
+from accelcore.errors import PluginError
+from accelcore.plugins import EXTENSIONS, Candidate, Extension
+from accelcore.probe import Probe
+
+__all__ = ["Answers", "main"]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What came of one question, or of all.
+
+    Attributes:
+        candidates: the backends; without their hooks, and with no more of an error than its words.
+        extensions: the extensions, without their hooks.
+        selection: what `select()` would do; None where that was not the question.
+    """
+
+    candidates: tuple[Candidate, ...] = ()
+    extensions: tuple[Extension, ...] = ()
+    selection: Foresight | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "candidates": [
+                    {
+                        "name": candidate.name,
+                        "distribution": candidate.distribution,
+                        "broken": candidate.error is not None,
+                        "probe": {field.name: getattr(candidate.probe, field.name) for field in fields(Probe)},
+                    }
+                    for candidate in self.candidates
+                ],
+                "extensions": [[one.name, one.distribution, one.reason] for one in self.extensions],
+                "selection": self.selection and asdict(self.selection),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Answers:
+        """Raises ValueError where the text is not whole, PluginError where no plugin could be asked."""
+        data = json.loads(text)
+        if "error" in data:
+            raise PluginError(
+                "the installed plugins cannot be found or asked",
+                why=data["error"],
+                remedy="repair the damaged installation; pip check may tell which distribution it is",
+            )
+        return cls(
+            tuple(_candidate(**candidate) for candidate in data["candidates"]),
+            tuple(Extension(*extension) for extension in data["extensions"]),
+            _foresight(**data["selection"]) if data["selection"] else None,
+        )
+
+
+def _candidate(name: str, distribution: str, broken: bool, probe: dict[str, object]) -> Candidate:
+    values = {field: tuple(value) if isinstance(value, list) else value for field, value in probe.items()}
+    answer = Probe(**values)  # type: ignore[arg-type]  # which checks them itself
+    return Candidate(name, distribution, answer, error=PluginError(answer.reason) if broken else None)
+
+
+def _foresight(passed_over: list[dict[str, str]], error: dict[str, str] | None, **rest: str) -> Foresight:
+    over = tuple(PassedOver(**passed) for passed in passed_over)
+    return Foresight(**rest, passed_over=over, error=Fault(**error) if error else None)
+
+
+def main() -> NoReturn:
+    """Answer the question that the arguments are: `all`, `backend NAME`, `extension POSITION` or `selection`."""
+    question, *which = sys.argv[1:]
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        # What a plugin prints is no answer.
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr
+        try:
+            answer = _QUESTIONS[question](*which).to_json()
+        except Exception as error:  # noqa: BLE001  # no plugin's, for those are in the answers
+            answer = json.dumps({"error": plugins.describe(error)})
+        answers.write(answer)
+    sys.stderr.flush()
+    os._exit(0)  # without what a plugin would do at exit, and without waiting for its threads
+
+
+def _all() -> Answers:
+    return Answers(tuple(plugins.probe_all().values()), tuple(plugins.load_extensions()), foresee())
+
+
+def _backend(name: str) -> Answers:
+    candidate = plugins.find(name)
+    return Answers(candidates=() if candidate is None else (candidate,))
+
+
+def _extension(position: str) -> Answers:
+    offer = offers(EXTENSIONS)[int(position)]
+    error = plugins.within_time(offer.point.load)
+    return Answers(extensions=(Extension(offer.name, offer.label, "" if error is None else plugins.describe(error)),))
+
+
+def _selection() -> Answers:
+    selection = foresee()
+    if selection.chosen is not None:
+        plugins.load_extensions()  # as `select()` does for what it has chosen
+    return Answers(selection=selection)
+
+
+_QUESTIONS: dict[str, Callable[..., Answers]] = {
+    "all": _all,
+    "backend": _backend,
+    "extension": _extension,
+    "selection": _selection,
+}

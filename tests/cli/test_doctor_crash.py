@@ -1,0 +1,161 @@
+"""Plugins that take their process down, block it or spoil its output."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+
+import pytest
+
+from accelcore.cli import inquiry
+
+NO_CORE = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\nimport os, signal\n"
+SEGFAULT = "os.kill(os.getpid(), signal.SIGSEGV)"
+CRASHES = {
+    SEGFAULT: "ended the process by SIGSEGV",
+    "os.abort()": "ended the process by SIGABRT, in File",
+    "os.kill(os.getpid(), signal.SIGKILL)": "ended the process by SIGKILL",
+    "os._exit(3)": "ended the process with exit code 3",
+    "os._exit(0)": "ended the process with exit code 0",
+}
+PROBE = """
+from accelcore import hookimpl
+@hookimpl
+def accelcore_probe():
+    {}
+"""
+BLOCKED = "import ctypes; ctypes.PyDLL(None).sleep(1000)"  # the interpreter with it, threads and all
+SELECT = "import accelcore; print(accelcore.select().name)"
+
+
+def named(entries, name):
+    (entry,) = (entry for entry in entries if entry["name"] == name)
+    return entry
+
+
+@pytest.mark.parametrize("crash", CRASHES)
+@pytest.mark.parametrize("place", ["{}", PROBE], ids=["import", "probe"])
+def test_a_backend_that_ends_its_process_is_named_and_the_rest_is_shown_as_usual(machine, crash, place):
+    machine.fakes.install(NO_CORE + place.format(crash), backends=["rotten"], distribution="rotten-plugin")
+    machine.fakes.install("raise KeyError('LICENSE_FILE')", backends=["odd"])
+    machine.fakes.install("", extensions=["fine"])
+    code, report = machine.doctor()
+    assert code == report["exit_code"] == 1
+    rotten = named(report["backends"], "rotten")
+    assert (rotten["state"], rotten["distribution"]) == ("broken", "rotten-plugin 1.0")
+    assert CRASHES[crash].split(", in File")[0] in rotten["reason"]
+    assert "repair or uninstall rotten-plugin 1.0" in rotten["remedy"]
+    assert "ACCEL_DEVICE" in rotten["remedy"]
+    assert report["usable"] == ["cpu"]
+    assert report["broken"] == ["backend odd", "backend rotten"]
+    assert "LICENSE_FILE" in named(report["backends"], "odd")["reason"]
+    assert named(report["extensions"], "fine")["state"] == "loads"
+    assert report["crash"] == "", "one alone is to blame"
+
+
+def test_the_line_that_crashed_is_told(machine):
+    module = machine.fakes.install(NO_CORE + PROBE.format("os.abort()"), backends=["rotten"])
+    _, report = machine.doctor()
+    reason = named(report["backends"], "rotten")["reason"]
+    assert reason.endswith("in accelcore_probe")
+    assert f"{module}.py" in reason
+
+
+def test_select_is_foreseen_to_crash_where_it_does_and_to_work_where_it_does(machine):
+    machine.fakes.install(NO_CORE + SEGFAULT, backends=["rotten"])
+    _, report = machine.doctor()
+    assert report["selection"]["chosen"] is None
+    assert "SIGSEGV" in report["selection"]["error"]["why"]
+    assert "would not return  ACCEL_DEVICE is not set" in machine.run("doctor").stdout
+    assert machine.python("-c", SELECT).returncode == -signal.SIGSEGV
+    machine.variables["ACCEL_DEVICE"] = "cpu"
+    code, report = machine.doctor()
+    assert (report["selection"]["chosen"], report["selection"]["error"]) == ("cpu:0", None)
+    assert code == 1, "rotten is broken all the same"
+    assert machine.python("-c", SELECT).stdout == "cpu\n"
+
+
+def test_an_extension_that_ends_its_process_is_named(machine):
+    machine.fakes.install(NO_CORE + "os._exit(3)", extensions=["faster"], distribution="faster-plugin")
+    machine.fakes.install("raise KeyError('LICENSE_FILE')", extensions=["odd"])
+    machine.variables["ACCEL_DEVICE"] = "cpu"
+    code, report = machine.doctor()
+    assert code == 1
+    assert report["broken"] == ["extension faster", "extension odd"]
+    faster = named(report["extensions"], "faster")
+    assert faster["reason"] == "loading it ended the process with exit code 3; every select() loads it"
+    assert faster["remedy"] == "repair or uninstall faster-plugin 1.0"
+    assert "LICENSE_FILE" in named(report["extensions"], "odd")["reason"]
+    assert "exit code 3" in report["selection"]["error"]["why"]
+    assert report["usable"] == ["cpu"]
+
+
+def test_plugins_that_crash_only_together_are_told_so(machine):
+    meeting = (
+        "import builtins\nmet = vars(builtins).setdefault('met', [])\nmet.append(1)\nif len(met) > 1: os.abort()\n"
+    )
+    machine.fakes.backend("left", before=NO_CORE + meeting)
+    machine.fakes.backend("right", before=NO_CORE + meeting)
+    machine.variables["ACCEL_DEVICE"] = "cpu"
+    code, report = machine.doctor()
+    assert code == 1
+    assert report["broken"] == ["all plugins together"]
+    assert report["usable"] == ["cpu", "left", "right"]
+    assert report["crash"].startswith("loading and probing all plugins at once ended the process by SIGABRT")
+    assert report["crash"] in machine.run("doctor").stdout
+
+
+def test_a_plugin_that_blocks_the_interpreter_is_killed(machine, monkeypatch):
+    monkeypatch.setattr(inquiry, "_START", 2.0)
+    monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.5")
+    monkeypatch.setenv("ACCEL_DEVICE", "cpu")
+    machine.fakes.install(BLOCKED, backends=["rotten"])
+    answers, crash = inquiry.inquire()
+    (rotten,) = (candidate for candidate in answers.candidates if candidate.name == "rotten")
+    assert rotten.probe.reason == "loading or probing it blocked the process, which was killed after 2.5 seconds"
+    assert crash == ""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_no_process_is_left_when_doctor_is_interrupted(machine, number, code):
+    fifo = machine.folder / "fifo"
+    os.mkfifo(fifo)
+    helper = f"import subprocess; fifo = open({str(fifo)!r}, 'w'); subprocess.Popen(['sleep', '1000'], stdout=fifo)"
+    wait = "print('started', file=fifo, flush=True); import threading; RELEASE = threading.Event(); RELEASE.wait()"
+    machine.fakes.install(f"{helper}\n{wait}", backends=["sleepy"])
+    machine.variables["ACCEL_PROBE_TIMEOUT"] = "100"
+    doctor = machine.start("doctor", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with fifo.open() as held_by_the_child_and_its_helper:
+        assert held_by_the_child_and_its_helper.readline() == "started\n"
+        doctor.send_signal(number)
+        out, err = doctor.communicate(timeout=60)
+        assert (doctor.returncode, out, err.strip()) == (code, "", "")
+        closed, _, _ = select.select([held_by_the_child_and_its_helper], [], [], 60)
+        assert closed, "a process that holds it is still there"
+        assert held_by_the_child_and_its_helper.read() == ""
+
+
+def test_what_a_plugin_prints_or_leaves_running_disturbs_nothing(machine):
+    left = "import threading; RELEASE = threading.Event(); threading.Thread(target=RELEASE.wait, daemon=False).start()"
+    machine.fakes.backend("chatty", before=f"import os, sys\nprint('one')\nos.write(1, b'two')\n{left}")
+    done = machine.run("doctor", "--json")
+    assert done.returncode == 0
+    assert done.stdout.startswith("{")
+    assert "one" in done.stderr
+    assert "two" in done.stderr
+
+
+def test_no_file_in_the_working_directory_passes_for_a_package(machine):
+    for name in ("json", "pluggy", "accelcore"):
+        machine.write(f"{name}.py", "raise SystemExit('not the package')")
+    as_the_console_script = "import sys; del sys.path[0]; from accelcore.cli import main; sys.exit(main(['doctor']))"
+    done = machine.python("-c", as_the_console_script)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_doctor_of_an_isolated_python_asks_in_an_isolated_python(machine):
+    machine.module("sitecustomize", "import os; os._exit(7)")
+    done = machine.python("-I", "-m", "accelcore", "doctor")
+    assert (done.returncode, done.stderr) == (0, "")

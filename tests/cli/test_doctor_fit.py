@@ -1,0 +1,186 @@
+"""What installed distributions require, against what is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def install(machine, name, version="1.0", *requires, raw=b""):
+    """Put a distribution without code on the machine's path, before every installed one."""
+    site = machine.folder / f"site-of-{name}-{version}"
+    metadata = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {r}" for r in requires),
+    ]
+    (metadata / "METADATA").write_bytes("\n".join(lines).encode() + b"\n" + raw)
+    machine.sites.insert(0, str(site))
+
+
+def require(machine, module, requirement):
+    """Let a fake plugin's distribution require something."""
+    (metadata,) = Path(machine.fakes.modules[module]).glob("*.dist-info/METADATA")
+    metadata.write_text(f"{metadata.read_text()}Requires-Dist: {requirement}\n")
+
+
+def toaster(machine, **probe):
+    """A backend whose vendor's distribution is called toaster-runtime."""
+    return machine.fakes.backend("toaster", distributions=("toaster-runtime",), **probe)
+
+
+def misfits(report, name="toaster", kind="backends"):
+    (found,) = (entry["misfits"] for entry in report[kind] if entry["name"] == name)
+    return found
+
+
+def test_a_runtime_that_does_not_fit_is_shown_beside_its_backend_with_a_command(machine):
+    toaster(machine)
+    install(machine, "toaster-runtime", "2.0", "engine==2.13.0")
+    install(machine, "engine", "2.11.0+cpu")
+    code, report = machine.doctor()
+    assert code == report["exit_code"] == 1
+    assert report["broken"] == ["versions for backend toaster"]
+    assert misfits(report) == [
+        {
+            "distribution": "toaster-runtime",
+            "requirement": "engine==2.13.0",
+            "installed": "2.11.0+cpu",
+            "reason": "toaster-runtime 2.0 requires engine==2.13.0, and engine 2.11.0+cpu is installed",
+            "remedy": "pip install engine==2.13.0; or install a version of toaster-runtime that fits engine 2.11.0+cpu",
+        }
+    ]
+    assert "toaster" in report["usable"], "that is for its probe to say"
+    assert misfits(report, "cpu") == []
+    text = machine.run("doctor").stdout
+    assert (
+        f"      does not fit: {misfits(report)[0]['reason']}\n      what to do: {misfits(report)[0]['remedy']}" in text
+    )
+    assert text.rstrip().endswith("broken: versions for backend toaster")
+
+
+def test_a_backend_that_cannot_work_here_and_does_not_fit_is_both(machine):
+    toaster(machine, available=False, count=0, reason="no toaster", remedy="buy one")
+    install(machine, "toaster-runtime", "2.0", "engine>=3")
+    code, report = machine.doctor()
+    assert code == 1
+    (misfit,) = misfits(report)
+    assert misfit["installed"] is None
+    assert misfit["reason"] == "toaster-runtime 2.0 requires engine>=3, and engine is not installed"
+    assert misfit["remedy"] == "pip install 'engine>=3'", "in the quotes that a shell needs"
+    assert "toaster" not in report["usable"]
+
+
+@pytest.mark.parametrize(
+    ("requirement", "installed"),
+    [
+        ("engine==2.13.0", "2.13.0+cpu"),
+        ("engine>=2.11,<2.14", "2.13.0+cu130"),
+        ("engine>=2.13", "2.14.0rc1"),
+        ("Engine ~= 2.13", "2.13.1"),
+        ("engine", "0.1"),
+        ("engine[fast]>=1", "1"),
+        ("engine==9; python_version < '3'", "1"),
+        ("engine==9; extra == 'fast'", "1"),
+        ("engine @ https://example.org/engine.whl", "1"),
+    ],
+)
+def test_what_is_no_misfit(machine, requirement, installed):
+    toaster(machine)
+    install(machine, "toaster-runtime", "2.0", requirement)
+    install(machine, "engine", installed)
+    code, report = machine.doctor()
+    assert misfits(report) == []
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("requirement", "installed"),
+    [
+        ("engine==2.13.0", "2.13.1"),
+        ("engine==2.13.0+cpu", "2.13.0"),
+        ("engine>=2.13", "2.13.0rc1"),
+        ("engine<2.13", "2.13.0+cpu"),
+        ("engine==9; python_version > '3'", "1"),
+    ],
+)
+def test_what_is_a_misfit(machine, requirement, installed):
+    toaster(machine)
+    install(machine, "toaster-runtime", "2.0", requirement)
+    install(machine, "engine", installed)
+    code, report = machine.doctor()
+    assert [misfit["installed"] for misfit in misfits(report)] == [installed]
+    assert code == 1
+
+
+def test_a_vendor_s_distribution_that_is_not_installed_requires_nothing(machine):
+    toaster(machine)
+    code, report = machine.doctor()
+    assert misfits(report) == []
+    assert code == 0
+
+
+def test_what_plugins_extensions_and_accelcore_itself_require_counts_too(machine):
+    plugin = machine.fakes.backend("toaster")
+    require(machine, plugin, "accelcore>=9,<10")
+    extension = machine.fakes.install("", extensions=["faster"])
+    require(machine, extension, "gone")
+    install(machine, "accelcore", "0.1.0", "torch>=99")
+    code, report = machine.doctor()
+    assert code == 1
+    assert report["broken"] == [
+        "versions for accelcore",
+        "versions for backend toaster",
+        "versions for extension faster",
+    ]
+    assert [misfit["requirement"] for misfit in report["misfits"]] == ["torch>=99"]
+    assert [misfit["requirement"] for misfit in misfits(report)] == ["accelcore<10,>=9"]
+    assert [misfit["requirement"] for misfit in misfits(report, "faster", "extensions")] == ["gone"]
+    assert "does not fit: accelcore 0.1.0 requires torch>=99, and torch 2." in machine.run("doctor").stdout
+
+
+def test_a_broken_plugin_s_versions_are_checked_all_the_same(machine):
+    module = machine.fakes.install("raise ImportError('undefined symbol')", backends=["rotten"])
+    require(machine, module, "torch==1.0")
+    _, report = machine.doctor()
+    assert [misfit["requirement"] for misfit in misfits(report, "rotten")] == ["torch==1.0"]
+    assert report["broken"] == ["backend rotten", "versions for backend rotten"]
+
+
+@pytest.mark.parametrize(
+    ("requirement", "installed", "raw"),
+    [
+        ("engine (==", "1", b""),
+        ("engine; no_such_marker == '1'", "1", b""),
+        ("engine; os_name ~= 'x'", "1", b""),
+        ("engine>=1", "as built by Bob", b""),
+        ("engine", "1", b"Summary: \xff\xfe\n"),
+        ("engine \x1b[31m", "1", b""),
+    ],
+)
+def test_metadata_that_cannot_be_read_is_reported(machine, requirement, installed, raw):
+    toaster(machine)
+    install(machine, "toaster-runtime", "2.0", requirement, raw=raw)
+    install(machine, "engine", installed)
+    code, report = machine.doctor()
+    (misfit,) = misfits(report)
+    assert "cannot be read" in misfit["reason"]
+    assert "toaster-runtime" in misfit["reason"]
+    assert misfit["remedy"] == "pip install --force-reinstall toaster-runtime"
+    assert code == 1
+    assert machine.run("doctor").stdout.count("\x1b") == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"Summary: \xff\xfe\n"], ids=["empty", "no-text"])
+def test_a_plugin_whose_own_metadata_cannot_be_read_is_no_traceback(machine, content):
+    module = machine.fakes.backend("toaster")
+    (metadata,) = Path(machine.fakes.modules[module]).glob("*.dist-info/METADATA")
+    metadata.write_bytes(content)
+    done = machine.run("doctor")
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert "cannot be read" in done.stdout or "cannot be found or asked" in done.stderr
