@@ -238,7 +238,11 @@ def _remedy(points: list[EntryPoint]) -> str:
 
 
 def _distribution(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unnamed distribution"
+    try:
+        name, version = (point.dist.name, point.dist.version) if point.dist else ("", "")
+    except (ValueError, KeyError):  # its metadata is no text, or empty
+        name = version = ""
+    return f"{name} {version}" if name and version else "an unnamed distribution"
 
 
 def describe(error: BaseException | None) -> str:

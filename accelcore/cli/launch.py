@@ -107,9 +107,9 @@ def _autoload_would_fail() -> str:
     found = autoloads()
     if not found:
         return ""
-    from accelcore import plugins
+    from accelcore.cli.inquiry import inquire  # in a process of its own: this one is about to become the script
 
-    pairs = doomed(found, plugins.probe_all().values())
+    pairs = doomed(found, inquire()[0].candidates)
     return "; ".join(
         f"import torch would load {autoload}, and {candidate.name} is not usable here: {candidate.probe.reason}"
         for autoload, candidate in pairs
