@@ -124,6 +124,7 @@ class Backend:
         clip_norm: float | None = None,
         parallel: str = "none",
         compile: bool | Mapping[str, Any] = False,
+        graph: bool = False,
     ) -> Trainer:
         """Prepare a model and its optimizer for training here; see `Trainer` for the arguments."""
         from accelcore.training.trainer import Trainer
@@ -141,4 +142,5 @@ class Backend:
             clip_norm=clip_norm,
             parallel=parallel,
             compile=compile,
+            graph=graph,
         )

@@ -23,7 +23,7 @@ class Capabilities:
         process_groups: torch.distributed backends the collectives run on.
         parallel: data-parallel strategies the trainer offers here.
         streams: work can be queued on side streams (`runtime.side_stream`).
-        graphs: a whole step can be captured and replayed.
+        graphs: a whole step can be captured and launched as one (`trainer(..., graph=True)`).
         pinned_memory: host memory can be pinned for faster transfers (`runtime.pin`).
         overflow_flag: the device reports overflow by a flag, beside inf and nan in the gradients.
     """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,15 +14,22 @@ from accelcore.roles.runtime import TorchRuntime
 
 __all__ = ["AcceleratorRuntime"]
 
+T = TypeVar("T")
+
 
 class AcceleratorRuntime(TorchRuntime):
     """A device that torch has a module for (`torch.get_device_module`), with streams, memory and random numbers.
 
     Its random state is saved under torch's name of the device.
+
+    Args:
+        device: with its index.
+        graph: makes an empty graph of this device's, such as `torch.cuda.CUDAGraph`; None where there are none.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, graph: Callable[[], Any] | None = None) -> None:
         super().__init__(device)
+        self._new_graph = graph
         self._module: Any = torch.get_device_module(device)
         self._side: Any = None
 
@@ -46,6 +53,14 @@ class AcceleratorRuntime(TorchRuntime):
 
     def pin(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory()
+
+    def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        if self._new_graph is None:
+            return super().capture(work)
+        graph = self._new_graph()
+        with self.side_stream() as side, self._module.graph(graph, stream=side):
+            returned = work()
+        return returned, graph.replay
 
     @contextmanager
     def _beside(self) -> Iterator[object]:

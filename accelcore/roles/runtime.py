@@ -7,7 +7,7 @@ import dataclasses
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -82,6 +82,16 @@ class Runtime(ABC):
             UnsupportedError: the backend declares no `streams`.
         """
         raise UnsupportedError(f"there are no side streams on {self.device}", remedy="queue the work as it comes")
+
+    def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Record the work that `work` queues, without doing it: what it returned, and a function that does it.
+
+        What it returned is the recording's own memory, which each launch overwrites.
+
+        Raises:
+            UnsupportedError: the backend declares no `graphs`.
+        """
+        raise UnsupportedError(f"there are no graphs on {self.device}", remedy="queue the work as it comes")
 
     def pin(self, tensor: Tensor) -> Tensor:
         """A copy of a CPU tensor in pinned memory, from which `to_device` transfers while the host goes on.

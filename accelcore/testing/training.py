@@ -158,6 +158,30 @@ class TestTraining:
             assert error(torch.tensor(found), torch.tensor(expected)) < 1e-3
             assert trainer.compiled.compiled or trainer.compiled.reason
 
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_graph(self, accel: Backend, precision: str) -> None:
+        """Captured steps give the losses of eager ones: with clipping, a schedule, short batches and open windows."""
+        known = accel.capabilities
+        with declared(known.graphs and (precision == "fp32" or "bfloat16" in known.autocast_dtypes), "captured steps"):
+            data = [*batches(12), *batches(2, 8), *batches(7)]
+            found = []
+            for graph in (False, True):
+                model = network()
+                optimizer = accel.optimizers.create("adamw", model.parameters(), lr=LR, route="foreach")
+                scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+                trainer = accel.trainer(
+                    model, optimizer, loss=loss_of, scheduler=scheduler, precision=precision, accumulate=2,
+                    clip_norm=0.5, graph=graph,
+                )  # fmt: skip
+                losses = [float(trainer(accel.runtime.to_device(batch))) for batch in data]
+                trainer.flush()
+                found.append((losses, [weight.tolist() for weight in weights(model)], trainer.steps))
+            (eager, eager_weights, steps), (graphed, graphed_weights, graphed_steps) = found
+            assert error(torch.tensor(graphed), torch.tensor(eager)) < 1e-4
+            for one, other in zip(graphed_weights, eager_weights, strict=True):
+                assert error(torch.tensor(one), torch.tensor(other)) < 1e-3
+            assert graphed_steps == steps == 11
+
     @pytest.mark.parametrize("parallel", ["ddp", "fsdp", "combine_ddp", "no such strategy"])
     def test_parallel(self, accel: Backend, parallel: str) -> None:
         """A strategy that is declared runs in one process as if it were not there; another is refused."""

@@ -111,7 +111,7 @@ def _shared_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _rank_state(trainer: Trainer) -> dict[str, Any]:
-    gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()} if trainer._micro else {}
     # Within a window the ranks' buffers may differ: they are made one when the window ends.
     buffers = dict(trainer.model.named_buffers()) if trainer._micro else {}
     return {
@@ -236,6 +236,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         members = [names[id(parameter)] for parameter in live["params"]]
         order.update(zip(group["params"], members, strict=True))
         options = {key: value for key, value in group.items() if key not in _ROUTE_SWITCHES}
+        options["lr"] = float(options["lr"])  # a tensor where steps are captured
         groups.append({**options, "params": members})
     return {"groups": groups, "state": {order[number]: entry for number, entry in state["state"].items()}}
 
@@ -264,6 +265,8 @@ def _torch_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[s
         for name in members:
             numbers[name] = len(numbers)
         switches = {key: live[key] for key in _ROUTE_SWITCHES if key in live}
+        if isinstance(live["lr"], Tensor):
+            theirs = {**theirs, "lr": torch.full_like(live["lr"], theirs["lr"])}
         groups.append({**own_options, **theirs, **switches, "params": [numbers[name] for name in members]})
     if len(saved["groups"]) != len(groups):
         raise CheckpointError(

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
-from accelcore.errors import ConfigurationError, DistributedError, TrainingError, UnsupportedError
+from accelcore.errors import DistributedError, UnsupportedError
 from accelcore.training.batches import Feed
+from accelcore.training.checks import check_arguments, check_declared, no_loss
+from accelcore.training.graph import GraphedStep
 from accelcore.training.parallel import create_parallel
 from accelcore.training.policy import Policy, choose_policy
 
@@ -60,6 +62,10 @@ class Trainer:
         clip_norm: largest 2-norm of all gradients together; None clips nothing.
         parallel: `"none"` or `"ddp"`; in a job of one process both do nothing.
         compile: True, or options for the compiler.
+        graph: capture whole steps and launch each as one, which pays where a step is many short operators. For
+            `trainer(batch)` on one rank, with a few shapes of batch. After three eager windows each kind of batch is
+            captured once; `aux` is then memory that the next step overwrites. With a dynamic loss scale the optimizer
+            must be one whose kernel skips an overflowed step by itself.
 
     Attributes:
         model: the module that was given.
@@ -90,9 +96,10 @@ class Trainer:
         clip_norm: float | None = None,
         parallel: str = "none",
         compile: bool | Mapping[str, Any] = False,
+        graph: bool = False,
     ) -> None:
-        _check(model, optimizer, scheduler, accumulate, clip_norm)
-        _check_declared(backend, model, compile)
+        check_arguments(model, optimizer, scheduler, accumulate, clip_norm)
+        check_declared(backend, model, compile, graph)
         policy = choose_policy(precision, loss_scale)
         self._backend = backend
         self._autocast_dtype = getattr(torch, policy.autocast) if policy.autocast else None
@@ -124,8 +131,13 @@ class Trainer:
         self._parameters = list(model.parameters())
         self._micro = 0
         self._feeds: dict[str, Feed] = {}
+        self._graphed: GraphedStep | None = None
         self._parallel.open(accumulate)
         self._clear()
+        if graph:
+            if self._world_size > 1:
+                raise UnsupportedError("graph=True in a job of several ranks", remedy="leave graph out")
+            self._graphed = GraphedStep(backend.runtime, optimizer, self._forward_backward, self._update_parameters)
 
     @property
     def skipped(self) -> int:
@@ -166,15 +178,11 @@ class Trainer:
 
     def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch; the loss, detached and unscaled. Does not wait for the device."""
-        with self._region:
-            loss = self._loss(self.forward, batch)
-        self.aux = None
-        if type(loss) is tuple:
-            loss, self.aux = loss
-        self.backward(loss)
+        if self._graphed is not None:
+            return self._launch(self._graphed, batch)
+        loss, self.aux = self._forward_backward(batch)
         self.update()
-        detached: Tensor = loss.detach()
-        return detached
+        return loss.detach()
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the forward pass and the loss."""
@@ -188,7 +196,7 @@ class Trainer:
                 not `trainer.forward` in a job of several ranks.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise _no_loss(loss)
+            raise no_loss(loss)
         self._parallel.check()
         scaled = self.scaler.scale(loss)
         # What backward starts from. Dividing the loss instead costs an operator here, and one in backward.
@@ -249,6 +257,23 @@ class Trainer:
         self._check_job()
         return resume(self, Path(folder))
 
+    def _forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
+        with self._region:
+            loss = self._loss(self.forward, batch)
+        aux = None
+        if type(loss) is tuple:
+            loss, aux = loss
+        self.backward(loss)
+        return loss, aux
+
+    def _launch(self, graphed: GraphedStep, batch: Any) -> Tensor:
+        last = self._micro == self._accumulate - 1
+        loss, self.aux = graphed(batch, first=self._micro == 0, last=last)
+        self._micro += 1
+        if last:
+            self._end_window()
+        return loss
+
     def _autocast(self) -> AbstractContextManager[object]:
         if self._autocast_dtype is None:
             return nullcontext()
@@ -260,6 +285,10 @@ class Trainer:
             yield
 
     def _close(self) -> None:
+        self._update_parameters()
+        self._end_window()
+
+    def _update_parameters(self) -> None:
         if self._clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             # Those the optimizer has, and no others: others were not unscaled, and are not looked at for overflow.
@@ -267,9 +296,11 @@ class Trainer:
             nn.utils.clip_grad_norm_(trained, self._clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self._clear()
+
+    def _end_window(self) -> None:
         if self.scheduler is not None:
             self.scheduler.step()
-        self._clear()
         self._micro = 0
         self.steps += 1
         self._parallel.open(self._accumulate)
@@ -284,6 +315,8 @@ class Trainer:
 
     def _restart(self, micro: int, gradients: Mapping[str, Tensor]) -> None:
         """Be at a saved place within a window."""
+        if self._graphed is not None:
+            self._graphed.forget()
         self._clear()
         for name, parameter in self.model.named_parameters():
             if name in gradients:
@@ -294,8 +327,11 @@ class Trainer:
             self._parallel.last()
 
     def _clear(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+        if self._graphed is not None and self._graphed.holds_gradients:
+            self._graphed.clear()
+        else:
+            for parameter in self._parameters:
+                parameter.grad = None
 
     def _feed(self, name: str) -> Feed:
         if name not in self._feeds:
@@ -334,67 +370,3 @@ def _scaler(backend: Backend, loss_scale: float | str | None) -> LossScaler:
     if loss_scale == "dynamic":
         return backend.scaler.create()
     return backend.scaler.create(init=float(loss_scale), dynamic=False)
-
-
-def _check(
-    model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None, accumulate: int, clip_norm: float | None
-) -> None:
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ConfigurationError(
-            f"the model is already wrapped in {type(model).__name__}",
-            remedy='give the bare module and say parallel="ddp"',
-        )
-    names = {id(parameter) for parameter in model.parameters()}
-    strangers = sum(id(parameter) not in names for group in optimizer.param_groups for parameter in group["params"])
-    if strangers:
-        raise ConfigurationError(
-            f"{strangers} of the optimizer's parameters are not in the model",
-            why="they would be neither moved to the device, nor reduced over ranks, nor saved",
-            remedy="make the optimizer from model.parameters(), and make what else is trained a submodule",
-        )
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigurationError(f"accumulate={accumulate!r} makes no sense", remedy="give a whole number, 1 or more")
-    if clip_norm is not None and (not isinstance(clip_norm, int | float) or not clip_norm > 0):
-        raise ConfigurationError(f"clip_norm={clip_norm!r} makes no sense", remedy="give a number > 0, or None")
-    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ConfigurationError("the scheduler is another optimizer's", remedy="make it from the optimizer given here")
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigurationError(
-            "ReduceLROnPlateau needs a metric, which the trainer does not have",
-            remedy="leave it out here and call scheduler.step(metric) yourself",
-        )
-
-
-def _check_declared(backend: Backend, model: nn.Module, compile: object) -> None:
-    declared = backend.capabilities
-    for name, parameter in model.named_parameters():
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        if parameter.is_floating_point() and dtype not in declared.model_dtypes:
-            raise UnsupportedError(
-                f"the parameter {name} is {dtype}, which {backend.name} does not train",
-                available=", ".join(declared.model_dtypes),
-                remedy='keep the parameters in fp32 and say precision="bf16" or "fp16"',
-            )
-    if not isinstance(compile, bool | Mapping):
-        raise ConfigurationError(
-            f"compile={compile!r} makes no sense", available='True, False, or options such as {"mode": "max-autotune"}'
-        )
-    if compile is not False and not declared.compilers:
-        raise UnsupportedError(f"{backend.name} declares no compiler", remedy="leave compile out")
-
-
-def _no_loss(loss: object) -> TrainingError:
-    if not isinstance(loss, Tensor):
-        return TrainingError(
-            f"the loss is a {type(loss).__name__}, not a tensor",
-            remedy="return a scalar tensor, or (scalar, aux), from loss(model, batch) or from the model",
-        )
-    if loss.numel() != 1:
-        return TrainingError(
-            f"the loss has shape {tuple(loss.shape)}, not a scalar's",
-            remedy="reduce it, with loss.mean() or loss.sum()",
-        )
-    return TrainingError(
-        "the loss depends on no parameter that is trained",
-        remedy="look for torch.no_grad(), detach() or frozen parameters on its way",
-    )

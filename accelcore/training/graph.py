@@ -1,0 +1,164 @@
+"""Training steps as captured graphs: the device's work is recorded once and launched whole from then on.
+
+A captured graph runs on the very memory that it was recorded with. So batches are copied into tensors of its own,
+gradients are kept and set to zero in place, and what the host would decide at each step (the learning rate) becomes a
+tensor. Whatever else a graph would have baked in is watched, and recorded anew when it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from accelcore.errors import TrainingError
+from accelcore.roles.runtime import Runtime
+
+__all__ = ["GraphedStep"]
+
+WARM_UP = 3
+"""Windows that are trained eagerly first: libraries allocate their workspaces, and optimizers their state."""
+
+_LIMIT = 16  # graphs that are kept; each holds the memory of a whole step
+
+
+@dataclass
+class _Graph:
+    inputs: list[Tensor]
+    loss: Tensor
+    aux: Any
+    replay: Callable[[], None]
+
+
+class GraphedStep:
+    """The device's part of a training step, eager while it warms up, then captured.
+
+    Args:
+        runtime: captures.
+        optimizer: one that keeps its step count on the device, as torch's do with `capturable`, which is set here.
+        forward_backward: given a batch, trains on it and returns the loss and what came beside it.
+        close: updates the parameters and clears the gradients.
+
+    A step that cannot be captured, or a batch of a 17th kind, is a TrainingError.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        optimizer: Optimizer,
+        forward_backward: Callable[[Any], tuple[Tensor, Any]],
+        close: Callable[[], None],
+    ) -> None:
+        self._runtime, self._optimizer = runtime, optimizer
+        self._forward_backward, self._close = forward_backward, close
+        self._graphs: dict[Any, _Graph] = {}
+        self._received: list[nn.Parameter] = []
+        self._windows = 0
+        self._prepare()
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients are the graphs' own memory: set to zero between windows, and never dropped."""
+        return bool(self._received)
+
+    def __call__(self, batch: Any, *, first: bool, last: bool) -> tuple[Tensor, Any]:
+        """Train on one micro-batch, the window's first, last, both or neither; the loss, detached, and the rest."""
+        if first and not self._received and self._windows >= WARM_UP:
+            self._keep_gradients()
+        if not self._received:
+            self._windows += last
+            with self._runtime.side_stream():  # where captures run: nothing of autograd's may hang on another stream
+                return self._work(batch, last)
+        leaves, tree = pytree.tree_flatten(batch)
+        key = (last, str(tree), tuple(map(_kind, leaves)), _hyperparameters(self._optimizer))
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._capture(leaves, tree, last)
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        for mine, given in zip(graph.inputs, tensors, strict=True):
+            mine.copy_(given, non_blocking=True)
+        graph.replay()
+        return graph.loss.clone(), graph.aux
+
+    def clear(self) -> None:
+        """Set the gradients to zero, where others would drop them."""
+        gradients = [parameter.grad for parameter in self._received]
+        torch._foreach_zero_([gradient for gradient in gradients if gradient is not None])
+
+    def forget(self) -> None:
+        """Drop every graph, because the memory they were captured with is no longer the training's."""
+        self._graphs.clear()
+        self._received, self._windows = [], 0
+        self._prepare()
+
+    def _work(self, batch: Any, last: bool) -> tuple[Tensor, Any]:
+        loss, aux = self._forward_backward(batch)
+        if not self._received:
+            self._seen.update(id(p) for p in _parameters(self._optimizer) if p.grad is not None)
+        if last:
+            self._close()
+        return loss.detach(), aux
+
+    def _capture(self, leaves: list[Any], tree: Any, last: bool) -> _Graph:
+        if len(self._graphs) >= _LIMIT:
+            raise TrainingError(
+                f"this is the {_LIMIT + 1}th kind of batch, and each is a graph of its own",
+                why="a graph is captured for one shape of batch and one setting of the optimizer",
+                remedy="give all batches one shape (drop_last=True, padding), or leave graph=True out",
+            )
+        static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        batch = pytree.tree_unflatten(static, tree)
+
+        try:
+            (loss, aux), replay = self._runtime.capture(lambda: self._work(batch, last))
+        except RuntimeError as error:
+            raise TrainingError(
+                "the training step cannot be captured as a graph",
+                why=str(error).strip().split("\n", 1)[0],
+                remedy="leave out of model and loss what the host must wait for (item(), print, shapes that depend on "
+                "values), take an optimizer that stays on the device, or leave graph=True out",
+            ) from error
+        newcomers = sum(p.grad is not None and id(p) not in self._seen for p in _parameters(self._optimizer))
+        if newcomers:
+            raise TrainingError(
+                f"{newcomers} parameters received their first gradient after the warm-up of {WARM_UP} windows",
+                why="the graphs captured before would not take part in their update",
+                remedy="use the same parameters in each step, or leave graph=True out",
+            )
+        return _Graph([leaf for leaf in static if isinstance(leaf, Tensor)], loss, aux, replay)
+
+    def _keep_gradients(self) -> None:
+        """From now on gradients are memory that every graph adds to. One that never came stays None: it is no zero."""
+        for parameter in _parameters(self._optimizer):
+            if id(parameter) in self._seen:
+                parameter.grad = torch.zeros_like(parameter)
+                self._received.append(parameter)
+
+    def _prepare(self) -> None:
+        self._seen: set[int] = set()
+        for group in self._optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True
+            if not isinstance(group["lr"], Tensor):  # a schedule writes into it, and so into the graph
+                group["lr"] = torch.tensor(group["lr"], device=self._runtime.device)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+
+
+def _hyperparameters(optimizer: Optimizer) -> Any:
+    """What a graph has baked in of the optimizer's options."""
+    return tuple(
+        value for group in optimizer.param_groups for key, value in group.items()
+        if key != "params" and isinstance(value, bool | int | float | tuple)
+    )  # fmt: skip
