@@ -158,8 +158,8 @@ class TestTraining:
             assert error(torch.tensor(found), torch.tensor(expected)) < 1e-3
             assert trainer.compiled.compiled or trainer.compiled.reason
 
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-    def test_graph(self, accel: Backend, precision: str) -> None:
+    @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05)])
+    def test_graph(self, accel: Backend, precision: str, tolerance: float) -> None:
         """Captured steps give the losses of eager ones: with clipping, a schedule, short batches and open windows."""
         known = accel.capabilities
         with declared(known.graphs and (precision == "fp32" or "bfloat16" in known.autocast_dtypes), "captured steps"):
@@ -177,9 +177,9 @@ class TestTraining:
                 trainer.flush()
                 found.append((losses, [weight.tolist() for weight in weights(model)], trainer.steps))
             (eager, eager_weights, steps), (graphed, graphed_weights, graphed_steps) = found
-            assert error(torch.tensor(graphed), torch.tensor(eager)) < 1e-4
+            assert error(torch.tensor(graphed), torch.tensor(eager)) < tolerance
             for one, other in zip(graphed_weights, eager_weights, strict=True):
-                assert error(torch.tensor(one), torch.tensor(other)) < 1e-3
+                assert error(torch.tensor(one), torch.tensor(other)) < 10 * tolerance
             assert graphed_steps == steps == 11
 
     @pytest.mark.parametrize("parallel", ["ddp", "fsdp", "combine_ddp", "no such strategy"])
