@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from accelcore.errors import CheckpointError
 from accelcore.roles.runtime import TorchRuntime
@@ -32,6 +33,7 @@ class AcceleratorRuntime(TorchRuntime):
         self._new_graph = graph
         self._module: Any = torch.get_device_module(device)
         self._side: Any = None
+        self._transfers: Any = None
 
     def rng_state(self) -> dict[str, Tensor]:
         return {**super().rng_state(), self.device.type: self._module.get_rng_state(self.device)}
@@ -47,6 +49,23 @@ class AcceleratorRuntime(TorchRuntime):
                     f"the saved random state of {self.device.type} does not fit this one", why=str(error)
                 ) from error
         return unknown
+
+    def prefetch(self, batch: T) -> Callable[[], T]:
+        if self._transfers is None:
+            self._transfers = self._module.Stream(self.device)
+        with self._module.stream(self._transfers):
+            moved = self.to_device(batch)
+            arrived = self._transfers.record_event()
+
+        def ready() -> T:
+            user = self._module.current_stream(self.device)
+            user.wait_event(arrived)
+            for leaf in pytree.tree_leaves(moved):
+                if isinstance(leaf, Tensor):  # its memory is the transfers' own, and must outlast its use
+                    leaf.record_stream(user)
+            return moved
+
+        return ready
 
     def side_stream(self) -> AbstractContextManager[object]:
         return self._beside()

@@ -75,6 +75,14 @@ class Runtime(ABC):
         stays as it is; tensors already there are not copied.
         """
 
+    def prefetch(self, batch: T) -> Callable[[], T]:
+        """Begin to move a batch, and return a function that gives it, for use by the work queued from then on.
+
+        Where transfers can overlap work, those from pinned memory do.
+        """
+        moved = self.to_device(batch)
+        return lambda: moved
+
     def side_stream(self) -> AbstractContextManager[object]:
         """A context whose work runs beside the work queued before it, and after which all later work waits for it.
 

@@ -152,6 +152,15 @@ class TestRuntime:
         assert after.used - before.used > 48 * MEBIBYTE, "64 MiB were allocated, and the figure did not follow"
         assert held.numel() > 0
 
+    def test_prefetch(self, accel: Backend) -> None:
+        """A batch whose transfer was begun ahead arrives whole, whatever is queued and dropped in between."""
+        waiting = [accel.runtime.prefetch({"rows": torch.full((4096,), float(n)), "n": n}) for n in range(4)]
+        for n, ready in enumerate(waiting):
+            batch: Any = ready()
+            assert batch["rows"].device == accel.device
+            doubled = batch["rows"] * 2
+            assert (batch["n"], doubled.sum().item()) == (n, 8192.0 * n)
+
     def test_side_stream(self, accel: Backend) -> None:
         """What is computed on a side stream can be used after it, in order."""
         with declared(accel.capabilities.streams, "side streams"):

@@ -8,7 +8,8 @@ batches, which also brings the random numbers inside loader workers to where the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -72,12 +73,23 @@ class Feed:
             self._start = self._runtime.rng_state()
             self._generators_start = [generator.get_state() for generator in generators]
             iterator = self._begin(source)
-        to_device = self._runtime.to_device
-        for batch in iterator:
+        # Workers read ahead as it is. Without them, reading ahead would draw the next batch's random numbers too early.
+        ahead = isinstance(source, DataLoader) and source.num_workers > 0 and source.pin_memory
+        for batch in self._one_ahead(iterator) if ahead else map(self._runtime.to_device, iterator):
             self.taken += 1
-            yield to_device(batch)
+            yield batch
         self.epoch, self.taken = self.epoch + 1, 0
         self._generators_start = [generator.get_state() for generator in generators]
+
+    def _one_ahead(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Batches on the device, each transfer begun before the batch in front of it is used."""
+        waiting: deque[Callable[[], Any]] = deque()
+        for batch in iterator:
+            waiting.append(self._runtime.prefetch(batch))
+            if len(waiting) > 1:
+                yield waiting.popleft()()
+        for ready in waiting:
+            yield ready()
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as `load_state_dict` takes it."""

@@ -1,0 +1,1 @@
+"""Stands in for matplotlib where that is not installed: nothing is drawn."""

@@ -1,0 +1,1 @@
+"""Stands in for rich where that is not installed: nothing is drawn."""

@@ -1,0 +1,1 @@
+"""Stands in for scikit-learn where that is not installed: other images, alike for every device."""

@@ -1,0 +1,5 @@
+"""The conformance suite, on a GPU."""
+
+from __future__ import annotations
+
+from accelcore.testing import *  # noqa: F403

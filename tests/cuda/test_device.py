@@ -1,0 +1,172 @@
+"""The probe against what torch finds, and what the backend declares against what the GPU does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import accelcore
+from accelcore.errors import BackendUnavailableError
+
+
+def test_the_probe_counts_what_torch_counts():
+    probe = accelcore.installed()["cuda"]
+    assert probe.available, f"torch finds {torch.cuda.device_count()} GPUs, and the probe says: {probe.reason}"
+    assert probe.count == torch.cuda.device_count()
+
+
+@pytest.mark.parametrize("value", ["0", "0,0", "0,-1", "-1", "", "99", "0,99", "GPU-", "GPU-ffffffff", "nonsense"])
+def test_the_probe_reads_visible_devices_as_cuda_does(value, run_python, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    found = run_python(
+        """
+        import accelcore
+        count = accelcore.installed()["cuda"].count
+        import warnings
+        import torch
+        warnings.simplefilter("ignore")
+        print(count, torch.cuda.device_count(), torch._C._cuda_getDeviceCount())
+        """
+    )
+    by_probe, by_torch, by_cuda = map(int, found.split())
+    assert by_probe == by_torch == by_cuda
+
+
+def test_the_gpus_uuid_is_known(run_python, monkeypatch):
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", uuid[:16])
+    assert run_python("import accelcore; print(accelcore.installed()['cuda'].count)").strip() == "1"
+
+
+def test_the_next_index_is_refused():
+    count = torch.cuda.device_count()
+    with pytest.raises(BackendUnavailableError, match=f"no device cuda:{count}") as caught:
+        accelcore.select(f"cuda:{count}")
+    assert caught.value.available.startswith("cuda:0")
+
+
+def test_the_declaration_is_the_one_of_this_gpu(accel):
+    able = accel.capabilities
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    assert (able.autocast_dtypes[0] == "bfloat16") is native
+    assert ("bfloat16" in able.model_dtypes) is native
+    if torch.version.hip is None:
+        assert (able.fast_fp32 == "tf32") is torch.cuda.is_tf32_supported()
+    assert {"adam", "adamw", "sgd"} <= set(able.native_optimizers)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "adam", "adamw", "sgd"])
+def test_a_native_optimizer_runs_torchs_kernel(accel, name, monkeypatch):
+    if name not in accel.capabilities.native_optimizers:
+        pytest.skip(f"not declared: {name}")
+    calls = []
+    kernel = getattr(torch, f"_fused_{name}_")
+    monkeypatch.setattr(torch, f"_fused_{name}_", lambda *args, **options: calls.append(1) or kernel(*args, **options))
+    weights = [torch.nn.Parameter(torch.ones(3, device=accel.device)) for _ in range(5)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    accel.optimizers.create(name, weights, lr=0.1).step()
+    assert calls == [1], "one launch for all parameters"
+
+
+def test_others_run_foreach(accel):
+    choices = {choice.route: choice.chosen for choice in accel.optimizers.explain("rmsprop")}
+    assert choices == {"foreach": True, "loop": False}
+
+
+def test_memory_follows_what_is_allocated(accel):
+    before = accel.runtime.memory()
+    held = torch.empty(2**24, dtype=torch.uint8, device=accel.device)
+    after = accel.runtime.memory()
+    assert after.used - before.used == held.numel()
+    assert after.peak >= after.used
+    assert after.total == torch.cuda.mem_get_info(accel.device)[1]
+    del held
+    assert accel.runtime.memory().used == before.used
+
+
+def test_a_captured_graph_replays(accel):
+    layer = torch.nn.Linear(8, 8).to(accel.device)
+    inputs = torch.ones(4, 8, device=accel.device)
+    with accel.runtime.side_stream(), torch.no_grad():
+        layer(inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        output = layer(inputs)
+    inputs.fill_(2.0)
+    graph.replay()
+    accel.runtime.synchronize()
+    with torch.no_grad():
+        assert torch.allclose(output, layer(inputs))
+
+
+def test_a_side_stream_is_another_stream_and_the_same_each_time(accel):
+    outer = torch.cuda.current_stream(accel.device)
+    seen = []
+    for _ in range(2):
+        with accel.runtime.side_stream():
+            seen.append(torch.cuda.current_stream(accel.device))
+    assert seen[0] == seen[1] != outer
+    with pytest.raises(ZeroDivisionError), accel.runtime.side_stream():
+        raise ZeroDivisionError
+    assert torch.cuda.current_stream(accel.device) == outer
+
+
+def test_deterministic_training_can_be_repeated(run_python):
+    script = """
+        import accelcore, torch
+        accel = accelcore.select("cuda")
+        for _ in range(2):
+            accel.runtime.seed(3, deterministic=True)
+            model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(288, 4))
+            optimizer = accel.optimizers.create("adamw", model.parameters(), lr=1e-2)
+            trainer = accel.trainer(model, optimizer, loss=lambda model, batch: model(batch).square().mean())
+            losses = [trainer(torch.randn(16, 3, 8, 8, device=accel.device)) for _ in range(20)]
+            print([loss.item() for loss in losses])
+    """
+    first, second = run_python(script).splitlines()
+    assert first == second
+
+
+# Fork.
+
+
+def test_the_probe_leaves_fork_safe(run_python):
+    run_python(
+        """
+        import os
+        import accelcore
+        assert accelcore.installed()["cuda"].available
+        child = os.fork()
+        if child == 0:
+            import torch
+            os._exit(int(torch.ones(3, device=accelcore.select("cuda").device).sum().item()))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        """
+    )
+
+
+def test_use_after_a_fork_is_refused(run_python):
+    run_python(
+        """
+        import os
+        import warnings
+        import accelcore, torch
+        warnings.simplefilter("ignore")  # newer Pythons warn of a fork with threads
+        accel = accelcore.select("cuda")
+        torch.ones(3, device=accel.device)
+        uses = [accel.runtime.synchronize, accel.runtime.memory, accel.runtime.rng_state, lambda: accel.runtime.seed(1),
+                lambda: accel.runtime.to_device(torch.ones(1)), lambda: accel.runtime.pin(torch.ones(1)),
+                lambda: accelcore.select("cuda")]
+        child = os.fork()
+        if child == 0:
+            refused = 0
+            for use in uses:
+                try:
+                    use()
+                except accelcore.BackendUnavailableError as error:
+                    refused += "forked" in str(error)
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(uses)
+        """
+    )
