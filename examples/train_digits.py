@@ -47,9 +47,9 @@ def convolution(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU())
 
 
-def create_model() -> nn.Module:
+def create_model(dropout: float) -> nn.Module:
     features = [convolution(1, 32), convolution(32, 64), nn.MaxPool2d(2), convolution(64, 64), nn.MaxPool2d(2)]
-    return nn.Sequential(*features, nn.Flatten(), nn.Dropout(0.3), nn.Linear(64 * 2 * 2, 10))
+    return nn.Sequential(*features, nn.Flatten(), nn.Dropout(dropout), nn.Linear(64 * 2 * 2, 10))
 
 
 def classification_loss(model: Any, batch: list[Tensor]) -> Tensor:
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         accel.runtime.seed(args.seed)
         training, held_out = read_digits()
         loader = DataLoader(training, batch_size=64, shuffle=True, drop_last=True)
-        model = create_model()
+        model = create_model(args.dropout)
         optimizer = accel.optimizers.create("adamw", model.parameters(), lr=3e-3, weight_decay=0.05)
         scheduler = CosineAnnealingLR(optimizer, T_max=args.epochs)
         trainer = accel.trainer(model, optimizer, loss=classification_loss, precision=args.precision, parallel="ddp")
@@ -104,11 +104,14 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--seed", type=int, default=0, help="seed of the weights, the order of the data and dropout")
     add("--epochs", type=int, default=15, help="passes over the training images")
+    add("--dropout", type=float, default=0.3, help="share of features that are dropped in training")
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of the forward pass")
     add("--output", type=Path, default=Path("outputs/digits"), help="folder for metrics.jsonl")
     args = parser.parse_args()
     if args.epochs < 1:
         parser.error("--epochs must be 1 or more")
+    if not 0 <= args.dropout < 1:
+        parser.error("--dropout must be at least 0 and less than 1")
     return args
 
 
