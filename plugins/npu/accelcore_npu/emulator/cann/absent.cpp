@@ -1,0 +1,33 @@
+// What torch_npu links against and the emulator does not have: kernels loaded as binaries, and the profiler.
+#include "emulator.h"
+
+namespace {
+aclError no_binaries() {
+  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "device kernels in binary form are not emulated");
+}
+}  // namespace
+
+EXPORT aclError aclrtBinaryGetFunction(const aclrtBinHandle, const char *, aclrtFuncHandle *) { return no_binaries(); }
+EXPORT aclError aclrtBinaryLoadFromData(const void *, size_t, const aclrtBinaryLoadOptions *, aclrtBinHandle *) {
+  return no_binaries();
+}
+EXPORT aclError aclrtGetFunctionAddr(aclrtFuncHandle, void **, void **) { return no_binaries(); }
+EXPORT aclError rtDevBinaryRegister() { return no_binaries(); }
+EXPORT aclError rtFunctionRegister() { return no_binaries(); }
+EXPORT aclError rtGetC2cCtrlAddr() { return no_binaries(); }
+EXPORT aclError rtKernelLaunch() { return no_binaries(); }
+
+// The profiler may be started and stopped; it records nothing.
+EXPORT int MsprofGetHashId() { return 0; }
+EXPORT int MsprofRegisterCallback() { return 0; }
+EXPORT int MsprofReportAdditionalInfo() { return 0; }
+EXPORT int MsprofReportApi() { return 0; }
+EXPORT int MsprofReportCompactInfo() { return 0; }
+EXPORT int MsprofSysCycleTime() { return 0; }
+EXPORT int aclprofInit() { return 0; }
+EXPORT int aclprofStart() { return 0; }
+EXPORT int aclprofStop() { return 0; }
+EXPORT int aclprofFinalize() { return 0; }
+EXPORT void *aclprofCreateStepInfo() { return nullptr; }
+EXPORT int aclprofGetStepTimestamp() { return 0; }
+EXPORT void aclprofDestroyStepInfo() {}

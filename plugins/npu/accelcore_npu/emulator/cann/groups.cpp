@@ -1,0 +1,89 @@
+// HCCL's communicators: how they are made, asked and ended.
+#include <cstring>
+
+#include "communicator.h"
+
+using namespace emulator;
+
+namespace {
+
+Communicator *group_of(HcclComm handle) { return static_cast<Communicator *>(handle); }
+
+HcclResult join(uint32_t size, const HcclRootInfo *info, uint32_t rank, HcclComm *out) {
+  if (forked()) {
+    refuse_forked();
+    return HCCL_E_UNAVAIL;
+  }
+  Root root;
+  memcpy(&root, info->internal, sizeof root);
+  Communicator *group = nullptr;
+  HcclResult result = Communicator::join(int(size), int(rank), root, std::to_string(root.key), &group);
+  *out = group;
+  return result;
+}
+
+}  // namespace
+
+EXPORT HcclResult HcclGetRootInfo(HcclRootInfo *info) {
+  Root root;
+  memset(info, 0, sizeof *info);
+  HcclResult result = make_root(&root);
+  memcpy(info->internal, &root, sizeof root);
+  return result;
+}
+
+EXPORT HcclResult HcclCommInitRootInfo(uint32_t size, const HcclRootInfo *info, uint32_t rank, HcclComm *out) {
+  return join(size, info, rank, out);
+}
+
+EXPORT HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootInfo *info, uint32_t rank,
+                                             const HcclCommConfig *, HcclComm *out) {
+  return join(size, info, rank, out);
+}
+
+EXPORT HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t size, uint32_t *ranks, uint64_t id, uint32_t rank,
+                                          HcclCommConfig *, HcclComm *out) {
+  Communicator *group = nullptr;
+  HcclResult result = group_of(*parent)->split(int(size), ranks, id, int(rank), &group);
+  *out = group;
+  return result;
+}
+
+EXPORT HcclResult HcclCommDestroy(HcclComm handle) {
+  delete group_of(handle);
+  return HCCL_SUCCESS;
+}
+
+EXPORT uint32_t HcclGetCommConfigCapability() { return HCCL_COMM_CONFIG_COMM_NAME + 1; }
+
+EXPORT HcclResult HcclGetCommAsyncError(HcclComm, HcclResult *result) {
+  *result = HCCL_SUCCESS;  // an error is returned by the call that meets it
+  return HCCL_SUCCESS;
+}
+
+EXPORT const char *HcclGetErrorString(HcclResult) {
+  const char *message = recent_failure();
+  return message ? message : "EMULATED: HCCL failed";
+}
+
+EXPORT HcclResult HcclGetCommName(HcclComm handle, char *name) {
+  strcpy(name, group_of(handle)->name().substr(0, COMM_NAME_MAX_LENGTH - 1).c_str());
+  return HCCL_SUCCESS;
+}
+
+EXPORT HcclResult HcclGetRankSize(HcclComm handle, uint32_t *size) {
+  *size = uint32_t(group_of(handle)->size());
+  return HCCL_SUCCESS;
+}
+
+EXPORT HcclResult HcclGetRankId(HcclComm handle, uint32_t *rank) {
+  *rank = uint32_t(group_of(handle)->rank());
+  return HCCL_SUCCESS;
+}
+
+EXPORT HcclResult HcclSetConfig(HcclConfig, HcclConfigValue) { return HCCL_SUCCESS; }
+
+EXPORT HcclResult HcclGetConfig(HcclConfig, HcclConfigValue *value) {
+  value->value = 1;  // HCCL_DETERMINISTIC
+  return HCCL_SUCCESS;
+}

@@ -1,0 +1,142 @@
+"""The pieces of synchronised batch normalisation, for which torch has no CPU kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["OPERATORS"]
+
+
+def _channels_last(input: Tensor) -> Tensor:
+    """Values by channel: (everything else, channels), in float32."""
+    return input.float().transpose(0, 1).flatten(1).T
+
+
+def _like(values: Tensor, input: Tensor) -> Tensor:
+    """A value for each channel, to broadcast over `input`."""
+    return values.reshape(1, -1, *[1] * (input.dim() - 2))
+
+
+def _stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    variance, mean = torch.var_mean(_channels_last(input), 0, correction=0)
+    return mean, torch.rsqrt(variance + eps)
+
+
+def _reduce(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    values = _channels_last(input)
+    return values.sum(0), values.square().sum(0)
+
+
+def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
+    if running is not None:
+        running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
+
+
+def _gathered(
+    mean: Tensor,
+    variance: Tensor,
+    count: Tensor,
+    running: tuple[Tensor | None, Tensor | None],
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    _update(running[0], mean, momentum)
+    _update(running[1], variance * count / (count - 1), momentum)
+    return mean, torch.rsqrt(variance + eps)
+
+
+def _gather_stats_with_counts(
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    weight = (counts / counts.sum()).reshape(-1, 1)
+    total = (mean * weight).sum(0)
+    variance = ((invstd.pow(-2) - eps + (mean - total).square()) * weight).sum(0)
+    return _gathered(total, variance, counts.sum(), (running_mean, running_var), momentum, eps)
+
+
+def _gather_stats_update(
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    # What torch_npu calls mean and invstd here are the sums and the sums of squares of each rank.
+    count = counts.sum()
+    total = mean.sum(0) / count
+    variance = invstd.sum(0) / count - total.square()
+    return _gathered(total, variance, count, (running_mean, running_var), momentum, eps)
+
+
+def _elemt(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
+) -> Tensor:
+    out = (input.float() - _like(mean, input)) * _like(invstd, input)
+    if weight is not None:
+        out = out * _like(weight.float(), input)
+    if bias is not None:
+        out = out + _like(bias.float(), input)
+    return out.to(input.dtype)
+
+
+def _backward_reduce(
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    input_g: bool,
+    weight_g: bool,
+    bias_g: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    upstream = _channels_last(grad_out)
+    sum_dy = upstream.sum(0)
+    sum_dy_xmu = (upstream * (_channels_last(input) - mean)).sum(0)
+    dtype = mean.dtype if weight is None else weight.dtype
+    return sum_dy, sum_dy_xmu, (sum_dy_xmu * invstd).to(dtype), sum_dy.to(dtype)
+
+
+def _backward_elemt(
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    sum_dy: Tensor,
+    sum_dy_xmu: Tensor,
+    count: Tensor,
+) -> Tensor:
+    total = count.sum()
+    centred = input.float() - _like(mean, input)
+    projection = centred * _like(invstd.square() * sum_dy_xmu / total, input)
+    grad = (grad_out.float() - _like(sum_dy / total, input) - projection) * _like(invstd, input)
+    if weight is not None:
+        grad = grad * _like(weight.float(), input)
+    return grad.to(input.dtype)
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "batch_norm_stats": _stats,
+    "batch_norm_reduce": _reduce,
+    "batch_norm_gather_stats_with_counts": _gather_stats_with_counts,
+    "batch_norm_gather_stats_update": _gather_stats_update,
+    "batch_norm_elemt": _elemt,
+    "batch_norm_backward_reduce": _backward_reduce,
+    "batch_norm_backward_elemt": _backward_elemt,
+}

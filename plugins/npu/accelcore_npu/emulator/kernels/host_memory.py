@@ -1,0 +1,75 @@
+"""Host views: an emulated device's memory is memory of this process, so a CPU tensor can lie over the same bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["CPU", "current_device", "place", "tensors_in", "view"]
+
+CPU = torch.device("cpu")
+
+# One storage spans the whole address space of a process. A view is then a single `as_strided`, a third of the time
+# that a storage for each tensor takes. It starts past 0, because torch takes a null pointer for unallocated memory.
+_START = 64
+_END = 1 << 47
+
+
+class _Spans(dict[torch.dtype, Tensor]):
+    def __missing__(self, dtype: torch.dtype) -> Tensor:
+        storage = torch._C._construct_storage_from_data_pointer(_START, CPU, _END - _START)
+        self[dtype] = span = torch.empty(0, dtype=dtype, device=CPU).set_(storage, 0, (0,), (1,))
+        return span
+
+
+_spans = _Spans()
+
+
+def view(tensor: Tensor) -> Tensor:
+    """A CPU tensor over the bytes of `tensor`; a CPU tensor is its own view."""
+    if tensor.is_cpu:
+        return tensor
+    address = tensor.data_ptr()
+    if address == 0:  # empty tensors have no memory
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
+    offset = (address - _START) // tensor.element_size()
+    host = _spans[tensor.dtype].as_strided(tensor.shape, tensor.stride(), offset)
+    # Conjugate and negative tensors are lazy: the bytes are those of the tensor before.
+    if tensor.is_conj():
+        host = host.conj()
+    if tensor.is_neg():
+        host = host._neg_view()
+    return host
+
+
+def place(host: Tensor, device: torch.device) -> Tensor:
+    """A new tensor on `device` with the values of `host`; what already lies on a device stays there."""
+    if not host.is_cpu:
+        return host
+    if host.layout != torch.strided:
+        return host.to(device)
+    placed = torch.empty_like(host, device=device)
+    if host.numel():
+        view(placed).copy_(host)
+    return placed
+
+
+def current_device() -> torch.device:
+    """The NPU that is current in this thread."""
+    import torch_npu
+
+    return torch.device("npu", torch_npu.npu.current_device())
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in an argument or a result: itself, or those in its lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)

@@ -1,0 +1,63 @@
+"""Device memory: its limit, its accounting, its poison, the devices that are to be seen."""
+
+import pytest
+
+jobs = pytest.importorskip("emulated_jobs", reason="torch_npu is not installed", exc_type=ImportError)
+
+
+def test_memory_ends_with_an_error_of_torch_and_comes_back(results):
+    [got] = results(jobs.out_of_memory, ACCEL_EMULATED_MEMORY="64MiB")
+    assert got["total"] == 64 * 2**20
+    assert "NPU out of memory" in got["failed"]
+    assert got["other device"] == 1
+    assert got["afterwards"] == 1
+    assert got["accounted"] == got["reserved"] > 0
+
+
+def test_memory_in_expandable_segments_has_the_same_limit(results):
+    [got] = results(
+        jobs.out_of_memory, ACCEL_EMULATED_MEMORY="64MiB", PYTORCH_NPU_ALLOC_CONF="expandable_segments:True"
+    )
+    assert "NPU out of memory" in got["failed"]
+    assert got["other device"] == 1
+    assert got["afterwards"] == 1
+
+
+def test_fresh_memory_is_poisoned(results):
+    assert results(jobs.fresh_memory) == [(1 << 20, 1 << 20)]
+
+
+def test_fresh_memory_without_poison_is_the_hosts(results):
+    assert results(jobs.fresh_memory, ACCEL_EMULATED_POISON="0") == [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        ("", []),
+        ("1", [1]),
+        ("3,0", [3, 0]),
+        ("2,9,1", [2]),  # as in CANN, what follows an invalid device is ignored
+        ("1,1,2", [1]),
+    ],
+)
+def test_visible_devices_are_numbered_in_the_order_given(results, tmp_path, visible, seen):
+    trace = tmp_path / "trace"
+    [count] = results(
+        jobs.visible_devices,
+        ASCEND_RT_VISIBLE_DEVICES=visible,
+        ACCEL_EMULATED_DEVICES="4",
+        ACCEL_EMULATED_TRACE=str(trace),
+    )
+    assert count == len(seen)
+    if seen:
+        assert f"aclrtSetDevice npu:{count - 1} (device {seen[-1]} of the machine)" in trace.read_text()
+
+
+def test_bytes_that_nobody_wrote_do_not_pass_for_results(emulated_npu):
+    import torch
+
+    x = torch.empty(1000, device=emulated_npu)
+    x[:500] = 1
+    assert x.mean().isnan()
+    assert x[:500].mean() == 1

@@ -1,0 +1,61 @@
+"""Operators without a kernel say so; nothing is computed in silence elsewhere."""
+
+import re
+
+import pytest
+
+jobs = pytest.importorskip("kernel_jobs", reason="torch_npu is not installed", exc_type=ImportError)
+
+import torch  # noqa: E402
+import torch_npu  # noqa: E402
+
+REFUSED = "EMULATED: npu operator {} is not emulated"
+
+
+def test_an_operator_without_a_kernel_is_an_error(emulated_npu):
+    tokens, rows = torch.ones(3, 4, device="npu"), torch.ones(3, 2, dtype=torch.int32, device="npu")
+    with pytest.raises(RuntimeError, match=re.escape(REFUSED.format("npu::npu_moe_init_routing"))):
+        torch_npu.npu_moe_init_routing(tokens, rows, rows, 3)
+
+
+def test_it_is_an_error_under_autograd_too(emulated_npu):
+    boxes = torch.rand(4, 4, device="npu", requires_grad=True)
+    with pytest.raises(RuntimeError, match=re.escape(REFUSED.format("npu::npu_giou"))):
+        torch_npu.npu_giou(boxes, boxes)
+
+
+@pytest.mark.parametrize(
+    ("fault", "operation", "name"),
+    [
+        ("aten::add.Tensor", "add", "aten::add.Tensor"),
+        ("aten::add", "add", "aten::add.Tensor"),
+        ("aten::linear", "linear", "aten::linear"),
+        ("aten::exp", "exp", "aten::exp"),
+        ("aten::native_dropout", "dropout", "aten::native_dropout"),
+    ],
+)
+def test_an_injected_fault_takes_an_operator_away(results, fault, operation, name):
+    [[error]] = results(jobs.attempts, operation, ACCEL_EMULATED_FAULTS=f"missing@{fault}")
+    assert error == REFUSED.format(name)
+
+
+def test_the_other_operators_stay(results):
+    [found] = results(
+        jobs.attempts, "linear", "exp", ACCEL_EMULATED_FAULTS="missing@aten::add.Tensor,missing@aten::mul"
+    )
+    assert found == [6.0, 2.0]
+
+
+def test_a_fault_that_names_no_operator_is_an_error(outcome):
+    [rank] = outcome(jobs.attempts, "exp", ACCEL_EMULATED_FAULTS="missing@aten::exq")
+    assert (
+        "EMULATED: the host kernels cannot be registered: the fault missing@aten::exq names no operator" in rank.error
+    )
+
+
+def test_what_torch_npu_lacks_runs_on_the_cpu_with_its_warning(emulated_process):
+    program = "import torch, torch_npu; print(torch.digamma(torch.ones(1, device='npu')).item())"
+    done = emulated_process("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-1]) == pytest.approx(-0.5772156)
+    assert "'aten::digamma.out' is not currently supported on the NPU backend and will fall back" in done.stderr
