@@ -37,13 +37,15 @@ class Row:
     """One case of a table.
 
     Attributes:
-        timing: None where the case did not run; `note` says why.
+        timing: None where the case did not run, or was counted instead of timed; `note` says why.
         note: what else there is to say about it.
+        counts: what was counted, by name.
     """
 
     case: str
     timing: Timing | None
     note: str = ""
+    counts: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def write_results(
 
 def _cells(row: Row, unit: str) -> tuple[str, ...]:
     if row.timing is None:
-        return (row.case, "", "", "", "", row.note)
+        counted = ", ".join(f"{count:g} {what}" for what, count in (row.counts or {}).items())
+        return (row.case, "", "", "", "", counted or row.note)
     ratio: Spread = row.timing.ratio
     return (
         row.case,

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelcore.errors import DistributedError, UnsupportedError
 from accelcore.training.batches import Feed
 from accelcore.training.checks import check_arguments, check_declared, no_loss
+from accelcore.training.clipping import Clipping
 from accelcore.training.graph import GraphedStep
 from accelcore.training.parallel import create_parallel
 from accelcore.training.policy import Policy, choose_policy
@@ -123,7 +124,7 @@ class Trainer:
             self.compiled = backend.compiler.compile(self.forward, {} if compile is True else compile)
             self.forward = self.compiled.module
         self._accumulate = accumulate
-        self._clip_norm = clip_norm
+        self._clip = None if clip_norm is None else Clipping(clip_norm)
         self._world_size = backend.collectives.world_size
         self.aux: Any = None
         self.steps = 0
@@ -289,11 +290,11 @@ class Trainer:
         self._end_window()
 
     def _update_parameters(self) -> None:
-        if self._clip_norm is not None:
+        if self._clip is not None:
             self.scaler.unscale_(self.optimizer)
             # Those the optimizer has, and no others: others were not unscaled, and are not looked at for overflow.
             trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            nn.utils.clip_grad_norm_(trained, self._clip_norm)
+            self._clip(trained)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self._clear()

@@ -14,7 +14,9 @@ COMMAND = ("-m", "accelcore_npu.emulator.selftest")
 
 def test_nearly_all_operators_agree_with_the_cpu(emulated_process, tmp_path):
     path = tmp_path / "report.json"
-    done = emulated_process(*COMMAND, "--sample-limit", "1", "--json", str(path))
+    # Not `-m`: with runpy's frames on the stack the same sweep takes four times as long (measured: 35 s to 7 s of CPU).
+    program = "import sys; from accelcore_npu.emulator.selftest import main; sys.exit(main())"
+    done = emulated_process("-c", program, "--sample-limit", "1", "--json", str(path))
     report = json.loads(path.read_text())
     assert done.returncode == 0, done.stdout
     assert report["emulated"] is True
