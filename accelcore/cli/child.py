@@ -19,7 +19,7 @@ from itertools import pairwise
 from types import FrameType
 from typing import IO
 
-__all__ = ["Ended", "call"]
+__all__ = ["Ended", "call", "exceptions_for_signals"]
 
 _CALL = "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from {module} import main; sys.exit(main())"
 
@@ -69,7 +69,7 @@ def call(module: str, *arguments: str, environ: Mapping[str, str], limit: float)
     command = [sys.executable, *isolated, "-X", "faulthandler", "-c", _CALL.format(module=module)]
     start = time.perf_counter()
     # Files, not pipes: a process that the child leaves behind would keep a pipe open, and this one waiting.
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr, _exceptions_for_signals():
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr, exceptions_for_signals():
         child = subprocess.Popen(  # noqa: S603  # this Python, on a module of this package
             [*command, "\n".join(sys.path), *arguments],
             env=environ, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
@@ -87,7 +87,7 @@ def call(module: str, *arguments: str, environ: Mapping[str, str], limit: float)
 
 
 @contextmanager
-def _exceptions_for_signals() -> Iterator[None]:
+def exceptions_for_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise, as Ctrl-C does: by default they end this process and leave its child."""
     replaced = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     for number in replaced:

@@ -23,6 +23,7 @@ from typing import Any
 import click
 
 from accelcore.cli import ROLES
+from accelcore.cli.child import exceptions_for_signals
 from accelcore.environment import shown
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.selection import decide, parse
@@ -33,10 +34,11 @@ OUTCOMES = ("passed", "failed", "not declared", "not tried")
 
 _SUITE = Path(__file__).parent.parent / "testing" / "suite.py"
 _DONE = (0, 1, 5)  # pytest's codes: all passed, some failed, nothing left to run
+_ENDS = "The process that used the backend ends in order."
 _TAIL = 2000  # characters of what a process wrote last
 _SHOWN = 12  # lines of a failure in text
 # The suite makes jobs of its own; as a rank of another job it would wait for ranks that never come.
-_LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_ADDOPTS")
+_LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _COLORS = {"passed": "green", "failed": "red", "not declared": "yellow", "not tried": "yellow"}
 
 
@@ -118,22 +120,22 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300) -> Sco
             "the conformance suite needs pytest, which is not installed", remedy="pip install 'accelcore[testing]'"
         )
     classes = [f"{_SUITE}::Test{role.capitalize()}" for role in roles] or [str(_SUITE)]
-    with tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
+    with exceptions_for_signals(), tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
         report = Path(folder, "report")
         report.touch()
         while True:
             before = len(_verdicts(report))
             status, said = _run(name, classes, report, timeout)
             entries = _verdicts(report)
-            open_ = next((verdict for verdict in entries.values() if not verdict.outcome), None)
-            if status in _DONE and open_ is None:
-                return Scorecard(_backend(report), list(entries.values()))
-            if open_ is None or len(entries) == before:
-                raise PluginError(
-                    f"the suite could not be run on {name}", why=f"{_called(status)}\n{said}", remedy="see the above"
-                )
+            open_id = next((id_ for id_, verdict in entries.items() if not verdict.outcome), None)
             why = _called(status) if status is not None else f"it did not end within {timeout:g} seconds"
-            open_id = next(id_ for id_, verdict in entries.items() if verdict is open_)
+            if any(line["event"] == "done" for line in _lines(report)):
+                card = Scorecard(_backend(report), list(entries.values()))
+                if status not in _DONE:
+                    card.verdicts.append(Verdict("backend", "end", "", _ENDS, "failed", f"{why}\n{said}"))
+                return card
+            if open_id is None or len(entries) == before:
+                raise PluginError(f"the suite could not be run on {name}", why=f"{why}\n{said}", remedy="see the above")
             end = {"event": "end", "id": open_id, "outcome": "failed", "why": f"{why}\n{said}", "seconds": 0.0}
             with report.open("a", encoding="utf-8") as file:
                 file.write("\n" + json.dumps(end) + "\n")
@@ -179,7 +181,9 @@ def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> tup
         # Nobody else's configuration, plugins and caches.
         "-c", os.devnull, f"--rootdir={report.parent}", "--noconftest", "-p", "no:cacheprovider", "-q", "--tb=short",
     ]  # fmt: skip
-    environ = {key: value for key, value in os.environ.items() if key not in _LEFT_OUT}
+    environ = {
+        key: value for key, value in os.environ.items() if key not in _LEFT_OUT and not key.startswith("PYTEST_")
+    }
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(  # noqa: S603  # this Python, on the suite of this package

@@ -17,9 +17,12 @@ _PROBE = """
 import sys
 import accelcore
 probe = accelcore.installed()[sys.argv[1]]
-assert probe.available, f"the probe says that it is not available: {probe.reason}"
-assert probe.count >= 1, f"the probe counts {probe.count} devices"
-assert "torch" not in sys.modules, "the probe imported torch"
+if not probe.available:  # no assert: -O would take it out
+    sys.exit(f"the probe says that it is not available: {probe.reason}")
+if probe.count < 1:
+    sys.exit(f"the probe counts {probe.count} devices")
+if "torch" in sys.modules:
+    sys.exit("the probe imported torch")
 """
 
 
@@ -39,6 +42,26 @@ class TestBackend:
         assert (twin.name, twin.index, twin.capabilities) == (accel.name, accel.index, accel.capabilities)
         assert twin.device == accel.device
         assert twin.optimizers is not accel.optimizers, "two backends share one registry of optimizers"
+
+    def test_every_device_is_one(self, accel: Backend) -> None:
+        """As many devices as the probe counts can be selected, each under its index."""
+        found = [accelcore.select(f"{accel.name}:{index}") for index in range(accelcore.installed()[accel.name].count)]
+        assert [each.index for each in found] == list(range(len(found)))
+        assert len({str(each.device) for each in found}) == len(found), "two indices are one device"
+
+    def test_selection_changes_nothing(self, accel: Backend) -> None:
+        """Selecting draws no random number, seeds nothing, and leaves torch's settings as they are."""
+
+        def settings() -> list[object]:
+            return [
+                torch.get_rng_state().tolist(), torch.get_default_dtype(), torch.get_float32_matmul_precision(),
+                torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), torch.get_num_threads(),
+                torch.ones(1).device,
+            ]  # fmt: skip
+
+        before = settings()
+        accelcore.select(f"{accel.name}:{accel.index}")
+        assert settings() == before
 
     def test_declaration_is_readable(self, accel: Backend) -> None:
         """Every dtype declared is one of torch's, and every name is lower case text."""

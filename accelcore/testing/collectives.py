@@ -58,6 +58,8 @@ class TestCollectives:
             ("large", [3.0]),
             ("integers", [2**41 + 1]),
             ("inf", [True]),
+            ("scalar", [3.0]),
+            ("empty", []),
         ],
     )
     def test_all_reduce(self, accel: Backend, what: str, expected: list[float]) -> None:
@@ -82,6 +84,16 @@ class TestCollectives:
         for rank in _job(accel):
             assert rank["broadcast"] == [1.0]
             assert rank["broadcast_1"] == [2.0]
+            assert rank["overwritten"] == [[2.0] * 3, [2**40 + 1]], "in place, in a view, exactly"
+
+    def test_barrier(self, accel: Backend) -> None:
+        """No rank leaves a barrier before every rank has come to it."""
+        first, _ = _job(accel)
+        assert first["waited"]
+
+    def test_job_is_closed(self, accel: Backend) -> None:
+        """Behind `distributed()` the process group that it formed is gone, and another can be formed."""
+        assert [rank["open"] for rank in _job(accel)] == [False, False]
 
     def test_cpu_group(self, accel: Backend) -> None:
         """The CPU group takes CPU tensors, whatever the device."""

@@ -19,6 +19,18 @@ def _failing(graph: Any, inputs: Any) -> Any:
     raise RuntimeError("a compiler that cannot compile this")
 
 
+class _Shifted(torch.nn.Module):
+    """Parameters, buffers that a forward pass changes, a mode that matters, and an argument with a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def forward(self, rows: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
+        shifted: torch.Tensor = self.norm(rows) + shift
+        return shifted
+
+
 class TestCompiler:
     """compile, and what becomes of it."""
 
@@ -40,6 +52,18 @@ class TestCompiler:
                 assert expected is not None
                 assert error(found, expected) < 1e-3
             assert compiled.compiled or compiled.reason, "it runs eagerly, and does not say why"
+
+    def test_compiled_follows_its_module(self, accel: Backend) -> None:
+        """What becomes of the module later counts: its mode, weights, buffers; as do shapes and named arguments."""
+        with declared(bool(accel.capabilities.compilers), "a compiler"):
+            module, reference = _Shifted().to(accel.device), _Shifted()
+            compiled = accel.compiler.compile(module, {})
+            for count, training in ((16, True), (5, True), (16, False)):
+                ((rows, _),) = batches(1, count)
+                for each in (module.train(training), reference.train(training)):
+                    torch.nn.init.constant_(each.norm.weight, count)
+                assert error(compiled.module(rows.to(accel.device), shift=2.0), reference(rows, shift=2.0)) < 1e-4
+            assert all(error(a, b) < 1e-4 for a, b in zip(module.buffers(), reference.buffers(), strict=True))
 
     def test_failure_falls_back_once(self, accel: Backend, caplog: pytest.LogCaptureFixture) -> None:
         """Where compilation fails the module runs eagerly, with the right result, one report and the reason."""

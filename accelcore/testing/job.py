@@ -54,14 +54,16 @@ def _run(name: str, exclusive: bool) -> list[dict[str, Any]] | str:
                     )
                 )  # fmt: skip
         codes: list[int | str] = []
-        for process in processes:
-            try:
-                codes.append(process.wait(_SECONDS))
-            except subprocess.TimeoutExpired:
-                codes.append(f"no end within {_SECONDS} seconds")
-        for process in processes:
-            process.kill()
-            process.wait()
+        try:
+            for process in processes:
+                try:
+                    codes.append(process.wait(_SECONDS))
+                except subprocess.TimeoutExpired:
+                    codes.append(f"no end within {_SECONDS} seconds")
+        finally:  # also where the tests are interrupted
+            for process in processes:
+                process.kill()
+                process.wait()
         if codes != [0, 0]:
             said = [Path(folder, f"{rank}.stderr").read_text("utf-8", "replace")[-2000:] for rank in range(2)]
             return "\n".join(f"rank {rank} ended with {code}:\n{said[rank]}" for rank, code in enumerate(codes))

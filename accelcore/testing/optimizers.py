@@ -21,13 +21,20 @@ ORACLES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     "adagrad": (torch.optim.Adagrad, [{}, {"weight_decay": 0.1, "lr_decay": 0.1}]),
     "adam": (torch.optim.Adam, [{}, {"weight_decay": 0.1, "amsgrad": True}]),
     "adamax": (torch.optim.Adamax, [{}, {"weight_decay": 0.1}]),
-    "adamw": (torch.optim.AdamW, [{}, {"weight_decay": 0.1, "betas": (0.8, 0.95)}]),
+    "adamw": (torch.optim.AdamW, [{}, {"eps": 0.1, "maximize": True}, {"weight_decay": 0.1, "betas": (0.8, 0.95)}]),
     "asgd": (torch.optim.ASGD, [{}, {"weight_decay": 0.1}]),
     "nadam": (torch.optim.NAdam, [{}, {"weight_decay": 0.1, "decoupled_weight_decay": True}]),
     "radam": (torch.optim.RAdam, [{}, {"weight_decay": 0.1}]),
     "rmsprop": (torch.optim.RMSprop, [{}, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}]),
     "rprop": (torch.optim.Rprop, [{}]),
-    "sgd": (torch.optim.SGD, [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}]),
+    "sgd": (
+        torch.optim.SGD,
+        [
+            {},
+            {"momentum": 0.9, "dampening": 0.5, "maximize": True},
+            {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        ],
+    ),
 }
 EVERY = sorted(ORACLES)
 LR = 0.05
@@ -89,7 +96,7 @@ class TestOptimizers:
 
     @pytest.mark.parametrize("name", EVERY)
     def test_state_round_trip(self, accel: Backend, name: str) -> None:
-        """An optimizer restored from a saved state goes on as if nothing had happened."""
+        """An optimizer restored from a saved state goes on as if nothing had happened, hyperparameters included."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             options = _options(ORACLES[name][1][-1])
             through = _parameters(accel.device)
@@ -98,7 +105,7 @@ class TestOptimizers:
                 _step(optimizer, through, step)
             saved = copy.deepcopy(optimizer.state_dict())
             restored = [nn.Parameter(parameter.detach().clone()) for parameter in through]
-            twin = accel.optimizers.create(name, restored, **options)
+            twin = accel.optimizers.create(name, restored, **{**options, "lr": LR / 4})
             twin.load_state_dict(saved)
             for step in range(2, 4):
                 _step(optimizer, through, step)
@@ -155,18 +162,18 @@ class TestOptimizers:
         with declared(False, f"a native {name}"):
             accel.optimizers.create(name, _parameters(accel.device), lr=LR, route="fused")
 
-    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
     @pytest.mark.parametrize("name", ["sgd", "adamw"])
     def test_model_dtypes(self, accel: Backend, name: str, dtype: str) -> None:
         """Parameters of every model dtype that is declared are updated, all their elements."""
         if dtype not in accel.capabilities.model_dtypes:
             pytest.skip(f"not declared: models in {dtype}; the training part sees that the trainer refuses them")
         kind: torch.dtype = getattr(torch, dtype)
-        parameter = nn.Parameter(torch.ones(1000, device=accel.device, dtype=kind))
+        parameter = nn.Parameter(torch.ones(300_001, device=accel.device, dtype=kind))
         optimizer = accel.optimizers.create(name, [parameter], lr=0.25, weight_decay=0.0)
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        assert error(parameter, torch.full((1000,), 0.75)) < max(4 * eps(kind), 1e-6)
+        assert error(parameter, torch.full((300_001,), 0.75)) < max(4 * eps(kind), 1e-6)
 
     def test_groups(self, accel: Backend) -> None:
         """Parameter groups keep their own learning rates and decay."""
@@ -178,6 +185,27 @@ class TestOptimizers:
         optimizer.step()
         assert first.tolist() == [0.5] * 4
         assert second.tolist() == [0.5] * 4
+
+    @pytest.mark.parametrize("name", ["sgd", "adamw"])
+    def test_changes_between_steps(self, accel: Backend, name: str) -> None:
+        """A step takes hyperparameters and weights as they are then: a schedule, a checkpoint may have set them."""
+
+        def train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+            for step in range(4):
+                _step(optimizer, parameters, step)
+                optimizer.param_groups[0]["lr"] /= 4
+                optimizer.param_groups[1]["weight_decay"] += 0.5
+                with torch.no_grad():
+                    for parameter in parameters:
+                        parameter.add_(1.0)
+
+        def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+            return [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1, "weight_decay": 0.25}]
+
+        found, expected = _parameters(accel.device), _parameters(torch.device("cpu"), torch.float64)
+        train(accel.optimizers.create(name, groups(found), lr=LR), found)
+        train(ORACLES[name][0](groups(expected), lr=LR, foreach=False), expected)
+        assert max(map(error, found, expected)) < 2e-5
 
     def test_explain(self, accel: Backend) -> None:
         """For every optimizer exactly one route would be taken, and the others say why not."""

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import conv2d, cross_entropy, linear
 
 from accelcore import Backend, UnsupportedError
 from accelcore.testing.declared import declared
-from accelcore.testing.oracles import eps, error
+from accelcore.testing.oracles import eps, error, weights
 
 __all__ = ["TestPrecision"]
 
 LOW = ("float16", "bfloat16")
+OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a row and a column
+    "linear": lambda row, column: linear(row, column.t()),
+    "batched": lambda row, column: torch.bmm(row[None], column[None]),
+    "convolution": lambda row, column: conv2d(row.reshape(1, 2, 1, 1), column.reshape(1, 2, 1, 1)),
+}
 
 
 class TestPrecision:
@@ -30,6 +39,27 @@ class TestPrecision:
             # 1 + eps/4 is 1 in this dtype. Products of the fp32 inputs, rounded afterwards, leave eps/4.
             assert product.item() == 0.0, f"the product was computed in more precision than {name} has"
 
+    @pytest.mark.parametrize("operator", sorted(OPERATORS))
+    @pytest.mark.parametrize("name", LOW)
+    def test_autocast_reaches(self, accel: Backend, name: str, operator: str) -> None:
+        """Linear layers, batched products and convolutions round and compute as a matrix product does."""
+        dtype = getattr(torch, name)
+        with declared(name in accel.capabilities.autocast_dtypes, f"autocast to {name}"):
+            row = torch.tensor([[1 + eps(dtype) / 4, 1.0]], device=accel.device)
+            with accel.autocast(dtype):
+                result = OPERATORS[operator](row, torch.tensor([[1.0], [-1.0]], device=accel.device))
+            assert result.dtype == dtype
+            assert result.item() == 0.0, f"it was computed in more precision than {name} has"
+
+    @pytest.mark.parametrize("name", LOW)
+    def test_autocast_keeps_losses_exact(self, accel: Backend, name: str) -> None:
+        """Softmax and loss of fp32 logits stay fp32: they are no operators for low precision."""
+        with declared(name in accel.capabilities.autocast_dtypes, f"autocast to {name}"):
+            logits, classes = torch.linspace(-4, 4, 60).reshape(6, 10), torch.arange(6)
+            with accel.autocast(getattr(torch, name)):
+                loss = cross_entropy(logits.to(accel.device), classes.to(accel.device))
+            assert error(loss, cross_entropy(logits.double(), classes)) < 1e-5
+
     @pytest.mark.parametrize("name", LOW)
     def test_autocast_is_accurate(self, accel: Backend, name: str) -> None:
         """A large matrix product under autocast is as exact as the dtype allows, because sums are kept in fp32."""
@@ -47,11 +77,13 @@ class TestPrecision:
         dtype = getattr(torch, name)
         with declared(name in accel.capabilities.autocast_dtypes, f"autocast to {name}"):
             layer = torch.nn.Linear(8, 8).to(accel.device)
+            before = weights(layer)
             with accel.autocast(dtype):
                 output = layer(torch.ones(2, 8, device=accel.device))
                 loss = output.float().square().mean()
             loss.backward()
             assert output.dtype == dtype
+            assert all(torch.equal(a, b) for a, b in zip(weights(layer), before, strict=True)), "they were rounded"
             gradients = [parameter.grad for parameter in layer.parameters()]
             assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients)
 
@@ -71,7 +103,9 @@ class TestPrecision:
             with accel.autocast(low):
                 with accel.autocast(enabled=False):
                     assert (matrix @ matrix).dtype == torch.float32
-                assert (matrix @ matrix).dtype == low
+                with accel.autocast(getattr(torch, names[-1])):
+                    assert (matrix @ matrix).dtype == getattr(torch, names[-1])
+                assert (matrix @ matrix).dtype == low, "an inner autocast changed the dtype of the outer one"
             with pytest.raises(ZeroDivisionError), accel.autocast(low):
                 raise ZeroDivisionError
             assert (matrix @ matrix).dtype == torch.float32

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ __all__ = ["ROWS", "STEPS", "main"]
 ROWS, STEPS = 16, 4
 
 
-def _collectives(accel: accelcore.Backend, job: Any) -> dict[str, Any]:
+def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, Any]:
     def tensor(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(values, device=accel.device, dtype=dtype)
 
@@ -49,13 +50,29 @@ def _collectives(accel: accelcore.Backend, job: Any) -> dict[str, Any]:
         "low": job.all_reduce(tensor(mine, dtype=torch.bfloat16)).tolist() if _trains(accel, "bfloat16") else None,
         "broadcast": job.broadcast(tensor(mine)).tolist(),
         "broadcast_1": job.broadcast(tensor(mine), 1).tolist(),
+        "scalar": [job.all_reduce(torch.tensor(mine, device=accel.device)).item()],
+        "empty": job.all_reduce(tensor()).tolist(),
         "inf": job.all_reduce(tensor(float("inf") if job.rank else 1.0)).isinf().tolist(),
     }
+    # What is asked of broadcast: the tensor itself is overwritten, a view too, and integers exactly.
+    view, whole = torch.full((3, 2), mine, device=accel.device)[:, 1], tensor(2**40 + job.rank, dtype=torch.int64)
+    for overwritten in (view, whole):
+        job.broadcast(overwritten, 1)
+    found["overwritten"] = [view.tolist(), whole.tolist()]
     group = job.cpu_group()
     on_host = torch.tensor([mine])
     dist.all_reduce(on_host, group=group)
     found["cpu_group"] = on_host.tolist()
-    job.barrier()
+    here, late = folder / "rank 0 is here", folder / "rank 1 is here"
+    if job.rank == 0:
+        here.touch()
+        job.barrier()
+        found["waited"] = late.exists()
+    else:
+        while not here.exists():
+            time.sleep(0.01)
+        late.touch()
+        job.barrier()
     return found
 
 
@@ -102,10 +119,11 @@ def main() -> None:
     meet = f"file://{folder.resolve()}/meet"
     found: dict[str, Any] = {}
     with accel.distributed(rank=rank, world_size=2, init_method=meet, timeout=timedelta(seconds=60)) as job:
-        found["collectives"] = _collectives(accel, job)
+        found["collectives"] = _collectives(accel, job, folder)
         if "ddp" in accel.capabilities.parallel:
             found["ddp"] = _training(accel, job, 1)
             found["accumulated"] = _training(accel, job, 2)
+    found["collectives"]["open"] = dist.is_initialized()
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -22,6 +22,7 @@ from accelcore.testing.declared import NOT_DECLARED
 __all__ = ["accel", "pytest_addoption"]
 
 _LONGEST = 4000
+_END = pytest.StashKey[dict[str, Any]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,7 +39,10 @@ def accel(request: pytest.FixtureRequest) -> accelcore.Backend:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Say what is verified."""
-    backend = accelcore.select(session.config.getoption("--accelcore-backend"))
+    try:
+        backend = accelcore.select(session.config.getoption("--accelcore-backend"))
+    except accelcore.AccelError as error:
+        raise pytest.UsageError(str(error)) from error
     _write(
         session.config,
         event="backend",
@@ -60,20 +64,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid not in begun]
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Say that all tests were run: a process may end with a good exit code in the middle of them."""
+    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+        _write(session.config, event="done")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Say that a test begins."""
+    """Say that a test begins, and how it ended: behind its teardown, in which a backend may crash too."""
     _write(item.config, event="begin", id=item.nodeid, **_described(item))
-    return (yield)
+    result = yield
+    _write(item.config, event="end", id=item.nodeid, **item.stash[_END])
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Say how a test ended: in its call, or before it."""
+    """Keep how a test ended: its call, or what failed before or after it."""
     report: pytest.TestReport = yield
-    if report.when == "call" or (report.when == "setup" and not report.passed):
+    if report.when == "call" or not report.passed:
         outcome, why = _judged(report)
-        _write(item.config, event="end", id=item.nodeid, outcome=outcome, why=why, seconds=round(report.duration, 3))
+        item.stash[_END] = {"outcome": outcome, "why": why, "seconds": round(report.duration, 3)}
     return report
 
 
@@ -90,7 +102,7 @@ def _judged(report: pytest.TestReport) -> tuple[str, str]:
         assert isinstance(report.longrepr, tuple), "a skip has a place and a reason"
         reason = str(report.longrepr[2]).removeprefix("Skipped: ")
         if reason.startswith("not declared"):
-            return "not declared", reason.removeprefix(NOT_DECLARED)
+            return "not declared", reason.removeprefix(NOT_DECLARED).removeprefix("not declared: ")
         return "not tried", reason
     if report.passed:
         return "passed", ""
@@ -100,4 +112,4 @@ def _judged(report: pytest.TestReport) -> tuple[str, str]:
 
 def _write(config: pytest.Config, **entry: object) -> None:
     with config.getoption("--accelcore-report").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
+        file.write(json.dumps(entry, default=str) + "\n")

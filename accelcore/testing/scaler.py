@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -44,9 +45,9 @@ def _backward(accel: Backend, scaler: object, parameters: list[nn.Parameter], fa
     scaled.backward()  # type: ignore[no-untyped-call]
 
 
-def _spoil(parameter: nn.Parameter, value: float) -> None:
+def _spoil(parameter: nn.Parameter, value: float, element: int = -1) -> None:
     assert parameter.grad is not None
-    parameter.grad[-1] = value
+    parameter.grad[element] = value
 
 
 class TestScaler:
@@ -75,6 +76,51 @@ class TestScaler:
         assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True)), "a clean step updated nothing"
         assert scaler.skipped == 1
 
+    @pytest.mark.parametrize("group", [0, 1])
+    @pytest.mark.parametrize("element", [0, 50_000, 99_999])
+    def test_overflow_anywhere(self, accel: Backend, group: int, element: int) -> None:
+        """One inf is found in any group of parameters and any element of a large gradient."""
+        parameters = _parameters(accel, 100_000, 100_000)
+        optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr=0.5, foreach=False)
+        scaler, before = accel.scaler.create(init=1024.0), weights(parameters)
+        _backward(accel, scaler, parameters, 1e-3)
+        _spoil(parameters[group], math.inf, element)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.skipped == 1
+        assert all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True))
+
+    @every_optimizer
+    def test_overflow_ages_no_state(self, accel: Backend, make: Make) -> None:
+        """A skipped update leaves momentum and step counts as they were: it is not a step with gradients of zero."""
+        parameters = _parameters(accel)
+        optimizer, scaler = make(accel, parameters), accel.scaler.create(init=1024.0)
+        for overflow in (False, True):
+            before, state = weights(parameters), copy.deepcopy(optimizer.state_dict()["state"])
+            optimizer.zero_grad()
+            _backward(accel, scaler, parameters)
+            if overflow:
+                _spoil(parameters[0], math.inf)
+            scaler.step(optimizer)
+            scaler.update()
+        assert all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True))
+        for number, entry in optimizer.state_dict()["state"].items():
+            for key, value in entry.items():
+                same = torch.equal(value, state[number][key]) if isinstance(value, Tensor) else True
+                assert same, f"{key} was changed by an update that was skipped"
+
+    @every_optimizer
+    def test_absent_gradient(self, accel: Backend, make: Make) -> None:
+        """A parameter that has no gradient is no overflow, and stays as it is."""
+        parameters = _parameters(accel, 8, 5, 3)
+        optimizer, scaler, before = make(accel, parameters), accel.scaler.create(init=64.0), weights(parameters)
+        _backward(accel, scaler, parameters[:2])
+        scaler.step(optimizer)
+        scaler.update()
+        found = [torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True)]
+        assert found == [False, False, True]
+        assert scaler.skipped == 0
+
     @every_optimizer
     def test_scaling_changes_no_update(self, accel: Backend, make: Make) -> None:
         """With any scale the updates are those of an unscaled training."""
@@ -93,11 +139,11 @@ class TestScaler:
 
     def test_scale_is_on_the_device(self, accel: Backend) -> None:
         """A scaled loss is the loss times the scale, on the device, in its dtype."""
-        loss = torch.tensor(3.0, device=accel.device)
+        loss = torch.tensor(100_003.0, device=accel.device)  # more than fp16 holds
         scaled = accel.scaler.create(init=128.0).scale(loss)
         assert scaled.device == accel.device
         assert scaled.dtype == loss.dtype
-        assert scaled.item() == 384.0
+        assert scaled.item() == 128 * 100_003.0
 
     def test_growth(self, accel: Backend) -> None:
         """After `interval` clean steps the scale grows, and stops at `max`; an overflow starts the count again."""
@@ -168,6 +214,12 @@ class TestScaler:
         assert torch.equal(after[0], before[0])
         assert not torch.equal(after[1], before[1])
         assert scaler.state_dict()["scale"] == 32.0
+        for optimizer, (parameter,) in ((first, left), (second, right)):
+            _spoil(parameter, math.inf)
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.state_dict()["scale"] == 16.0, "the scale fell once an optimizer, not once a step"
+        assert scaler.skipped == 2
 
     def test_calls_out_of_order(self, accel: Backend) -> None:
         """Unscaling twice, stepping twice, or updating before anything was looked at is an error."""

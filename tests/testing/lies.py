@@ -11,7 +11,7 @@ import faulthandler
 import os
 import signal
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -138,7 +138,50 @@ def takes_any_dtype_for_low_precision(backend):
     return replaced(backend, "precision", autocast=lambda honest, dtype=None, **kwargs: nullcontext())
 
 
+def _operators_of_its_own(change):
+    """A backend whose autocast computes some operators itself."""
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            with change(function):
+                return function(*args, **(kwargs or {}))
+
+    def autocast(honest, *args, **kwargs):
+        stack = ExitStack()
+        stack.enter_context(honest.autocast(*args, **kwargs))
+        stack.enter_context(Mode())
+        return stack
+
+    return lambda backend: replaced(backend, "precision", autocast=autocast)
+
+
+def _fp32_convolutions(function):
+    return torch.autocast("cpu", enabled=False) if function is torch.conv2d else nullcontext()
+
+
+LIES["convolutions_in_fp32"] = Lie(
+    "convolutions_in_fp32", _operators_of_its_own(_fp32_convolutions), "TestPrecision.test_autocast_reaches",
+    {"name": "bfloat16", "operator": "convolution"},
+)  # fmt: skip
+
+
 # scaler
+
+
+class _FirstGroup(GradScaler):
+    def _check(self, optimizer, multiplier):
+        found = super()._check(optimizer, multiplier)
+        return found.fill_(not all(p.grad.isfinite().all() for p in optimizer.param_groups[0]["params"]))
+
+
+class _ZeroesGradients(GradScaler):
+    def step(self, optimizer):
+        self.unscale_(optimizer)
+        if self._overflows[id(optimizer)].item():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.zero_()
+        optimizer.step()
 
 
 class _NeverSkips(GradScaler):
@@ -199,6 +242,10 @@ def _plain(accel, parameters):
     return torch.optim.SGD(parameters, lr=0.5)
 
 
+def _own(accel, parameters):
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+
 for _name, _kind, _test, _arguments in (
     ("scaler_that_never_skips", _NeverSkips, "test_overflow_skips_and_halves", {**OVERFLOW, "make": _plain}),
     ("scaler_that_never_halves", _NeverHalves, "test_overflow_skips_and_halves", {**OVERFLOW, "make": _plain}),
@@ -206,6 +253,8 @@ for _name, _kind, _test, _arguments in (
     ("scaler_that_changes_updates", _NeverUnscales, "test_scaling_changes_no_update", {"make": _plain}),
     ("scale_that_falls_to_nothing", _NoFloor, "test_endless_overflow_has_a_floor", {}),
     ("scaler_that_forgets_its_count", _ForgetsItsCount, "test_state_round_trip", {}),
+    ("scaler_of_the_first_group", _FirstGroup, "test_overflow_anywhere", {"group": 1, "element": 0}),
+    ("scaler_that_steps_with_zeroes", _ZeroesGradients, "test_overflow_ages_no_state", {"make": _own}),
     ("scaler_that_unscales_twice", _AllowsTwo, "test_calls_out_of_order", {}),
 ):
     LIES[_name] = Lie(_name, _scalers(_kind), f"TestScaler.{_test}", _arguments)
@@ -270,12 +319,24 @@ class _SkipsSome(torch.optim.SGD):
         return super().step(closure)
 
 
+class _FixedRate(torch.optim.SGD):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._rates = [group["lr"] for group in self.param_groups]
+
+    def step(self, closure=None):
+        for group, rate in zip(self.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+        return super().step(closure)
+
+
 def _adam_for_adamw(params, **options):
     return torch.optim.Adam(params, **options)
 
 
 for _name, _kinds, _test, _arguments in (
     ("adamw_that_is_adam", {"adamw": _adam_for_adamw}, "test_numerics", {"name": "adamw"}),
+    ("optimizer_that_ignores_schedules", {"sgd": _FixedRate}, "test_changes_between_steps", {"name": "sgd"}),
     ("state_dict_that_loses_momentum", {"sgd": _LosesMomentum}, "test_state_round_trip", {"name": "sgd"}),
     ("optimizer_that_uses_old_gradients", {"sgd": _KeepsGradients}, "test_no_gradient_is_no_update", {"name": "sgd"}),
     ("optimizer_that_ignores_latecomers", {"sgd": _IgnoresLatecomers}, "test_no_gradient_is_no_update",
@@ -314,7 +375,25 @@ class _AlwaysFromZero(TorchCollectives):
         return super().broadcast(tensor, 0)
 
 
+class _BroadcastsACopy(TorchCollectives):
+    def broadcast(self, tensor, src=0):
+        return super().broadcast(tensor.clone(), src)
+
+
+class _ForgetsScalars(TorchCollectives):
+    def all_reduce(self, tensor, op="sum"):
+        return super().all_reduce(tensor, op) if tensor.dim() else tensor
+
+
+class _NeverWaits(TorchCollectives):
+    def barrier(self):
+        pass
+
+
 for _name, _kind, _test, _arguments in (
+    ("broadcast_of_a_copy", _BroadcastsACopy, "test_broadcast", {}),
+    ("all_reduce_that_forgets_scalars", _ForgetsScalars, "test_all_reduce", {"what": "scalar", "expected": [3.0]}),
+    ("barrier_that_does_not_wait", _NeverWaits, "test_barrier", {}),
     ("all_reduce_that_forgets_to_sum", _ForgetsToSum, "test_all_reduce", {"what": "sum", "expected": [3.0, 30.0]}),
     ("average_that_is_a_sum", _SumsForAverage, "test_all_reduce", {"what": "avg", "expected": [1.5, 15.0]}),
     ("broadcast_always_from_zero", _AlwaysFromZero, "test_broadcast", {}),
@@ -357,7 +436,31 @@ def compiler_that_is_not_declared(backend):
     return declaring(backend, compilers=())
 
 
+@lie("TestCompiler.test_compiled_follows_its_module")
+def compiler_that_drops_named_arguments(backend):
+    def compile(honest, module, options):
+        return Compiled(lambda rows, **named: module(rows), compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)
+
+
 # runtime
+
+
+@lie("TestRuntime.test_random_state_replays")
+def random_state_without_numpy(backend):
+    def rng_state(honest):
+        return {name: value for name, value in honest.rng_state().items() if not name.startswith("numpy")}
+
+    return replaced(backend, "runtime", rng_state=rng_state)
+
+
+@lie("TestRuntime.test_transfers_keep_values")
+def transfer_that_casts_fp64(backend):
+    def to_device(honest, batch):
+        return batch.float() if batch.dtype == torch.float64 else honest.to_device(batch)
+
+    return replaced(backend, "runtime", to_device=to_device)
 
 
 @lie("TestRuntime.test_random_state_replays")
@@ -446,6 +549,11 @@ def device_that_crashes(backend):
 @lie("TestRuntime.test_memory")
 def device_that_hangs(backend):
     return replaced(backend, "runtime", memory=lambda honest: threading.Event().wait())
+
+
+@lie("TestRuntime.test_memory")
+def device_that_ends_the_process(backend):
+    os._exit(0)
 
 
 globals().update(LIES)

@@ -21,7 +21,7 @@ sys.path.append(str(HERE))
 lies = import_module("lies")
 sys.path.remove(str(HERE))
 
-FATAL = ("device_that_crashes", "device_that_hangs")
+FATAL = ("device_that_crashes", "device_that_hangs", "device_that_ends_the_process")
 OF_TWO_RANKS = tuple(name for name, lie in lies.LIES.items() if lie.test.startswith("TestCollectives"))
 
 
@@ -36,6 +36,7 @@ def liars(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(HERE))))
+    monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "60")  # the lies import torch
     invalidate_caches()
 
 
@@ -74,6 +75,13 @@ def test_the_truth_passes(name, request):
     """What catches a lie has nothing against the honest backend that the lie was made of."""
     with suppress(pytest.skip.Exception):
         ask(lies.LIES[name], accelcore.select("cpu"), request)
+
+
+def test_the_scorecard_is_whole_or_an_error(liars):
+    code, out, err = verify("device_that_ends_the_process", "--only", "runtime", "--timeout", "30")
+    assert (code, out) == (64, "")
+    assert "could not be run" in err
+    assert "Traceback" not in err
 
 
 def verify(*arguments):

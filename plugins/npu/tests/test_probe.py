@@ -2,98 +2,264 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from importlib.metadata import PackageNotFoundError
 
 import accelcore_npu
 import pytest
+from accelcore_npu import detection, libraries
 
 import accelcore
-from accelcore.errors import BackendUnavailableError
+from accelcore.errors import BackendUnavailableError, ConfigurationError
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine on which an NPU would work; tests take things away from it."""
+    """A machine on which an NPU works; tests take things away from it."""
 
     class Machine:
         devices = tmp_path / "dev"
-        torch_npu: str | None = "2.13.0"
+        cann_fault = None
+        cann = "9.1.0"
 
+    Machine.packages = {"torch": "2.12.0+cpu", "torch-npu": "2.12.0"}
+    Machine.requirements = []
     Machine.devices.mkdir()
-    for name in ("davinci0", "davinci12", "davinci_manager"):
+    for name in ("davinci0", "davinci3", "davinci12", "davinci_manager"):
         (Machine.devices / name).touch()
 
     def version(package):
-        assert package == "torch-npu"
-        if Machine.torch_npu is None:
-            raise PackageNotFoundError(package)
-        return Machine.torch_npu
+        try:
+            return Machine.packages[package]
+        except KeyError:
+            raise PackageNotFoundError(package) from None
 
-    monkeypatch.setattr(accelcore_npu, "_DEVICES", Machine.devices)
-    monkeypatch.setattr(accelcore_npu, "version", version)
-    monkeypatch.setenv("ASCEND_HOME_PATH", "/usr/local/Ascend/latest")
+    monkeypatch.setattr(detection, "_DEVICES", Machine.devices)
+    monkeypatch.setattr(detection, "version", version)
+    monkeypatch.setattr(detection, "requires", lambda package: Machine.requirements)
+    monkeypatch.setattr(detection, "entry_points", lambda group: [])
+    monkeypatch.setattr(libraries, "cann_fault", lambda environ: Machine.cann_fault)
+    monkeypatch.setattr(libraries, "cann_version", lambda environ: Machine.cann)
+    monkeypatch.delenv("ACCEL_EMULATE", raising=False)
     return Machine
 
 
 def probe():
     answer = accelcore_npu.accelcore_probe()
-    assert (answer.name, answer.api, answer.exclusive) == ("npu", accelcore.API, True)
-    assert not answer.available
-    assert answer.priority == 100
+    assert (answer.name, answer.api, answer.exclusive, answer.priority) == ("npu", accelcore.API, True, 100)
+    assert "ASCEND_RT_VISIBLE_DEVICES" in answer.environment
+    assert answer.distributions == ("torch-npu",)
     return answer
 
 
-def test_without_an_npu_it_says_so(machine):
-    for name in ("davinci0", "davinci12"):
-        (machine.devices / name).unlink()
+def refused():
+    answer = probe()
+    assert not answer.available
+    return answer.reason, answer.remedy
+
+
+def test_where_everything_fits_it_is_available(machine):
+    answer = probe()
+    assert (answer.available, answer.count) == (True, 3)
+    assert answer.reason == "3 Ascend NPUs, torch-npu 2.12.0, CANN 9.1.0"
+
+
+def test_without_an_npu_it_says_so_and_no_more(machine):
+    for path in machine.devices.glob("davinci?*"):
+        path.unlink()
     (machine.devices / "davinci0_caps").touch()
+    del machine.packages["torch-npu"]
+    machine.cann_fault = ("CANN is not set up", "install CANN")
+    assert refused() == ("there is no Ascend NPU (no /dev/davinci*)", "see what npu-smi info says")
+
+
+def test_without_an_npu_it_also_says_what_is_installed_and_cannot_work(machine):
+    for path in machine.devices.glob("davinci?*"):
+        path.unlink()
+    machine.cann_fault = ("CANN is not set up", "install CANN")
+    reason, remedy = refused()
+    assert reason == "there is no Ascend NPU (no /dev/davinci*); CANN is not set up"
+    assert remedy == "see what npu-smi info says; install CANN"
+
+
+def test_without_torch_npu_it_names_the_one_that_fits(machine):
+    del machine.packages["torch-npu"]
+    reason, remedy = refused()
+    assert reason == "torch-npu is not installed"
+    assert "torch-npu==2.12.0'" in remedy
+    machine.cann = "8.5.0"
+    assert "torch-npu==2.12.0rc1'" in refused()[1]
+
+
+def test_a_torch_npu_for_another_torch_does_not_fit(machine):
+    machine.packages["torch"] = "2.11.0"
+    reason, remedy = refused()
+    assert reason == "torch-npu 2.12.0 is built for torch 2.12.0, and torch 2.11.0 is installed"
+    assert "torch-npu==2.11.0'" in remedy
+
+
+def test_a_cann_that_lacks_something_is_a_reason(machine):
+    machine.cann_fault = ("CANN at /x lacks libhccl.so", "repair it")
+    assert refused() == machine.cann_fault
+
+
+def test_another_cann_than_the_published_one_is_mentioned_and_stops_nothing(machine):
+    machine.cann = "8.5.0"
     answer = probe()
-    assert "no Ascend NPU" in answer.reason
-    assert "npu-smi" in answer.remedy
+    assert answer.available
+    assert "was released for CANN 9.1.0" in answer.reason
+    machine.packages = {"torch": "2.13.0", "torch-npu": "2.13.0"}
+    assert probe().reason == "3 Ascend NPUs, torch-npu 2.13.0, CANN 8.5.0"
 
 
-@pytest.mark.parametrize("value", [None, ""])
-def test_without_cann_it_says_so(machine, monkeypatch, value):
-    if value is None:
-        monkeypatch.delenv("ASCEND_HOME_PATH")
-    else:
-        monkeypatch.setenv("ASCEND_HOME_PATH", value)
+# ASCEND_RT_VISIBLE_DEVICES
+
+
+@pytest.mark.parametrize(("value", "count"), [("0", 1), ("1,2", 2), ("0,1,2", 3)])
+def test_visible_devices_are_counted(machine, monkeypatch, value, count):
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", value)
+    assert (probe().available, probe().count) == (True, count)
+
+
+@pytest.mark.parametrize("value", ["", "  ", "x", "0,", "0, 1", "-1", "0;1", "\u0661", "0.5", "1" * 50])
+def test_a_list_that_cann_would_not_read_is_refused(machine, monkeypatch, value):
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", value)
+    reason, remedy = refused()
+    assert reason.startswith("ASCEND_RT_VISIBLE_DEVICES=")
+    assert "0,1" in remedy
+
+
+@pytest.mark.parametrize(("value", "reason"), [("1,0", "ascending"), ("0,0", "ascending"), ("0,3", "names device 3")])
+def test_numbers_that_make_no_sense_are_refused(machine, monkeypatch, value, reason):
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", value)
+    assert reason in refused()[0]
+
+
+# Another accelerator
+
+
+@pytest.mark.parametrize(
+    ("torch", "requirements"),
+    [("2.12.0+cu130", []), ("2.12.0", ["nvidia-cublas; platform_system == 'Linux'", "sympy"])],
+)
+def test_a_cuda_build_of_torch_is_in_the_way_where_there_is_a_gpu(machine, torch, requirements):
+    machine.packages["torch"] = torch
+    machine.requirements = requirements
+    assert probe().available
+    assert "built for CUDA" in probe().reason
+    (machine.devices / "nvidiactl").touch()
+    reason, remedy = refused()
+    assert "built for CUDA" in reason
+    assert "CPU build of torch" in remedy
+
+
+def test_a_gpu_beside_a_cpu_build_is_in_nobodys_way(machine):
+    (machine.devices / "nvidiactl").touch()
+    assert probe().reason == "3 Ascend NPUs, torch-npu 2.12.0, CANN 9.1.0"
+
+
+def test_another_plugin_of_torch_is_named(machine, monkeypatch):
+    points = [
+        types.SimpleNamespace(name="torch_npu", dist=types.SimpleNamespace(name="torch_npu")),
+        types.SimpleNamespace(name="device_backend", dist=types.SimpleNamespace(name="habana-torch-plugin")),
+    ]
+    monkeypatch.setattr(detection, "entry_points", lambda group: points)
+    assert probe().available
+    assert "habana-torch-plugin" in probe().reason
+    assert "loads torch_npu" not in probe().reason
+
+
+def test_transfer_to_npu_is_noticed_and_its_torch_cuda_is_not_asked(machine, monkeypatch):
+    class Patched(types.ModuleType):
+        def __getattr__(self, name):
+            raise AssertionError(f"the probe asked torch.{name}")
+
+    monkeypatch.setitem(sys.modules, "torch_npu.contrib.transfer_to_npu", types.ModuleType("transfer_to_npu"))
+    monkeypatch.setitem(sys.modules, "torch", Patched("torch"))
     answer = probe()
-    assert "ASCEND_HOME_PATH" in answer.reason
-    assert "set_env.sh" in answer.remedy
+    assert (answer.available, answer.count) == (True, 3)
+    assert "transfer_to_npu is active" in answer.reason
 
 
-def test_without_torch_npu_it_says_so(machine):
-    machine.torch_npu = None
+# Emulated
+
+
+@pytest.fixture
+def bare_machine(machine):
+    for path in machine.devices.glob("davinci?*"):
+        path.unlink()
+    machine.cann_fault = ("CANN is not set up", "install CANN")
+    return machine
+
+
+def test_an_emulated_npu_needs_neither_device_nor_cann_and_says_what_it_is(bare_machine, monkeypatch):
+    monkeypatch.setenv("ACCEL_EMULATE", "npu")
+    monkeypatch.delenv("ACCEL_EMULATED_DEVICES", raising=False)
     answer = probe()
-    assert answer.reason == "torch-npu is not installed"
-    assert "torch-npu" in answer.remedy
+    assert (answer.available, answer.count) == (True, 2)
+    assert answer.reason.startswith("EMULATED")
+    monkeypatch.setenv("ACCEL_EMULATED_DEVICES", "5")
+    assert probe().count == 5
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1,4")
+    assert probe().count == 2
 
 
-def test_where_nothing_is_missing_it_says_that_this_release_has_no_backend(machine):
-    answer = probe()
-    assert "has no backend to drive them" in answer.reason
-    assert "cpu" in answer.remedy
+def test_an_emulated_npu_needs_torch_npu(bare_machine, monkeypatch):
+    monkeypatch.setenv("ACCEL_EMULATE", "npu")
+    del bare_machine.packages["torch-npu"]
+    reason, remedy = refused()
+    assert reason == "EMULATED: torch-npu is not installed"
+    assert "pip install" in remedy
+
+
+@pytest.mark.parametrize("value", ["", "NPU", "1", "npu ", "cuda"])
+def test_what_cannot_be_emulated_is_refused(machine, monkeypatch, value):
+    monkeypatch.setenv("ACCEL_EMULATE", value)
+    assert "ACCEL_EMULATE" in refused()[0]
+
+
+# What `accelcore run --emulate npu` asks for
+
+
+def test_the_emulation_has_a_device_for_each_rank(machine, monkeypatch):
+    from accelcore_npu import emulator
+
+    monkeypatch.setattr(emulator, "environment", lambda settings: settings.variables())
+    monkeypatch.delenv("ACCEL_EMULATED_DEVICES", raising=False)
+    for ranks, devices in ((1, "2"), (4, "4")):
+        assert accelcore_npu.accelcore_emulate(name="npu", devices=ranks)["ACCEL_EMULATED_DEVICES"] == devices
+    monkeypatch.setenv("ACCEL_EMULATED_DEVICES", "3")
+    assert accelcore_npu.accelcore_emulate(name="npu", devices=3)["ACCEL_EMULATED_DEVICES"] == "3"
+    with pytest.raises(ConfigurationError, match="less than the 4 ranks need"):
+        accelcore_npu.accelcore_emulate(name="npu", devices=4)
+
+
+def test_without_torch_npu_there_is_nothing_to_emulate_with(machine):
+    del machine.packages["torch-npu"]
+    with pytest.raises(BackendUnavailableError, match="cannot be emulated") as caught:
+        accelcore_npu.accelcore_emulate(name="npu", devices=1)
+    assert "torch-npu==2.12.0" in caught.value.remedy
+
+
+# The plugin
 
 
 def test_selecting_it_gives_its_reason_and_remedy(machine):
-    machine.torch_npu = None
+    del machine.packages["torch-npu"]
     with pytest.raises(BackendUnavailableError) as caught:
         accelcore.select("npu")
-    assert (caught.value.why, caught.value.remedy) == (probe().reason, probe().remedy)
-
-
-def test_creating_it_is_refused_with_a_reason_and_a_remedy():
-    with pytest.raises(BackendUnavailableError, match="npu:3 cannot be used") as caught:
-        accelcore_npu.accelcore_create_backend(name="npu", index=3)
-    assert "no backend" in caught.value.why
-    assert caught.value.remedy
+    assert (caught.value.why, caught.value.remedy) == refused()
 
 
 def test_the_name_of_another_is_left_to_others():
     assert accelcore_npu.accelcore_create_backend(name="cpu", index=0) is None
+    assert accelcore_npu.accelcore_emulate(name="cpu", devices=1) is None
 
 
-def test_the_probe_imports_no_torch():
-    script = "import sys, accelcore_npu; accelcore_npu.accelcore_probe(); assert 'torch' not in sys.modules"
+@pytest.mark.parametrize("emulate", ["", "os.environ['ACCEL_EMULATE'] = 'npu';"])
+def test_the_probe_imports_neither_torch_nor_the_vendors_runtime(emulate):
+    script = (
+        f"import os, sys, accelcore_npu; {emulate} accelcore_npu.accelcore_probe(); "
+        "assert not {'torch', 'torch_npu', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,0 +1,106 @@
+"""The NPU backend: six roles on torch_npu. This and what it imports is all that imports torch_npu."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import torch
+
+from accelcore.backend import Backend
+from accelcore.capabilities import Capabilities
+from accelcore.errors import BackendUnavailableError
+from accelcore_npu.detection import emulated
+
+__all__ = ["create"]
+
+logger = logging.getLogger("accelcore")
+
+
+def create(index: int) -> Backend:
+    """Compose the backend of one NPU.
+
+    Raises:
+        BackendUnavailableError: torch_npu cannot be imported, or there is no such device.
+    """
+    late = "torch_npu" not in sys.modules
+    _import_runtime()
+
+    from accelcore_npu.collectives import NpuCollectives
+    from accelcore_npu.compiler import NpuCompiler
+    from accelcore_npu.emulator import active
+    from accelcore_npu.optimizers import create_optimizers
+    from accelcore_npu.precision import NpuPrecision
+    from accelcore_npu.runtime import NpuRuntime
+    from accelcore_npu.scaler import NpuScalers
+
+    device = torch.device("npu", index)
+    runtime = NpuRuntime(device)
+    if late:
+        _check_autograd(device)
+    capabilities = _capabilities()
+    collectives = NpuCollectives(device)
+    logger.info("npu:%d: %s", index, ", ".join(f"{name}={value}" for name, value in runtime.settings.items()))
+    return Backend(
+        name="npu",
+        index=index,
+        emulated=active(),
+        capabilities=capabilities,
+        precision=NpuPrecision("npu", capabilities, "AutocastPrivateUse1"),
+        scaler=NpuScalers(device, collectives, overflow_flag=capabilities.overflow_flag),
+        optimizers=create_optimizers(),
+        collectives=collectives,
+        compiler=NpuCompiler(device),
+        runtime=runtime,
+    )
+
+
+def _import_runtime() -> None:
+    if emulated():
+        from accelcore_npu.emulator import activate
+
+        activate()
+    try:
+        import torch_npu  # noqa: F401
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise BackendUnavailableError(
+            "torch_npu cannot be imported",
+            why=f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__,
+            remedy="see what accelcore doctor --deep says; torch, torch-npu and CANN have to fit together",
+        ) from error
+
+
+def _check_autograd(device: torch.device) -> None:
+    """Refuse a process whose autograd engine was started, and counted its devices, before torch_npu was loaded."""
+    try:
+        torch.ones((), device=device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise BackendUnavailableError(
+            f"{device} cannot be used in this process",
+            why="a backward pass ran before torch_npu was loaded, and torch's autograd engine looks for devices once",
+            remedy="call accelcore.select(), or import torch_npu, before the first backward pass",
+        ) from error
+
+
+def _capabilities() -> Capabilities:
+    import torch_npu
+
+    from accelcore_npu.compiler import installed_compilers
+    from accelcore_npu.fused import FUSED
+
+    # The parts before Ascend910B clamp overflow, raise a flag, and know neither bf16 nor HF32.
+    saturates = not torch_npu.npu.utils.is_support_inf_nan()
+    bf16 = torch_npu.npu.is_bf16_supported()
+    return Capabilities(
+        autocast_dtypes=("bfloat16", "float16") if bf16 else ("float16",),
+        model_dtypes=("float32", "bfloat16") if bf16 else ("float32",),
+        fast_fp32=None if saturates else "hf32",
+        native_optimizers=tuple(sorted(FUSED)),
+        compilers=installed_compilers(),
+        process_groups=("hccl", "gloo"),
+        parallel=("none", "ddp"),
+        streams=True,
+        pinned_memory=True,
+        overflow_flag=saturates,
+    )

@@ -1,0 +1,84 @@
+"""Which torch-npu fits which torch and which CANN. Free of torch.
+
+A torch-npu is built against one release of torch, and says so in its metadata: `Requires-Dist: torch==2.13.0.*`. Which
+CANN it was released for its metadata do not say. The table holds what the vendor publishes: COMPATIBILITY.md of
+https://gitcode.com/Ascend/pytorch (the final releases), and the table in the README of the wheels on PyPI (the release
+candidates). What neither states is not in it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["RELEASES", "Release", "cann_of", "fault", "release_for", "torch_of"]
+
+
+@dataclass(frozen=True)
+class Release:
+    """One published combination.
+
+    Attributes:
+        torch_npu: version of the package torch-npu.
+        torch: the release of torch it was built against.
+        cann: the CANN it was released for.
+    """
+
+    torch_npu: str
+    torch: str
+    cann: str
+
+
+RELEASES = (
+    Release("2.12.0", "2.12.0", "9.1.0"),
+    Release("2.12.0rc1", "2.12.0", "8.5.0"),
+    Release("2.11.0", "2.11.0", "9.1.0"),
+    Release("2.11.0rc1", "2.11.0", "8.5.0"),
+    Release("2.10.0.post4", "2.10.0", "9.1.0"),
+    Release("2.10.0rc2", "2.10.0", "8.5.0"),
+    Release("2.9.0.post6", "2.9.0", "9.1.0"),
+    Release("2.9.0.post2", "2.9.0", "9.0.0"),
+    Release("2.9.0", "2.9.0", "8.5.0"),
+    Release("2.8.0.post4", "2.8.0", "9.0.0"),
+    Release("2.8.0.post2", "2.8.0", "8.5.0"),
+    Release("2.8.0", "2.8.0", "8.3.RC1"),
+    Release("2.7.1.post8", "2.7.1", "9.1.0"),
+    Release("2.7.1.post4", "2.7.1", "9.0.0"),
+    Release("2.7.1.post2", "2.7.1", "8.5.0"),
+    Release("2.7.1", "2.7.1", "8.3.RC1"),
+)
+"""The published combinations, the newest torch first and for each torch the newest CANN first."""
+
+_RELEASE = re.compile(r"\d+\.\d+\.\d+")
+
+
+def torch_of(torch_npu: str) -> str:
+    """The release of torch that a torch-npu needs: its own version starts with it (`2.9.0.post2` needs `2.9.0`)."""
+    match = _RELEASE.match(torch_npu)
+    return match[0] if match else torch_npu
+
+
+def cann_of(torch_npu: str) -> str | None:
+    """The CANN that a torch-npu was released for; None where that is not published."""
+    return next((release.cann for release in RELEASES if release.torch_npu == torch_npu), None)
+
+
+def release_for(torch: str, cann: str | None) -> str:
+    """The version of torch-npu to install beside a torch and a CANN, as pip takes it."""
+    base = torch_of(torch)
+    fitting = [release for release in RELEASES if release.torch == base]
+    for release in fitting:
+        if release.cann == cann:
+            return release.torch_npu
+    return fitting[0].torch_npu if fitting else f"{base}.*"
+
+
+def fault(torch: str, torch_npu: str, cann: str | None) -> tuple[str, str] | None:
+    """Why a torch and a torch-npu do not fit, and what to install; None where they do."""
+    needed = torch_of(torch_npu)
+    if torch_of(torch) == needed:
+        return None
+    return (
+        f"torch-npu {torch_npu} is built for torch {needed}, and torch {torch} is installed",
+        f"pip install 'torch-npu=={release_for(torch, cann)}', or torch=={needed}",
+    )

@@ -1,0 +1,101 @@
+"""Compilation on the NPU: the best of torch_npu's backends for torch.compile that works here, found by trying."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelcore.roles.compiler import Compiled, TorchCompiler
+
+__all__ = ["NpuCompiler", "installed_compilers"]
+
+logger = logging.getLogger("accelcore")
+
+# Best first, each with the distribution that torch_npu does not bring and cannot do without.
+_BACKENDS = {"npugraph_ex": None, "npugraphs": None, "npu": "protobuf", "inductor": "triton-ascend"}
+
+
+def installed_compilers() -> tuple[str, ...]:
+    """The backends of torch.compile for which everything is installed, best first."""
+    return tuple(name for name, needs in _BACKENDS.items() if needs is None or _installed(needs))
+
+
+class NpuCompiler(TorchCompiler):
+    """Compiles with the first backend that trains a small network right, or with the one that `options` names.
+
+    What is installed need not work: each backend asks other things of CANN, and says so by errors of any kind, some of
+    them only when it replays what it captured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
+        wanted = options.get("backend")
+        if wanted is not None and wanted not in _BACKENDS:
+            return super().compile(module, options)
+        faults = []
+        for name in (wanted,) if wanted else installed_compilers():
+            compiled = super().compile(module, {**options, "backend": name})  # refuses options that do not exist
+            fault = _fault(name, self._device)
+            if fault is None:
+                return compiled
+            faults.append(f"{name}: {fault}")
+        reason = "; ".join(faults)
+        logger.warning("the model runs eagerly, not compiled: %s", reason)
+        return Compiled(module, compiled=False, reason=reason)
+
+
+@cache
+def _fault(backend: str, device: torch.device) -> str | None:
+    """Why a backend does not work here, or None: it is given a small network, for as long as graphs take to settle."""
+    needs = _BACKENDS[backend]
+    if needs is not None and not _installed(needs):
+        return f"{needs} is not installed"
+    network = nn.Sequential(
+        nn.Linear(8, 16, device="meta"),
+        nn.Tanh(),
+        nn.Linear(16, 16, device="meta"),
+        nn.Tanh(),
+        nn.Linear(16, 1, device="meta"),
+    ).to_empty(device=device)
+    with torch.no_grad():
+        for parameter in network.parameters():  # without the random numbers of an initialisation
+            parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
+    inputs = torch.linspace(-1, 1, 32, device=device).view(4, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a compiler has to say of its own code
+        try:
+            compiled = torch.compile(network, backend=backend)
+            for run in range(1, 6):  # the first warms up, the second is captured, those after it are replayed
+                found, wanted = (_results(call, network, inputs / run) for call in (compiled, network))
+                if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-5):
+                    return f"its run {run} computes something else than the model"
+        except Exception as error:  # noqa: BLE001  # reported in place of the compiled model
+            lines = str(error).strip().splitlines()
+            return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return None
+
+
+def _results(call: Callable[[Tensor], Tensor], network: nn.Module, inputs: Tensor) -> Tensor:
+    """Output and gradients of one pass."""
+    network.zero_grad()
+    output = call(inputs)
+    output.square().sum().backward()  # type: ignore[no-untyped-call]
+    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+    return torch.cat([tensor.detach().flatten() for tensor in (output, *gradients)])
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
+        return False

@@ -1,0 +1,207 @@
+"""Whether an Ascend NPU could work here, and why not: device files, environment, metadata. Free of torch.
+
+Nothing is imported, loaded or initialised, so a process may still fork afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from pathlib import Path
+
+from accelcore.environment import shown
+from accelcore.errors import BackendUnavailableError, ConfigurationError
+from accelcore.probe import Probe
+from accelcore_npu import compatibility, libraries
+
+__all__ = ["detect", "emulated", "emulation"]
+
+_DEVICES = Path("/dev")
+_ENVIRONMENT = (
+    "ACCEL_EMULATE",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "ASCEND_HOME_PATH",
+    "ASCEND_OPP_PATH",
+    "LD_LIBRARY_PATH",
+)
+_DISTRIBUTIONS = ("torch-npu",)
+_TRANSFER = "torch_npu.contrib.transfer_to_npu"
+
+
+def detect() -> Probe:
+    """The plugin's probe."""
+    wish = os.environ.get("ACCEL_EMULATE")
+    if wish is not None and not emulated():
+        return _probe(f"ACCEL_EMULATE={shown(wish)} names nothing that can be emulated", "say npu, or unset it")
+    found = list(_package_faults())
+    if emulated():
+        return _detect_emulated(found)
+    visible, fault = _visible(_device_files())
+    if fault is not None:
+        # A machine without an NPU misses the rest, too; what is installed and broken is worth a word all the same.
+        found = [fault, *(found if _installed("torch-npu") else ())]
+    found += _cann_fault(bool(found))
+    found += _other_accelerator()
+    if found:
+        reasons, remedies = zip(*found, strict=True)
+        return _probe("; ".join(reasons), "; ".join(dict.fromkeys(remedies)))
+    return _probe("; ".join([_works(visible), *_notices()]), count=visible)
+
+
+def emulated() -> bool:
+    """Whether this process is to run on an emulated NPU (`ACCEL_EMULATE=npu`)."""
+    return os.environ.get("ACCEL_EMULATE") == "npu"
+
+
+def emulation(devices: int) -> Mapping[str, str]:
+    """The variables of an emulated process with so many devices or more.
+
+    Raises:
+        BackendUnavailableError: torch-npu is missing or does not fit, or the emulator cannot be built.
+        ConfigurationError: an ACCEL_EMULATED_ variable makes no sense, or allows fewer devices.
+    """
+    for reason, remedy in _package_faults():
+        raise BackendUnavailableError("the npu cannot be emulated", why=reason, remedy=remedy)
+    from accelcore_npu.emulator import Settings, environment
+
+    settings = Settings.from_environment()
+    if settings.devices < devices and "ACCEL_EMULATED_DEVICES" in os.environ:
+        raise ConfigurationError(
+            f"ACCEL_EMULATED_DEVICES={settings.devices} is less than the {devices} ranks need",
+            remedy=f"unset it, or say {devices}",
+        )
+    return environment(replace(settings, devices=max(settings.devices, devices)))
+
+
+def _detect_emulated(found: list[tuple[str, str]]) -> Probe:
+    from accelcore_npu.emulator import Settings
+
+    visible, fault = _visible(Settings.from_environment().devices)
+    if fault is not None:
+        found = [*found, fault]
+    if found:
+        reason, remedy = found[0]
+        return _probe(f"EMULATED: {reason}", remedy)
+    return _probe("; ".join([f"EMULATED: {_count(visible)} imitated on the host", *_transfer()]), count=visible)
+
+
+def _probe(reason: str, remedy: str = "", count: int = 0) -> Probe:
+    return Probe(
+        "npu",
+        available=not remedy,
+        reason=reason,
+        remedy=remedy,
+        priority=100,
+        count=count,
+        environment=_ENVIRONMENT,
+        distributions=_DISTRIBUTIONS,
+    )
+
+
+def _device_files() -> int:
+    return sum(path.name[len("davinci") :].isdigit() for path in _DEVICES.glob("davinci[0-9]*"))
+
+
+def _visible(present: int) -> tuple[int, tuple[str, str] | None]:
+    """How many devices this process may use; with it, what is wrong where there is none."""
+    if not present:
+        return 0, ("there is no Ascend NPU (no /dev/davinci*)", "see what npu-smi info says")
+    value = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    if value is None:
+        return present, None
+    name = f"ASCEND_RT_VISIBLE_DEVICES={shown(value)}"
+    remedy = "unset it, or name devices by number, ascending and separated by commas: 0,1"
+    if not value.strip():
+        return 0, (f"{name} hides every NPU", remedy)
+    # CANN itself reads as far as it understands, and goes on with fewer devices in silence.
+    if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", value, re.ASCII):
+        return 0, (f"{name} is no list of device numbers", remedy)
+    numbers = [int(number) for number in value.split(",")]
+    if numbers != sorted(set(numbers)):
+        return 0, (f"{name} is not in ascending order", remedy)
+    if numbers[-1] >= present:
+        return 0, (f"{name} names device {numbers[-1]}, and there are {present}, counted from 0", remedy)
+    return len(numbers), None
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _package_faults() -> Iterator[tuple[str, str]]:
+    """What is missing of torch and torch-npu, or does not fit, each with what to do."""
+    torch, torch_npu = _installed("torch"), _installed("torch-npu")
+    cann = libraries.cann_version(os.environ)
+    if torch is None:
+        yield "torch is not installed", "pip install torch"
+    elif torch_npu is None:
+        wanted = compatibility.release_for(torch, cann)
+        yield "torch-npu is not installed", f"pip install 'torch-npu=={wanted}', which fits torch {torch}"
+    else:
+        fault = compatibility.fault(torch, torch_npu, cann)
+        if fault is not None:
+            yield fault
+
+
+def _cann_fault(spoilt: bool) -> list[tuple[str, str]]:
+    if spoilt and not _installed("torch-npu"):
+        return []
+    fault = libraries.cann_fault(os.environ)
+    return [] if fault is None else [fault]
+
+
+def _other_accelerator() -> list[tuple[str, str]]:
+    """A process has one accelerator in torch, and torch_npu refuses to be imported beside a GPU that works."""
+    if _cuda_build() and (_DEVICES / "nvidiactl").exists() and _installed("torch-npu"):
+        reason = f"torch {_installed('torch')} is built for CUDA, there is an NVIDIA GPU, and torch_npu refuses both"
+        return [(reason, "install the CPU build of torch beside torch-npu, or use cuda here")]
+    return []
+
+
+def _cuda_build() -> bool:
+    torch = _installed("torch")
+    if torch is None:
+        return False
+    _, _, label = torch.partition("+")
+    if label:
+        return label.startswith("cu")
+    return any(requirement.startswith(("nvidia-", "cuda-")) for requirement in requires("torch") or ())
+
+
+def _works(visible: int) -> str:
+    torch_npu = _installed("torch-npu")
+    cann = libraries.cann_version(os.environ) or "of unknown version"
+    return f"{_count(visible)}, torch-npu {torch_npu}, CANN {cann}"
+
+
+def _count(devices: int) -> str:
+    return "1 Ascend NPU" if devices == 1 else f"{devices} Ascend NPUs"
+
+
+def _notices() -> Iterator[str]:
+    """What is worth knowing and stops nothing."""
+    torch_npu = _installed("torch-npu")
+    released = compatibility.cann_of(torch_npu) if torch_npu else None
+    cann = libraries.cann_version(os.environ)
+    if released and cann and released != cann:
+        yield f"torch-npu {torch_npu} was released for CANN {released}"
+    if _cuda_build():
+        yield f"torch {_installed('torch')} is built for CUDA, which it cannot use beside torch-npu"
+    others = {
+        point.dist.name for point in entry_points(group="torch.backends") if point.dist and point.name != "torch_npu"
+    }
+    if others:
+        yield f"torch also loads {', '.join(sorted(others))}: one process has one accelerator"
+    yield from _transfer()
+
+
+def _transfer() -> Iterator[str]:
+    if _TRANSFER in sys.modules:
+        yield "transfer_to_npu is active: torch.cuda is torch.npu in this process"

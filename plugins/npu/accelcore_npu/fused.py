@@ -1,0 +1,311 @@
+"""torch_npu's nine fused optimizers with their arithmetic kept and their traps closed.
+
+Five of them exist in torch, too; these take torch's arguments, check them as torch does, and have torch's parameter
+groups and state, so that a checkpoint goes from one device to another. The other four check their arguments here.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_npu import optim
+
+from accelcore_npu.flat import FlatOptimizer
+
+__all__ = ["FUSED"]
+
+
+class _Twin(FlatOptimizer):
+    """A fused optimizer that torch has, too: `torch_class` says what its arguments are, and refuses the bad ones."""
+
+    torch_class: type[torch.optim.Optimizer]
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        _not_negative(lr=options.get("lr", 0))  # torch's SGD takes one that is not a number
+        twin = self.torch_class([torch.zeros(())], **options)
+        super().__init__(params, twin.defaults)
+
+
+class SGD(_Twin, optim.NpuFusedSGD):  # type: ignore[misc]
+    """Momentum starts as zeros, so that a parameter whose first gradient comes late starts like the others."""
+
+    torch_class = torch.optim.SGD
+    counts = False
+    _momentum_buffer_already_in_state = True
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"momentum_buffer": 0.0} if group["momentum"] else {}
+
+
+class Adam(_Twin, optim.NpuFusedAdam):  # type: ignore[misc]
+    """Adam, with L2 regularization."""
+
+    torch_class = torch.optim.Adam
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+        return dict.fromkeys(names, 0.0)
+
+
+class AdamW(_Twin, optim.NpuFusedAdamW):  # type: ignore[misc]
+    """Adam with decoupled weight decay."""
+
+    torch_class = torch.optim.AdamW
+    initial_state = Adam.initial_state
+
+
+class Adadelta(_Twin, optim.NpuFusedAdadelta):  # type: ignore[misc]
+    """Adadelta."""
+
+    torch_class = torch.optim.Adadelta
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"square_avg": 0.0, "acc_delta": 0.0}
+
+
+class RMSprop(_Twin, optim.NpuFusedRMSprop):  # type: ignore[misc]
+    """RMSprop, eps outside the root."""
+
+    torch_class = torch.optim.RMSprop
+    start = 0.0
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        state = {"square_avg": self.start}
+        if group["momentum"] > 0:
+            state["momentum_buffer"] = 0.0
+        if group["centered"]:
+            state["grad_avg"] = 0.0
+        return state
+
+
+class _OldSignatures(FlatOptimizer):
+    """For torch_npu's classes that call `add_(number, tensor)`, of which torch says once that it is deprecated."""
+
+    def _group_step(self, group_index: int) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This overload of add", UserWarning)
+            super()._group_step(group_index)
+
+
+class RMSpropTF(_OldSignatures, optim.NpuFusedRMSpropTF):  # type: ignore[misc]
+    """RMSprop as TensorFlow has it: eps inside the root, the mean square starts at 1."""
+
+    start = 1.0
+    initial_state = RMSprop.initial_state
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        alpha: float = 0.9,
+        eps: float = 1e-10,
+        weight_decay: float = 0,
+        momentum: float = 0.0,
+        centered: bool = False,
+        decoupled_decay: bool = False,
+        lr_in_momentum: bool = True,
+    ) -> None:
+        _not_negative(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "alpha": alpha,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "centered": centered,
+                "decoupled_decay": decoupled_decay,
+                "lr_in_momentum": lr_in_momentum,
+            },
+        )
+
+
+class AdamP(_OldSignatures, optim.NpuFusedAdamP):  # type: ignore[misc]
+    """AdamP: the part of the update that would only grow a weight's norm is projected out."""
+
+    temporaries = {  # noqa: RUF012
+        "perturb": ("perturb_lists_indexed_by_group", "combined_perturb_lists_indexed_by_group"),
+        "wd_ratio": ("wd_ratio_lists_indexed_by_group", "combined_wd_ratio_lists_indexed_by_group"),
+    }
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        delta: float = 0.1,
+        wd_ratio: float = 0.1,
+        nesterov: bool = False,
+    ) -> None:
+        _not_negative(lr=lr, eps=eps, weight_decay=weight_decay, delta=delta, wd_ratio=wd_ratio)
+        _fractions(**{"betas[0]": betas[0], "betas[1]": betas[1]})
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "delta": delta,
+                "wd_ratio": wd_ratio,
+                "nesterov": nesterov,
+            },
+        )
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+
+    def _projection(
+        self, p: Tensor, grad: Tensor, perturb: Tensor, delta: float, wd_ratio: float, eps: float
+    ) -> tuple[Tensor, float]:
+        # torch_npu views the gradient as a matrix, which one with strides of its own does not allow; and has no largest
+        # cosine of no rows.
+        if not p.numel():
+            return perturb, 1.0
+        projected: tuple[Tensor, float] = super()._projection(p, grad.contiguous(), perturb, delta, wd_ratio, eps)
+        return projected
+
+
+class Lamb(FlatOptimizer, optim.NpuFusedLamb):  # type: ignore[misc]
+    """LAMB without bias correction: the step of each tensor is scaled by the ratio of its norm to the update's."""
+
+    initial_state = AdamP.initial_state
+    temporaries = {  # noqa: RUF012
+        "trust_ratio": ("trust_ratio_lists_indexed_by_group", "combined_trust_ratios_indexed_by_group"),
+        "param_pow": ("param_pow_lists_indexed_by_group", "combined_param_pows_indexed_by_group"),
+        "adam_step_pow": ("adam_step_pow_lists_indexed_by_group", "combined_adam_step_pows_indexed_by_group"),
+    }
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        adam: bool = False,
+        use_global_grad_norm: bool = False,
+    ) -> None:
+        _not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        _fractions(**{"betas[0]": betas[0], "betas[1]": betas[1]})
+        self.adam = adam
+        self.use_global_grad_norm = use_global_grad_norm
+        self.global_grad_norm = torch.ones(())  # on the host, because torch_npu reads it there for every group
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _gather(self) -> None:
+        super()._gather()
+        gradients = [bucket.gradient for group in self._buckets.values() for bucket in group]
+        if self.use_global_grad_norm and gradients:
+            self.global_grad_norm = torch.stack(torch._foreach_norm(gradients)).norm()
+
+
+class BertAdam(FlatOptimizer, optim.NpuFusedBertAdam):  # type: ignore[misc]
+    """Adam without bias correction, with a schedule of its own.
+
+    The arithmetic is written out here, because in torch_npu's own the cosine schedule raises, the polynomial one
+    becomes complex after `t_total`, the clipping norm of later groups is ignored, and the state counts no updates.
+    """
+
+    initial_state = AdamP.initial_state
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        warmup: float = -1,
+        t_total: int = -1,
+        schedule: str = "warmup_linear",
+        b1: float = 0.9,
+        b2: float = 0.999,
+        e: float = 1e-6,
+        weight_decay: float = 0.01,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        _not_negative(lr=lr, e=e, weight_decay=weight_decay)
+        _fractions(b1=b1, b2=b2)
+        if warmup != -1:
+            _fractions(warmup=warmup)
+        if schedule not in _SCHEDULES:
+            raise ValueError(f"there is no schedule {schedule!r}, only {', '.join(_SCHEDULES)}")
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "schedule": schedule,
+                "warmup": warmup,
+                "t_total": t_total,
+                "b1": b1,
+                "b2": b2,
+                "e": e,
+                "weight_decay": weight_decay,
+                "max_grad_norm": max_grad_norm,
+            },
+        )
+
+    def _group_step(self, group_index: int) -> None:
+        group, buckets = self.param_groups[group_index], self._buckets[group_index]
+        if group["max_grad_norm"] > 0 and buckets:
+            gradients = [bucket.gradient for bucket in buckets]
+            norm = torch.stack(torch._foreach_norm(gradients)).norm()
+            torch._foreach_mul_(gradients, (group["max_grad_norm"] / (norm + 1e-6)).clamp(max=1.0))
+        for bucket in buckets:
+            mean, square = bucket.states["exp_avg"], bucket.states["exp_avg_sq"]
+            mean.mul_(group["b1"]).add_(bucket.gradient, alpha=1 - group["b1"])
+            square.mul_(group["b2"]).addcmul_(bucket.gradient, bucket.gradient, value=1 - group["b2"])
+            update = mean / square.sqrt().add_(group["e"])
+            if group["weight_decay"] > 0:
+                update.add_(bucket.flat, alpha=group["weight_decay"])
+            bucket.flat.add_(update, alpha=-group["lr"] * _schedule(group, bucket.states["step"]))
+            bucket.states["step"] += 1
+            for parameter in bucket.parameters:
+                self.state[parameter]["step"] += 1
+
+
+def _schedule(group: dict[str, Any], updates: int) -> float:
+    if group["t_total"] == -1:
+        return 1.0
+    progress, warmup = updates / group["t_total"], group["warmup"]
+    return progress / warmup if progress < warmup else _SCHEDULES[group["schedule"]](progress, warmup)
+
+
+_SCHEDULES: dict[str, Callable[[float, float], float]] = {
+    "warmup_constant": lambda progress, warmup: 1.0,
+    "warmup_cosine": lambda progress, warmup: 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0))),
+    "warmup_linear": lambda progress, warmup: max((progress - 1.0) / (warmup - 1.0), 0.0),
+    "warmup_poly": lambda progress, warmup: max(1.0 - progress, 0.0) ** 0.5,
+}
+
+
+def _not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:  # not a number, too
+            raise ValueError(f"{name}={value} makes no sense: it must be 0 or more")
+
+
+def _fractions(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name}={value} makes no sense: it must be at least 0 and below 1")
+
+
+FUSED: dict[str, type[FlatOptimizer]] = {
+    "adadelta": Adadelta,
+    "adam": Adam,
+    "adamp": AdamP,
+    "adamw": AdamW,
+    "bertadam": BertAdam,
+    "lamb": Lamb,
+    "rmsprop": RMSprop,
+    "rmsproptf": RMSpropTF,
+    "sgd": SGD,
+}
+"""Our class for each optimizer that torch_npu fuses, by the registry's name."""

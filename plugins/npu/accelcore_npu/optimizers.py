@@ -1,0 +1,46 @@
+"""The optimizers of the NPU: torch_npu's fused ones, torch's fused kernels, torch's loops."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from accelcore.optim.torch_optimizers import register_torch_optimizers
+from accelcore.roles.optimizers import Optimizers, Request
+from accelcore_npu.flat import overlapping, unfit
+from accelcore_npu.fused import FUSED
+
+__all__ = ["create_optimizers"]
+
+_PRIORITY = 20  # before torch's kernels: on an NPU these update one tensor after the other
+_TORCH_FUSED = ("adamw", "sgd")
+_SWITCHES = ("maximize", "capturable", "differentiable")
+
+
+def create_optimizers() -> Optimizers:
+    """The registry of an NPU backend."""
+    registry = Optimizers()
+    for name, kind in FUSED.items():
+        registry.register(name, "npu_fused", kind, priority=_PRIORITY, supports=_supports)
+    register_torch_optimizers(registry, fused=_TORCH_FUSED)
+    return registry
+
+
+def _supports(request: Request) -> str | None:
+    for switch in ("fused", "foreach"):
+        if switch in request.options:
+            return f"say route=... instead of {switch}="
+    for switch in _SWITCHES:
+        if any(request.values(switch, False)):
+            return f"torch_npu's class has no {switch}"
+    numbers = [*request.options.values(), *(value for group in request.groups for value in group.values())]
+    if any(isinstance(value, Tensor) for value in numbers):
+        return "options must be numbers, not tensors, which the host would have to wait for"
+    if request.name == "sgd" and any(request.values("momentum", 0)) and any(request.values("dampening", 0)):
+        return "torch_npu decides for all parameters at once whether a step is their first, which is not dampened"
+    for parameter in request.parameters:
+        reason = unfit(parameter)
+        if reason is not None:
+            return f"a parameter does not fit: {reason}"
+    if overlapping(request.parameters):
+        return "two parameters share memory, and the flat layout would give each its own"
+    return None

@@ -1,0 +1,96 @@
+"""What becomes of people who have installed accelcore-npu and have no NPU, no CANN, or neither."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+torch_npu = find_spec("torch_npu") is not None
+
+SCRIPT = """
+import logging
+import torch
+import accelcore
+
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+accel = accelcore.select()
+layer = torch.nn.Linear(2, 1)
+trainer = accel.trainer(layer, accel.optimizers.create("sgd", layer.parameters(), lr=0.1),
+                        loss=lambda model, batch: model(batch).square().mean())
+trainer(torch.ones(2, 2))
+print(accel.name, [probe.name for probe in accel.passed_over])
+try:
+    accelcore.select("npu")
+except accelcore.AccelError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def run():
+    """Run a command as somebody without an NPU would."""
+
+    def start(*command, **environment):
+        bare = {name: value for name, value in os.environ.items() if not name.startswith(("ACCEL_", "ASCEND_"))}
+        bare.pop("LD_LIBRARY_PATH", None)
+        bare |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **environment}
+        bare = {name: value for name, value in bare.items() if value is not None}
+        return subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, timeout=60, env=bare, check=False
+        )
+
+    return start
+
+
+pytestmark = pytest.mark.skipif(any(Path("/dev").glob("davinci[0-9]")), reason="this machine has an NPU")
+
+
+def test_scripts_run_on_the_cpu_and_say_why_and_npu_is_refused_with_what_to_do(run):
+    result = run("-c", SCRIPT)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("cpu [")
+    assert "'npu'" in lines[0]
+    assert "npu: there is no Ascend NPU" in result.stderr
+    assert "npu' cannot be used here" in result.stdout
+    assert "why: there is no Ascend NPU (no /dev/davinci*)" in result.stdout
+    assert "npu-smi" in result.stdout
+    if torch_npu:
+        assert "CANN is not set up" in result.stdout
+        assert "set_env.sh" in result.stdout
+
+
+def test_doctor_explains(run):
+    result = run("-m", "accelcore", "doctor", "--json")
+    found = json.loads(result.stdout)
+    backends = {backend["name"]: backend for backend in found["backends"]}
+    assert backends["npu"]["state"] == "unusable"
+    assert "no Ascend NPU" in backends["npu"]["reason"]
+    assert backends["npu"]["remedy"]
+    assert backends["cpu"]["state"] == "usable"
+    assert result.returncode == 0
+
+
+@pytest.mark.skipif(not torch_npu, reason="torch_npu is not installed")
+def test_where_torch_npu_takes_import_torch_down_doctor_says_how_to_go_on(run):
+    broken = run("-c", "import torch", TORCH_DEVICE_BACKEND_AUTOLOAD="1")
+    assert broken.returncode != 0, "import torch loads torch_npu, and there is no CANN"
+    result = run("-m", "accelcore", "doctor", TORCH_DEVICE_BACKEND_AUTOLOAD="1")
+    text = " ".join(result.stdout.split())
+    assert "torch_npu:_autoload" in text
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in text
+
+
+@pytest.mark.skipif(not torch_npu, reason="torch_npu is not installed")
+def test_accelcore_run_starts_a_script_there_that_says_import_torch_first(run, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    result = run("-m", "accelcore", "run", str(script), TORCH_DEVICE_BACKEND_AUTOLOAD=None)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("cpu [")

@@ -1,0 +1,215 @@
+"""What the NPU's optimizers do beside the arithmetic: routes, refusals, groups, schedules, memory."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import accelcore
+from accelcore.errors import ConfigurationError, TrainingError, UnsupportedError
+
+
+def fill_gradients(parameters):
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch_npu copies a storage by an old API
+def test_a_copy_of_an_optimizer_is_an_optimizer_of_its_own(accel):
+    model = nn.Linear(3, 2).to(accel.device)
+    optimizer = accel.optimizers.create("adam", model.parameters(), lr=0.1)
+    fill_gradients(model.parameters())
+    optimizer.step()
+    before = model.weight.detach().clone()
+    twin = copy.deepcopy(optimizer)
+    fill_gradients(twin.param_groups[0]["params"])
+    twin.step()
+    torch.testing.assert_close(model.weight.detach(), before)
+    optimizer.step()
+    torch.testing.assert_close(twin.param_groups[0]["params"][0].detach(), model.weight.detach())
+
+
+def test_a_schedule_sets_the_rate(accel):
+    parameters = [nn.Parameter(torch.ones(3, device=accel.device))]
+    optimizer = accel.optimizers.create("sgd", parameters, lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+    for wanted in (0.0, -0.1, -0.11):
+        parameters[0].grad = torch.ones_like(parameters[0])
+        optimizer.step()
+        schedule.step()
+        torch.testing.assert_close(parameters[0].detach().cpu(), torch.full((3,), wanted))
+
+
+def test_a_group_that_is_added_is_trained(accel):
+    first, second = (nn.Parameter(torch.ones(3, device=accel.device)) for _ in range(2))
+    optimizer = accel.optimizers.create("sgd", [first], lr=1.0)
+    first.grad = torch.ones_like(first)
+    optimizer.step()
+    optimizer.add_param_group({"params": [second], "lr": 0.5})
+    second.grad = torch.ones_like(second)
+    optimizer.step()
+    assert (first.detach().cpu().unique().tolist(), second.detach().cpu().unique().tolist()) == ([-1.0], [0.5])
+
+
+def test_clipping_under_torch_npus_name_clips_what_the_step_takes(accel):
+    parameter = nn.Parameter(torch.zeros(4, device=accel.device))
+    optimizer = accel.optimizers.create("sgd", [parameter], lr=1.0)
+    parameter.grad = torch.full((4,), 5.0, device=accel.device)
+    assert optimizer.clip_grad_norm_fused_(1.0).item() == pytest.approx(10.0)
+    optimizer.step()
+    assert parameter.norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_the_cost_of_a_step_does_not_grow_with_the_number_of_parameters(accel):
+    """Operators a step, as torch's dispatcher sees them, for the optimizers that work on whole pieces only."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.device_operators = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            tensors = torch.utils._pytree.tree_leaves((arguments, keywords))
+            self.device_operators += any(isinstance(t, torch.Tensor) and t.device == accel.device for t in tensors)
+            return function(*arguments, **(keywords or {}))
+
+    def cost(name, parameters):
+        made = [nn.Parameter(torch.ones(3, device=accel.device)) for _ in range(parameters)]
+        optimizer = accel.optimizers.create(name, made, lr=0.1)
+        fill_gradients(made)
+        optimizer.step()
+        with Count() as count:
+            optimizer.step()
+        return count.device_operators
+
+    for name in ("adadelta", "adam", "adamw", "bertadam", "rmsprop", "rmsproptf", "sgd"):
+        assert 0 < cost(name, 2) == cost(name, 50) < 20, name
+
+
+# What a step refuses, because it was not so when the optimizer was made.
+
+
+def test_sparse_gradients_are_refused_with_what_to_do(accel):
+    table = nn.Embedding(10, 4, sparse=True).to(accel.device)
+    optimizer = accel.optimizers.create("adam", table.parameters())
+    table(torch.tensor([1, 2], device=accel.device)).sum().backward()
+    with pytest.raises(TrainingError, match="sparse"):
+        optimizer.step()
+
+
+def test_a_model_that_was_cast_after_its_optimizer_was_made_is_refused(accel):
+    model = nn.Linear(3, 2).to(accel.device)
+    optimizer = accel.optimizers.create("adam", model.parameters())
+    model.to(torch.bfloat16)
+    fill_gradients(model.parameters())
+    with pytest.raises(TrainingError, match="changed since its optimizer was made"):
+        optimizer.step()
+
+
+def test_a_model_that_is_still_on_the_host_is_refused(accel):
+    parameters = [nn.Parameter(torch.ones(3))]
+    optimizer = accel.optimizers.create("adam", parameters)
+    fill_gradients(parameters)
+    with pytest.raises(TrainingError, match="on cpu"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["adamp", "adamw", "sgd"])
+def test_a_weight_that_was_given_new_memory_is_the_one_that_is_updated(accel, name):
+    model = nn.Linear(3, 2).to(accel.device)
+    optimizer = accel.optimizers.create(name, model.parameters(), lr=0.1)
+    for _ in range(2):
+        model.weight.data = model.weight.detach().clone()
+        before = model.weight.detach().clone()
+        fill_gradients(model.parameters())
+        optimizer.step()
+        assert not torch.equal(model.weight.detach(), before)
+
+
+# Which route is taken, and why not another.
+
+
+def test_the_routes_of_each_optimizer(accel):
+    routes = {name: [choice.route for choice in accel.optimizers.explain(name)] for name in accel.optimizers.names()}
+    assert {name for name, found in routes.items() if found[0] == "npu_fused"} == set(
+        accel.capabilities.native_optimizers
+    )
+    assert routes["adamw"] == ["npu_fused", "fused", "loop", "foreach"]
+    assert routes["lamb"] == ["npu_fused"]
+    assert routes["adagrad"] == ["loop", "foreach"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("adam", {"maximize": True}, "maximize"),
+        ("adamw", {"capturable": True}, "capturable"),
+        ("sgd", {"differentiable": True}, "differentiable"),
+        ("sgd", {"momentum": 0.9, "dampening": 0.1}, "dampened"),
+        ("adam", {"lr": torch.tensor(0.1)}, "tensor"),
+        ("adam", {"fused": True}, "route="),
+    ],
+)
+def test_what_the_fused_class_cannot_do_is_left_to_the_next_route_with_the_reason(accel, name, options, reason):
+    choices = accel.optimizers.explain(name, **options)
+    assert choices[0].route == "npu_fused"
+    assert not choices[0].chosen
+    assert reason in choices[0].reason
+
+
+def test_a_sharded_parameter_is_left_to_torch(accel):
+    class Sharded(torch.Tensor):
+        pass
+
+    parameter = nn.Parameter(torch.ones(3).as_subclass(Sharded))
+    with pytest.raises(UnsupportedError, match="Sharded"):
+        accel.optimizers.create("lamb", [parameter])
+    assert type(accel.optimizers.create("adam", [parameter])) is torch.optim.Adam
+
+
+def test_parameters_that_share_memory_are_left_to_torch(accel):
+    whole = torch.ones(6)
+    parameters = [nn.Parameter(whole), nn.Parameter(whole[4:])]
+    choices = accel.optimizers.create("sgd", parameters, lr=0.1), accel.optimizers.create("sgd", parameters[:1], lr=0.1)
+    assert isinstance(choices[0], torch.optim.SGD)
+    assert not isinstance(choices[1], torch.optim.SGD)
+    with pytest.raises(UnsupportedError, match="share memory"):
+        accel.optimizers.create("lamb", parameters)
+
+
+def test_parameters_on_two_devices_stay_where_they_are(accel):
+    accelcore.select("npu:1")
+    parameters = [nn.Parameter(torch.ones(3, device=f"npu:{index}")) for index in (0, 1)]
+    optimizer = accel.optimizers.create("adam", parameters, lr=0.1)
+    fill_gradients(parameters)
+    optimizer.step()
+    assert [str(parameter.device) for parameter in parameters] == ["npu:0", "npu:1"]
+    for parameter in parameters:
+        torch.testing.assert_close(parameter.detach().cpu(), torch.full((3,), 0.9))
+    accelcore.select("npu:0")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adam", {"lr": -1}),
+        ("adam", {"betas": (1.0, 0.9)}),
+        ("adadelta", {"rho": 1.5}),
+        ("sgd", {"nesterov": True}),
+        ("lamb", {"betas": (0.9, 1.0)}),
+        ("adamp", {"eps": -1}),
+        ("rmsproptf", {"alpha": -1}),
+        ("bertadam", {}),
+        ("bertadam", {"lr": 0.1, "warmup": 1.0}),
+        ("bertadam", {"lr": 0.1, "schedule": "none"}),
+        ("adam", {"learning_rate": 0.1}),
+        ("lamb", {"max_grad_norm": 1.0}),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused(accel, name, options):
+    with pytest.raises(ConfigurationError):
+        accel.optimizers.create(name, [nn.Parameter(torch.ones(1))], **options)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_npu
+
+from accelcore.errors import UnsupportedError
+
+SWITCHES = (torch_npu.npu.matmul, torch_npu.npu.conv)
+
+
+def hf32():
+    return [switch.allow_hf32 for switch in SWITCHES]
+
+
+@pytest.fixture(autouse=True)
+def _switches_as_they_were():
+    before = hf32()
+    yield
+    for switch, value in zip(SWITCHES, before, strict=True):
+        switch.allow_hf32 = value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_in_the_dtype(accel, dtype):
+    layer = torch.nn.Linear(8, 4).to(accel.device)
+    inputs = torch.randn(3, 8, device=accel.device)
+    with accel.autocast(dtype):
+        low = layer(inputs)
+        assert torch.softmax(low, 0).dtype is torch.float32
+    assert low.dtype is dtype
+    exact = layer(inputs)
+    assert exact.dtype is torch.float32
+    assert 0 < (low.float() - exact).abs().max().item() < 0.05
+    low.float().sum().backward()
+    assert layer.weight.grad.dtype is torch.float32
+
+
+def test_autocast_prefers_bf16_and_can_be_switched_off(accel):
+    inputs = torch.randn(3, 3, device=accel.device)
+    with accel.autocast():
+        assert (inputs @ inputs).dtype is torch.bfloat16
+        with accel.autocast(enabled=False):
+            assert (inputs @ inputs).dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8])
+def test_an_autocast_dtype_that_is_not_declared_is_refused(accel, dtype):
+    with pytest.raises(UnsupportedError, match="bfloat16, float16"):
+        accel.autocast(dtype)
+
+
+def test_the_table_is_of_this_devices_autocast(accel):
+    table = accel.precision.table()
+    assert {"aten::mm", "aten::conv2d", "aten::softmax.int"} <= table
+    assert "aten::relu" not in table
+    with pytest.raises(UnsupportedError):
+        accel.precision.table("O1")
+
+
+@pytest.mark.parametrize("before", [[False, True], [True, False]])
+@pytest.mark.parametrize(("mode", "inside"), [("fast", [True, True]), ("ieee", [False, False])])
+def test_hf32_is_set_for_matmul_and_conv_and_put_back(accel, mode, inside, before):
+    for switch, value in zip(SWITCHES, before, strict=True):
+        switch.allow_hf32 = value
+    with accel.precision.fp32(mode):
+        assert hf32() == inside
+    assert hf32() == before
+    with pytest.raises(ZeroDivisionError), accel.precision.fp32(mode):
+        raise ZeroDivisionError
+    assert hf32() == before
+
+
+def test_hf32_nests(accel):
+    before = hf32()
+    with accel.precision.fp32("fast"):
+        with accel.precision.fp32("ieee"):
+            assert hf32() == [False, False]
+        assert hf32() == [True, True]
+    assert hf32() == before
+
+
+def test_it_works_beside_torchs_own_new_switch_which_torch_npu_does_not_read(accel):
+    before = torch.backends.fp32_precision
+    torch.backends.fp32_precision = "ieee"
+    try:
+        with accel.precision.fp32("fast"):
+            assert hf32() == [True, True]
+    finally:
+        torch.backends.fp32_precision = before
+
+
+def test_another_mode_does_not_exist(accel):
+    with pytest.raises(UnsupportedError, match="ieee, fast"):
+        accel.precision.fp32("hf32")
+
+
+def test_a_trainer_trains_whole_steps_in_hf32(accel):
+    seen = []
+
+    def loss(model, batch):
+        output = model(batch)
+        output.register_hook(lambda gradient: seen.append(hf32()))
+        return output.mean()
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    trainer = accel.trainer(model, optimizer, loss=loss, fp32="fast")
+    before = hf32()
+    trainer(torch.ones(3, 2, device=accel.device))
+    assert seen == [[True, True]]
+    assert hf32() == before

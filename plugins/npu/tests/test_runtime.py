@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+
+import pytest
+import torch
+import torch_npu
+
+import accelcore
+from accelcore.errors import CheckpointError, UnsupportedError
+
+
+def test_the_device_is_current_and_its_settings_are_explicit(accel):
+    assert torch_npu.npu.current_device() == accel.index == 0
+    assert dict(accel.runtime.settings) == {"jit_compile": False, "allow_internal_format": False}
+    assert torch_npu.npu.is_jit_compile_false()
+    assert torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT").decode() == "disable"
+
+
+def test_importing_the_plugin_changes_no_setting(run):
+    script = """
+        import torch_npu
+        torch_npu.npu.set_compile_mode(jit_compile=True)
+        import accelcore, accelcore_npu, accelcore_npu.backend
+        accelcore.installed()
+        assert not torch_npu.npu.is_jit_compile_false()
+        accelcore.select("npu")
+        assert torch_npu.npu.is_jit_compile_false()
+    """
+    result = run("-c", "\n".join(line.strip() for line in script.splitlines()))
+    assert result.returncode == 0, result.stderr
+
+
+def test_seed_decides_the_devices_numbers_and_the_hosts(accel):
+    def draw():
+        device = torch.rand(3, device=accel.device).tolist()
+        return device, torch.rand(3).tolist(), random.random()
+
+    accel.runtime.seed(7)
+    first = draw()
+    second = draw()
+    accel.runtime.seed(7)
+    assert draw() == first != second
+
+
+def test_rng_state_is_replayed_on_device_and_host(accel):
+    accel.runtime.seed(1)
+    state = accel.runtime.rng_state()
+    assert all(value.device.type == "cpu" for value in state.values())
+    layer = torch.nn.Dropout(0.5)
+    first = layer(torch.ones(64, device=accel.device)).cpu(), torch.rand(2)
+    torch.rand(5, device=accel.device)
+    assert accel.runtime.set_rng_state(state) == []
+    second = layer(torch.ones(64, device=accel.device)).cpu(), torch.rand(2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_a_random_state_of_another_device_is_named_and_the_hosts_part_is_taken(accel):
+    cpu = accelcore.select("cpu")
+    assert cpu.runtime.set_rng_state(accel.runtime.rng_state()) == ["npu"]
+    assert accel.runtime.set_rng_state(cpu.runtime.rng_state()) == []
+    with pytest.raises(CheckpointError, match="npu"):
+        accel.runtime.set_rng_state({**accel.runtime.rng_state(), "npu": torch.zeros(3, dtype=torch.uint8)})
+
+
+def test_memory_grows_with_what_is_held(accel):
+    before = accel.runtime.memory()
+    held = torch.empty(2**20, dtype=torch.uint8, device=accel.device)
+    during = accel.runtime.memory()
+    assert during.used - before.used >= held.nbytes
+    del held
+    after = accel.runtime.memory()
+    assert after.used == before.used
+    assert after.peak >= during.used
+    assert after.total == torch_npu.npu.get_device_properties(0).total_memory > 0
+
+
+def test_running_out_of_memory_is_torchs_own_error(accel):
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2 * accel.runtime.memory().total, dtype=torch.uint8, device=accel.device)
+
+
+def test_to_device_moves_what_is_in_a_batch(accel):
+    @dataclasses.dataclass
+    class Batch:
+        inputs: torch.Tensor
+        name: str
+
+    moved = accel.runtime.to_device({"a": torch.ones(2), "b": [Batch(accel.runtime.pin(torch.ones(1)), "x")], "c": 3})
+    assert (moved["a"].device, moved["b"][0].inputs.device) == (accel.device, accel.device)
+    assert (moved["b"][0].name, moved["c"]) == ("x", 3)
+
+
+def test_a_loader_pins_for_this_device_and_its_batches_arrive(accel):
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True)
+    for (batch,) in loader:
+        assert batch.is_pinned()
+        assert accel.runtime.to_device(batch).cpu().tolist() == batch.tolist()
+
+
+def test_loader_workers_are_forked_beside_a_backend_in_use(accel):
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="fork")
+    assert [accel.runtime.to_device(batch)[0].sum().item() for batch in loader] == [6.0, 22.0]
+
+
+def test_streams_and_events_order_work(accel):
+    assert accel.capabilities.streams
+    event = torch.npu.Event()
+    outer = torch.npu.current_stream()
+    with accel.runtime.side_stream():
+        assert torch.npu.current_stream() != outer
+        values = torch.ones(3, device=accel.device) * 2
+        event.record()
+    outer.wait_event(event)
+    accel.runtime.synchronize()
+    assert event.query()
+    assert torch.npu.current_stream() == outer
+    assert values.cpu().tolist() == [2.0] * 3
+
+
+def test_a_whole_step_is_not_captured_because_the_optimizers_count_on_the_host(accel):
+    assert not accel.capabilities.graphs
+    with pytest.raises(UnsupportedError):
+        accel.runtime.capture(lambda: None)
+
+
+def test_deterministic_makes_torch_and_hccl_so(accel, monkeypatch):
+    monkeypatch.setenv("HCCL_DETERMINISTIC", "false")
+    accel.runtime.seed(0)
+    assert (torch.are_deterministic_algorithms_enabled(), os.environ["HCCL_DETERMINISTIC"]) == (False, "false")
+    try:
+        accel.runtime.seed(0, deterministic=True)
+        assert (torch.are_deterministic_algorithms_enabled(), os.environ["HCCL_DETERMINISTIC"]) == (True, "true")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+FORKED = """
+import multiprocessing
+
+import torch
+
+import accelcore
+
+accel = accelcore.select("npu")
+torch.ones(1, device=accel.device)
+
+
+actions = {
+    "select": lambda: accelcore.select("npu"),
+    "to_device": lambda: accel.runtime.to_device(torch.ones(1)),
+    "seed": lambda: accel.runtime.seed(1),
+    "synchronize": accel.runtime.synchronize,
+    "memory": accel.runtime.memory,
+    "rng_state": accel.runtime.rng_state,
+    "set_rng_state": lambda: accel.runtime.set_rng_state({}),
+    "side_stream": accel.runtime.side_stream,
+    "pin": lambda: accel.runtime.pin(torch.ones(1)),
+}
+
+
+def refused(queue):
+    for what, action in actions.items():
+        try:
+            action()
+        except accelcore.AccelError as error:
+            queue.put((what, type(error).__name__, error.why, error.remedy))
+        else:
+            queue.put((what, "nothing was raised", "", ""))
+
+
+context = multiprocessing.get_context("fork")
+queue = context.SimpleQueue()
+process = context.Process(target=refused, args=(queue,))
+process.start()
+for _ in actions:
+    print(*queue.get(), sep="|")
+process.join()
+"""
+
+
+def test_use_after_fork_is_refused_with_what_to_do(run):
+    result = run("-c", FORKED)
+    assert result.returncode == 0, result.stderr
+    lines = [line.split("|") for line in result.stdout.splitlines() if "|" in line]
+    assert len(lines) == 9
+    for what, error, why, remedy in lines:
+        assert error == "BackendUnavailableError", what
+        assert "fork" in why
+        assert "spawn" in remedy
