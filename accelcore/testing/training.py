@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from accelcore import Backend, UnsupportedError
 from accelcore.testing.declared import declared
 from accelcore.testing.job import two_ranks
+from accelcore.testing.optimizers import EVERY, ORACLES
 from accelcore.testing.oracles import batches, error, network, weights
 from accelcore.testing.ranks import ROWS, STEPS
 
@@ -83,6 +84,23 @@ class TestTraining:
             assert parameter.device == accel.device, "a parameter was trained elsewhere"
         assert abs(accuracy(trainer.model, accel.device) - accuracy(reference, torch.device("cpu"))) < 0.02
         assert trainer.steps == len(data) // options.get("accumulate", 1)
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_every_optimizer(self, accel: Backend, name: str) -> None:
+        """An optimizer made before its model was moved to the device trains as torch's own does."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            model, reference, data = network(), network().double(), batches(4)
+            plain = ORACLES[name][0](reference.parameters(), lr=LR)
+            trainer = accel.trainer(
+                model, accel.optimizers.create(name, model.parameters(), lr=LR), loss=loss_of
+            )  # fmt: skip
+            for rows, classes in data:
+                found = trainer(accel.runtime.to_device((rows, classes)))
+                expected = cross_entropy(reference(rows.double()), classes)
+                plain.zero_grad()
+                expected.backward()  # type: ignore[no-untyped-call]
+                plain.step()
+                assert error(found, expected) < 1e-3
 
     @pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
     def test_low_precision(self, accel: Backend, precision: str, dtype: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from accelcore.errors import TrainingError
+from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.roles.runtime import Runtime
 
 __all__ = ["GraphedStep"]
@@ -45,6 +45,9 @@ class GraphedStep:
         close: updates the parameters and clears the gradients.
 
     A step that cannot be captured, or a batch of a 17th kind, is a TrainingError.
+
+    Raises:
+        UnsupportedError: the optimizer counts its steps on the host, so that each replay would be the same step again.
     """
 
     def __init__(
@@ -56,6 +59,12 @@ class GraphedStep:
     ) -> None:
         self._runtime, self._optimizer = runtime, optimizer
         self._forward_backward, self._close = forward_backward, close
+        if not isinstance(optimizer, torch.optim.SGD) and not all("capturable" in g for g in optimizer.param_groups):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} cannot be captured in a graph",
+                why="it counts its steps on the host, and each replay would be the same step again",
+                remedy="take one of torch's with capturable, such as adamw by route 'fused' or 'foreach'",
+            )
         self._graphs: dict[Any, _Graph] = {}
         self._received: list[nn.Parameter] = []
         self._windows = 0

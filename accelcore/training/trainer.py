@@ -117,6 +117,8 @@ class Trainer:
         )  # fmt: skip
         self.model = model.to(backend.device)
         self.optimizer = optimizer
+        if optimizer.state:  # made with the optimizer, before the parameters were moved
+            optimizer.load_state_dict(optimizer.state_dict())
         self.scheduler = scheduler
         self.forward: Callable[..., Any] = self._parallel.wrap(self.model)
         self.compiled: Compiled | None = None
