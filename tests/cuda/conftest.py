@@ -1,32 +1,47 @@
 """Tests that need a GPU. Without one each is skipped, and says that it was not run on hardware.
 
-They need torch and pytest; what else a test needs, and is not installed, it names when it is skipped. Where accelcore is
-not installed the tree is used: run `pytest --confcutdir tests/cuda tests/cuda` from its root.
+They need torch and pytest. Where accelcore is not installed the tree is used, and where a package is not installed that
+it, or an example, needs beside torch, a stand-in takes its place; the report's header names them. Run
+`pytest --confcutdir tests/cuda tests/cuda` from the root of the tree.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 import textwrap
+import warnings
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 _ELSEWHERE = ("ACCEL_DEVICE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# torch says this to itself, when it compiles fp32 products for a GPU that has TF32.
-_WARNINGS = ("ignore:TensorFloat32 tensor cores for float32 matrix multiplication available:UserWarning",)
+_WARNINGS = (
+    # What torch says to itself when it compiles fp32 products for a GPU that has TF32.
+    "ignore:TensorFloat32 tensor cores for float32 matrix multiplication available:UserWarning",
+    # What Python 3.12 says of every loader worker that is forked beside CUDA's threads.
+    "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning",
+)
+
+
+def _importable(*folders: Path) -> None:
+    """Make what is in these folders importable, here and in child processes."""
+    paths = [str(folder) for folder in folders]
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _use_tree() -> None:
-    """Make the packages of this tree importable, and known as plugins, here and in child processes."""
+    """Make the packages of this tree importable, and known as plugins."""
     made = Path(tempfile.mkdtemp(prefix="accelcore-tree-"))
     for name in ("accelcore", "accelcore-cpu", "accelcore-cuda"):
         folder = made / f"{name.replace('-', '_')}-0.dist-info"
@@ -35,44 +50,62 @@ def _use_tree() -> None:
         if name != "accelcore":
             points = f"[accelcore.backends]\n{name.partition('-')[2]} = {name.replace('-', '_')}\n"
             (folder / "entry_points.txt").write_text(points)
-    added = [str(path) for path in (ROOT, ROOT / "plugins/cpu", ROOT / "plugins/cuda", made)]
-    sys.path[:0] = added
-    os.environ["PYTHONPATH"] = os.pathsep.join([*added, *filter(None, [os.environ.get("PYTHONPATH")])])
+    _importable(ROOT, ROOT / "plugins/cpu", ROOT / "plugins/cuda", made)
+
+
+def _use_stand_ins() -> list[str]:
+    """Put stand-ins in the place of packages that are not installed; their names."""
+    missing = [folder for folder in sorted((HERE / "stand_ins").iterdir()) if find_spec(folder.name) is None]
+    _importable(*missing)
+    return [folder.name for folder in missing]
 
 
 if "cuda" not in {point.name for point in entry_points(group="accelcore.backends")}:
     _use_tree()
 
-import accelcore
+import accelcore  # noqa: E402
 
-
-def _why_not() -> str:
-    """Why there is no GPU to run on; empty where there is one, also if only torch finds it."""
+with warnings.catch_warnings():
+    # torch says this once, when it is imported, and warnings are errors here.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     import torch
 
+
+@cache
+def _why_not() -> str:
+    """Why there is no GPU to run on; empty where there is one, also if only torch finds it."""
     probe = accelcore.installed()["cuda"]
     return "" if probe.available or torch.cuda.is_available() else f"NOT RUN ON HARDWARE: {probe.reason}"
 
 
-def pytest_report_header() -> str:
-    reason = _why_not()
-    if reason:
-        return f"cuda: {reason}"
-    import torch
+# Only where they serve: in a run without a GPU other tests should see what is installed, and nothing else.
+STAND_INS = [] if _why_not() else _use_stand_ins()
 
-    return f"cuda: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+
+def pytest_report_header() -> str:
+    found = f"cuda: {_why_not() or accelcore.installed()['cuda'].reason}"
+    return f"{found}; stand-ins for {', '.join(STAND_INS)}" if STAND_INS else found
+
+
+class _NotRun(pytest.Module):
+    """A module in place of one that needs a GPU: it is not imported, and says why."""
+
+    def collect(self) -> NoReturn:
+        pytest.skip(f"{self.path.name}: {_why_not()}", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if HERE in module_path.parents and _why_not():
+        module: pytest.Module = _NotRun.from_parent(parent, path=module_path)
+        return module
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mine = [item for item in items if HERE in item.path.parents]
-    reason = _why_not() if mine else ""
-    for item in mine:
-        for warning in _WARNINGS:
-            item.add_marker(pytest.mark.filterwarnings(warning))
-        if reason:
-            item.add_marker(pytest.mark.skip(reason=reason))
-        elif "test_resume_goes_on_alike" in item.name and importlib.util.find_spec("safetensors") is None:
-            item.add_marker(pytest.mark.skip(reason="needs safetensors, which is not installed"))
+    for item in items:
+        if HERE in item.path.parents:
+            for warning in _WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(warning))
 
 
 @pytest.fixture(autouse=True)

@@ -1,1 +1,1 @@
-"""Stands in for psutil where that is not installed: the CPU backend imports it for memory figures, not asked for here."""
+"""Stands in for psutil where that is not installed: the CPU backend imports it, for memory figures."""

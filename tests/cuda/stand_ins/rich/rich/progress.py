@@ -17,7 +17,7 @@ class Progress:
     def __init__(self, *columns: _Column, disable: bool) -> None:
         self.disable = disable
 
-    def __enter__(self) -> Progress:
+    def __enter__(self):
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -7,7 +7,7 @@ import random
 __all__ = ["load_digits"]
 
 
-def load_digits(*, return_X_y: bool) -> tuple[list[list[float]], list[int]]:  # noqa: N803
+def load_digits(*, return_X_y: bool) -> tuple[list[list[float]], list[int]]:
     assert return_X_y
     chance = random.Random(0)
     patterns = [[chance.choice((0.0, 16.0)) for _ in range(64)] for _ in range(10)]

@@ -1,0 +1,62 @@
+"""AMD's GPUs as files: where torch is built for ROCm, they are `cuda`. Free of torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from accelcore_cuda.hardware import Hardware
+from accelcore_cuda.visible import Visible, visible
+
+__all__ = ["look", "present"]
+
+_DEVICE = Path("/dev/kfd")
+_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+
+
+def present() -> bool:
+    """Whether AMD's driver for computing is loaded."""
+    return _DEVICE.exists()
+
+
+def look(environ: Mapping[str, str]) -> Hardware:
+    """What is there of AMD."""
+    if not present():
+        return Hardware(
+            fault=("torch is built for ROCm, and there is no AMD GPU (no /dev/kfd)", "install AMD's amdgpu driver")
+        )
+    if not os.access(_DEVICE, os.R_OK | os.W_OK):
+        return Hardware(fault=("this user may not open /dev/kfd", "join the group that owns it, often render"))
+    uuids = _gpus()
+    if not uuids:
+        return Hardware(fault=("AMD's driver is loaded, but it shows no GPU", "see what rocminfo says"))
+    seen = _visible(environ, uuids)
+    if not seen.count:
+        return Hardware(fault=(seen.note, "unset that variable, or name GPUs in it that exist, each once"))
+    words = f"{seen.count} AMD GPU{'' if seen.count == 1 else 's'} through ROCm"
+    return Hardware(words, seen.count, notes=(seen.note,) if seen.note else ())
+
+
+def _visible(environ: Mapping[str, str], uuids: list[str]) -> Visible:
+    """ROCm's own variable first; HIP counts in what that leaves, and reads CUDA's where its own is not set."""
+    outer = visible("ROCR_VISIBLE_DEVICES", environ.get("ROCR_VISIBLE_DEVICES"), len(uuids), uuids)
+    variable = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environ else "CUDA_VISIBLE_DEVICES"
+    if not outer.count:
+        return outer
+    inner = visible(variable, environ.get(variable), outer.count, uuids if outer.count == len(uuids) else None)
+    return inner if inner.note or not outer.note else Visible(inner.count, outer.note)
+
+
+def _gpus() -> list[str]:
+    """The UUIDs of the GPUs: of the nodes that AMD's driver shows, processors have no SIMD units."""
+    found = []
+    for path in sorted(_NODES.glob("*/properties"), key=lambda path: path.parent.name.zfill(4)):
+        try:
+            properties = dict(re.findall(r"^(\w+) (\d+)$", path.read_text(encoding="ascii"), re.MULTILINE))
+        except (OSError, ValueError):  # a node of a GPU that this container was not given
+            continue
+        if int(properties.get("simd_count", 0)):
+            found.append(f"GPU-{int(properties.get('unique_id', 0)):016x}")
+    return found

@@ -1,0 +1,91 @@
+"""The CUDA backend: six roles on torch.cuda. Making one initialises CUDA in this process."""
+
+from __future__ import annotations
+
+import logging
+
+from accelcore.backend import Backend
+from accelcore.errors import BackendUnavailableError
+
+__all__ = ["create"]
+
+logger = logging.getLogger("accelcore")
+
+_NOT_TOLD = "see what accelcore doctor says, and nvidia-smi"
+
+
+def create(index: int) -> Backend:
+    """Compose the backend of one GPU.
+
+    Raises:
+        BackendUnavailableError: torch or CUDA cannot be initialised here, or there is no such GPU.
+    """
+    _initialise(index)
+
+    import torch
+    import torch.distributed as dist
+
+    from accelcore.roles.collectives import NoCollectives
+    from accelcore.roles.scaler import Scalers
+    from accelcore_cuda.collectives import CudaCollectives
+    from accelcore_cuda.compiler import CudaCompiler
+    from accelcore_cuda.declaration import declare, emulates_bfloat16
+    from accelcore_cuda.optimizers import create_optimizers, fused_kernels
+    from accelcore_cuda.precision import CudaPrecision
+    from accelcore_cuda.runtime import CudaRuntime
+
+    device = torch.device("cuda", index)
+    compute, rocm = torch.cuda.get_device_capability(device), torch.version.hip is not None
+    nccl = dist.is_available() and dist.is_nccl_available()
+    capabilities = declare(compute, rocm=rocm, nccl=nccl, fused=fused_kernels())
+    logger.info("cuda:%d: %s", index, torch.cuda.get_device_name(device))
+    return Backend(
+        name="cuda",
+        index=index,
+        emulated=False,
+        capabilities=capabilities,
+        precision=CudaPrecision(capabilities, emulated_bfloat16=emulates_bfloat16(compute, rocm=rocm)),
+        scaler=Scalers(device),
+        optimizers=create_optimizers(capabilities.native_optimizers),
+        collectives=CudaCollectives(device) if nccl else NoCollectives(),
+        compiler=CudaCompiler(compute, rocm=rocm),
+        runtime=CudaRuntime(device),
+    )
+
+
+def _initialise(index: int) -> None:
+    what = f"cuda:{index} cannot be used"
+    try:
+        import torch
+    except Exception as error:
+        # What another accelerator's package raises when torch loads it is of any kind.
+        raise BackendUnavailableError(
+            what, why=f"torch cannot be imported: {_first_line(error)}", remedy=_NOT_TOLD
+        ) from error
+
+    from accelcore_cuda.declaration import missing_kernels
+    from accelcore_cuda.fork import refuse_fork
+
+    refuse_fork()
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        count = torch.cuda.device_count()
+    except (RuntimeError, AssertionError) as error:
+        raise BackendUnavailableError(what, why=_first_line(error), remedy=_NOT_TOLD) from error
+    if index >= count:
+        raise BackendUnavailableError(
+            f"there is no device cuda:{index}",
+            available=", ".join(f"cuda:{number}" for number in range(count)),
+            remedy="choose one of those, and see CUDA_VISIBLE_DEVICES",
+        )
+    if torch.version.hip is None:
+        reason = missing_kernels(torch.cuda.get_device_capability(index), torch.cuda.get_arch_list())
+        if reason is not None:
+            raise BackendUnavailableError(
+                what, why=reason, remedy="install a build of torch for this GPU: an older CUDA for an older GPU"
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,46 @@
+"""Collectives on CUDA: NCCL for its tensors, gloo beside it for the host's."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from accelcore.environment import Launch
+from accelcore.roles.collectives import TorchCollectives
+
+__all__ = ["CudaCollectives"]
+
+
+class CudaCollectives(TorchCollectives):
+    """The default group takes tensors of either kind; one that the script formed for NCCL alone gets gloo beside it.
+
+    The group is not bound to the device (`device_id=`): with one that is, `dist.new_group(ranks, backend="gloo")` of
+    some of the ranks makes the others wait for a split of NCCL's communicator that never comes. NCCL learns the device
+    from each tensor, and the barrier is told.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, "cpu:gloo,cuda:nccl")
+        self._host_group: dist.ProcessGroup | None = None
+
+    def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
+        if launch is not None or dist.is_initialized():
+            torch.cuda.set_device(self._device)  # or ranks that share a host all make a context on its first GPU
+        super().init(launch, timeout=timeout)
+        if dist.is_initialized() and self._host_group is None and "cpu:" not in dist.get_backend_config():
+            self._host_group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def barrier(self) -> None:
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self._device.index])
+
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        return self._host_group or super().cpu_group()
+
+    def close(self) -> None:
+        if self._host_group is not None and len(self._entered) == 1:
+            dist.destroy_process_group(self._host_group)
+            self._host_group = None
+        super().close()

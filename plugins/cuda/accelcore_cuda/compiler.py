@@ -1,0 +1,65 @@
+"""Compilation on CUDA: torch.compile, where what inductor needs is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from accelcore.roles.compiler import Compiled, TorchCompiler
+
+__all__ = ["CudaCompiler", "missing_for_inductor"]
+
+logger = logging.getLogger("accelcore")
+
+
+class CudaCompiler(TorchCompiler):
+    """torch.compile. What `options` asks of another of its backends than inductor is not held back.
+
+    Args:
+        compute: the GPU's compute capability.
+        rocm: whether torch is built for ROCm.
+    """
+
+    def __init__(self, compute: tuple[int, int], *, rocm: bool) -> None:
+        super().__init__()
+        self._compute, self._rocm = compute, rocm
+
+    def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
+        compiled = super().compile(module, options)  # refuses what torch.compile does not know; compiles at first call
+        if options.get("backend", "inductor") != "inductor":
+            return compiled
+        reason = missing_for_inductor(self._compute, rocm=self._rocm)
+        if reason is None:
+            return compiled
+        logger.warning("the model runs eagerly, not compiled: %s", reason)
+        return Compiled(module, compiled=False, reason=reason)
+
+
+def missing_for_inductor(compute: tuple[int, int], *, rocm: bool) -> str | None:
+    """Why inductor cannot compile for this GPU here, or None: Triton, and the C compiler that Triton calls."""
+    if not rocm and compute < (7, 0):
+        return (
+            f"Triton, which inductor compiles with, needs sm_70 or newer, and this GPU is sm_{compute[0]}{compute[1]}"
+        )
+    if importlib.util.find_spec("triton") is None:
+        return "Triton, which inductor compiles with, is not installed (pip install triton)"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler (install gcc, or name a compiler in CC)"
+    header = _python_header()
+    if not header.exists():
+        return f"Triton needs Python's headers, and there is no {header} (install python3-dev)"
+    return None
+
+
+def _python_header() -> Path:
+    """Where Triton looks: Debian's Python has its headers under another scheme than its packages."""
+    scheme = sysconfig.get_default_scheme()
+    return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"], "Python.h")

@@ -1,0 +1,72 @@
+"""What a GPU can do, from plain values: so that it can be read, and tested, without the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from accelcore.capabilities import Capabilities
+
+__all__ = ["declare", "emulates_bfloat16", "missing_kernels"]
+
+Compute = tuple[int, int]
+"""A compute capability: `(8, 0)` for sm_80."""
+
+_HALF, _TENSOR_CORES, _TRITON = (5, 3), (8, 0), (7, 0)
+
+
+def declare(compute: Compute, *, rocm: bool, nccl: bool, fused: Iterable[str]) -> Capabilities:
+    """The declaration of one GPU.
+
+    fp16 arithmetic begins with sm_53. bf16 and TF32 units begin with sm_80; before them torch computes bf16 in fp32
+    units and rounds, which is right and slow, so it is declared for autocast, after fp16, and not for whole models.
+
+    Args:
+        compute: the compute capability; of no meaning with ROCm.
+        rocm: whether torch is built for ROCm: every GPU it supports has bf16, and fp32="fast" is not offered.
+        nccl: whether torch is built with NCCL (ROCm: RCCL).
+        fused: the optimizers whose fused kernel torch has for this device.
+    """
+    half = rocm or compute >= _HALF
+    native = rocm or compute >= _TENSOR_CORES
+    low = ("bfloat16", "float16") if native else ("float16", "bfloat16")
+    return Capabilities(
+        autocast_dtypes=low if half else (),
+        model_dtypes=("float32", "float64", "bfloat16") if native else ("float32", "float64"),
+        fast_fp32="tf32" if native and not rocm else None,
+        native_optimizers=tuple(sorted(fused)),
+        compilers=("inductor", "cudagraphs") if rocm or compute >= _TRITON else ("cudagraphs",),
+        process_groups=("nccl", "gloo") if nccl else (),
+        parallel=("none", "ddp") if nccl else ("none",),
+        streams=True,
+        graphs=True,
+        pinned_memory=True,
+    )
+
+
+def emulates_bfloat16(compute: Compute, *, rocm: bool) -> bool:
+    """Whether bf16 is computed in fp32 units and rounded."""
+    return not rocm and compute < _TENSOR_CORES
+
+
+def missing_kernels(compute: Compute, built: Iterable[str]) -> str | None:
+    """Why a torch built for these architectures has no code for a GPU, or None.
+
+    Machine code (`sm_80`) runs on the same major version with an equal or higher minor one, that of `sm_90a` and the
+    like on the very one it names; intermediate code (`compute_80`) on all that are not older.
+    """
+    built = list(built)
+    if not built or any(_runs(compute, architecture) for architecture in built):
+        return None
+    return f"torch has code for {', '.join(built)}, and this GPU is sm_{compute[0]}{compute[1]}"
+
+
+def _runs(compute: Compute, architecture: str) -> bool:
+    kind, _, digits = architecture.partition("_")
+    exact, family = digits.endswith("a"), digits.endswith("f")
+    number = int(digits.rstrip("af"))
+    other = (number // 10, number % 10)
+    if exact:
+        return compute == other
+    if kind == "compute" and not family:
+        return compute >= other
+    return compute[0] == other[0] and compute[1] >= other[1]

@@ -1,0 +1,114 @@
+"""Whether CUDA could work here, and why not: device files, environment, metadata. Free of torch.
+
+Nothing is imported, loaded or initialised, so a process may still fork afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+
+from accelcore.probe import Probe
+from accelcore_cuda import amd, nvidia
+from accelcore_cuda.builds import Build, installed_build, minimum_driver, numbers
+from accelcore_cuda.hardware import Fault, Hardware
+
+__all__ = ["detect"]
+
+_ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_HOME",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "HIP_VISIBLE_DEVICES",
+    "LD_LIBRARY_PATH",
+    "NVIDIA_TF32_OVERRIDE",
+    "ROCR_VISIBLE_DEVICES",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+)
+# Those that decide whether a torch and a driver fit together. CUDA 13 dropped the version from their names.
+_DISTRIBUTIONS = tuple(
+    f"nvidia-{library}{suffix}"
+    for library, suffixes in (
+        ("cuda-runtime", ("", "-cu12")),
+        ("cublas", ("", "-cu12")),
+        ("cudnn", ("-cu13", "-cu12")),
+        ("nccl", ("-cu13", "-cu12")),
+    )
+    for suffix in suffixes
+)
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_TRANSFER = "torch_npu.contrib.transfer_to_npu"
+
+
+def detect() -> Probe:
+    """The plugin's probe."""
+    build = installed_build()
+    hardware = amd.look(os.environ) if build and build.runtime == "rocm" else nvidia.look(os.environ)
+    fault = _hardware_fault(hardware, build) or _torch_fault(hardware, build) or _in_the_way()
+    if fault is not None:
+        reason, remedy = fault
+        return _probe(reason, remedy)
+    return _probe("; ".join([f"{hardware.words}, {build}", *hardware.notes, *_notices()]), count=hardware.count)
+
+
+def _probe(reason: str, remedy: str = "", count: int = 0) -> Probe:
+    return Probe(
+        "cuda",
+        available=not remedy,
+        reason=reason,
+        remedy=remedy,
+        priority=100,
+        count=count,
+        environment=_ENVIRONMENT,
+        distributions=_DISTRIBUTIONS,
+    )
+
+
+def _hardware_fault(hardware: Hardware, build: Build | None) -> Fault | None:
+    if hardware.fault is None:
+        return None
+    if build is not None and build.runtime != "rocm" and amd.present():
+        return f"there is an AMD GPU, and {build} is not built for ROCm", "install a ROCm build of torch"
+    return hardware.fault
+
+
+def _torch_fault(hardware: Hardware, build: Build | None) -> Fault | None:
+    if build is None:
+        return "torch is not installed", "pip install torch"
+    if build.runtime not in ("cuda", "rocm", ""):
+        return f"{build} is built without CUDA", "install a CUDA build of torch"
+    minimum = minimum_driver(build)
+    if minimum and hardware.driver and numbers(hardware.driver) < numbers(minimum):
+        return (
+            f"the NVIDIA driver {hardware.driver} is too old for {build}, which needs {minimum} or newer",
+            "install a newer driver, or a torch built for an older CUDA",
+        )
+    return None
+
+
+def _in_the_way() -> Fault | None:
+    """One process has one accelerator in torch: torch_npu refuses to be imported beside a GPU that works."""
+    if _TRANSFER in sys.modules:
+        return "transfer_to_npu is active: torch.cuda is torch.npu in this process", f"do not import {_TRANSFER}"
+    if "torch" not in sys.modules and "torch_npu" in _autoloaded():
+        return (
+            "torch-npu is installed, which makes `import torch` fail beside a GPU that works",
+            f"export {_AUTOLOAD}=0, start the script with accelcore run, or uninstall torch-npu",
+        )
+    return None
+
+
+def _autoloaded() -> set[str]:
+    """The modules that `import torch` would load for the sake of other accelerators."""
+    if os.environ.get(_AUTOLOAD, "1") != "1":
+        return set()
+    return {point.module.partition(".")[0] for point in entry_points(group="torch.backends")}
+
+
+def _notices() -> Iterator[str]:
+    others = sorted(_autoloaded() - {"torch_npu"})
+    if others:
+        yield f"torch also loads {', '.join(others)}: one process has one accelerator"

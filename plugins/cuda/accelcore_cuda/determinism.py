@@ -1,0 +1,47 @@
+"""What deterministic results need on CUDA beside torch's own switch: cuDNN's algorithms, cuBLAS's workspace."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from accelcore.environment import shown
+from accelcore.errors import ConfigurationError
+
+__all__ = ["make_deterministic"]
+
+logger = logging.getLogger("accelcore")
+
+_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+_DETERMINISTIC = (":4096:8", ":16:8")
+
+
+def make_deterministic(device: torch.device) -> None:
+    """Set cuDNN and cuBLAS, for the rest of the process.
+
+    Both cuBLAS and torch read CUBLAS_WORKSPACE_CONFIG once, at the first matrix product. What ran before cannot be
+    told; only that nothing did, while the device has never held a tensor.
+
+    Raises:
+        ConfigurationError: CUBLAS_WORKSPACE_CONFIG asks for a workspace that is not deterministic.
+    """
+    value = os.environ.get(_VARIABLE)
+    if value is None:
+        os.environ[_VARIABLE] = _DETERMINISTIC[0]
+        if torch.cuda.memory_stats(device).get("allocation.all.allocated", 0):
+            logger.warning(
+                "%s=%s was set after the device was used: if a matrix product already ran, torch refuses those that "
+                "follow; seed before the first, or set the variable before the script starts",
+                _VARIABLE,
+                _DETERMINISTIC[0],
+            )
+    elif value not in _DETERMINISTIC:
+        raise ConfigurationError(
+            f"{_VARIABLE}={shown(value)} does not give deterministic results",
+            available=", ".join(_DETERMINISTIC),
+            remedy="set it to one of those, or unset it",
+        )
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False

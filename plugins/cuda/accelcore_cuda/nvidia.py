@@ -1,0 +1,147 @@
+"""NVIDIA's GPUs and driver as files. Free of torch.
+
+Nothing of NVIDIA's is loaded, NVML neither: `nvmlInit` is safe before a fork, but it opens the driver, which on a host
+without the persistence daemon wakes the GPUs and may take seconds, and a probe is asked on every `select()`. Files
+answer all that decides, except the number of GPUs under WSL2.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from accelcore_cuda.hardware import Hardware
+from accelcore_cuda.visible import visible
+
+__all__ = ["LIBRARY", "look"]
+
+LIBRARY = "libcuda.so.1"
+"""The driver's library. It decides which CUDA can run, also where it is newer than the kernel module (cuda-compat)."""
+
+_DEV = Path("/dev")
+_PROC = Path("/proc/driver/nvidia")
+_SYS = Path("/sys/module/nvidia")
+_LINKER_CACHE = Path("/etc/ld.so.cache")
+_WSL = Path("/usr/lib/wsl/lib")
+_FOLDERS = tuple(
+    Path(folder)
+    for folder in (
+        "/usr/lib64",
+        "/usr/lib",
+        "/usr/lib/x86_64-linux-gnu",
+        "/usr/lib/aarch64-linux-gnu",
+        "/run/opengl-driver/lib",  # NixOS
+    )
+)
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_UNHIDE = f"unset {_VARIABLE}, or name GPUs in it that exist, each once"
+_MOST = 64  # GPUs in one machine, as many as torch looks for
+
+
+def look(environ: Mapping[str, str]) -> Hardware:
+    """What is there of NVIDIA."""
+    if not (_DEV / "nvidiactl").exists():
+        return _look_through_windows(environ) if (_DEV / "dxg").exists() else _no_driver()
+    present = sum(path.name[len("nvidia") :].isdigit() for path in _DEV.glob("nvidia[0-9]*"))
+    if not present:
+        return Hardware(fault=("the NVIDIA driver is loaded, but it shows no GPU", "see what nvidia-smi says"))
+    if not os.access(_DEV / "nvidiactl", os.R_OK | os.W_OK):
+        return Hardware(
+            fault=("this user may not open /dev/nvidiactl", "see its owner and mode, and join the group that may")
+        )
+    library = _find_library(environ)
+    if library is None:
+        return Hardware(
+            fault=(
+                f"there is an NVIDIA GPU, and the driver's {LIBRARY} is not found",
+                "install the driver's CUDA library, or start the container with --gpus all",
+            )
+        )
+    seen = visible(_VARIABLE, environ.get(_VARIABLE), present, _uuids())
+    if not seen.count:
+        return Hardware(fault=(seen.note, _UNHIDE))
+    of_library, of_kernel = _version_of(library), _kernel_version()
+    driver = of_library or of_kernel
+    notes = [seen.note] if seen.note else []
+    if of_library and of_kernel and of_library != of_kernel:
+        notes.append(f"{LIBRARY} is of driver {of_library}, the kernel module of {of_kernel}")
+    words = f"{_count(seen.count)}, driver {driver or 'of unknown version'}"
+    return Hardware(words, seen.count, driver, notes=tuple(notes))
+
+
+def _no_driver() -> Hardware:
+    return Hardware(
+        fault=(
+            "no NVIDIA driver is loaded (there is no /dev/nvidiactl)",
+            "install the NVIDIA driver for your GPU",
+        )
+    )
+
+
+def _look_through_windows(environ: Mapping[str, str]) -> Hardware:
+    """Under WSL2 the driver is the one of Windows, and its device file says nothing of GPUs."""
+    if not (_WSL / LIBRARY).exists():
+        return Hardware(
+            fault=(
+                f"no NVIDIA driver is loaded (this is WSL2, and Windows brings no {_WSL / LIBRARY})",
+                "install the NVIDIA driver in Windows, and none in Linux",
+            )
+        )
+    value = environ.get(_VARIABLE)
+    seen = visible(_VARIABLE, value, 1 if value is None else _MOST)
+    if not seen.count:
+        return Hardware(fault=(seen.note, _UNHIDE))
+    assumed = "" if value is not None else f"; where there are several, name them in {_VARIABLE}"
+    words = f"{_count(seen.count)} of WSL2, driver of unknown version{assumed}"
+    return Hardware(words, seen.count, notes=(seen.note,) if seen.note else ())
+
+
+def _count(gpus: int) -> str:
+    return "1 NVIDIA GPU" if gpus == 1 else f"{gpus} NVIDIA GPUs"
+
+
+def _find_library(environ: Mapping[str, str]) -> Path | None:
+    """The file that the dynamic linker would load."""
+    folders = [Path(folder) for folder in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
+    candidates = [*(folder / LIBRARY for folder in folders), *_cached(), *(folder / LIBRARY for folder in _FOLDERS)]
+    return next((path for path in candidates if path.exists()), None)
+
+
+def _cached() -> list[Path]:
+    try:
+        cache = _LINKER_CACHE.read_bytes()
+    except OSError:
+        return []
+    return [Path(os.fsdecode(path)) for path in re.findall(rb"\0(/[^\0]+/libcuda\.so\.1)(?=\0)", cache)]
+
+
+def _version_of(library: Path) -> str | None:
+    """The driver's version, which is in the name of the file behind the links: `libcuda.so.580.65.06`."""
+    match = re.fullmatch(r"libcuda\.so\.([0-9]{3,}\.[0-9]+(?:\.[0-9]+)*)", library.resolve().name)
+    return match[1] if match else None
+
+
+def _kernel_version() -> str | None:
+    match = re.search(r"NVRM version:.*?\s([0-9]{3,}\.[0-9]+(?:\.[0-9]+)*)\s", _read(_PROC / "version"))
+    text = match[1] if match else _read(_SYS / "version").strip()
+    return text if re.fullmatch(r"[0-9]+(\.[0-9]+)+", text) else None
+
+
+def _uuids() -> list[str] | None:
+    """Those of all GPUs, in the order of their bus; None where the driver does not show them to this process."""
+    found = []
+    for path in sorted(_PROC.glob("gpus/*/information")):
+        match = re.search(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)\s*$", _read(path), re.MULTILINE)
+        if match is None:  # question marks, where it was not asked for yet
+            return None
+        found.append(match[1])
+    return found or None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,70 @@
+"""Precision on CUDA: torch's autocast, and TF32 as fast fp32."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+
+import torch
+
+from accelcore.capabilities import Capabilities
+from accelcore.errors import ConfigurationError
+from accelcore.roles.precision import TorchPrecision
+
+__all__ = ["CudaPrecision"]
+
+logger = logging.getLogger("accelcore")
+
+
+class CudaPrecision(TorchPrecision):
+    """Autocast by torch's lists; fp32 by both of torch's legacy switches, for matrix products and for cuDNN.
+
+    cuDNN's is on unless it is switched off: without `fp32="ieee"` convolutions are TF32 where the GPU has it.
+
+    Args:
+        capabilities: what may be asked for.
+        emulated_bfloat16: whether bf16 is computed in fp32 units and rounded.
+    """
+
+    def __init__(self, capabilities: Capabilities, *, emulated_bfloat16: bool) -> None:
+        super().__init__("cuda", capabilities, "AutocastCUDA")
+        self._emulated_bfloat16 = emulated_bfloat16
+
+    def autocast(
+        self, dtype: torch.dtype | None = None, *, enabled: bool = True, table: str = "torch"
+    ) -> AbstractContextManager[object]:
+        context = super().autocast(dtype, enabled=enabled, table=table)
+        if enabled and dtype is torch.bfloat16 and self._emulated_bfloat16:
+            _warn_of_emulation()
+        return context
+
+    def fp32(self, mode: str) -> AbstractContextManager[None]:
+        context = super().fp32(mode)
+        try:
+            _ = torch.backends.cudnn.allow_tf32
+        except RuntimeError as error:
+            raise ConfigurationError(
+                "the precision of fp32 convolutions was set through torch.backends...fp32_precision",
+                why="torch cannot read that setting back together with the one that fp32= is made of",
+                remedy="leave fp32 out, or the other setting",
+            ) from error
+        return context
+
+    @contextmanager
+    def _fp32(self, *, fast: bool) -> Iterator[None]:
+        before = torch.backends.cudnn.allow_tf32
+        try:
+            with super()._fp32(fast=fast):
+                torch.backends.cudnn.allow_tf32 = fast
+                yield
+        finally:
+            torch.backends.cudnn.allow_tf32 = before
+
+
+@cache
+def _warn_of_emulation() -> None:
+    logger.warning(
+        "this GPU has no bf16 units: torch computes bf16 in fp32 and rounds, which is right, but slower than fp16"
+    )

@@ -1,0 +1,287 @@
+"""Optimizers, compiler, collectives and determinism, as far as no GPU is needed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import accelcore_cuda.compiler
+import pytest
+import torch
+import torch.distributed as dist
+from accelcore_cuda.collectives import CudaCollectives
+from accelcore_cuda.compiler import CudaCompiler, missing_for_inductor
+from accelcore_cuda.determinism import make_deterministic
+from accelcore_cuda.optimizers import create_optimizers, fused_kernels
+from torch.torch_version import TorchVersion
+
+from accelcore.environment import Launch
+from accelcore.errors import ConfigurationError, DistributedError
+
+DEVICE = torch.device("cuda", 1)
+FUSED = ("adagrad", "adam", "adamw", "sgd")
+
+
+# Optimizers. torch's classes are the same on the CPU, where foreach is a loop: routes are shown, not speed.
+
+
+def chosen(registry, name, **options):
+    return next(choice.route for choice in registry.explain(name, **options) if choice.chosen)
+
+
+def test_fused_comes_before_foreach_and_foreach_before_the_loop():
+    registry = create_optimizers(FUSED)
+    for name in registry.names():
+        routes = [choice.route for choice in registry.explain(name)]
+        assert routes == (["fused"] if name in FUSED else []) + ["foreach", "loop"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "rmsprop", "sgd"])
+def test_a_differentiable_step_takes_the_loop(name):
+    assert chosen(create_optimizers(FUSED), name, differentiable=True) == "loop"
+
+
+@pytest.mark.parametrize(
+    ("options", "route"),
+    [
+        ({"lr": 0.1}, "foreach"),
+        ({"lr": torch.tensor(0.1)}, "loop"),
+        ({"lr": torch.tensor(0.1), "capturable": True}, "foreach"),
+        ({"betas": (0.9, torch.tensor(0.99))}, "loop"),
+    ],
+)
+def test_options_that_are_tensors_take_the_loop_unless_they_are_captured(options, route):
+    assert chosen(create_optimizers(()), "adam", **options) == route
+
+
+@pytest.mark.parametrize("options", [{"lr": torch.tensor(0.1)}, {"differentiable": True}])
+def test_what_the_loop_takes_is_not_lost_to_foreach(options):
+    weight = torch.nn.Parameter(torch.ones(3))
+    registry = create_optimizers(())
+    for name in registry.names():
+        registry.create(name, [weight], **options)
+
+
+def test_a_route_that_an_extension_registers_keeps_its_priority():
+    registry = create_optimizers(())
+    registry.register("mine", "foreach", torch.optim.SGD, priority=-3)
+    registry.register("mine", "loop", torch.optim.SGD, priority=0)
+    assert chosen(registry, "mine") == "loop"
+
+
+def test_a_kernel_is_offered_only_where_this_build_has_it():
+    if torch.backends.cuda.is_built():
+        assert {"adam", "adamw", "sgd"} <= set(fused_kernels())
+    else:
+        assert fused_kernels() == ()
+
+
+@pytest.mark.parametrize(("version", "adagrad"), [("2.11.0+cu130", False), ("2.13.0", True), ("2.14.0a0+git1", True)])
+def test_adagrads_kernel_is_offered_from_the_torch_whose_class_takes_it(monkeypatch, version, adagrad):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: key == "CUDA")
+    assert ("adagrad" in fused_kernels()) is adagrad
+    assert {"adam", "adamw", "sgd"} <= set(fused_kernels())
+
+
+# Compiler.
+
+
+@pytest.fixture
+def complete(monkeypatch, tmp_path):
+    """A machine with all that inductor needs; tests take things away from it."""
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(accelcore_cuda.compiler.importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(accelcore_cuda.compiler.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.delenv("CC", raising=False)
+    return tmp_path
+
+
+def test_with_all_it_needs_inductor_compiles(complete):
+    assert missing_for_inductor((7, 0), rocm=False) is None
+    assert missing_for_inductor((0, 0), rocm=True) is None
+
+
+def test_a_gpu_that_is_too_old_for_triton_is_named(complete):
+    reason = missing_for_inductor((6, 1), rocm=False)
+    assert "sm_70 or newer" in reason
+    assert "sm_61" in reason
+
+
+def test_a_missing_triton_is_named(complete, monkeypatch):
+    monkeypatch.setattr(accelcore_cuda.compiler.importlib.util, "find_spec", lambda name: None)
+    assert "Triton" in missing_for_inductor((8, 0), rocm=False)
+    assert "pip install" in missing_for_inductor((8, 0), rocm=False)
+
+
+def test_a_missing_c_compiler_is_named(complete, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "C compiler" in missing_for_inductor((8, 0), rocm=False)
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert missing_for_inductor((8, 0), rocm=False) is None
+
+
+def test_missing_headers_are_named(complete):
+    (complete / "Python.h").unlink()
+    assert str(complete / "Python.h") in missing_for_inductor((8, 0), rocm=False)
+
+
+def test_what_cannot_be_compiled_runs_eagerly_with_one_report(complete, caplog):
+    module = torch.nn.Linear(2, 2)
+    with caplog.at_level(logging.WARNING, logger="accelcore"):
+        compiled = CudaCompiler((6, 1), rocm=False).compile(module, {"mode": "reduce-overhead"})
+    assert compiled.module is module
+    assert not compiled.compiled
+    assert "sm_61" in compiled.reason
+    assert len(caplog.records) == 1
+
+
+def test_another_backend_is_not_held_back(complete, caplog):
+    compiled = CudaCompiler((6, 1), rocm=False).compile(torch.nn.Linear(2, 2), {"backend": "eager"})
+    assert compiled.compiled
+    assert not caplog.records
+    assert compiled.module(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_options_are_refused_also_where_nothing_is_compiled(complete):
+    with pytest.raises(ConfigurationError):
+        CudaCompiler((6, 1), rocm=False).compile(torch.nn.Linear(2, 2), {"no_such_option": 1})
+
+
+# Collectives. NCCL is for a GPU to show; here is what is asked of torch.distributed.
+
+
+@pytest.fixture
+def current(monkeypatch):
+    """The devices that were made current, in order."""
+    devices = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    return devices
+
+
+def test_alone_no_device_is_made_current(current):
+    role = CudaCollectives(DEVICE)
+    role.init(None)
+    role.barrier()
+    assert role.cpu_group() is None
+    role.close()
+    assert not current
+
+
+def test_a_rank_makes_its_device_current_before_it_joins(current, monkeypatch):
+    def join(backend, **settings):
+        assert current == [DEVICE]
+        assert backend == "cpu:gloo,cuda:nccl"
+        assert "device_id" not in settings
+        raise RuntimeError("nobody there")
+
+    monkeypatch.setattr(dist, "init_process_group", join)
+    with pytest.raises(DistributedError, match="could not join"):
+        CudaCollectives(DEVICE).init(Launch(0, 2, 0, "tcp://127.0.0.1:1"))
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A group of one rank, formed by the script itself."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_group_that_was_formed_for_nccl_alone_gets_gloo_beside_it(current, monkeypatch, group):
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    role = CudaCollectives(DEVICE)
+    role.init(None)
+    role.init(None)
+    beside = role.cpu_group()
+    assert beside is not dist.group.WORLD
+    total = torch.tensor([3.0])
+    dist.all_reduce(total, group=beside)
+    assert total.tolist() == [3.0]
+    role.close()
+    assert role.cpu_group() is beside
+    role.close()
+    assert dist.is_initialized(), "the script's own group is left alone"
+    assert role.cpu_group() is dist.group.WORLD
+
+
+def test_a_group_that_serves_both_is_taken_as_it_is(current, monkeypatch, group):
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    role = CudaCollectives(DEVICE)
+    role.init(None)
+    assert role.cpu_group() is dist.group.WORLD
+    role.close()
+
+
+def test_a_group_that_cannot_reduce_on_the_device_is_refused(current, monkeypatch, group):
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
+    with pytest.raises(DistributedError, match="cannot reduce cuda tensors"):
+        CudaCollectives(DEVICE).init(None)
+
+
+def test_the_barrier_names_the_device(monkeypatch, group):
+    asked = []
+    monkeypatch.setattr(dist, "barrier", lambda **settings: asked.append(settings))
+    CudaCollectives(DEVICE).barrier()
+    assert asked == [{"device_ids": [1]}]
+
+
+# Determinism.
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """How many tensors the device has held."""
+    stats = {"allocation.all.allocated": 0}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    # What is set here for good ends with the test.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    yield stats
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+
+
+def test_cudnn_and_cublas_are_made_deterministic(used, caplog):
+    torch.backends.cudnn.benchmark = True
+    make_deterministic(DEVICE)
+    assert torch.backends.cudnn.deterministic
+    assert not torch.backends.cudnn.benchmark
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not caplog.records
+
+
+def test_a_device_that_was_used_may_have_its_workspace_already(used, caplog):
+    used["allocation.all.allocated"] = 3
+    make_deterministic(DEVICE)
+    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8 was set after the device was used" in caplog.text
+    make_deterministic(DEVICE)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("value", [":4096:8", ":16:8"])
+def test_a_deterministic_workspace_is_left_as_it_is(used, caplog, monkeypatch, value):
+    used["allocation.all.allocated"] = 3
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
+    make_deterministic(DEVICE)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == value
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("value", ["", ":0:0", ":4096:2:16:8"])
+def test_another_workspace_is_refused_and_nothing_is_set(used, monkeypatch, value):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
+    before = torch.backends.cudnn.deterministic
+    with pytest.raises(ConfigurationError, match="CUBLAS_WORKSPACE_CONFIG"):
+        make_deterministic(DEVICE)
+    assert torch.backends.cudnn.deterministic is before
+
+
+def test_the_modules_are_small():
+    folder = Path(accelcore_cuda.compiler.__file__).parent
+    assert all(len(path.read_text().splitlines()) <= 400 for path in folder.glob("*.py"))
