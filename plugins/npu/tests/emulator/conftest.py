@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import traceback
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,7 +26,8 @@ else:
         pytest.skip("torch_npu is not installed")
 
 
-sys.path.insert(0, str(Path(__file__).parent))  # where ranks find emulated_jobs
+sys.path.insert(0, str(Path(__file__).parent))  # where ranks find their jobs, by names that any process can import
+rank_process = import_module("emulated_rank")
 servers = multiprocessing.get_context("forkserver")
 servers.set_forkserver_preload(["pytest", "torch_npu"])
 
@@ -36,14 +37,6 @@ class Rank:
 
     def __init__(self, result=None, error="", code=None):
         self.result, self.error, self.code = result, error, code
-
-
-def _main(connection, function, variables, arguments):
-    os.environ.update(variables)
-    try:
-        connection.send((function(*arguments), ""))
-    except Exception:  # noqa: BLE001  # the parent shows it
-        connection.send((None, traceback.format_exc()))
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +54,9 @@ def outcome(tmp_path_factory):
             for rank in range(ranks):
                 ours, theirs = servers.Pipe()
                 pipes[ours] = rank
-                process = servers.Process(target=_main, args=(theirs, function, job | {"RANK": str(rank)}, arguments))
+                process = servers.Process(
+                    target=rank_process.main, args=(theirs, function, job | {"RANK": str(rank)}, arguments)
+                )
                 processes.append(process)
                 process.start()
                 theirs.close()
