@@ -25,12 +25,19 @@ class AcceleratorRuntime(TorchRuntime):
 
     Args:
         device: with its index.
-        graph: makes an empty graph of this device's, such as `torch.cuda.CUDAGraph`; None where there are none.
+        graph: makes an empty graph of this device's; None where there are none.
+        capture: options of the device's `graph` context, in which it is recorded.
     """
 
-    def __init__(self, device: torch.device, *, graph: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        graph: Callable[[], Any] | None = None,
+        capture: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(device)
-        self._new_graph = graph
+        self._new_graph, self._capture_options = graph, capture or {}
         self._module: Any = torch.get_device_module(device)
         self._side: Any = None
         self._transfers: Any = None
@@ -77,7 +84,7 @@ class AcceleratorRuntime(TorchRuntime):
         if self._new_graph is None:
             return super().capture(work)
         graph = self._new_graph()
-        with self.side_stream() as side, self._module.graph(graph, stream=side):
+        with self.side_stream() as side, self._module.graph(graph, stream=side, **self._capture_options):
             returned = work()
         return returned, graph.replay
 

@@ -60,11 +60,7 @@ class GraphedStep:
         self._runtime, self._optimizer = runtime, optimizer
         self._forward_backward, self._close = forward_backward, close
         if not isinstance(optimizer, torch.optim.SGD) and not all("capturable" in g for g in optimizer.param_groups):
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} cannot be captured in a graph",
-                why="it counts its steps on the host, and each replay would be the same step again",
-                remedy="take one of torch's with capturable, such as adamw by route 'fused' or 'foreach'",
-            )
+            raise _counts_on_the_host(optimizer)
         self._graphs: dict[Any, _Graph] = {}
         self._received: list[nn.Parameter] = []
         self._windows = 0
@@ -120,6 +116,9 @@ class GraphedStep:
                 why="a graph is captured for one shape of batch and one setting of the optimizer",
                 remedy="give all batches one shape (drop_last=True, padding), or leave graph=True out",
             )
+        steps = [entry["step"] for entry in self._optimizer.state.values() if "step" in entry]
+        if any(not isinstance(step, Tensor) or step.device != self._runtime.device for step in steps):
+            raise _counts_on_the_host(self._optimizer)
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         batch = pytree.tree_unflatten(static, tree)
 
@@ -159,6 +158,14 @@ class GraphedStep:
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _counts_on_the_host(optimizer: Optimizer) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(optimizer).__name__} cannot be captured in a graph",
+        why="it counts its steps on the host, and each replay would be the same step again",
+        remedy="take one of torch's with capturable, such as adamw by route 'fused' or 'foreach'",
+    )
 
 
 def _kind(leaf: Any) -> Any:

@@ -28,7 +28,8 @@ class CudaRuntime(AcceleratorRuntime):
 
     def __init__(self, device: torch.device) -> None:
         refuse_fork()
-        super().__init__(device)
+        # thread_local: a loader's thread may pin the next batch meanwhile, which would spoil a global capture.
+        super().__init__(device, graph=torch.cuda.CUDAGraph, capture={"capture_error_mode": "thread_local"})
 
     def synchronize(self) -> None:
         refuse_fork()
@@ -72,10 +73,4 @@ class CudaRuntime(AcceleratorRuntime):
 
     def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         refuse_fork()
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: a loader's thread may pin the next batch meanwhile, which would spoil a global capture.
-        with self.side_stream():
-            side = torch.cuda.current_stream(self.device)
-            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-                returned = work()
-        return returned, graph.replay
+        return super().capture(work)

@@ -1,0 +1,143 @@
+"""`trainer(graph=True)`, on the emulated NPU's graphs.
+
+The NPU backend does not declare graphs, because its fused optimizers count steps on the host. The emulated device can
+capture and replay all the same, so what the trainer does with graphs on any backend is tried here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import accelcore
+from accelcore.errors import TrainingError, UnsupportedError
+from accelcore.roles.accelerator import AcceleratorRuntime
+from accelcore.testing.oracles import batches, network, weights
+from accelcore.testing.training import loss_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch_npu's deepcopy
+
+
+@pytest.fixture
+def graphs(accel):
+    """The backend, as one that declares graphs."""
+    return dataclasses.replace(
+        accel,
+        runtime=AcceleratorRuntime(accel.device, graph=torch.npu.NPUGraph),
+        capabilities=dataclasses.replace(accel.capabilities, graphs=True),
+    )
+
+
+def make(accel, *, route="foreach", model=None, loss=loss_of, schedule=None, lr=0.05, **options):
+    model = model or network()
+    optimizer = accel.optimizers.create("adamw", model.parameters(), lr=lr, route=route)
+    scheduler = None if schedule is None else LambdaLR(optimizer, schedule)
+    return accel.trainer(model, optimizer, loss=loss, scheduler=scheduler, **options)
+
+
+def train(accel, trainer, data):
+    return [trainer(accel.runtime.to_device(batch)).item() for batch in data]
+
+
+def both(graphs, data, **options):
+    """Losses and weights of the same training, eager and captured."""
+    found = []
+    for graph in (False, True):
+        trainer = make(graphs, graph=graph, **options)
+        found.append((train(graphs, trainer, data), weights(trainer.model)))
+    return found
+
+
+def assert_alike(found):
+    (losses, eager), (graphed, captured) = found
+    assert graphed == pytest.approx(losses, abs=1e-4)
+    for mine, theirs in zip(captured, eager, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_schedule_reaches_the_captured_step(graphs):
+    assert_alike(both(graphs, batches(12), schedule=lambda step: 0.0 if step >= 6 else 1.0))
+
+
+def test_each_shape_is_captured_and_used_again(graphs):
+    data = [batch for pair in zip(batches(8), batches(8, 6), strict=True) for batch in pair]
+    assert_alike(both(graphs, data))
+
+
+def test_an_option_that_changes_is_not_baked_in(graphs):
+    found = []
+    for graph in (False, True):
+        trainer = make(graphs, graph=graph)
+        losses = train(graphs, trainer, batches(6))
+        trainer.optimizer.param_groups[0]["weight_decay"] = 5.0
+        found.append((losses + train(graphs, trainer, batches(6)), weights(trainer.model)))
+    assert_alike(found)
+
+
+def test_a_resumed_run_goes_on_alike(graphs, tmp_path):
+    data = batches(12)
+    trainer = make(graphs, graph=True, accumulate=2)
+    train(graphs, trainer, data[:9])  # captured by then, and in the middle of a window
+    trainer.save(tmp_path)
+    expected = train(graphs, trainer, data[9:])
+    twin = make(graphs, graph=True, accumulate=2, model=network(seed=5))
+    train(graphs, twin, data[:8])
+    twin.resume(tmp_path)
+    assert train(graphs, twin, data[9:]) == pytest.approx(expected, abs=1e-5)
+    assert twin.steps == trainer.steps
+    eager = make(graphs, accumulate=2)
+    eager.resume(tmp_path)
+    assert train(graphs, eager, data[9:]) == pytest.approx(expected, abs=1e-5)
+    assert isinstance(eager.optimizer.param_groups[0]["lr"], float)
+
+
+def test_parameters_that_never_had_a_gradient_stay_as_they_are(graphs):
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = network(), nn.Linear(3, 3)
+
+        def forward(self, rows):
+            return self.used(rows)
+
+    model = Half()
+    before = weights(model.unused)
+    train(graphs, make(graphs, model=model, graph=True), batches(8))
+    assert all(torch.equal(a, b) for a, b in zip(weights(model.unused), before, strict=True))
+
+
+def test_what_the_host_would_wait_for_cannot_be_captured(graphs):
+    def loss(model, batch):
+        return loss_of(model, batch) * (1 + 0 * batch[0].sum().item())
+
+    trainer = make(graphs, graph=True, loss=loss)
+    data = batches(4)
+    train(graphs, trainer, data[:3])
+    with pytest.raises(TrainingError, match="cannot be captured"):
+        train(graphs, trainer, data[3:])
+
+
+def test_an_optimizer_that_counts_on_the_host_is_refused(graphs):
+    trainer = make(graphs, graph=True, route="npu_fused")
+    train(graphs, trainer, batches(3))
+    with pytest.raises(UnsupportedError, match="counts its steps on the host"):
+        train(graphs, trainer, batches(1))
+
+
+def test_endless_shapes_are_refused(graphs):
+    trainer = make(graphs, graph=True)
+    train(graphs, trainer, batches(3))
+    for rows in range(2, 18):
+        train(graphs, trainer, batches(1, rows))
+    with pytest.raises(TrainingError, match="17th kind of batch"):
+        train(graphs, trainer, batches(1, 18))
+
+
+def test_it_is_refused_where_it_is_not_declared(accel):
+    for backend in (accel, accelcore.select("cpu")):
+        with pytest.raises(UnsupportedError, match="declares no graphs"):
+            make(backend, graph=True)
