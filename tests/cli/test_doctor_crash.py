@@ -104,7 +104,7 @@ def test_plugins_that_crash_only_together_are_told_so(machine):
     assert report["broken"] == ["all plugins together"]
     assert report["usable"] == ["cpu", "left", "right"]
     assert report["crash"].startswith("loading and probing all plugins at once ended the process by SIGABRT")
-    assert report["crash"] in machine.run("doctor").stdout
+    assert report["crash"].partition(" in File")[0] in machine.run("doctor").stdout  # either of the two may come second
 
 
 def test_a_plugin_that_blocks_the_interpreter_is_killed(machine, monkeypatch):
@@ -126,7 +126,10 @@ def test_no_process_is_left_when_doctor_is_interrupted(machine, number, code):
     wait = "print('started', file=fifo, flush=True); import threading; RELEASE = threading.Event(); RELEASE.wait()"
     machine.fakes.install(f"{helper}\n{wait}", backends=["sleepy"])
     machine.variables["ACCEL_PROBE_TIMEOUT"] = "100"
-    doctor = machine.start("doctor", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    doctor = machine.start(
+        "doctor", stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # these tests may run where Ctrl-C is ignored
+    )  # fmt: skip
     with fifo.open() as held_by_the_child_and_its_helper:
         assert held_by_the_child_and_its_helper.readline() == "started\n"
         doctor.send_signal(number)

@@ -42,10 +42,14 @@ def liars(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _settings_put_back():
-    precision = torch.get_float32_matmul_precision()
+    precision, dtype = torch.get_float32_matmul_precision(), torch.get_autocast_dtype("cpu")
     yield
     torch.set_float32_matmul_precision(precision)
     torch.set_autocast_enabled("cpu", False)
+    torch.set_autocast_dtype("cpu", dtype)
+    torch.clear_autocast_cache()
+    torch.autocast_increment_nesting()
+    assert torch.autocast_decrement_nesting() == 0, "a lie left torch inside an autocast, for all tests to come"
 
 
 def ask(lie, backend, request):
