@@ -12,7 +12,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import Any
 
@@ -140,7 +140,12 @@ class GradScaler(LossScaler):
     Scale, growth tracker and overflow flag stay on the device. An optimizer whose kernel takes `grad_scale` and
     `found_inf` (torch's fused ones) unscales and skips inside the kernel, without a host synchronisation; any other
     needs one a step.
+
+    Attributes:
+        trusts_kernels: whether such a kernel is believed. A device whose kernels take both and use neither says no.
     """
+
+    trusts_kernels = True
 
     def __init__(
         self,
@@ -178,7 +183,7 @@ class GradScaler(LossScaler):
         stage = self._stages[key]
         if stage is _Stage.STEPPED:
             raise TrainingError("step was called twice since the last update", remedy="call scaler.update() first")
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if self.trusts_kernels and getattr(optimizer, "_step_supports_amp_scaling", False):
             if stage is _Stage.SCALED:
                 self._overflows[key] = self._check(optimizer, self._one)
             self._step_in_kernel(optimizer, None if stage is _Stage.UNSCALED else self._scale)
@@ -267,10 +272,15 @@ class GradScaler(LossScaler):
 
 
 class Scalers:
-    """Makes loss scalers for one device."""
+    """Makes loss scalers for one device.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: where gradients are.
+        dynamic: makes the dynamic ones, from the device and the settings of `create`.
+    """
+
+    def __init__(self, device: torch.device, dynamic: Callable[..., LossScaler] = GradScaler) -> None:
+        self._device, self._dynamic = device, dynamic
 
     def create(
         self,
@@ -293,7 +303,7 @@ class Scalers:
                 raise ConfigurationError(f"a static loss scale of {init} makes no sense", remedy="give a number > 0")
             return StaticScaler(float(init))
         _check(init, growth, backoff, interval, min, max)
-        return GradScaler(
+        return self._dynamic(
             self._device, init=init, growth=growth, backoff=backoff, interval=interval, min=min, max=max
         )  # fmt: skip
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 
 import torch
 
 from accelcore.backend import Backend
 from accelcore.capabilities import Capabilities
 from accelcore.errors import BackendUnavailableError
+from accelcore.roles.scaler import Scalers
 from accelcore_npu.detection import emulated
 
 __all__ = ["create"]
@@ -32,14 +34,14 @@ def create(index: int) -> Backend:
     from accelcore_npu.optimizers import create_optimizers
     from accelcore_npu.precision import NpuPrecision
     from accelcore_npu.runtime import NpuRuntime
-    from accelcore_npu.scaler import NpuScalers
+    from accelcore_npu.scaler import FlagScaler, NpuScaler
 
     device = torch.device("npu", index)
     runtime = NpuRuntime(device)
     if late:
         _check_autograd(device)
     capabilities = _capabilities()
-    collectives = NpuCollectives(device)
+    collectives, saturates = NpuCollectives(device), capabilities.overflow_flag
     logger.info("npu:%d: %s", index, ", ".join(f"{name}={value}" for name, value in runtime.settings.items()))
     return Backend(
         name="npu",
@@ -47,7 +49,7 @@ def create(index: int) -> Backend:
         emulated=active(),
         capabilities=capabilities,
         precision=NpuPrecision("npu", capabilities, "AutocastPrivateUse1"),
-        scaler=NpuScalers(device, collectives, overflow_flag=capabilities.overflow_flag),
+        scaler=Scalers(device, partial(FlagScaler, collectives=collectives) if saturates else NpuScaler),
         optimizers=create_optimizers(),
         collectives=collectives,
         compiler=NpuCompiler(device),

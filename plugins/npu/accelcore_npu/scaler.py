@@ -8,8 +8,6 @@ until it is cleared, and which says nothing to the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,66 +16,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.roles.collectives import Collectives
-from accelcore.roles.scaler import GradScaler, LossScaler, Scalers, StaticScaler
+from accelcore.roles.scaler import GradScaler
 
-__all__ = ["NpuScalers"]
+__all__ = ["FlagScaler", "NpuScaler"]
 
 
-class NpuScalers(Scalers):
-    """Makes loss scalers for one NPU.
+class NpuScaler(GradScaler):
+    """The core's scaler, which unscales the gradients itself and asks the host before each step."""
+
+    trusts_kernels = False
+
+
+class FlagScaler(NpuScaler):
+    """Also reads the device's overflow flag, cleared before the first backward pass of each step.
 
     Args:
         device: the NPU.
         collectives: over which ranks tell each other of an overflow.
-        overflow_flag: whether the device reports overflow by its flag.
+        settings: those of the core's scaler.
     """
 
-    def __init__(self, device: torch.device, collectives: Collectives, *, overflow_flag: bool) -> None:
-        super().__init__(device)
-        self._collectives = collectives
-        self._overflow_flag = overflow_flag
-
-    def create(
-        self,
-        *,
-        init: float = 65536.0,
-        growth: float = 2.0,
-        backoff: float = 0.5,
-        interval: int = 2000,
-        min: float = 1.0,
-        max: float = 2.0**24,
-        dynamic: bool = True,
-    ) -> LossScaler:
-        made = super().create(
-            init=init, growth=growth, backoff=backoff, interval=interval, min=min, max=max, dynamic=dynamic
-        )
-        if isinstance(made, StaticScaler):
-            return made
-        settings: dict[str, Any] = {
-            "init": init,
-            "growth": growth,
-            "backoff": backoff,
-            "interval": interval,
-            "min": min,
-            "max": max,
-        }
-        if self._overflow_flag:
-            return _FlagScaler(self._device, self._collectives, **settings)
-        return _NpuScaler(self._device, **settings)
-
-
-class _NpuScaler(GradScaler):
-    """The core's scaler, which asks the host before each step."""
-
-    def step(self, optimizer: Optimizer) -> None:
-        with _kernel_does_not_scale(optimizer):
-            super().step(optimizer)
-
-
-class _FlagScaler(_NpuScaler):
-    """Also reads the device's overflow flag, cleared before the first backward pass of each step."""
-
-    def __init__(self, device: torch.device, collectives: Collectives, **settings: Any) -> None:
+    def __init__(self, device: torch.device, *, collectives: Collectives, **settings: Any) -> None:
         super().__init__(device, **settings)
         self._collectives = collectives
         self._cleared = False
@@ -100,16 +59,3 @@ class _FlagScaler(_NpuScaler):
 
     def _status(self) -> Tensor:
         return torch.zeros(8, device=self._scale.device)  # the operators' own form of the flag
-
-
-@contextmanager
-def _kernel_does_not_scale(optimizer: Optimizer) -> Iterator[None]:
-    promises = getattr(optimizer, "_step_supports_amp_scaling", None)
-    if not promises:
-        yield
-        return
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        optimizer._step_supports_amp_scaling = promises  # type: ignore[attr-defined]
