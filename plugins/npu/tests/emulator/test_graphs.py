@@ -1,5 +1,7 @@
 """Captured graphs: a capture changes nothing, a replay computes anew from the memory that was captured."""
 
+import ctypes
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -100,3 +102,62 @@ def test_graphed_callables_train_as_eager_ones():
             losses[graphed].append(loss.item())
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
     assert losses[True][-1] < losses[True][0]
+
+
+def test_what_a_capture_computes_is_there_after_the_first_replay():
+    values = torch.ones(4, device="npu")
+    graph, doubled = capture(lambda: values * 2)
+    assert doubled.isnan().all()
+    graph.replay()
+    assert doubled.tolist() == [2] * 4
+
+
+def test_a_capture_leaves_memory_that_it_uses_again_as_it_was():
+    pool = torch.npu.graph_pool_handle()
+    values = torch.ones(256, device="npu")
+    first, second = torch.npu.NPUGraph(), torch.npu.NPUGraph()
+    with torch.npu.graph(first, pool=pool):
+        doubled = values * 2
+    first.replay()
+    address, before = doubled.data_ptr(), bytes(doubled.cpu().untyped_storage())
+    del doubled
+    with torch.npu.graph(second, pool=pool):
+        tripled = values * 3
+    assert tripled.data_ptr() == address, "the second graph was to use the memory of the first"
+    assert ctypes.string_at(address, len(before)) == before
+    second.replay()
+    assert tripled.tolist() == [3] * 256
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning:torch_npu")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_a_network_compiled_with_graphs_trains_as_it_does_eagerly():
+    torch.manual_seed(4)
+    network = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+    ).npu()
+    compiled = torch.compile(network, backend="npugraphs")
+
+    def results(call, inputs):
+        network.zero_grad()
+        output = call(inputs)
+        output.square().sum().backward()
+        return [output.detach().cpu(), *(parameter.grad.cpu() for parameter in network.parameters())]
+
+    for run in range(1, 6):  # the first warms up, the second is captured, those after it are replayed
+        inputs = torch.linspace(-1, 1, 32, device="npu").view(4, 8) / run
+        torch.testing.assert_close(results(compiled, inputs), results(network, inputs))
+
+
+def test_a_backward_that_the_emulator_differentiates_itself_is_captured():
+    values = torch.zeros(4, device="npu", requires_grad=True)
+    targets = torch.zeros(4, device="npu")
+    loss = torch.nn.functional.binary_cross_entropy_with_logits
+    side = torch.npu.Stream()
+    with torch.npu.stream(side):  # autograd prepares itself outside of the capture
+        torch.autograd.grad(loss(values, targets), values)
+    graph, (gradient,) = capture(lambda: torch.autograd.grad(loss(values, targets), values))
+    targets.fill_(1)
+    graph.replay()
+    assert gradient.tolist() == [-0.125] * 4

@@ -164,8 +164,8 @@ EXPORT aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return ACL_SUCCESS; }
 EXPORT aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo info, int64_t *value) {
   switch (info) {
     case ACL_DEVICE_INFO_L2_SIZE: *value = int64_t(192) << 20; break;
-    case ACL_DEVICE_INFO_VECTOR_CORE_NUM: *value = 48; break;
-    default: *value = 24;  // cube cores
+    case ACL_DEVICE_INFO_VECTOR_CORE_NUM: *value = kVectorCores; break;
+    default: *value = kCubeCores;
   }
   return ACL_SUCCESS;
 }

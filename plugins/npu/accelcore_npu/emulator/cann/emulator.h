@@ -15,6 +15,8 @@
 namespace emulator {
 
 constexpr int kMaxDevices = 64;
+constexpr uint32_t kCubeCores = 24;
+constexpr uint32_t kVectorCores = 48;
 
 // Codes of CANN's runtime that torch_npu tells apart (acl/error_codes/rt_error_codes.h).
 constexpr aclError kInvalidDevice = 107001;
@@ -64,6 +66,11 @@ aclError refuse_forked();
 enum class Tape { kBegin = 0, kEnd = 1, kExecute = 2, kDestroy = 3, kCopy = 4, kFill = 5 };
 bool capturing();
 aclError record(Tape what, uint64_t a, uint64_t b = 0, uint64_t n = 0);
+
+// A capture executes nothing on hardware. Here its kernels run, because their shapes must be known: afterwards all
+// device memory is put back to what it was, and what the capture allocated is as fresh memory.
+void save_memory();
+void restore_memory();
 
 // Calls accelcore_npu.emulator.bootstrap.start in this process's Python; empty, or why it could not.
 std::string start_python();

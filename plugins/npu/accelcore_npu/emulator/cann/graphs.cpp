@@ -39,6 +39,7 @@ EXPORT aclError aclmdlRICaptureBegin(aclrtStream, aclmdlRICaptureMode) {
   uint64_t id = ++graphs;
   trace("capture graph %llu", (unsigned long long)id);
   if (aclError error = record(Tape::kBegin, id)) return error;
+  save_memory();
   active = id;
   return ACL_SUCCESS;
 }
@@ -52,7 +53,9 @@ EXPORT aclError aclmdlRICaptureGetInfo(aclrtStream, aclmdlRICaptureStatus *statu
 EXPORT aclError aclmdlRICaptureEnd(aclrtStream, aclmdlRI *graph) {
   uint64_t id = active.exchange(0);
   *graph = graph_of(id);
-  return id ? record(Tape::kEnd, id) : failure(ACL_ERROR_FAILURE, "no graph is being captured");
+  if (!id) return failure(ACL_ERROR_FAILURE, "no graph is being captured");
+  restore_memory();
+  return record(Tape::kEnd, id);
 }
 
 EXPORT aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode *) { return ACL_SUCCESS; }

@@ -22,7 +22,9 @@ struct Block {
 
 std::mutex mutex;
 std::unordered_map<void *, Block> blocks;
+std::unordered_map<void *, size_t> mappings;  // of physical memory, with their bytes
 size_t used[kMaxDevices];
+std::unordered_map<void *, std::vector<char>> saved;
 
 // The fault out_of_memory@K. torch_npu answers a failed allocation by freeing its cache and asking once more for the
 // same size: both belong to the K-th allocation, or nobody would see the fault.
@@ -89,7 +91,36 @@ aclError copy(void *to, size_t capacity, const void *from, size_t bytes, aclrtMe
   return ACL_SUCCESS;
 }
 
+// Calls function(address, bytes) for all device memory; call with the mutex held.
+template <class Function>
+void for_each_range(Function function) {
+  for (auto &[address, block] : blocks) function(address, block.bytes);
+  for (auto &[address, bytes] : mappings) function(address, bytes);
+}
+
 }  // namespace
+
+void save_memory() {
+  std::lock_guard<std::mutex> lock(mutex);
+  for_each_range([](void *address, size_t bytes) {
+    const char *begin = static_cast<const char *>(address);
+    saved[address].assign(begin, begin + bytes);
+  });
+}
+
+void restore_memory() {
+  std::lock_guard<std::mutex> lock(mutex);
+  for_each_range([](void *address, size_t bytes) {
+    auto before = saved.find(address);
+    if (before != saved.end() && before->second.size() == bytes) {
+      memcpy(address, before->second.data(), bytes);
+    } else {
+      poison(address, bytes);
+    }
+  });
+  saved.clear();
+}
+
 }  // namespace emulator
 
 using namespace emulator;
@@ -204,10 +235,16 @@ EXPORT aclError aclrtMapMem(void *address, size_t bytes, size_t, aclrtDrvMemHand
   void *mapped = mmap(address, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   if (mapped == MAP_FAILED) return failure(kOutOfMemory, "the host has no %zu bytes to map", bytes);
   poison(address, bytes);
+  std::lock_guard<std::mutex> lock(mutex);
+  mappings[address] = bytes;
   return ACL_SUCCESS;
 }
 
-EXPORT aclError aclrtUnmapMem(void *) { return ACL_SUCCESS; }
+EXPORT aclError aclrtUnmapMem(void *address) {
+  std::lock_guard<std::mutex> lock(mutex);
+  mappings.erase(address);
+  return ACL_SUCCESS;
+}
 
 EXPORT aclError aclrtMemExportToShareableHandle(aclrtDrvMemHandle, aclrtMemHandleType, uint64_t, uint64_t *) {
   return failure(ACL_ERROR_FEATURE_UNSUPPORTED, "device memory that processes share is not emulated");

@@ -2,16 +2,34 @@
 // for is counted all the same.
 #include "emulator.h"
 
+#include <array>
 #include <atomic>
 #include <ctime>
 #include <unistd.h>
 
+using emulator::kCubeCores;
+using emulator::kVectorCores;
+
 namespace {
+
+// How many cores of each kind, by aclrtDevResLimitType.
+using Cores = std::array<uint32_t, 2>;
+constexpr Cores kCores = {kCubeCores, kVectorCores};
 
 struct Stream {
   int id;
   uint32_t overflow;
+  Cores cores;
 };
+
+// The stream whose limits hold in this thread; they slow nothing down here.
+thread_local const Stream *t_limits = nullptr;
+
+aclError limit(const Cores &cores, aclrtDevResLimitType type, uint32_t *value) {
+  if (size_t(type) >= cores.size()) return emulator::failure(ACL_ERROR_INVALID_PARAM, "no kind of core: %d", int(type));
+  *value = cores[size_t(type)];
+  return ACL_SUCCESS;
+}
 
 struct Event {
   double milliseconds;
@@ -34,7 +52,7 @@ aclError synchronize(const char *what) {
 
 EXPORT aclError aclrtCreateStreamWithConfig(aclrtStream *stream, uint32_t, uint32_t) {
   if (emulator::forked()) return emulator::refuse_forked();
-  Stream *made = new Stream{streams++, 0};
+  Stream *made = new Stream{streams++, 0, kCores};
   emulator::trace("aclrtCreateStream npu:%d -> stream %d", emulator::current_device(), made->id);
   *stream = made;
   return ACL_SUCCESS;
@@ -43,6 +61,7 @@ EXPORT aclError aclrtCreateStreamWithConfig(aclrtStream *stream, uint32_t, uint3
 EXPORT aclError aclrtCreateStream(aclrtStream *stream) { return aclrtCreateStreamWithConfig(stream, 0, 0); }
 
 EXPORT aclError aclrtDestroyStream(aclrtStream stream) {
+  if (t_limits == stream) t_limits = nullptr;
   delete static_cast<Stream *>(stream);
   return ACL_SUCCESS;
 }
@@ -72,6 +91,41 @@ EXPORT aclError aclrtSetStreamOverflowSwitch(aclrtStream stream, uint32_t flag) 
 EXPORT aclError aclrtGetStreamOverflowSwitch(aclrtStream stream, uint32_t *flag) {
   *flag = stream ? static_cast<Stream *>(stream)->overflow : 0;
   return ACL_SUCCESS;
+}
+
+// The default stream has no handle of its own, and no limits.
+EXPORT aclError aclrtGetStreamResLimit(aclrtStream stream, aclrtDevResLimitType type, uint32_t *value) {
+  return limit(stream ? static_cast<Stream *>(stream)->cores : kCores, type, value);
+}
+
+EXPORT aclError aclrtSetStreamResLimit(aclrtStream stream, aclrtDevResLimitType type, uint32_t value) {
+  uint32_t most = 0;
+  if (aclError error = limit(kCores, type, &most)) return error;
+  if (!stream || !value || value > most) {
+    return emulator::failure(ACL_ERROR_INVALID_PARAM, "a stream of its own may have 1 to %u of these cores, not %u",
+                             most, value);
+  }
+  static_cast<Stream *>(stream)->cores[size_t(type)] = value;
+  return ACL_SUCCESS;
+}
+
+EXPORT aclError aclrtResetStreamResLimit(aclrtStream stream) {
+  if (stream) static_cast<Stream *>(stream)->cores = kCores;
+  return ACL_SUCCESS;
+}
+
+EXPORT aclError aclrtUseStreamResInCurrentThread(aclrtStream stream) {
+  t_limits = static_cast<Stream *>(stream);
+  return ACL_SUCCESS;
+}
+
+EXPORT aclError aclrtUnuseStreamResInCurrentThread(aclrtStream) {
+  t_limits = nullptr;
+  return ACL_SUCCESS;
+}
+
+EXPORT aclError aclrtGetResInCurrentThread(aclrtDevResLimitType type, uint32_t *value) {
+  return limit(t_limits ? t_limits->cores : kCores, type, value);
 }
 
 EXPORT aclError aclrtCreateEventExWithFlag(aclrtEvent *event, uint32_t) {

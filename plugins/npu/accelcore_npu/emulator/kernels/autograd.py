@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from accelcore_npu.emulator.kernels.machine import Machine
+
 __all__ = ["autograd_below", "decomposed", "gradients", "recomputed"]
 
 _EXCLUDED = ("AutogradCPU", "AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
@@ -46,7 +48,7 @@ def decomposed(operator: torch._ops.OpOverload, kind: str = "CompositeImplicitAu
 
 
 def recomputed(
-    operator: torch._ops.OpOverload, count_launch: Callable[[str], None], function: Callable[..., Any] | None = None
+    operator: torch._ops.OpOverload, machine: Machine, function: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     """An autograd kernel whose backward differentiates `function`, by default the operator, on host views."""
     name = str(operator._name)
@@ -64,7 +66,7 @@ def recomputed(
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *upstream: Tensor) -> Any:
-            count_launch(f"{name} backward")
+            machine.count_launch(f"{name} backward")
             saved = iter(ctx.saved_tensors)
             args = [
                 next(saved) if is_tensor else constant
@@ -78,10 +80,22 @@ def recomputed(
                     values[i] = value
                 return on_host(*values, **ctx.kwargs)
 
-            found = gradients(forward, [view(args[i].detach()) for i in wanted], [view(g) for g in upstream])
+            inputs, outputs = [view(args[i].detach()) for i in wanted], [view(g) for g in upstream]
+            placed = [
+                None if gradient is None else place(gradient, upstream[0].device)
+                for gradient in gradients(forward, inputs, outputs)
+            ]
+            if (tape := machine.recorder.tape) is not None:
+
+                def step() -> None:
+                    for target, gradient in zip(placed, gradients(forward, inputs, outputs), strict=True):
+                        if target is not None:
+                            view(target).copy_(gradient)
+
+                tape.append(step)
             results: list[Any] = [None] * (len(args) + 1)
-            for i, gradient in zip(wanted, found, strict=True):
-                results[i + 1] = None if gradient is None else place(gradient, upstream[0].device)
+            for i, gradient in zip(wanted, placed, strict=True):
+                results[i + 1] = gradient
             return tuple(results)
 
     apply: Callable[..., Any] = Recomputed.apply

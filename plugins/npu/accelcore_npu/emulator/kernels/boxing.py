@@ -23,6 +23,18 @@ def host_kernel(
     operator: torch._ops.OpOverload, machine: Machine, function: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     """A device kernel for `operator` that runs `function`, by default the operator itself, on the host."""
+    made: list[Callable[..., Any]] = []
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        # Made at the first call: a process uses few of the thousands of operators that it registers.
+        if not made:
+            made.append(_made(operator, machine, function))
+        return made[0](*args, **kwargs)
+
+    return kernel
+
+
+def _made(operator: torch._ops.OpOverload, machine: Machine, function: Callable[..., Any] | None) -> Callable[..., Any]:
     signature = Signature(operator)
     run = _execution(signature, machine, _into_outs(function, signature.outs) if function else operator)
     name, aliases, outs = signature.name, signature.aliases, signature.outs
@@ -34,9 +46,6 @@ def host_kernel(
         if launches:
             count_launch(name)
         values, keywords, device = _on_host(signature, args, kwargs)
-        tape = recorder.tape
-        if tape is not None:
-            tape.preserve(_views(signature.argument(key, args, kwargs) for key in (*signature.written, *outs)))
         result = run(values, keywords, device)
         for key in outs:
             if key in kwargs:
@@ -49,7 +58,7 @@ def host_kernel(
                 _placed(value, device) if key is None else signature.argument(key, args, kwargs)
                 for key, value in zip(aliases, result or (), strict=True)
             )
-        if tape is not None:
+        if (tape := recorder.tape) is not None:
             # An aliased result is written in place again, wherever it is.
             results = (final,) if len(aliases) == 1 else final
             targets = [_views(kwargs[key] for key in outs if key in kwargs)]
@@ -57,7 +66,6 @@ def host_kernel(
             tape.append(lambda: _rerun(signature, run, values, keywords, device, targets))
         return final if aliases else None
 
-    kernel.__name__ = name
     return kernel
 
 

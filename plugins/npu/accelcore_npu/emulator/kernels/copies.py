@@ -29,11 +29,7 @@ def copy_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
                 machine.count_synchronize(direction)
         else:
             machine.count_launch(name)
-        tape = machine.recorder.tape
-        if tape is not None:
-            tape.preserve([to])
-            tape.append(lambda: to.copy_(of))
-        to.copy_(of)
+        machine.recorder.run(lambda: to.copy_(of))
         if machine.float_status.saturates and not target.is_cpu:
             finite = machine.float_status.finite([of])
             machine.float_status.saturate([to], target.get_device(), inputs_finite=finite)

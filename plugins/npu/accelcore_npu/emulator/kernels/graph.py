@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch import Tensor
+    from collections.abc import Callable
 
 __all__ = ["Recorder", "Tape"]
 
@@ -21,27 +19,16 @@ _BEGIN, _END, _EXECUTE, _DESTROY, _COPY, _FILL = range(6)
 class Tape:
     """One captured graph.
 
-    On hardware a capture executes nothing. Here its kernels do run, because their shapes must be known, and what
-    they overwrote in place is put back when the capture ends.
+    On hardware a capture executes nothing. Here its kernels do run, because their shapes must be known; when it ends,
+    the native half puts all memory back to what it was before.
     """
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], object]] = []
-        self._before: list[tuple[Tensor, Tensor]] = []
-
-    def preserve(self, written: Iterable[Tensor]) -> None:
-        """Remember what host views hold before a kernel writes to them."""
-        self._before += [(host, host.clone()) for host in written]
 
     def append(self, step: Callable[[], object]) -> None:
         """Record one kernel."""
         self._steps.append(step)
-
-    def end(self) -> None:
-        """Undo what the capture wrote in place."""
-        for host, value in reversed(self._before):
-            host.copy_(value)
-        self._before.clear()
 
     def replay(self) -> None:
         """Run every recorded kernel again."""
@@ -56,6 +43,12 @@ class Recorder:
         self.tape: Tape | None = None
         self._tapes: dict[int, Tape] = {}
 
+    def run(self, step: Callable[[], object]) -> None:
+        """Execute a kernel that only writes to memory that exists, and record it where a graph is captured."""
+        if self.tape is not None:
+            self.tape.append(step)
+        step()
+
     def handle(self, what: int, a: int, b: int, n: int) -> int:
         """Serve the native half's graph calls; non-zero says that one failed."""
         try:
@@ -69,8 +62,7 @@ class Recorder:
     def _handle(self, what: int, a: int, b: int, n: int) -> None:
         if what == _BEGIN:
             self.tape = self._tapes[a] = Tape()
-        elif what == _END and self.tape is not None:
-            self.tape.end()
+        elif what == _END:
             self.tape = None
         elif what == _EXECUTE:
             self._tapes[a].replay()

@@ -94,11 +94,7 @@ def optimizer_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
             machine.count_launch(name)
             values = [view(arg) if isinstance(arg, Tensor) else arg for arg in args]
             state = [view(tensor) for tensor in out]
-            tape = machine.recorder.tape
-            if tape is not None:
-                tape.preserve(state)
-                tape.append(lambda: update(*state, *values))
-            update(*state, *values)
+            machine.recorder.run(lambda: update(*state, *values))
             return tuple(out)
 
         return step

@@ -77,12 +77,8 @@ def overflow_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
         if faulty:
             struck = next((gradient for gradient in gradients if gradient.numel()), found)
             struck[(0,) * struck.dim()] = float("inf")
-        tape = machine.recorder.tape
         machine.count_launch("aten::_amp_foreach_non_finite_check_and_unscale_")
-        if tape is not None:
-            tape.preserve([*gradients, found])
-            tape.append(lambda: torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse))
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        machine.recorder.run(lambda: torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse))
 
     return {
         "npu::npu_alloc_float_status": alloc_float_status,

@@ -91,7 +91,7 @@ def _kernels(machine: Machine) -> Iterator[tuple[str, str, Callable[..., Any]]]:
             continue
         function = functions.get(rest) or functions.get(base)
         if base in _PAST_THE_DISPATCHER and not _is_out(name):
-            yield name, _AUTOGRAD, recomputed(operator, machine.count_launch, function)
+            yield name, _AUTOGRAD, recomputed(operator, machine, function)
         if name in special:
             yield name, _DEVICE, special[name]
         elif function is not None:

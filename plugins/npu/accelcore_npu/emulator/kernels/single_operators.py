@@ -39,11 +39,7 @@ def single_operator_handler(machine: Machine) -> Callable[[bytes, bytes, bytes, 
         described = json.loads(inputs), json.loads(outputs), json.loads(attributes or b"{}")
         try:
             with torch.no_grad(), torch.inference_mode(False):
-                tape = machine.recorder.tape
-                if tape is not None:
-                    tape.preserve(tensor for tensor in map(_tensor, described[1]) if tensor is not None)
-                    tape.append(lambda: _execute(name, *described))
-                _execute(name, *described)
+                machine.recorder.run(lambda: _execute(name, *described))
         except Exception:  # noqa: BLE001  the caller is C code: it gets a status, the reader the traceback
             traceback.print_exc()
             return _FAILED
