@@ -1,0 +1,117 @@
+"""GPT-2 124M: tokens a second, and how much of the card's speed the model uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import loops
+from benchmarks.gpu.ceiling import matmul_ceiling
+from benchmarks.gpu.device import Deadline, Device
+from benchmarks.gpu.gpt import GPT, GPT2_124M, Shape
+from benchmarks.gpu.loops import Mode, Work
+from benchmarks.gpu.measure import Entry, largest_batch, measure, peers
+from benchmarks.gpu.results import Case, Findings, Goal
+
+__all__ = ["run"]
+
+TOY = Shape(layers=1, heads=2, width=16, context=8, vocabulary=64)
+FP32, TF32, BF16 = Mode(fp32="ieee"), Mode(fp32="fast"), Mode("bf16")
+COMPILED = Mode("bf16", compile={})
+MODES = (FP32, TF32, BF16, COMPILED)
+HAND, TRAINER = "by hand", "trainer"
+
+
+def run(device: Device, deadline: Deadline) -> Findings:
+    """Every mode by hand and by the trainer, all in turns."""
+    shape = TOY if device.toy else GPT2_124M
+    ceiling = {} if loops.undeclared(BF16, device) else matmul_ceiling(device)
+    batch = _batch(device, shape)
+    print(f"  a batch of {batch}", flush=True)
+    work = partial(_work, device, shape, batch)
+    entries = [
+        Entry(str(mode), name, HAND, work, loop, mode)
+        for mode in MODES
+        for name, loop in ((HAND, loops.by_hand), (TRAINER, loops.with_trainer))
+    ]
+    # One process allows accelerate one precision.
+    entries += peers(str(BF16), HAND, work, BF16)
+    rounds, seconds = (2, 0.0) if device.toy else (60, 0.3)
+    found = measure(entries, device, deadline, rounds=rounds, seconds=seconds)
+    operations, tokens = GPT(shape).operations(), batch * shape.context
+    peak = ceiling.get("ceiling_operations_per_second")
+    cases = [_with_speed(case, tokens, operations, peak) for case in found.cases]
+    fastest = [case for case in cases if (case.table, case.name) == (str(COMPILED), TRAINER)]
+    goals = [
+        *(
+            Goal(f"gpt, {mode}: trainer / by hand", 1.01, found.ratio(f"{mode}: {TRAINER}", f"{mode}: {HAND}"))
+            for mode in MODES
+            if not loops.undeclared(mode, device)
+        ),
+        Goal(
+            "gpt: fp32 ieee by hand / bf16 + compile by the trainer",
+            6,
+            found.ratio(f"{FP32}: {HAND}", f"{COMPILED}: {TRAINER}"),
+            at_least=True,
+        ),
+        Goal(
+            "gpt, bf16 + compile by the trainer: model FLOPs utilisation",
+            0.5,
+            fastest[0].values.get("utilisation"),
+            at_least=True,
+        ),
+    ]
+    settings = {
+        "model": asdict(shape),
+        "batch": batch,
+        "tokens a step": tokens,
+        "operations a token": operations,
+        "formula": "6 N + 12 L H Q T",
+        "optimizer": "AdamW(fused=True)",
+        **ceiling,
+    }
+    return Findings(settings, cases, goals, found.failures)
+
+
+def _with_speed(case: Case, tokens: int, operations: int, ceiling: float | None) -> Case:
+    if case.timing is None:
+        return case
+    speed = tokens / case.timing.seconds.median
+    values = {"tokens_per_second": speed}
+    if ceiling is not None:
+        values["utilisation"] = speed * operations / ceiling
+    return replace(case, values=values)
+
+
+def _work(device: Device, shape: Shape, batch: int) -> Work:
+    torch.manual_seed(0)
+    with device.torch:
+        model = GPT(shape)
+        tokens = torch.randint(shape.vocabulary, (batch, shape.context + 1))
+    return Work(model, _loss, [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())])
+
+
+def _loss(model: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    return model(*batch)
+
+
+def _batch(device: Device, shape: Shape) -> int:
+    """As large as fits in half the memory in fp32; where memory is the host's, 4."""
+    memory = device.memory()
+    if memory is None or device.toy:
+        return 4
+
+    def peak(size: int) -> int | None:
+        device.forget()
+        train = loops.by_hand(_work(device, shape, size), FP32, device)
+        train()
+        train()
+        return device.peak()
+
+    found = largest_batch(peak, room=memory // 2, sizes=(2, 4), most=64)
+    device.forget()
+    return found
