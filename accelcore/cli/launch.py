@@ -98,7 +98,9 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
         ) from candidate.error
     variables: Mapping[str, str] | None = candidate.hooks.accelcore_emulate(name=name, devices=devices)
     if variables is None:
-        raise UnsupportedError(f"{candidate.distribution} brings no emulation of {name}")
+        raise UnsupportedError(
+            f"{candidate.distribution} brings no emulation of {name}", remedy="leave --emulate out, or name another"
+        )
     return variables
 
 

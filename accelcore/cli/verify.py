@@ -32,10 +32,11 @@ __all__ = ["OUTCOMES", "Scorecard", "Verdict", "show", "verify"]
 
 OUTCOMES = ("passed", "failed", "not declared", "not tried")
 
-_SUITE = Path(__file__).parent.parent / "testing" / "suite.py"
+_SUITE = "accelcore.testing.suite"  # as the child imports it: a path could be of another accelcore than the child's
 _DONE = (0, 1, 5)  # pytest's codes: all passed, some failed, nothing left to run
 _ENDS = "The process that used the backend ends in order."
-_TAIL = 2000  # characters of what a process wrote last
+_TAIL = 2000  # characters of what a process wrote last, or
+_CRASH, _BEFORE = "Fatal Python error", 500  # from there on, with as many before it
 _SHOWN = 12  # lines of a failure in text
 # The suite makes jobs of its own; as a rank of another job it would wait for ranks that never come.
 _LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -119,7 +120,7 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300) -> Sco
         raise ConfigurationError(
             "the conformance suite needs pytest, which is not installed", remedy="pip install 'accelcore[testing]'"
         )
-    classes = [f"{_SUITE}::Test{role.capitalize()}" for role in roles] or [str(_SUITE)]
+    classes = [f"{_SUITE}::Test{role.capitalize()}" for role in roles] or [_SUITE]
     with exceptions_for_signals(), tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
         report = Path(folder, "report")
         report.touch()
@@ -176,7 +177,7 @@ def show(card: Scorecard) -> None:
 def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> tuple[int | None, str]:
     """One process of pytest; its exit code, or None where a test took too long, and the last it wrote."""
     command = [
-        sys.executable, "-X", "faulthandler", "-m", "pytest", *classes,
+        sys.executable, "-X", "faulthandler", "-m", "pytest", "--pyargs", *classes,
         "-p", "accelcore.testing.report", "--accelcore-backend", name, "--accelcore-report", str(report),
         # Nobody else's configuration, plugins and caches.
         "-c", os.devnull, f"--rootdir={report.parent}", "--noconftest", "-p", "no:cacheprovider", "-q", "--tb=short",
@@ -197,7 +198,9 @@ def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> tup
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         output.seek(0)
-        return status, output.read().decode("utf-8", "replace").strip()[-_TAIL:]
+        said = output.read().decode("utf-8", "replace").strip()
+        crash = said.find(_CRASH)
+        return status, said[-_TAIL:] if crash < 0 else said[max(0, crash - _BEFORE) :][:_TAIL]
 
 
 def _wait(child: subprocess.Popen[bytes], report: Path, timeout: float) -> int | None:

@@ -1,8 +1,9 @@
 """Training steps as captured graphs: the device's work is recorded once and launched whole from then on.
 
 A captured graph runs on the very memory that it was recorded with. So batches are copied into tensors of its own,
-gradients are kept and set to zero in place, and what the host would decide at each step (the learning rate) becomes a
-tensor. Whatever else a graph would have baked in is watched, and recorded anew when it changes.
+gradients that are summed over several graphs are kept and set to zero in place, and what the host would decide at each
+step (the learning rate) becomes a tensor. Whatever else a graph would have baked in is watched, and recorded anew when
+it changes.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class GraphedStep:
         optimizer: one that keeps its step count on the device, as torch's do with `capturable`, which is set here.
         forward_backward: given a batch, trains on it and returns the loss and what came beside it.
         close: updates the parameters and clears the gradients.
+        sums: whether a window has several micro-batches, whose graphs add to the same gradients.
 
     A step that cannot be captured, or a batch of a 17th kind, is a TrainingError.
 
@@ -56,14 +58,17 @@ class GraphedStep:
         optimizer: Optimizer,
         forward_backward: Callable[[Any], tuple[Tensor, Any]],
         close: Callable[[], None],
+        *,
+        sums: bool,
     ) -> None:
-        self._runtime, self._optimizer = runtime, optimizer
+        self._runtime, self._optimizer, self._sums = runtime, optimizer, sums
         self._forward_backward, self._close = forward_backward, close
         if not isinstance(optimizer, torch.optim.SGD) and not all("capturable" in g for g in optimizer.param_groups):
             raise _counts_on_the_host(optimizer)
         self._graphs: dict[Any, _Graph] = {}
+        self._warm, self._windows = False, 0
+        self._seen: set[int] = set()  # parameters that received a gradient while warming up
         self._received: list[nn.Parameter] = []
-        self._windows = 0
         self._prepare()
 
     @property
@@ -73,9 +78,11 @@ class GraphedStep:
 
     def __call__(self, batch: Any, *, first: bool, last: bool) -> tuple[Tensor, Any]:
         """Train on one micro-batch, the window's first, last, both or neither; the loss, detached, and the rest."""
-        if first and not self._received and self._windows >= WARM_UP:
-            self._keep_gradients()
-        if not self._received:
+        if first and not self._warm and self._windows >= WARM_UP:
+            self._warm = True
+            if self._sums:
+                self._keep_gradients()
+        if not self._warm:
             self._windows += last
             with self._runtime.side_stream():  # where captures run: nothing of autograd's may hang on another stream
                 return self._work(batch, last)
@@ -98,13 +105,21 @@ class GraphedStep:
     def forget(self) -> None:
         """Drop every graph, because the memory they were captured with is no longer the training's."""
         self._graphs.clear()
-        self._received, self._windows = [], 0
+        self._warm, self._windows = False, 0
+        self._seen.clear()
+        self._received.clear()
         self._prepare()
 
     def _work(self, batch: Any, last: bool) -> tuple[Tensor, Any]:
         loss, aux = self._forward_backward(batch)
-        if not self._received:
-            self._seen.update(id(p) for p in _parameters(self._optimizer) if p.grad is not None)
+        received = {id(parameter) for parameter in _parameters(self._optimizer) if parameter.grad is not None}
+        if self._warm and received - self._seen:
+            raise TrainingError(
+                f"{len(received - self._seen)} parameters received their first gradient after {WARM_UP} windows",
+                why="the optimizer's state for them would be made anew by each launch of the graph",
+                remedy="use the same parameters in each step, or leave graph=True out",
+            )
+        self._seen |= received
         if last:
             self._close()
         return loss.detach(), aux
@@ -124,6 +139,8 @@ class GraphedStep:
 
         try:
             (loss, aux), replay = self._runtime.capture(lambda: self._work(batch, last))
+        except TrainingError:
+            raise
         except RuntimeError as error:
             raise TrainingError(
                 "the training step cannot be captured as a graph",
@@ -131,13 +148,6 @@ class GraphedStep:
                 remedy="leave out of model and loss what the host must wait for (item(), print, shapes that depend on "
                 "values), take an optimizer that stays on the device, or leave graph=True out",
             ) from error
-        newcomers = sum(p.grad is not None and id(p) not in self._seen for p in _parameters(self._optimizer))
-        if newcomers:
-            raise TrainingError(
-                f"{newcomers} parameters received their first gradient after the warm-up of {WARM_UP} windows",
-                why="the graphs captured before would not take part in their update",
-                remedy="use the same parameters in each step, or leave graph=True out",
-            )
         return _Graph([leaf for leaf in static if isinstance(leaf, Tensor)], loss, aux, replay)
 
     def _keep_gradients(self) -> None:
@@ -148,7 +158,6 @@ class GraphedStep:
                 self._received.append(parameter)
 
     def _prepare(self) -> None:
-        self._seen: set[int] = set()
         for group in self._optimizer.param_groups:
             if "capturable" in group:
                 group["capturable"] = True

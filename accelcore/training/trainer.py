@@ -140,7 +140,9 @@ class Trainer:
         if graph:
             if self._world_size > 1:
                 raise UnsupportedError("graph=True in a job of several ranks", remedy="leave graph out")
-            self._graphed = GraphedStep(backend.runtime, optimizer, self._forward_backward, self._update_parameters)
+            self._graphed = GraphedStep(
+                backend.runtime, optimizer, self._forward_backward, self._update_parameters, sums=accumulate > 1
+            )
 
     @property
     def skipped(self) -> int:

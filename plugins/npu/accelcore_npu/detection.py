@@ -78,8 +78,11 @@ def emulation(devices: int) -> Mapping[str, str]:
 
 
 def _detect_emulated(found: list[tuple[str, str]]) -> Probe:
-    from accelcore_npu.emulator import Settings
+    from accelcore_npu.emulator import Settings, active
 
+    if not found and not active():
+        reason = "ACCEL_EMULATE=npu is set, and the emulated CANN is not in LD_LIBRARY_PATH"
+        found = [(reason, "start with accelcore run --emulate npu, which sets all that it needs")]
     visible, fault = _visible(Settings.from_environment().devices)
     if fault is not None:
         found = [*found, fault]

@@ -110,6 +110,27 @@ def test_parameters_that_never_had_a_gradient_stay_as_they_are(graphs):
     assert all(torch.equal(a, b) for a, b in zip(weights(model.unused), before, strict=True))
 
 
+def test_a_parameter_that_comes_late_is_refused(graphs):
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always, self.late = network(), nn.Linear(8, 4)
+
+        def forward(self, rows):
+            return self.always(rows) + (self.late(rows) if len(rows) == 6 else 0)
+
+    for accumulate in (1, 2):
+        trainer = make(graphs, model=Late(), graph=True, accumulate=accumulate)
+        train(graphs, trainer, batches(8))
+        with pytest.raises(TrainingError, match="first gradient"):
+            train(graphs, trainer, batches(1, 6))
+
+
+def test_accumulation_and_clipping_are_inside(graphs):
+    assert_alike(both(graphs, batches(18), accumulate=3, clip_norm=0.1))
+    assert_alike(both(graphs, batches(9), clip_norm=0.1))
+
+
 def test_what_the_host_would_wait_for_cannot_be_captured(graphs):
     def loss(model, batch):
         return loss_of(model, batch) * (1 + 0 * batch[0].sum().item())

@@ -195,9 +195,13 @@ def bare_machine(machine):
 def test_an_emulated_npu_needs_neither_device_nor_cann_and_says_what_it_is(bare_machine, monkeypatch):
     monkeypatch.setenv("ACCEL_EMULATE", "npu")
     monkeypatch.delenv("ACCEL_EMULATED_DEVICES", raising=False)
+    monkeypatch.setattr("accelcore_npu.emulator.active", lambda: True)
     answer = probe()
     assert (answer.available, answer.count) == (True, 2)
     assert answer.reason.startswith("EMULATED")
+    monkeypatch.setattr("accelcore_npu.emulator.active", lambda: False)
+    assert "not in LD_LIBRARY_PATH" in refused()[0]
+    monkeypatch.setattr("accelcore_npu.emulator.active", lambda: True)
     monkeypatch.setenv("ACCEL_EMULATED_DEVICES", "5")
     assert probe().count == 5
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1,4")

@@ -15,7 +15,7 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
-from accelcore.errors import BackendUnavailableError, ConfigurationError
+from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationError
 from accelcore_npu.emulator import build, native
 from accelcore_npu.emulator.settings import Settings
 
@@ -99,6 +99,8 @@ def start() -> str:
             return "libascendcl.so is not the emulator's"
         kernels = import_module("accelcore_npu.emulator.kernels")
         kernels.install(native.Native(library, Settings.from_environment()))
+    except AccelError as error:
+        return f"the host kernels cannot be registered: {error}"
     except Exception as error:  # noqa: BLE001  # the caller is C++
         traceback.print_exc()
         return f"the host kernels cannot be registered: {error}"

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
@@ -119,6 +120,7 @@ def _build(folder: Path, compiler: Sequence[str], headers: Path) -> None:
             why=str(error),
             remedy="make the folder writable, or name another one in XDG_CACHE_HOME",
         ) from error
+    sys.stderr.write("EMULATED: compiling the emulated CANN, which happens once\n")
     try:
         _compile(scratch, compiler, headers)
         _make_home(scratch / "cann")

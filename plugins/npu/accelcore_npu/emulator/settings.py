@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from accelcore.environment import shown
@@ -152,6 +153,8 @@ def _poison(variable: str, text: str) -> bool:
 def _trace(variable: str, text: str) -> str | None:
     if "\0" in text:
         raise _rubbish(variable, text, "give the path of a file, or - for stderr")
+    if text not in ("", "-") and (not os.access(Path(text).parent, os.W_OK) or Path(text).is_dir()):
+        raise _rubbish(variable, text, "name a file in a folder that exists and can be written")
     return text or None
 
 

@@ -38,6 +38,8 @@ bool fault_hits(size_t bytes) {
   failed = 0;
   if (++count != settings().faults.out_of_memory) return false;
   failed = bytes;
+  fprintf(stderr, "EMULATED: allocation %llu, of %zu bytes, fails (an injected fault)\n", (unsigned long long)count,
+          bytes);  // torch's own error cannot say so
   return true;
 }
 
