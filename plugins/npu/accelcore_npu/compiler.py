@@ -20,6 +20,8 @@ logger = logging.getLogger("accelcore")
 
 # Best first, each with the distribution that torch_npu does not bring and cannot do without.
 _BACKENDS = {"npugraph_ex": None, "npugraphs": None, "npu": "protobuf", "inductor": "triton-ascend"}
+# npugraph_ex returns its own memory, which its next run overwrites: a loss that is kept would change.
+_OPTIONS: dict[str, dict[str, Any]] = {"npugraph_ex": {"options": {"clone_output": True}}}
 
 
 def installed_compilers() -> tuple[str, ...]:
@@ -44,7 +46,8 @@ class NpuCompiler(TorchCompiler):
             return super().compile(module, options)
         faults = []
         for name in (wanted,) if wanted else installed_compilers():
-            compiled = super().compile(module, {**options, "backend": name})  # refuses options that do not exist
+            own = {} if "mode" in options else _OPTIONS.get(name, {})  # torch takes a mode or options
+            compiled = super().compile(module, {**own, **options, "backend": name})  # refuses what does not exist
             fault = _fault(name, self._device)
             if fault is None:
                 return compiled
@@ -74,11 +77,15 @@ def _fault(backend: str, device: torch.device) -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a compiler has to say of its own code
         try:
-            compiled = torch.compile(network, backend=backend)
+            compiled = torch.compile(network, backend=backend, **_OPTIONS.get(backend, {}))
+            first = compiled(inputs)
+            kept = first.clone()
             for run in range(1, 6):  # the first warms up, the second is captured, those after it are replayed
                 found, wanted = (_results(call, network, inputs / run) for call in (compiled, network))
                 if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-5):
                     return f"its run {run} computes something else than the model"
+            if not torch.equal(first, kept):
+                return "it overwrites what an earlier run returned"
         except Exception as error:  # noqa: BLE001  # reported in place of the compiled model
             lines = str(error).strip().splitlines()
             return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
