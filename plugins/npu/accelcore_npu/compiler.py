@@ -78,27 +78,27 @@ def _fault(backend: str, device: torch.device) -> str | None:
         warnings.simplefilter("ignore")  # what a compiler has to say of its own code
         try:
             compiled = torch.compile(network, backend=backend, **_OPTIONS.get(backend, {}))
-            first = compiled(inputs)
-            kept = first.clone()
+            kept = []
             for run in range(1, 6):  # the first warms up, the second is captured, those after it are replayed
-                found, wanted = (_results(call, network, inputs / run) for call in (compiled, network))
+                (output, found), (_, wanted) = (_results(call, network, inputs / run) for call in (compiled, network))
                 if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-5):
                     return f"its run {run} computes something else than the model"
-            if not torch.equal(first, kept):
-                return "it overwrites what an earlier run returned"
+                kept.append((output, output.clone()))
+            if not all(torch.equal(output, copy) for output, copy in kept):
+                return "its runs overwrite what earlier ones returned, such as a loss that is kept"
         except Exception as error:  # noqa: BLE001  # reported in place of the compiled model
             lines = str(error).strip().splitlines()
             return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return None
 
 
-def _results(call: Callable[[Tensor], Tensor], network: nn.Module, inputs: Tensor) -> Tensor:
-    """Output and gradients of one pass."""
+def _results(call: Callable[[Tensor], Tensor], network: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The output of one pass; and a copy of it with the gradients."""
     network.zero_grad()
     output = call(inputs)
     output.square().sum().backward()  # type: ignore[no-untyped-call]
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
-    return torch.cat([tensor.detach().flatten() for tensor in (output, *gradients)])
+    return output.detach(), torch.cat([tensor.detach().flatten() for tensor in (output, *gradients)])
 
 
 def _installed(distribution: str) -> bool:
