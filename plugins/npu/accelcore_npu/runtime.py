@@ -38,6 +38,8 @@ class NpuRuntime(AcceleratorRuntime):
         super().__init__(device)
         self._process = os.getpid()
         torch_npu.npu.set_device(device)
+        # Autograd asks every device that was ever current for its stream, and torch_npu aborts where there is none yet.
+        torch_npu.npu.current_stream(device)
         self.settings = {"jit_compile": False, "allow_internal_format": False}
         torch_npu.npu.set_compile_mode(jit_compile=self.settings["jit_compile"])
         torch_npu.npu.config.allow_internal_format = self.settings["allow_internal_format"]
