@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ class GraphedStep:
         if not isinstance(optimizer, torch.optim.SGD) and not all("capturable" in g for g in optimizer.param_groups):
             raise _counts_on_the_host(optimizer)
         self._graphs: dict[Any, _Graph] = {}
+        self._options: list[Any] = []
+        self._baked: tuple[Any, ...] = ()
         self._warm, self._windows = False, 0
         self._seen: set[int] = set()  # parameters that received a gradient while warming up
         self._received: list[nn.Parameter] = []
@@ -86,11 +89,11 @@ class GraphedStep:
             self._windows += last
             with self._runtime.side_stream():  # where captures run: nothing of autograd's may hang on another stream
                 return self._work(batch, last)
-        leaves, tree = pytree.tree_flatten(batch)
-        key = (last, str(tree), tuple(map(_kind, leaves)), _hyperparameters(self._optimizer))
+        leaves, structure = _flatten(batch)
+        key = (last, structure, tuple(map(_kind, leaves)), self._hyperparameters())
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._capture(leaves, tree, last)
+            graph = self._graphs[key] = self._capture(batch, last)
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         for mine, given in zip(graph.inputs, tensors, strict=True):
             mine.copy_(given, non_blocking=True)
@@ -124,7 +127,15 @@ class GraphedStep:
             self._close()
         return loss.detach(), aux
 
-    def _capture(self, leaves: list[Any], tree: Any, last: bool) -> _Graph:
+    def _hyperparameters(self) -> tuple[Any, ...]:
+        """What a graph bakes in of the optimizer's options. A tensor counts as itself, whatever is written into it."""
+        options = [value for group in self._optimizer.param_groups for value in group.values()]
+        if len(options) != len(self._options) or not all(map(is_, options, self._options)):
+            self._options = options
+            self._baked = tuple(option for option in options if isinstance(option, (bool, int, float, tuple, Tensor)))
+        return self._baked
+
+    def _capture(self, batch: Any, last: bool) -> _Graph:
         if len(self._graphs) >= _LIMIT:
             raise TrainingError(
                 f"this is the {_LIMIT + 1}th kind of batch, and each is a graph of its own",
@@ -134,11 +145,11 @@ class GraphedStep:
         steps = [entry["step"] for entry in self._optimizer.state.values() if "step" in entry]
         if any(not isinstance(step, Tensor) or step.device != self._runtime.device for step in steps):
             raise _counts_on_the_host(self._optimizer)
-        static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        batch = pytree.tree_unflatten(static, tree)
-
+        leaves, structure = pytree.tree_flatten(batch)
+        own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        static = pytree.tree_unflatten(own, structure)
         try:
-            (loss, aux), replay = self._runtime.capture(lambda: self._work(batch, last))
+            (loss, aux), replay = self._runtime.capture(lambda: self._work(static, last))
         except TrainingError:
             raise
         except RuntimeError as error:
@@ -148,7 +159,7 @@ class GraphedStep:
                 remedy="leave out of model and loss what the host must wait for (item(), print, shapes that depend on "
                 "values), take an optimizer that stays on the device, or leave graph=True out",
             ) from error
-        return _Graph([leaf for leaf in static if isinstance(leaf, Tensor)], loss, aux, replay)
+        return _Graph([leaf for leaf in own if isinstance(leaf, Tensor)], loss, aux, replay)
 
     def _keep_gradients(self) -> None:
         """From now on gradients are memory that every graph adds to. One that never came stays None: it is no zero."""
@@ -177,13 +188,14 @@ def _counts_on_the_host(optimizer: Optimizer) -> UnsupportedError:
     )
 
 
+def _flatten(batch: Any) -> tuple[list[Any], Any]:
+    """A batch's leaves, and what tells its structure from others."""
+    # What a DataLoader yields most: a graph's launch is so short that to traverse a tree in Python would delay it.
+    if type(batch) in (tuple, list) and all([type(part) is Tensor for part in batch]):
+        return list(batch), (type(batch), len(batch))
+    leaves, structure = pytree.tree_flatten(batch)
+    return leaves, str(structure)
+
+
 def _kind(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
-
-
-def _hyperparameters(optimizer: Optimizer) -> Any:
-    """What a graph has baked in of the optimizer's options."""
-    return tuple(
-        value for group in optimizer.param_groups for key, value in group.items()
-        if key != "params" and isinstance(value, bool | int | float | tuple)
-    )  # fmt: skip

@@ -124,4 +124,5 @@ def test_where_neither_is_declared_both_are_refused(dtype):
 
 
 def test_the_table_is_the_one_of_cuda():
-    assert {"aten::mm", "aten::addmm", "aten::rms_norm"} <= role().table()
+    only_cuda = "aten::layer_norm"  # the CPU's table leaves it in low precision
+    assert {"aten::mm", "aten::addmm", only_cuda} <= role().table()

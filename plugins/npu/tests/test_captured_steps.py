@@ -68,14 +68,37 @@ def test_each_shape_is_captured_and_used_again(graphs):
     assert_alike(both(graphs, data))
 
 
-def test_an_option_that_changes_is_not_baked_in(graphs):
+@pytest.mark.parametrize(("option", "value"), [("weight_decay", 5.0), ("lr", 0.5), ("lr", torch.tensor(0.5))])
+def test_an_option_that_changes_is_not_baked_in(graphs, option, value):
     found = []
     for graph in (False, True):
         trainer = make(graphs, graph=graph)
         losses = train(graphs, trainer, batches(6))
-        trainer.optimizer.param_groups[0]["weight_decay"] = 5.0
+        group = trainer.optimizer.param_groups[0]
+        group[option] = value.to(graphs.device) if graph and isinstance(value, torch.Tensor) else float(value)
         found.append((losses + train(graphs, trainer, batches(6)), weights(trainer.model)))
     assert_alike(found)
+
+
+def test_what_stays_equal_is_captured_once(graphs, monkeypatch):
+    captured = []
+    capture = graphs.runtime.capture
+    monkeypatch.setattr(graphs.runtime, "capture", lambda work: captured.append(work) or capture(work))
+    trainer = make(graphs, graph=True)
+    group = trainer.optimizer.param_groups[0]
+    for batch in batches(8):
+        group["betas"] = (group["betas"][0] + 0.0, group["betas"][1] + 0.0)  # as a cyclic schedule sets them
+        train(graphs, trainer, [batch])
+    assert len(captured) == 1
+
+
+@pytest.mark.parametrize("pack", [list, lambda batch: {"rows": [batch[0]], "classes": batch[1], "name": "a"}])
+def test_a_batch_is_of_any_structure(graphs, pack):
+    def loss(model, batch):
+        rows, classes = (batch["rows"][0], batch["classes"]) if isinstance(batch, dict) else batch
+        return loss_of(model, (rows, classes))
+
+    assert_alike(both(graphs, [pack(batch) for batch in batches(8)], loss=loss))
 
 
 def test_a_resumed_run_goes_on_alike(graphs, tmp_path):
