@@ -191,7 +191,7 @@ def _counts_on_the_host(optimizer: Optimizer) -> UnsupportedError:
 def _flatten(batch: Any) -> tuple[list[Any], Any]:
     """A batch's leaves, and what tells its structure from others."""
     # What a DataLoader yields most: a graph's launch is so short that to traverse a tree in Python would delay it.
-    if type(batch) in (tuple, list) and all([type(part) is Tensor for part in batch]):
+    if type(batch) in (tuple, list) and set(map(type, batch)) == {Tensor}:
         return list(batch), (type(batch), len(batch))
     leaves, structure = pytree.tree_flatten(batch)
     return leaves, str(structure)

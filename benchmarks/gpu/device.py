@@ -19,7 +19,7 @@ from benchmarks.machine import describe_machine, describe_versions
 
 __all__ = ["Deadline", "Device"]
 
-_DISTRIBUTIONS = ("accelerate", "lightning-fabric", "triton")
+_DISTRIBUTIONS = ("accelerate", "lightning-fabric", "pytorch-lightning", "lightning", "triton")
 _SMI = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
 
 
@@ -60,10 +60,15 @@ class Device:
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
+        self.measure_peak()
+
+    def measure_peak(self) -> None:
+        """Measure the peak of memory anew."""
+        if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.torch)
 
     def peak(self) -> int | None:
-        """The most bytes that tensors have held since `forget`; None where that is not known."""
+        """The most bytes that tensors have held since `measure_peak`; None where that is not known."""
         return torch.cuda.max_memory_allocated(self.torch) if self.cuda else None
 
     def held(self) -> int | None:

@@ -29,6 +29,17 @@ _VALUES = {
     "loss": ("loss", "{:.4f}", 1.0),
     "peak_memory_bytes": ("peak memory", "{:.2f} GiB", 2.0**-30),
 }
+_VERSIONS = (
+    "torch",
+    "cuda",
+    "cudnn",
+    "nccl",
+    "triton",
+    "python",
+    "accelerate",
+    "lightning-fabric",
+    "pytorch-lightning",
+)
 _TITLES = {
     "step": "Step of a tiny model",
     "gpt": "GPT-2 124M",
@@ -157,8 +168,8 @@ def _circumstances(record: Mapping[str, Any]) -> str:
         return "Ended without a word of the machine."
     machine = record["machine"]
     versions = machine["versions"]
-    named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "cuda", "cudnn", "nccl", "triton", "python"))
-    return f"{record['date']}, driver {machine.get('driver', 'unknown')}, {named}."
+    named = [f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name, "not installed") != "not installed"]
+    return f"{record['date']}, driver {machine.get('driver', 'unknown')}, {', '.join(named)}."
 
 
 def _table(cases: Sequence[Mapping[str, Any]]) -> str:

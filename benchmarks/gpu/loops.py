@@ -22,6 +22,7 @@ __all__ = [
     "PEERS",
     "Loop",
     "Mode",
+    "Pass",
     "Work",
     "accelerate",
     "arithmetic",
@@ -164,7 +165,8 @@ def captured_by_hand(work: Work, mode: Mode, device: Device) -> Pass:
             static[0].copy_(rows)
             static[1].copy_(targets)
             graph.replay()
-        return captured[0]
+            loss = captured[0].clone()  # the next replay overwrites the original
+        return loss
 
     return train
 
@@ -196,11 +198,16 @@ def accelerate(work: Work, mode: Mode, device: Device) -> Pass:
     """accelerate as its guide begins: `prepare` and `backward`."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import TorchDynamoPlugin
 
     # One process has one state, and refuses a second precision; here no two precisions are measured at once.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    accelerator = Accelerator(cpu=not device.cuda, mixed_precision={"fp32": "no", "bf16": "bf16"}[mode.precision])
+    accelerator = Accelerator(
+        cpu=not device.cuda,
+        mixed_precision={"fp32": "no", "bf16": "bf16"}[mode.precision],
+        dynamo_plugin=None if mode.compile is None else TorchDynamoPlugin(backend="inductor", **mode.compile),
+    )
     optimizer: Any = torch.optim.AdamW(work.model.parameters(), lr=work.lr, fused=True)
     model, optimizer = accelerator.prepare(work.model, optimizer)
 
@@ -218,12 +225,16 @@ def accelerate(work: Work, mode: Mode, device: Device) -> Pass:
 def fabric(work: Work, mode: Mode, device: Device) -> Pass:
     """Lightning Fabric: `setup` and `backward`."""
     from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments import LightningEnvironment
 
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # it announces the precision each time
     precision = {"fp32": "32-true", "bf16": "bf16-mixed"}[mode.precision]
-    lightning: Any = Fabric(accelerator=device.type, devices=1, precision=precision)
+    # Named, or Fabric looks for MPI, and fails where mpi4py is installed without an MPI library.
+    alone = LightningEnvironment()
+    lightning: Any = Fabric(accelerator=device.type, devices=1, precision=precision, plugins=[alone])
     optimizer: Any = torch.optim.AdamW(work.model.parameters(), lr=work.lr, fused=True)
-    model, optimizer = lightning.setup(work.model, optimizer)
+    model: Any = work.model if mode.compile is None else torch.compile(work.model, **mode.compile)
+    model, optimizer = lightning.setup(model, optimizer)
 
     def train() -> Tensor:
         for batch in work.batches:
@@ -240,7 +251,7 @@ PEERS: Mapping[str, tuple[Loop, str]] = {
     "accelerate": (accelerate, "accelerate"),
     "Lightning Fabric": (fabric, "lightning_fabric"),
 }
-"""Other libraries' loops, eager and in fp32 or bf16, each with the module that it needs."""
+"""Other libraries' loops, in fp32 or bf16 and eager or compiled, each with the module that it needs."""
 
 
 @contextmanager

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
-import torch
-
 from benchmarks.gpu.device import Deadline, Device
-from benchmarks.gpu.loops import PEERS, Loop, Mode, Work, undeclared
+from benchmarks.gpu.loops import PEERS, Loop, Mode, Pass, Work, undeclared
 from benchmarks.gpu.results import Case
 from benchmarks.paired import compare, sample
 from benchmarks.report import Row, Table, print_table
@@ -66,11 +64,11 @@ class Measured:
 
 
 def measure(
-    entries: list[Entry], device: Device, deadline: Deadline, *, rounds: int, seconds: float, reserve: float = 15.0
+    entries: list[Entry], device: Device, deadline: Deadline, *, rounds: int, seconds: float, reserve: float = 40.0
 ) -> Measured:
     """Warm every entry up, then time all of them in turns, and print a table each.
 
-    An entry that raises is a failure of its own; the others are still timed.
+    An entry that raises, then or later, is a failure of its own; the others are still timed.
 
     Args:
         rounds: at most; fewer where they would not be over before the deadline, but 2 always.
@@ -79,6 +77,7 @@ def measure(
     """
     measured, passes, notes = Measured(), {}, {}
     works: dict[str, Work] = {}
+    broken: dict[str, str] = {}  # words, because an exception holds what its frames hold, on the device
     for entry in entries:
         reason = entry.missing or undeclared(entry.mode, device)
         if reason:
@@ -88,18 +87,15 @@ def measure(
         start = device.clock()
         try:
             work = entry.work()
-            passes[entry.key] = entry.loop(work, entry.mode, device)
-            first = float(passes[entry.key]())
-            passes[entry.key]()
+            train = entry.loop(work, entry.mode, device)
+            first = float(train())
+            train()
             check_compiled(work)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is what was found
             traceback.print_exc()
-            passes.pop(entry.key, None)
-            notes[entry.key] = f"failed: {first_line(error)}"
-            if entry.required:
-                measured.failures.append(f"{entry.key}: {first_line(error)}")
+            broken[entry.key] = first_line(error)
             continue
-        works[entry.key] = work
+        works[entry.key], passes[entry.key] = work, _until_it_breaks(entry.key, train, broken)
         notes[entry.key] = f"loss of the first pass {first:.6g}, prepared in {device.clock() - start:.1f} s"
     gc.collect()
     samples = measured.samples
@@ -109,8 +105,17 @@ def measure(
         print(f"  {affordable} rounds of {a_round:.1f} s", flush=True)
         taken = sample(passes, rounds=affordable, seconds=seconds, clock=device.clock)
         samples |= {key: [value / len(works[key].batches) for value in values] for key, values in taken.items()}
-        for work in works.values():
-            check_compiled(work)  # a recompilation may have failed since
+        for key, work in works.items():
+            try:
+                check_compiled(work)  # a recompilation may have failed since
+            except RuntimeError as error:
+                broken.setdefault(key, first_line(error))
+    for key in broken:
+        samples.pop(key, None)
+    measured.failures += [
+        f"{entry.key}: {broken[entry.key]}" for entry in entries if entry.required and entry.key in broken
+    ]
+    notes |= {key: f"failed: {why}" for key, why in broken.items()}
     for entry in entries:
         base = f"{entry.table}: {entry.base}"
         case = Case(entry.table, entry.name, base=entry.base, note=notes[entry.key])
@@ -160,7 +165,21 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _once(run: Callable[[], torch.Tensor], device: Device) -> float:
+def _until_it_breaks(key: str, train: Pass, broken: dict[str, str]) -> Callable[[], None]:
+    """`train`, which does nothing from the time when it raised: what it raised is then in `broken`."""
+
+    def run() -> None:
+        if key not in broken:
+            try:
+                train()
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is what was found
+                traceback.print_exc()
+                broken[key] = first_line(error)
+
+    return run
+
+
+def _once(run: Callable[[], None], device: Device) -> float:
     start = device.clock()
     run()
     return device.clock() - start

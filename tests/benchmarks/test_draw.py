@@ -9,7 +9,8 @@ from benchmarks.gpu.results import Case, Findings, Goal, Results
 from benchmarks.paired import Spread, Timing
 
 TIMING = Timing(Spread(0.25, 0.2, 0.5, 0.1, 1.0), Spread(1.0, 1.0, 1.0, 1.0, 1.0))
-VERSIONS = dict.fromkeys(("torch", "cuda", "cudnn", "nccl", "triton", "python"), "1.2.3")
+VERSIONS = dict.fromkeys(("torch", "cuda", "cudnn", "nccl", "triton", "python", "accelerate"), "1.2.3")
+VERSIONS |= {"lightning-fabric": "not installed", "pytorch-lightning": "4.5.6"}
 GPT = Findings(
     {"batch": 8, "ceiling_operations_per_second": 6e14},
     [
@@ -73,6 +74,7 @@ def test_results_are_drawn(folder, run):
     assert "- met: fast >= 6, measured 7" in page
     assert "- **missed**: slow <= 1.01, measured 1.5" in page
     assert "2026-01-02, driver 580.1, torch 1.2.3" in page
+    assert "accelerate 1.2.3, pytorch-lightning 4.5.6." in page
     assert "600 TFLOP/s" in page
     plot = (folder / draw.PLOT).read_bytes()
     assert b"<svg" in plot

@@ -67,7 +67,7 @@ def test_ratios_are_of_the_same_round(device):
         Entry("fp32", name, "by hand", work, loop, Mode())
         for name, loop in (("by hand", by_hand), ("trainer", with_trainer))
     ]
-    found = measure(entries, device, Deadline(30), rounds=5, seconds=0.0)
+    found = measure(entries, device, Deadline(100), rounds=5, seconds=0.0)
     hand, trainer = found.cases
     assert hand.timing.ratio.smallest == hand.timing.ratio.largest == 1
     assert (hand.samples, trainer.samples) == (5, 5)
@@ -95,6 +95,27 @@ def test_a_case_that_fails_leaves_the_others_alone(device, capsys):
     assert [case.note for case in found.cases[2:]] == [
         "failed: RuntimeError: out of", "not run: it is not installed", "not run: cpu declares no graphs",
     ]  # fmt: skip
+
+
+def test_a_case_that_fails_late_leaves_the_others_alone(device, capsys):
+    def breaks(work, mode, device):
+        train, passes = by_hand(work, mode, device), iter(range(4))
+
+        def run():
+            if next(passes, None) is None:
+                raise MemoryError("out of it")
+            return train()
+
+        return run
+
+    entries = [
+        Entry("fp32", name, "by hand", work, loop, Mode(), required=name != "peer")
+        for name, loop in (("by hand", by_hand), ("trainer", breaks), ("peer", breaks))
+    ]
+    found = measure(entries, device, Deadline(100), rounds=9, seconds=0.0)
+    assert found.failures == ["fp32: trainer: MemoryError: out of it"]
+    assert [case.timing is None for case in found.cases] == [False, True, True]
+    assert [case.note for case in found.cases[1:]] == ["failed: MemoryError: out of it"] * 2
 
 
 def test_a_model_that_falls_back_to_eager_is_a_failure(device, caplog):
