@@ -23,10 +23,12 @@ from accelcore.roles.runtime import Runtime
 
 __all__ = ["GraphedStep"]
 
+ForwardBackward = Callable[[Any], tuple[Tensor, Any]]
+
 WARM_UP = 3
 """Windows that are trained eagerly first: libraries allocate their workspaces, and optimizers their state."""
 
-_LIMIT = 16  # graphs that are kept; each holds the memory of a whole step
+_LIMIT = 16  # kinds of batch; the graph of each holds the memory of a whole step
 
 
 @dataclass
@@ -40,33 +42,31 @@ class _Graph:
 class GraphedStep:
     """The device's part of a training step, eager while it warms up, then captured.
 
+    A batch of another kind is trained on eagerly once, too, so that what libraries choose and compile for it is there
+    when it is captured. A step that cannot be captured, or a batch of a 17th kind, is a TrainingError.
+
     Args:
         runtime: captures.
         optimizer: one that keeps its step count on the device, as torch's do with `capturable`, which is set here.
-        forward_backward: given a batch, trains on it and returns the loss and what came beside it.
-        close: updates the parameters and clears the gradients.
         sums: whether a window has several micro-batches, whose graphs add to the same gradients.
 
-    A step that cannot be captured, or a batch of a 17th kind, is a TrainingError.
-
     Raises:
-        UnsupportedError: the optimizer counts its steps on the host, so that each replay would be the same step again.
+        UnsupportedError: the optimizer counts its steps on the host, so that each replay would be the same step again,
+            or reads its learning rate there.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        optimizer: Optimizer,
-        forward_backward: Callable[[Any], tuple[Tensor, Any]],
-        close: Callable[[], None],
-        *,
-        sums: bool,
-    ) -> None:
+    def __init__(self, runtime: Runtime, optimizer: Optimizer, *, sums: bool) -> None:
         self._runtime, self._optimizer, self._sums = runtime, optimizer, sums
-        self._forward_backward, self._close = forward_backward, close
         if not isinstance(optimizer, torch.optim.SGD) and not all("capturable" in g for g in optimizer.param_groups):
             raise _counts_on_the_host(optimizer)
+        if _reads_on_the_host(optimizer):
+            raise UnsupportedError(
+                f"this {type(optimizer).__name__} cannot be captured in a graph",
+                why="it reads its learning rate on the host, and a graph cannot wait for that",
+                remedy="take route 'fused' or 'foreach' where there is one (SGD: 'fused', without dampening), or adamw",
+            )
         self._graphs: dict[Any, _Graph] = {}
+        self._met: set[Any] = set()
         self._options: list[Any] = []
         self._baked: tuple[Any, ...] = ()
         self._warm, self._windows = False, 0
@@ -79,21 +79,36 @@ class GraphedStep:
         """Whether gradients are the graphs' own memory: set to zero between windows, and never dropped."""
         return bool(self._received)
 
-    def __call__(self, batch: Any, *, first: bool, last: bool) -> tuple[Tensor, Any]:
-        """Train on one micro-batch, the window's first, last, both or neither; the loss, detached, and the rest."""
+    def __call__(
+        self, batch: Any, forward_backward: ForwardBackward, close: Callable[[], None], *, first: bool, last: bool
+    ) -> tuple[Tensor, Any]:
+        """Train on one micro-batch, the window's first, last, both or neither.
+
+        Args:
+            forward_backward: given a batch, trains on it and returns the loss and what came beside it.
+            close: updates the parameters and clears the gradients.
+
+        Returns:
+            The loss, detached, and what came beside it.
+        """
         if first and not self._warm and self._windows >= WARM_UP:
             self._warm = True
             if self._sums:
                 self._keep_gradients()
-        if not self._warm:
-            self._windows += last
-            with self._runtime.side_stream():  # where captures run: nothing of autograd's may hang on another stream
-                return self._work(batch, last)
         leaves, structure = _flatten(batch)
         key = (last, structure, tuple(map(_kind, leaves)), self._hyperparameters())
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._capture(batch, last)
+
+            def work(batch: Any) -> tuple[Tensor, Any]:
+                return self._work(batch, forward_backward, close if last else None)
+
+            if not self._warm or key not in self._met:
+                self._meet(key)
+                self._windows += last
+                with self._runtime.side_stream():  # where captures run: nothing of autograd's may hang on another
+                    return work(batch)
+            graph = self._graphs[key] = self._capture(batch, work)
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         for mine, given in zip(graph.inputs, tensors, strict=True):
             mine.copy_(given, non_blocking=True)
@@ -108,13 +123,25 @@ class GraphedStep:
     def forget(self) -> None:
         """Drop every graph, because the memory they were captured with is no longer the training's."""
         self._graphs.clear()
+        self._met.clear()
         self._warm, self._windows = False, 0
         self._seen.clear()
         self._received.clear()
         self._prepare()
 
-    def _work(self, batch: Any, last: bool) -> tuple[Tensor, Any]:
-        loss, aux = self._forward_backward(batch)
+    def _meet(self, key: Any) -> None:
+        if key not in self._met and len(self._met) >= _LIMIT:
+            raise TrainingError(
+                f"this is the {_LIMIT + 1}th kind of batch, and each is a graph of its own",
+                why="a graph is captured for one shape of batch and one setting of the optimizer",
+                remedy="give all batches one shape (drop_last=True, padding), or leave graph=True out",
+            )
+        self._met.add(key)
+
+    def _work(
+        self, batch: Any, forward_backward: ForwardBackward, close: Callable[[], None] | None
+    ) -> tuple[Tensor, Any]:
+        loss, aux = forward_backward(batch)
         received = {id(parameter) for parameter in _parameters(self._optimizer) if parameter.grad is not None}
         if self._warm and received - self._seen:
             raise TrainingError(
@@ -123,8 +150,8 @@ class GraphedStep:
                 remedy="use the same parameters in each step, or leave graph=True out",
             )
         self._seen |= received
-        if last:
-            self._close()
+        if close is not None:
+            close()
         return loss.detach(), aux
 
     def _hyperparameters(self) -> tuple[Any, ...]:
@@ -135,13 +162,7 @@ class GraphedStep:
             self._baked = tuple(option for option in options if isinstance(option, (bool, int, float, tuple, Tensor)))
         return self._baked
 
-    def _capture(self, batch: Any, last: bool) -> _Graph:
-        if len(self._graphs) >= _LIMIT:
-            raise TrainingError(
-                f"this is the {_LIMIT + 1}th kind of batch, and each is a graph of its own",
-                why="a graph is captured for one shape of batch and one setting of the optimizer",
-                remedy="give all batches one shape (drop_last=True, padding), or leave graph=True out",
-            )
+    def _capture(self, batch: Any, work: ForwardBackward) -> _Graph:
         steps = [entry["step"] for entry in self._optimizer.state.values() if "step" in entry]
         if any(not isinstance(step, Tensor) or step.device != self._runtime.device for step in steps):
             raise _counts_on_the_host(self._optimizer)
@@ -149,16 +170,19 @@ class GraphedStep:
         own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         static = pytree.tree_unflatten(own, structure)
         try:
-            (loss, aux), replay = self._runtime.capture(lambda: self._work(static, last))
+            (loss, aux), replay = self._runtime.capture(lambda: work(static))
         except TrainingError:
             raise
         except RuntimeError as error:
+            # To end a capture that broke raises again, and would hide what broke it.
+            cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             raise TrainingError(
                 "the training step cannot be captured as a graph",
-                why=str(error).strip().split("\n", 1)[0],
+                why=str(cause).strip().split("\n", 1)[0],
                 remedy="leave out of model and loss what the host must wait for (item(), print, shapes that depend on "
-                "values), take an optimizer that stays on the device, or leave graph=True out",
-            ) from error
+                "values), or leave graph=True out; and start the process anew, because a capture that broke may leave "
+                "the device's random generator unusable",
+            ) from cause
         return _Graph([leaf for leaf in own if isinstance(leaf, Tensor)], loss, aux, replay)
 
     def _keep_gradients(self) -> None:
@@ -186,6 +210,16 @@ def _counts_on_the_host(optimizer: Optimizer) -> UnsupportedError:
         why="it counts its steps on the host, and each replay would be the same step again",
         remedy="take one of torch's with capturable, such as adamw by route 'fused' or 'foreach'",
     )
+
+
+def _reads_on_the_host(optimizer: Optimizer) -> bool:
+    """Whether a route of torch's gives its kernels the learning rate as a number, which is a tensor here."""
+    groups = optimizer.param_groups
+    if isinstance(optimizer, torch.optim.SGD):
+        return not all(group["fused"] for group in groups)
+    if isinstance(optimizer, torch.optim.RMSprop | torch.optim.Adadelta):
+        return any(group["foreach"] is False for group in groups)
+    return isinstance(optimizer, torch.optim.Rprop)
 
 
 def _flatten(batch: Any) -> tuple[list[Any], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -103,14 +104,17 @@ class Trainer:
         check_declared(backend, model, compile, graph)
         policy = choose_policy(precision, loss_scale)
         self._backend = backend
-        self._autocast_dtype = getattr(torch, policy.autocast) if policy.autocast else None
-        self._fp32 = fp32
+        dtype = getattr(torch, policy.autocast) if policy.autocast else None
+        # Nothing that is kept holds the trainer: such a cycle would hold the device's memory until it is collected.
+        self._make_region: Callable[[], AbstractContextManager[object]] = partial(_autocast, backend, dtype)
         self._arithmetic: AbstractContextManager[object] = nullcontext()
+        # One object, entered each step: making a context costs more than entering it.
+        self._region = self._make_region()
         if fp32 is not None:
             backend.precision.fp32(fp32)  # refuses here what would be refused in the first step
-            self._arithmetic = _Anew(lambda: backend.precision.fp32(fp32))
-        # One object, entered each step: making a context costs more than entering it.
-        self._region = self._autocast() if fp32 is None else _Anew(self.autocast)
+            self._arithmetic = _Anew(partial(backend.precision.fp32, fp32))
+            self._make_region = partial(_both, self._arithmetic, self._make_region)
+            self._region = _Anew(self._make_region)
         self.scaler = _scaler(backend, policy.loss_scale)
         self._parallel = create_parallel(
             parallel, backend.capabilities.parallel, backend.collectives, backend.device
@@ -140,9 +144,7 @@ class Trainer:
         if graph:
             if self._world_size > 1:
                 raise UnsupportedError("graph=True in a job of several ranks", remedy="leave graph out")
-            self._graphed = GraphedStep(
-                backend.runtime, optimizer, self._forward_backward, self._update_parameters, sums=accumulate > 1
-            )
+            self._graphed = GraphedStep(backend.runtime, optimizer, sums=accumulate > 1)
 
     @property
     def skipped(self) -> int:
@@ -191,7 +193,7 @@ class Trainer:
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the forward pass and the loss."""
-        return self._autocast() if self._fp32 is None else self._autocast_and_fp32()
+        return self._make_region()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, one micro-batch's mean.
@@ -273,21 +275,13 @@ class Trainer:
 
     def _launch(self, graphed: GraphedStep, batch: Any) -> Tensor:
         last = self._micro == self._accumulate - 1
-        loss, self.aux = graphed(batch, first=self._micro == 0, last=last)
+        loss, self.aux = graphed(
+            batch, self._forward_backward, self._update_parameters, first=self._micro == 0, last=last
+        )  # fmt: skip
         self._micro += 1
         if last:
             self._end_window()
         return loss
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self._autocast_dtype is None:
-            return nullcontext()
-        return self._backend.precision.autocast(self._autocast_dtype)
-
-    @contextmanager
-    def _autocast_and_fp32(self) -> Iterator[None]:
-        with self._arithmetic, self._autocast():
-            yield
 
     def _close(self) -> None:
         self._update_parameters()
@@ -359,6 +353,18 @@ class _Anew:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         return self._entered.pop().__exit__(kind, error, traceback)
+
+
+def _autocast(backend: Backend, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    return nullcontext() if dtype is None else backend.precision.autocast(dtype)
+
+
+@contextmanager
+def _both(
+    outer: AbstractContextManager[object], make_inner: Callable[[], AbstractContextManager[object]]
+) -> Iterator[None]:
+    with outer, make_inner():
+        yield
 
 
 def _loss_of_model(model: Callable[..., Any], batch: Any) -> Any:

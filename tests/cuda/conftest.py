@@ -30,6 +30,10 @@ _WARNINGS = (
     "ignore:TensorFloat32 tensor cores for float32 matrix multiplication available:UserWarning",
     # What Python 3.12 says of every loader worker that is forked beside CUDA's threads.
     "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning",
+    # What torch says once of the mode in which tests see that nothing waits.
+    "ignore:Synchronization debug mode is a prototype feature:UserWarning",
+    # What torch says where the first thing that a thread of autograd's does is a matrix product.
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning",
 )
 
 

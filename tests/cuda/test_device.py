@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -75,6 +77,8 @@ def test_others_run_foreach(accel):
 
 
 def test_memory_follows_what_is_allocated(accel):
+    gc.collect()  # what other tests left must not go meanwhile
+    torch.cuda.empty_cache()
     before = accel.runtime.memory()
     held = torch.empty(2**24, dtype=torch.uint8, device=accel.device)
     after = accel.runtime.memory()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from contextlib import contextmanager
 
 import pytest
 import torch
+from accelcore_cuda.compiler import missing_for_inductor
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelcore.testing.oracles import batches, error, network, weights
@@ -17,8 +19,8 @@ FUSED = ("adam", "adamw", "sgd")
 @contextmanager
 def no_waiting():
     """Within it, torch raises where the host would wait for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -72,6 +74,16 @@ def test_a_kernel_skips_an_overflow_without_waiting(accel, optimizer):
     assert (trainer.skipped, trainer.scaler.state_dict()["scale"]) == (1, scale / 2)
     trainer(good)
     assert all(bool(weight.isfinite().all()) for weight in weights(trainer.model))
+
+
+def test_training_is_compiled_where_it_can_be(accel, caplog):
+    """The conformance suite takes an eager model and the reason: here there must be none."""
+    missing = missing_for_inductor(torch.cuda.get_device_capability(), rocm=torch.version.hip is not None)
+    trainer = make(accel, compile=True)
+    for batch in batches(3):
+        trainer(accel.runtime.to_device(batch))
+    assert trainer.compiled.reason == (missing or "")
+    assert trainer.compiled.compiled is (missing is None)
 
 
 def test_an_optimizer_without_a_kernel_waits_once_a_step(accel):
@@ -144,6 +156,26 @@ def test_captured_steps_are_the_eager_ones(accel, optimizer, precision):
     assert captured_skipped == eager_skipped == (precision == "fp16")
 
 
+def test_a_capture_that_breaks_says_what_broke_it(run_python):
+    """In a process of its own: torch's random generator is not what it was afterwards."""
+    script = """
+        import accelcore, torch
+        from accelcore.errors import TrainingError
+        accel = accelcore.select("cuda")
+        model = torch.nn.Linear(4, 1)
+        optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.1)
+        loss = lambda model, rows: model(rows).sum() * (1 + 0 * rows.sum().item())
+        trainer = accel.trainer(model, optimizer, loss=loss, graph=True)
+        try:
+            for _ in range(4):
+                trainer(torch.ones(2, 4, device=accel.device))
+        except TrainingError as error:
+            assert trainer.steps == 3
+            print(error.why)
+    """
+    assert "captur" in run_python(script)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_pinned_batches_arrive_without_waiting(accel, workers):
     rows, classes = (torch.cat(parts) for parts in zip(*batches(8), strict=True))
@@ -185,6 +217,7 @@ def test_training_holds_no_more_memory_from_step_to_step(accel):
     data = [accel.runtime.to_device(batch) for batch in batches(20)]
     for batch in data[:5]:
         trainer(batch)
+    gc.collect()  # what other tests left must not go meanwhile
     held = accel.runtime.memory().used
     for batch in data:
         trainer(batch)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -225,6 +227,22 @@ def test_compiled_training_equals_eager_training(accel):
     assert trainer.compiled.compiled, trainer.compiled.reason
     for one, other in zip(eager.state_dict().values(), compiled.state_dict().values(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("options", [{}, {"fp32": "ieee"}, {"precision": "bf16", "fp32": "ieee"}])
+def test_a_trainer_that_is_dropped_is_gone(accel, options):
+    gc.disable()  # what only the collector finds holds the device's memory until then
+    try:
+        model = nn.Linear(3, 1)
+        trainer = accel.trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda m, x: m(x).sum(), **options
+        )
+        trainer(torch.ones(2, 3))
+        gone = weakref.ref(trainer)
+        del trainer
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_fp32_mode_holds_in_forward_and_backward_and_nowhere_else(accel):

@@ -72,6 +72,13 @@ def look(environ: Mapping[str, str]) -> Hardware:
 
 
 def _no_driver() -> Hardware:
+    if (_PROC / "version").exists():  # a container sees it of its host, and device files are made when first needed
+        return Hardware(
+            fault=(
+                "the NVIDIA driver is loaded, and there is no /dev/nvidiactl",
+                "run nvidia-smi as root, which makes it; a container has to be started with --gpus all",
+            )
+        )
     return Hardware(
         fault=(
             "no NVIDIA driver is loaded (there is no /dev/nvidiactl)",

@@ -62,6 +62,10 @@ class Machine:
             )
 
     def no_nvidia(self) -> None:
+        self.no_device_files()
+        (self.proc / "version").unlink()
+
+    def no_device_files(self) -> None:
         for path in self.dev.glob("nvidia*"):
             path.unlink()
 

@@ -199,6 +199,14 @@ def test_wsl_with_hidden_gpus(machine, monkeypatch):
     assert probe(False).reason == "CUDA_VISIBLE_DEVICES='-1' hides every GPU"
 
 
+def test_a_driver_without_device_files(machine):
+    machine.no_device_files()
+    answer = probe(False)
+    assert answer.reason == "the NVIDIA driver is loaded, and there is no /dev/nvidiactl"
+    assert "nvidia-smi" in answer.remedy
+    assert "--gpus all" in answer.remedy
+
+
 # AMD.
 
 

@@ -7,6 +7,8 @@ capture and replay all the same, so what the trainer does with graphs on any bac
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -175,10 +177,37 @@ def test_an_optimizer_that_counts_on_the_host_is_refused(graphs):
 def test_endless_shapes_are_refused(graphs):
     trainer = make(graphs, graph=True)
     train(graphs, trainer, batches(3))
-    for rows in range(2, 18):
-        train(graphs, trainer, batches(1, rows))
+    for rows in range(17, 32):
+        train(graphs, trainer, batches(2, rows))  # eager, then captured
     with pytest.raises(TrainingError, match="17th kind of batch"):
-        train(graphs, trainer, batches(1, 18))
+        train(graphs, trainer, batches(1, 40))
+
+
+def test_endless_shapes_that_come_once_are_refused(graphs):
+    trainer = make(graphs, graph=True)
+    once = [batch for rows in range(2, 20) for batch in batches(1, rows)]
+    with pytest.raises(TrainingError, match="17th kind of batch"):
+        train(graphs, trainer, once)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Rprop])
+def test_a_learning_rate_that_is_read_on_the_host_is_refused(graphs, kind):
+    model = network()
+    optimizer = kind(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match="reads its learning rate on the host"):
+        graphs.trainer(model, optimizer, graph=True)
+
+
+def test_a_trainer_that_is_dropped_is_gone(graphs):
+    gc.disable()  # what only the collector finds holds the device's memory until then
+    try:
+        trainer = make(graphs, graph=True)
+        train(graphs, trainer, batches(5))
+        gone = weakref.ref(trainer)
+        del trainer
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_it_is_refused_where_it_is_not_declared(accel):
