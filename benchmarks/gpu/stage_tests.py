@@ -27,7 +27,6 @@ def run(device: Device, deadline: Deadline) -> Findings:
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        # Of the tree, not of the folder where benchmarks find accelcore: there is a conftest that sees to that.
         child = subprocess.Popen([*command, f"--junit-xml={report}"], cwd=ROOT)
         over = ""
         try:

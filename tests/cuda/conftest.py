@@ -7,7 +7,9 @@ it, or an example, needs beside torch, a stand-in takes its place; the report's 
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,6 +49,7 @@ def _importable(*folders: Path) -> None:
 def _use_tree() -> None:
     """Make the packages of this tree importable, and known as plugins."""
     made = Path(tempfile.mkdtemp(prefix="accelcore-tree-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
     for name in ("accelcore", "accelcore-cpu", "accelcore-cuda"):
         folder = made / f"{name.replace('-', '_')}-0.dist-info"
         folder.mkdir()
