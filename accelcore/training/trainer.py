@@ -65,8 +65,8 @@ class Trainer:
         parallel: `"none"` or `"ddp"`; in a job of one process both do nothing.
         compile: True, or options for the compiler.
         graph: capture whole steps and launch each as one, which pays where a step is many short operators. For
-            `trainer(batch)` on one rank, with a few shapes of batch. After three eager windows each kind of batch is
-            captured once; `aux` is then memory that the next step overwrites. With a dynamic loss scale the optimizer
+            `trainer(batch)` on one rank, with a few shapes of batch. After three eager windows each shape of batch is
+            captured when it comes for the second time; `aux` is then memory that the next step overwrites. With a dynamic loss scale the optimizer
             must be one whose kernel skips an overflowed step by itself.
 
     Attributes:

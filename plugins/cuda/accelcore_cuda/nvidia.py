@@ -25,6 +25,7 @@ _PROC = Path("/proc/driver/nvidia")
 _SYS = Path("/sys/module/nvidia")
 _LINKER_CACHE = Path("/etc/ld.so.cache")
 _WSL = Path("/usr/lib/wsl/lib")
+_MODPROBE = Path("/usr/bin/nvidia-modprobe")
 _FOLDERS = tuple(
     Path(folder)
     for folder in (
@@ -42,12 +43,18 @@ _MOST = 64  # GPUs in one machine, as many as torch looks for
 
 def look(environ: Mapping[str, str]) -> Hardware:
     """What is there of NVIDIA."""
-    if not (_DEV / "nvidiactl").exists():
-        return _look_through_windows(environ) if (_DEV / "dxg").exists() else _no_driver()
-    present = sum(path.name[len("nvidia") :].isdigit() for path in _DEV.glob("nvidia[0-9]*"))
+    control = _DEV / "nvidiactl"
+    if control.exists():
+        present = sum(path.name[len("nvidia") :].isdigit() for path in _DEV.glob("nvidia[0-9]*"))
+    elif (_DEV / "dxg").exists():
+        return _look_through_windows(environ)
+    elif (_PROC / "version").exists() and _MODPROBE.exists():  # with it, the first use of CUDA makes the device files
+        present = sum(1 for _ in _PROC.glob("gpus/*"))
+    else:
+        return _no_driver()
     if not present:
         return Hardware(fault=("the NVIDIA driver is loaded, but it shows no GPU", "see what nvidia-smi says"))
-    if not os.access(_DEV / "nvidiactl", os.R_OK | os.W_OK):
+    if control.exists() and not os.access(control, os.R_OK | os.W_OK):
         return Hardware(
             fault=("this user may not open /dev/nvidiactl", "see its owner and mode, and join the group that may")
         )
@@ -72,7 +79,7 @@ def look(environ: Mapping[str, str]) -> Hardware:
 
 
 def _no_driver() -> Hardware:
-    if (_PROC / "version").exists():  # a container sees it of its host, and device files are made when first needed
+    if (_PROC / "version").exists():  # a container sees its host's
         return Hardware(
             fault=(
                 "the NVIDIA driver is loaded, and there is no /dev/nvidiactl",

@@ -23,7 +23,7 @@ class Machine:
     """One on which CUDA would work, with two GPUs; tests take things away from it, or add to it."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self.modprobe = root, root / "nvidia-modprobe"
         self.dev, self.proc, self.sys, self.lib, self.wsl, self.nodes = (
             root / name for name in ("dev", "proc", "sys", "lib", "wsl", "nodes")
         )
@@ -98,6 +98,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(nvidia, "_PROC", made.proc)
     monkeypatch.setattr(nvidia, "_SYS", made.sys)
     monkeypatch.setattr(nvidia, "_WSL", made.wsl)
+    monkeypatch.setattr(nvidia, "_MODPROBE", made.modprobe)
     monkeypatch.setattr(nvidia, "_LINKER_CACHE", tmp_path / "ld.so.cache")
     monkeypatch.setattr(nvidia, "_FOLDERS", ())
     monkeypatch.setattr(amd, "_DEVICE", made.dev / "kfd")

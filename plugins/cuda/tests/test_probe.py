@@ -207,6 +207,12 @@ def test_a_driver_without_device_files(machine):
     assert "--gpus all" in answer.remedy
 
 
+def test_device_files_that_the_first_use_will_make(machine):
+    machine.no_device_files()
+    machine.modprobe.touch()
+    assert probe(True).count == 2
+
+
 # AMD.
 
 
