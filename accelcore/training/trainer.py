@@ -66,8 +66,8 @@ class Trainer:
         compile: True, or options for the compiler.
         graph: capture whole steps and launch each as one, which pays where a step is many short operators. For
             `trainer(batch)` on one rank, with a few shapes of batch. After three eager windows each shape of batch is
-            captured when it comes for the second time; `aux` is then memory that the next step overwrites. With a dynamic loss scale the optimizer
-            must be one whose kernel skips an overflowed step by itself.
+            captured when it comes for the second time; `aux` is then memory that the next step overwrites. With a
+            dynamic loss scale the optimizer must be one whose kernel skips an overflowed step by itself.
 
     Attributes:
         model: the module that was given.
