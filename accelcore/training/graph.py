@@ -97,7 +97,14 @@ class GraphedStep:
                 self._keep_gradients()
         leaves, structure = _flatten(batch)
         key = (last, structure, tuple(map(_kind, leaves)), self._hyperparameters())
-        graph = self._graphs.get(key)
+        try:
+            graph = self._graphs.get(key)
+        except TypeError as error:
+            raise TrainingError(
+                "a batch holds what is no tensor and cannot be compared",
+                why=f"a graph bakes such values in, and is told from others by them: {error}",
+                remedy="put tensors, numbers and strings into the batch, or leave graph=True out",
+            ) from error
         if graph is None:
 
             def work(batch: Any) -> tuple[Tensor, Any]:

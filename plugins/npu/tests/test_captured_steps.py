@@ -61,6 +61,15 @@ def assert_alike(found):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
+def test_a_batch_with_what_cannot_be_compared_is_refused(graphs):
+    def loss(model, batch):
+        return loss_of(model, batch[:2])
+
+    trainer = make(graphs, graph=True, loss=loss)
+    with pytest.raises(TrainingError, match="no tensor"):
+        train(graphs, trainer, [(*batches(1)[0], bytearray(b"a"))])
+
+
 def test_a_schedule_reaches_the_captured_step(graphs):
     assert_alike(both(graphs, batches(12), schedule=lambda step: 0.0 if step >= 6 else 1.0))
 
