@@ -26,11 +26,14 @@ class Compiled:
         module: what to call in place of the module; it shares the module's parameters.
         compiled: whether it runs compiled. Turns false where the compiler fails at the first call.
         reason: why it runs eagerly, where it does.
+        overwrites: whether what it returns, and the gradients it gives, are memory that its next call writes anew, as
+            with CUDA graphs. The trainer copies what has to outlast that.
     """
 
     module: Callable[..., Any]
     compiled: bool
     reason: str = ""
+    overwrites: bool = False
 
 
 class Compiler(ABC):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelcore.errors import DistributedError, UnsupportedError
+from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.training.batches import Feed
 from accelcore.training.checks import check_arguments, check_declared, no_loss
 from accelcore.training.clipping import Clipping
@@ -129,6 +129,7 @@ class Trainer:
         if compile is not False:
             self.compiled = backend.compiler.compile(self.forward, {} if compile is True else compile)
             self.forward = self.compiled.module
+        self._overwrites = self.compiled is not None and self.compiled.overwrites
         self._accumulate = accumulate
         self._clip = None if clip_norm is None else Clipping(clip_norm)
         self._world_size = backend.collectives.world_size
@@ -144,6 +145,11 @@ class Trainer:
         if graph:
             if self._world_size > 1:
                 raise UnsupportedError("graph=True in a job of several ranks", remedy="leave graph out")
+            if self._overwrites:
+                raise ConfigurationError(
+                    "graph=True, and a compiled model that is made of graphs, too",
+                    remedy='leave graph=True out, or compile without graphs, as mode="default" does',
+                )
             self._graphed = GraphedStep(backend.runtime, optimizer, sums=accumulate > 1)
 
     @property
@@ -189,7 +195,7 @@ class Trainer:
             return self._launch(self._graphed, batch)
         loss, self.aux = self._forward_backward(batch)
         self.update()
-        return loss.detach()
+        return loss.detach().clone() if self._overwrites else loss.detach()
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the forward pass and the loss."""
@@ -202,6 +208,10 @@ class Trainer:
             TrainingError: `loss` is not a scalar tensor that depends on the parameters, or the model that made it is
                 not `trainer.forward` in a job of several ranks.
         """
+        self._backward(loss, outlast=True)
+
+    def _backward(self, loss: Tensor, *, outlast: bool) -> None:
+        """Add the gradients; `outlast`: they have to outlast the next forward pass."""
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise no_loss(loss)
         self._parallel.check()
@@ -210,6 +220,10 @@ class Trainer:
         share = None if self._accumulate == 1 else torch.full_like(scaled, 1 / self._accumulate)
         with self._arithmetic:
             scaled.backward(share)  # type: ignore[no-untyped-call]
+        if self._overwrites and outlast:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
         if self._micro == self._accumulate - 1:
             self._parallel.check_reduced()
 
@@ -270,7 +284,7 @@ class Trainer:
         aux = None
         if type(loss) is tuple:
             loss, aux = loss
-        self.backward(loss)
+        self._backward(loss, outlast=self._micro < self._accumulate - 1)
         return loss, aux
 
     def _launch(self, graphed: GraphedStep, batch: Any) -> Tensor:

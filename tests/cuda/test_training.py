@@ -86,6 +86,25 @@ def test_training_is_compiled_where_it_can_be(accel, caplog):
     assert trainer.compiled.compiled is (missing is None)
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"backend": "cudagraphs"}], ids=["inductor", "eager"])
+def test_graphs_of_the_compiler_train_as_without_them(accel, options, accumulate):
+    """Losses that are read later, and gradients that add up: both would be in memory that the next step overwrites."""
+    if options.get("mode") and missing_for_inductor(
+        torch.cuda.get_device_capability(), rocm=torch.version.hip is not None
+    ):
+        pytest.skip("inductor cannot compile here")
+    data = [accel.runtime.to_device(batch) for batch in batches(12)]
+    found = []
+    for compile_ in (False, options):
+        trainer = make(accel, accumulate=accumulate, compile=compile_)
+        found.append((torch.stack([trainer(batch) for batch in data]), weights(trainer.model)))
+    assert trainer.compiled.compiled, trainer.compiled.reason
+    (eager, eager_weights), (compiled, compiled_weights) = found
+    assert error(compiled, eager) < 1e-4
+    assert all(error(a, b) < 1e-3 for a, b in zip(compiled_weights, eager_weights, strict=True))
+
+
 def test_an_optimizer_without_a_kernel_waits_once_a_step(accel):
     trainer = make(accel, "rmsprop", precision="fp16")
     data = [accel.runtime.to_device(batch) for batch in batches(3)]

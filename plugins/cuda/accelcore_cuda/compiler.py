@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch._inductor.config
 from torch import nn
 
 from accelcore.roles.compiler import Compiled, TorchCompiler
 
-__all__ = ["CudaCompiler", "missing_for_inductor"]
+__all__ = ["CudaCompiler", "missing_for_inductor", "replays_graphs"]
 
 logger = logging.getLogger("accelcore")
 
@@ -34,6 +36,7 @@ class CudaCompiler(TorchCompiler):
 
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
         compiled = super().compile(module, options)  # refuses what torch.compile does not know; compiles at first call
+        compiled.overwrites = replays_graphs(options)
         if options.get("backend", "inductor") != "inductor":
             return compiled
         reason = missing_for_inductor(self._compute, rocm=self._rocm)
@@ -41,6 +44,16 @@ class CudaCompiler(TorchCompiler):
             return compiled
         logger.warning("the model runs eagerly, not compiled: %s", reason)
         return Compiled(module, compiled=False, reason=reason)
+
+
+def replays_graphs(options: Mapping[str, Any]) -> bool:
+    """Whether torch.compile with these options runs the model as CUDA graphs, by the rules of `torch.compile`."""
+    backend = options.get("backend", "inductor")
+    if backend != "inductor":
+        return bool(backend == "cudagraphs")
+    mode = torch._inductor.list_mode_options(options.get("mode") or "default")
+    named = {name.replace("-", "_"): value for name, value in (options.get("options") or {}).items()}
+    return bool({**mode, **named}.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs))
 
 
 def missing_for_inductor(compute: tuple[int, int], *, rocm: bool) -> str | None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelcore_cuda.collectives import CudaCollectives
-from accelcore_cuda.compiler import CudaCompiler, missing_for_inductor
+from accelcore_cuda.compiler import CudaCompiler, missing_for_inductor, replays_graphs
 from accelcore_cuda.determinism import make_deterministic
 from accelcore_cuda.optimizers import create_optimizers, fused_kernels
 from torch.torch_version import TorchVersion
@@ -150,6 +150,32 @@ def test_another_backend_is_not_held_back(complete, caplog):
 def test_options_are_refused_also_where_nothing_is_compiled(complete):
     with pytest.raises(ConfigurationError):
         CudaCompiler((6, 1), rocm=False).compile(torch.nn.Linear(2, 2), {"no_such_option": 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "graphs"),
+    [
+        ({}, False),
+        ({"mode": None, "options": None}, False),
+        ({"mode": "reduce-overhead"}, True),
+        ({"mode": "max-autotune"}, True),
+        ({"mode": "max-autotune-no-cudagraphs"}, False),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({"options": {"max_autotune": True}}, False),
+        ({"backend": "cudagraphs"}, True),
+        ({"backend": "eager"}, False),
+    ],
+)
+def test_options_that_make_graphs_are_known(complete, options, graphs):
+    """Those that torch refuses together are not asked for together."""
+    compiled = CudaCompiler((9, 0), rocm=False).compile(torch.nn.Linear(2, 2), options)
+    assert compiled.overwrites is graphs
+
+
+def test_graphs_by_configuration_are_known(monkeypatch):
+    monkeypatch.setattr(torch._inductor.config.triton, "cudagraphs", True)
+    assert replays_graphs({})
+    assert not replays_graphs({"options": {"triton.cudagraphs": False}})
 
 
 # Collectives. NCCL is for a GPU to show; here is what is asked of torch.distributed.

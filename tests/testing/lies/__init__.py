@@ -1,0 +1,20 @@
+"""Backends that lie: the CPU's, each with one promise broken, and the test of the suite that must notice.
+
+As a plugin (see `test_lies.py`) this package offers each lie as a backend of that name.
+"""
+
+from __future__ import annotations
+
+from lies import (  # noqa: F401  # each adds its own to LIES
+    collectives,
+    compiler,
+    optimizers,
+    precision,
+    runtime,
+    scaler,
+    training,
+    verify,
+)
+from lies.lie import LIES
+
+globals().update(LIES)

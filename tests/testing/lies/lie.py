@@ -1,0 +1,59 @@
+"""What a lie is, and how one is told."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass, field
+
+from accelcore_cpu.backend import create
+
+from accelcore import Probe, hookimpl
+
+LIES = {}
+
+
+@dataclass
+class Lie:
+    """A broken promise.
+
+    Attributes:
+        name: what it is called.
+        tell: makes the lying backend out of an honest one.
+        test: `Class.test` of the suite that notices.
+        arguments: the parameters with which it does.
+    """
+
+    name: str
+    tell: object
+    test: str
+    arguments: dict = field(default_factory=dict)
+
+    @hookimpl
+    def accelcore_probe(self):
+        return Probe(self.name, available=True, reason="it says so", count=1, exclusive=False)
+
+    @hookimpl
+    def accelcore_create_backend(self, name, index):
+        return dataclasses.replace(self.tell(create()), name=name) if name == self.name else None
+
+
+def lie(test, **arguments):
+    def note(tell):
+        LIES[tell.__name__] = Lie(tell.__name__, tell, test, arguments)
+        return LIES[tell.__name__]
+
+    return note
+
+
+def replaced(backend, role, **methods):
+    """The backend with methods of one role replaced; each is given the honest role first."""
+    honest = getattr(backend, role)
+    liar = copy.copy(honest)
+    for name, method in methods.items():
+        setattr(liar, name, lambda *args, _method=method, **kwargs: _method(honest, *args, **kwargs))
+    return dataclasses.replace(backend, **{role: liar})
+
+
+def declaring(backend, **declaration):
+    return dataclasses.replace(backend, capabilities=dataclasses.replace(backend.capabilities, **declaration))

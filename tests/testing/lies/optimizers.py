@@ -1,0 +1,105 @@
+"""Optimizers that are others than were asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from accelcore.optim.torch_optimizers import register_torch_optimizers
+from accelcore.roles.optimizers import Optimizers
+from lies.lie import LIES, Lie, declaring, lie
+
+
+def registry(**kinds):
+    def tell(backend):
+        made = Optimizers()
+        register_torch_optimizers(made, fused=("adagrad", "adam", "adamw", "sgd"))
+        for name, kind in kinds.items():
+            made.register(name, "lying", kind, priority=99)
+        return dataclasses.replace(backend, optimizers=made)
+
+    return tell
+
+
+class _LosesMomentum(torch.optim.SGD):
+    def state_dict(self):
+        return {**super().state_dict(), "state": {}}
+
+
+class _KeepsGradients(torch.optim.SGD):
+    def step(self, closure=None):
+        kept = self.__dict__.setdefault("_kept", {})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None and parameter in kept:
+                    parameter.grad = kept[parameter]
+                elif parameter.grad is not None:
+                    kept[parameter] = parameter.grad.clone()
+        return super().step(closure)
+
+
+class _IgnoresLatecomers(torch.optim.SGD):
+    def step(self, closure=None):
+        known = self.__dict__.setdefault(
+            "_known", [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        )
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not any(parameter is other for other in known):
+                    parameter.grad = None
+        return super().step(closure)
+
+
+class _OwnLayout(torch.optim.AdamW):
+    def state_dict(self):
+        state = super().state_dict()
+        state["state"] = {key: {f"my_{name}": value for name, value in entry.items()} for key, entry in
+                          state["state"].items()}  # fmt: skip
+        return state
+
+
+class _SkipsSome(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad[..., 16:] = 0
+        return super().step(closure)
+
+
+class _FixedRate(torch.optim.SGD):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._rates = [group["lr"] for group in self.param_groups]
+
+    def step(self, closure=None):
+        for group, rate in zip(self.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+        return super().step(closure)
+
+
+def adam_for_adamw(params, **options):
+    return torch.optim.Adam(params, **options)
+
+
+for _name, _kinds, _test, _arguments in (
+    ("adamw_that_is_adam", {"adamw": adam_for_adamw}, "test_numerics", {"name": "adamw"}),
+    ("optimizer_that_ignores_schedules", {"sgd": _FixedRate}, "test_changes_between_steps", {"name": "sgd"}),
+    ("state_dict_that_loses_momentum", {"sgd": _LosesMomentum}, "test_state_round_trip", {"name": "sgd"}),
+    ("optimizer_that_uses_old_gradients", {"sgd": _KeepsGradients}, "test_no_gradient_is_no_update", {"name": "sgd"}),
+    ("optimizer_that_ignores_latecomers", {"sgd": _IgnoresLatecomers}, "test_no_gradient_is_no_update",
+     {"name": "sgd"}),
+    ("state_that_nobody_else_can_read", {"adamw": _OwnLayout}, "test_state_layout", {"name": "adamw"}),
+    ("bf16_update_of_some_elements", {"sgd": _SkipsSome}, "test_model_dtypes", {"name": "sgd", "dtype": "bfloat16"}),
+):  # fmt: skip
+    LIES[_name] = Lie(_name, registry(**_kinds), f"TestOptimizers.{_test}", _arguments)
+
+
+@lie("TestOptimizers.test_native", name="rmsprop")
+def native_optimizer_that_is_a_loop(backend):
+    return declaring(backend, native_optimizers=(*backend.capabilities.native_optimizers, "rmsprop"))
+
+
+@lie("TestOptimizers.test_native", name="adam")
+def native_optimizer_that_is_not_declared(backend):
+    return declaring(backend, native_optimizers=("sgd",))
