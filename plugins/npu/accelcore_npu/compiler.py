@@ -20,7 +20,8 @@ logger = logging.getLogger("accelcore")
 
 # Best first, each with the distribution that torch_npu does not bring and cannot do without.
 _BACKENDS = {"npugraph_ex": None, "npugraphs": None, "npu": "protobuf", "inductor": "triton-ascend"}
-# npugraph_ex returns its own memory, which its next run overwrites: a loss that is kept would change.
+_GRAPHS = ("npugraph_ex", "npugraphs")  # what they compute is in memory of their own, which the next run overwrites
+# So that an output is nevertheless the user's to keep.
 _OPTIONS: dict[str, dict[str, Any]] = {"npugraph_ex": {"options": {"clone_output": True}}}
 
 
@@ -50,6 +51,7 @@ class NpuCompiler(TorchCompiler):
             compiled = super().compile(module, {**own, **options, "backend": name})  # refuses what does not exist
             fault = _fault(name, self._device)
             if fault is None:
+                compiled.overwrites = name in _GRAPHS
                 return compiled
             faults.append(f"{name}: {fault}")
         reason = "; ".join(faults)

@@ -62,6 +62,14 @@ def test_the_first_backend_that_works_is_taken(accel, monkeypatch):
     assert called[-1] == {"dynamic": False, "backend": "aot_eager"}
 
 
+@pytest.mark.parametrize(("backend", "overwrites"), [("npugraph_ex", True), ("npugraphs", True), ("eager", False)])
+def test_graphs_say_that_they_overwrite(accel, monkeypatch, backend, overwrites):
+    from accelcore_npu import compiler
+
+    monkeypatch.setattr(compiler, "_fault", lambda name, device: None)
+    assert accel.compiler.compile(network(accel), {"backend": backend}).overwrites is overwrites
+
+
 def test_finding_out_draws_no_random_numbers(accel, monkeypatch):
     from accelcore_npu import compiler
 
