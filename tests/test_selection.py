@@ -226,7 +226,7 @@ def test_one_choice_that_is_unavailable_says_why_and_what_to_do(fakes):
 def test_one_choice_that_is_not_installed_says_how_to_get_it():
     with pytest.raises(UnknownBackendError, match=r"device='nowhere:3': there is no backend 'nowhere'") as caught:
         accelcore.select("nowhere:3")
-    assert "pip install accelcore-nowhere" in caught.value.remedy
+    assert "install the package that brings it" in caught.value.remedy
     assert "cpu" in caught.value.available.split(", ")
 
 
@@ -272,7 +272,7 @@ def test_a_list_of_which_nothing_can_be_had_says_why_of_each(fakes):
         accelcore.select("absent,nowhere")
     assert caught.value.why == "absent: no such card; nowhere: no installed plugin offers that name"
     assert "buy one" in caught.value.remedy
-    assert "pip install accelcore-nowhere" in caught.value.remedy
+    assert "install the package that brings it" in caught.value.remedy
     assert "cpu" in caught.value.available
 
 
@@ -315,7 +315,7 @@ def test_with_nothing_installed_every_request_says_what_to_install():
     assert accelcore.installed() == {}
     with pytest.raises(BackendUnavailableError, match="no backend is installed") as caught:
         accelcore.select()
-    assert "pip install accelcore-cpu" in caught.value.remedy
+    assert "accelcore-cpu" in caught.value.remedy
     with pytest.raises(UnknownBackendError, match="there is no backend 'cpu'") as caught:
         accelcore.select("cpu")
     assert caught.value.available == "no usable backend is installed"

@@ -56,13 +56,19 @@ def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first."""
     if not folder.is_dir():
         return []
-    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2] or 0)))]
+    return sorted((path for path in folder.iterdir() if is_checkpoint_name(path)), key=_place)
 
 
 def is_checkpoint_name(path: Path) -> bool:
     """Whether a path is named as checkpoints are."""
     return _NAME.fullmatch(path.name) is not None
+
+
+def _place(path: Path) -> tuple[int, int]:
+    """The steps of a checkpoint, and its number among those of as many steps."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)
 
 
 @contextmanager
@@ -126,9 +132,10 @@ def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
     (incomplete / _MANIFEST).write_text(text, encoding="utf-8")
     _flush(incomplete / _MANIFEST)
     _flush(incomplete)
-    number = 0
-    while path_of(folder, steps, number).exists():  # saved before at this step: neither replaces the other
-        number += 1
+    # Of those that were saved at this step none is replaced, and the newest has the highest number, also where older
+    # ones were deleted.
+    before = [_place(path) for path in checkpoints(folder)]
+    number = max((number + 1 for at, number in before if at == steps), default=0)
     incomplete.rename(path_of(folder, steps, number))
     _flush(folder)
     return number

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from accelcore.cli.autoload import VARIABLE, autoloads, doomed
 from accelcore.environment import shown
-from accelcore.errors import ConfigurationError, PluginError, UnknownBackendError, UnsupportedError
+from accelcore.errors import AccelError, ConfigurationError, PluginError, UnknownBackendError, UnsupportedError
 from accelcore.selection import Choice, parse
 
 __all__ = ["run"]
@@ -31,13 +31,15 @@ def run(
     A restart is torch's launcher's work too, so that it is used for one rank where restarts are asked for.
 
     Raises:
-        ConfigurationError: `device` is outside the grammar of `select()`, or the script is not there.
+        ConfigurationError: `device`, or ACCEL_DEVICE, is outside the grammar of `select()`; or the script is not there.
         UnsupportedError: the backend that `emulate` names has no emulation.
     """
     environ = dict(os.environ)
     if device is not None:
         parse(device, "--device")
         environ["ACCEL_DEVICE"] = device
+    elif "ACCEL_DEVICE" in environ:
+        parse(environ["ACCEL_DEVICE"], "ACCEL_DEVICE")
     launched = nproc > 1 or max_restarts > 0
     if not module:
         _check(script, launched)
@@ -53,7 +55,8 @@ def run(
             sys.stderr.write(f"accelcore: {VARIABLE}=0 for this run, because {reason}\n")
     command = [sys.executable]
     if launched:
-        command += ["-m", "torch.distributed.run", "--standalone"]
+        # Where torch was loaded before the launcher, Python warns that the launcher was, too: that is meant.
+        command += ["-W", "ignore::RuntimeWarning:runpy", "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
     command += ["-m", script] if module else [script]
     command += arguments
@@ -87,8 +90,8 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
     if candidate is None:
         raise UnknownBackendError(
             f"--emulate {shown(name)}: there is no backend of that name",
-            available=", ".join(sorted(plugins.probe_all())),
-            remedy="name an installed backend that has an emulation",
+            available=", ".join(_emulations()) or "no installed backend has an emulation",
+            remedy="install the plugin that brings it: ./plugins/npu[emulator] of accelcore's repository emulates npu",
         )
     if candidate.error is not None:
         raise PluginError(
@@ -102,6 +105,23 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
             f"{candidate.distribution} brings no emulation of {name}", remedy="leave --emulate out, or name another"
         )
     return variables
+
+
+def _emulations() -> list[str]:
+    """The installed backends that bring one, also where it cannot be used here."""
+    from accelcore import plugins
+
+    found = []
+    for name in sorted(plugins.probe_all()):
+        candidate = plugins.find(name)
+        if candidate is None or candidate.error is not None:
+            continue
+        try:
+            brings = candidate.hooks.accelcore_emulate(name=name, devices=1) is not None
+        except AccelError:
+            brings = True
+        found += [name] * brings
+    return found
 
 
 def _autoload_would_fail() -> str:

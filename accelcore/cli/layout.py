@@ -67,7 +67,7 @@ def lines(found: Diagnosis) -> Iterator[Line]:
     yield from _misfits(found.misfits)
     yield from _headed("backends")
     if not found.backends:
-        yield _line(2, ("none is installed: pip install accelcore-cpu", "bold red"))
+        yield _line(2, ("none is installed: install accelcore-cpu", "bold red"))
     width = max((len(_printable(backend.name)) for backend in found.backends), default=0)
     for backend in found.backends:
         yield from _backend(backend, width)

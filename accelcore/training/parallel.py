@@ -167,7 +167,12 @@ def create_parallel(name: str, declared: tuple[str, ...], collectives: Collectiv
     """
     offered = [strategy for strategy in declared if strategy == _NONE or strategy in _STRATEGIES]
     if name not in offered:
-        raise UnsupportedError(f"parallel={name!r} does not exist here", available=", ".join(offered))
+        raise UnsupportedError(
+            f"parallel={name!r} does not exist here",
+            why="the backend does not declare it",
+            available=", ".join(f"parallel={strategy!r}" for strategy in offered),
+            remedy="leave parallel out for a job of one process",
+        )
     if collectives.world_size == 1:
         launch = read_launch()
         if name != _NONE and launch is not None and launch.world_size > 1:

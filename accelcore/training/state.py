@@ -194,13 +194,13 @@ def _own_rank_state(trainer: Trainer, checkpoint: store.Checkpoint) -> dict[str,
     state = checkpoint.part("rank-00000")
     if state["micro"] or any(position["taken"] for position in state["feeds"].values()):
         raise CheckpointError(
-            f"the checkpoint was saved by {saved_by} ranks in mid-epoch, and this job has {collectives.world_size}",
+            f"the checkpoint was saved in mid-epoch by a job of {saved_by}, this is a job of {collectives.world_size}",
             why="the part of the data that was seen cannot be shared out among another number of ranks",
-            remedy=f"resume with {saved_by} ranks, or from a checkpoint saved at the end of an epoch",
+            remedy=f"resume in a job of {saved_by}, or from a checkpoint saved at the end of an epoch",
         )
     if collectives.rank == 0:
         logger.warning(
-            "the checkpoint was saved by %d ranks, this job has %d: random states are not restored",
+            "the checkpoint was saved by a job of %d, this is a job of %d: random states are not restored",
             saved_by,
             collectives.world_size,
         )

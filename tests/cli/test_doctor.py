@@ -144,7 +144,7 @@ def test_with_nothing_installed_it_says_what_to_install(machine):
     assert code == 2
     assert report["selection"]["error"]["what"] == "no backend is installed"
     text = machine.run("doctor").stdout
-    assert "none is installed: pip install accelcore-cpu" in text
+    assert "none is installed: install accelcore-cpu" in text
     assert "torch not installed" in text
 
 

@@ -59,6 +59,15 @@ def test_the_option_goes_before_the_variable_which_stays_without_it(machine):
     assert echoed(machine.run("run", "--device", "cpu", "script.py"))["device"] == "cpu"
 
 
+def test_a_variable_that_is_no_device_is_found_before_the_script_starts(machine):
+    machine.write("script.py", "raise AssertionError('it was started')")
+    machine.variables["ACCEL_DEVICE"] = "auto,cpu"
+    done = machine.run("run", "--nproc", "2", "script.py")
+    assert done.returncode == 64
+    assert "ACCEL_DEVICE='auto,cpu'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_script_may_come_from_stdin(machine):
     assert echoed(machine.run("run", "-", "a", stdin=None, input=ECHO))["argv"] == ["-", "a"]
 
@@ -88,7 +97,8 @@ def test_torch_is_not_imported_and_its_launcher_only_used_where_it_has_work(mach
     done = machine.python("-c", program)
     assert done.returncode == 0, done.stderr
     file, command = json.loads(done.stdout)
-    front = ["-m", "torch.distributed.run", "--standalone", *launcher] if launcher else []
+    quiet = ["-W", "ignore::RuntimeWarning:runpy"]
+    front = [*quiet, "-m", "torch.distributed.run", "--standalone", *launcher] if launcher else []
     assert command == [file, *front, "script.py", "--nproc", "9"]
 
 
@@ -269,3 +279,10 @@ def test_what_cannot_be_emulated_is_a_mistake(machine, name, says):
     assert (done.returncode, done.stdout) == (64, "")
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_can_be_emulated_is_listed(machine):
+    machine.fakes.backend("toaster")
+    machine.write("script.py", SAYS)
+    done = machine.run("run", "--emulate", "kettle", "script.py")
+    assert "available: npu\n" in done.stderr

@@ -445,6 +445,16 @@ def test_the_same_step_saved_twice_keeps_both_and_keep_deletes_the_oldest(accel,
         trainer.save(tmp_path, keep=0)
 
 
+def test_many_saves_at_one_step_keep_the_newest(accel, tmp_path, caplog):
+    trainer, _ = build(accel)
+    saved = [trainer.save(tmp_path, keep=2) for _ in range(5)]
+    assert len(set(saved)) == 5
+    assert sorted(tmp_path.iterdir()) == saved[-2:]
+    fresh, _ = build(accel)
+    assert fresh.resume(tmp_path) == saved[-1]
+    assert "another run" not in caplog.text
+
+
 def test_keep_never_deletes_what_was_just_saved(accel, tmp_path, caplog):
     old, loader = build(accel)
     run(old, loader, epochs=1)

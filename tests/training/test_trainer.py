@@ -381,7 +381,7 @@ def test_a_loader_that_raises_loses_nothing(accel):
         ({"clip_norm": float("nan")}, accelcore.ConfigurationError, "clip_norm"),
         ({"loss_scale": "high"}, accelcore.ConfigurationError, "loss_scale"),
         ({"loss_scale": -1.0}, accelcore.ConfigurationError, "loss scale"),
-        ({"parallel": "fsdp"}, accelcore.UnsupportedError, "none, ddp"),
+        ({"parallel": "fsdp"}, accelcore.UnsupportedError, "parallel='none', parallel='ddp'"),
         ({"compile": "max-autotune"}, accelcore.ConfigurationError, "compile"),
         ({"clip_norm": "1"}, accelcore.ConfigurationError, "clip_norm"),
         ({"precision": []}, accelcore.ConfigurationError, "fp32, bf16, fp16"),
