@@ -172,10 +172,11 @@ def test_options_that_make_graphs_are_known(complete, options, graphs):
     assert compiled.overwrites is graphs
 
 
-def test_graphs_by_configuration_are_known(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.triton, "cudagraphs", True)
-    assert replays_graphs({})
-    assert not replays_graphs({"options": {"triton.cudagraphs": False}})
+def test_graphs_by_configuration_are_known():
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        assert replays_graphs({})
+        assert not replays_graphs({"options": {"triton.cudagraphs": False}})
+    assert not replays_graphs({})
 
 
 # Collectives. NCCL is for a GPU to show; here is what is asked of torch.distributed.
