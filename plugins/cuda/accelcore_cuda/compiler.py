@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import nn
 
 from accelcore.roles.compiler import Compiled, TorchCompiler
@@ -48,6 +47,8 @@ class CudaCompiler(TorchCompiler):
 
 def replays_graphs(options: Mapping[str, Any]) -> bool:
     """Whether torch.compile with these options runs the model as CUDA graphs, by the rules of `torch.compile`."""
+    import torch._inductor.config  # only for those who compile: it takes a while
+
     backend = options.get("backend", "inductor")
     if backend != "inductor":
         return bool(backend == "cudagraphs")
