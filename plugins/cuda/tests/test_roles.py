@@ -166,10 +166,14 @@ def test_options_are_refused_also_where_nothing_is_compiled(complete):
         ({"backend": "eager"}, False),
     ],
 )
-def test_options_that_make_graphs_are_known(complete, options, graphs):
-    """Those that torch refuses together are not asked for together."""
-    compiled = CudaCompiler((9, 0), rocm=False).compile(torch.nn.Linear(2, 2), options)
-    assert compiled.overwrites is graphs
+def test_options_that_make_graphs_are_known(options, graphs):
+    assert replays_graphs(options) is graphs
+
+
+@pytest.mark.parametrize(("backend", "overwrites"), [("cudagraphs", True), ("eager", False)])
+def test_graphs_say_that_they_overwrite(backend, overwrites):
+    compiled = CudaCompiler((9, 0), rocm=False).compile(torch.nn.Linear(2, 2), {"backend": backend})
+    assert compiled.overwrites is overwrites
 
 
 def test_graphs_by_configuration_are_known():
