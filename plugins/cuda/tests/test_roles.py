@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelcore_cuda.compiler
 import pytest
@@ -90,13 +90,20 @@ def test_adagrads_kernel_is_offered_from_the_torch_whose_class_takes_it(monkeypa
 # Compiler.
 
 
+def look_up(monkeypatch, module, **functions):
+    """Give the plugin's compiler these functions in place of a module."""
+    monkeypatch.setattr(accelcore_cuda.compiler, module, SimpleNamespace(**functions))
+
+
 @pytest.fixture
 def complete(monkeypatch, tmp_path):
     """A machine with all that inductor needs; tests take things away from it."""
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(accelcore_cuda.compiler.importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(accelcore_cuda.compiler.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    # In the plugin's eyes alone: torch asks the same functions for things of its own.
+    look_up(monkeypatch, "importlib", util=SimpleNamespace(find_spec=lambda name: ModuleSpec(name, None)))
+    look_up(monkeypatch, "shutil", which=lambda name: f"/usr/bin/{name}")
+    paths = {"include": str(tmp_path)}
+    look_up(monkeypatch, "sysconfig", get_default_scheme=lambda: "posix_prefix", get_paths=lambda scheme: paths)
     monkeypatch.delenv("CC", raising=False)
     return tmp_path
 
@@ -113,13 +120,13 @@ def test_a_gpu_that_is_too_old_for_triton_is_named(complete):
 
 
 def test_a_missing_triton_is_named(complete, monkeypatch):
-    monkeypatch.setattr(accelcore_cuda.compiler.importlib.util, "find_spec", lambda name: None)
+    look_up(monkeypatch, "importlib", util=SimpleNamespace(find_spec=lambda name: None))
     assert "Triton" in missing_for_inductor((8, 0), rocm=False)
     assert "pip install" in missing_for_inductor((8, 0), rocm=False)
 
 
 def test_a_missing_c_compiler_is_named(complete, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    look_up(monkeypatch, "shutil", which=lambda name: None)
     assert "C compiler" in missing_for_inductor((8, 0), rocm=False)
     monkeypatch.setenv("CC", "/opt/cc")
     assert missing_for_inductor((8, 0), rocm=False) is None
