@@ -36,8 +36,6 @@ __all__ = ["Choice", "decide", "installed", "parse", "select"]
 
 T = TypeVar("T")
 
-_PACKAGES = "accelcore-cpu, accelcore-cuda, accelcore-npu, or the one of your device's maker"
-
 logger = logging.getLogger("accelcore")
 
 _CHOICE = re.compile(r"([a-z][a-z0-9_]{0,31})(?::(0|[1-9][0-9]{0,3}))?")
@@ -179,7 +177,7 @@ def _first_that_works(
         raise BackendUnavailableError(
             "no backend is installed",
             why="accelcore finds its backends as plugins, and there is none in this environment",
-            remedy=f"install the packages of your devices ({_PACKAGES})",
+            remedy="install accelcore-cpu, and the package of each other device you have (the README lists them)",
         )
     raise BackendUnavailableError(
         f"{request}: nothing of it can be used here",
@@ -202,7 +200,7 @@ def _admit(
             f"{request}: there is no backend {choice.name!r}",
             why="no installed plugin offers that name",
             available=usable(),
-            remedy=f"install the package that brings it ({_PACKAGES}), or choose another",
+            remedy="install the package that brings it (the README lists accelcore's own), or choose another",
         )
     probe = candidate.probe
     if candidate.error is not None:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from accelcore.cli.autoload import VARIABLE, autoloads, doomed
 from accelcore.environment import shown
-from accelcore.errors import AccelError, ConfigurationError, PluginError, UnknownBackendError, UnsupportedError
+from accelcore.errors import ConfigurationError, PluginError, UnknownBackendError, UnsupportedError
 from accelcore.selection import Choice, parse
 
 __all__ = ["run"]
@@ -91,7 +91,7 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
         raise UnknownBackendError(
             f"--emulate {shown(name)}: there is no backend of that name",
             available=", ".join(_emulations()) or "no installed backend has an emulation",
-            remedy="install the plugin that brings it: ./plugins/npu[emulator] of accelcore's repository emulates npu",
+            remedy="install the plugin that emulates it, or name another",
         )
     if candidate.error is not None:
         raise PluginError(
@@ -108,20 +108,15 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
 
 
 def _emulations() -> list[str]:
-    """The installed backends that bring one, also where it cannot be used here."""
+    """The installed backends whose plugins bring one; it is not asked for, which may take long."""
     from accelcore import plugins
 
-    found = []
-    for name in sorted(plugins.probe_all()):
-        candidate = plugins.find(name)
-        if candidate is None or candidate.error is not None:
-            continue
-        try:
-            brings = candidate.hooks.accelcore_emulate(name=name, devices=1) is not None
-        except AccelError:
-            brings = True
-        found += [name] * brings
-    return found
+    found = ((name, plugins.find(name)) for name in sorted(plugins.probe_all()))
+    return [
+        name
+        for name, candidate in found
+        if candidate and candidate.error is None and candidate.hooks.accelcore_emulate.get_hookimpls()
+    ]
 
 
 def _autoload_would_fail() -> str:
