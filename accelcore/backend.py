@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelcore.capabilities import Capabilities
 from accelcore.environment import Launch, read_launch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
+    from typing_extensions import Unpack
 
     from accelcore.roles.collectives import Collectives
     from accelcore.roles.compiler import Compiler
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from accelcore.roles.precision import Precision
     from accelcore.roles.runtime import Runtime
     from accelcore.roles.scaler import Scalers
-    from accelcore.training.policy import Policy
-    from accelcore.training.trainer import Loss, Trainer
+    from accelcore.training.options import TrainerOptions
+    from accelcore.training.trainer import Trainer
 
 __all__ = ["Backend"]
 
@@ -110,37 +110,8 @@ class Backend:
         finally:
             self.collectives.close()
 
-    def trainer(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        loss: Loss | None = None,
-        scheduler: LRScheduler | None = None,
-        precision: str | Policy = "fp32",
-        loss_scale: float | str | None = None,
-        fp32: str | None = None,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
-        parallel: str = "none",
-        compile: bool | Mapping[str, Any] = False,
-        graph: bool = False,
-    ) -> Trainer:
-        """Prepare a model and its optimizer for training here; see `Trainer` for the arguments."""
-        from accelcore.training.trainer import Trainer
+    def trainer(self, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]) -> Trainer:
+        """Prepare a model and its optimizer for training here; `TrainerOptions` tells the options."""
+        import accelcore  # whose names are resolved on first use: a backend knows nothing of training
 
-        return Trainer(
-            self,
-            model,
-            optimizer,
-            loss=loss,
-            scheduler=scheduler,
-            precision=precision,
-            loss_scale=loss_scale,
-            fp32=fp32,
-            accumulate=accumulate,
-            clip_norm=clip_norm,
-            parallel=parallel,
-            compile=compile,
-            graph=graph,
-        )
+        return accelcore.Trainer(self, model, optimizer, **options)

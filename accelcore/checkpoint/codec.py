@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -18,7 +17,12 @@ from accelcore.errors import CheckpointError
 __all__ = ["decode", "encode"]
 
 _TAG = "$"
-_DTYPES = set(safetensors.torch._TYPES.values())
+_DTYPES = {
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+}  # fmt: skip
+"""What safetensors stores."""
 
 
 def encode(tree: Any) -> tuple[Any, dict[str, Tensor]]:

@@ -35,7 +35,9 @@ __all__ = [
     "alone",
     "begin",
     "checkpoints",
+    "clear",
     "finish",
+    "is_checkpoint",
     "is_checkpoint_name",
     "keep_newest",
     "path_of",
@@ -43,7 +45,9 @@ __all__ = [
     "writing",
 ]
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)
+_LARGEST_MANIFEST = 1 << 26
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _PART = re.compile(r"[a-z]+(-\d{5,})?")
 _INCOMPLETE = ".incomplete"
@@ -57,6 +61,11 @@ def checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if is_checkpoint_name(path)), key=_place)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, whatever its name is."""
+    return (path / _MANIFEST).exists()
 
 
 def is_checkpoint_name(path: Path) -> bool:
@@ -106,8 +115,13 @@ def alone(folder: Path) -> Iterator[None]:
 
 def begin(folder: Path) -> None:
     """Make room for a new checkpoint in `folder`; one process does this, before any part is written."""
-    shutil.rmtree(folder / _INCOMPLETE, ignore_errors=True)
+    clear(folder)
     (folder / _INCOMPLETE).mkdir(parents=True)
+
+
+def clear(folder: Path) -> None:
+    """Remove what a save that failed, or was killed, has left behind."""
+    shutil.rmtree(folder / _INCOMPLETE, ignore_errors=True)
 
 
 def write_part(folder: Path, part: str, tree: Any) -> None:
@@ -147,15 +161,26 @@ def path_of(folder: Path, steps: int, number: int) -> Path:
 
 
 def keep_newest(newest: Path, keep: int) -> list[Path]:
-    """Delete all but `keep` of the checkpoints up to `newest`; returns those after it, which another run left."""
+    """Delete all but `keep` of the checkpoints up to `newest` that are of its run; returns those of other runs."""
+    run = _run_of(newest)
     found = checkpoints(newest.parent)
-    end = found.index(newest) + 1
-    for path in found[: max(0, end - keep)]:
+    own = [path for path in found if _run_of(path) in (run, None)]
+    end = own.index(newest) + 1
+    for path in own[: max(0, end - keep)]:
         if path.is_symlink():
             path.unlink()
         else:
             shutil.rmtree(path)
-    return found[end:]
+    return [path for path in found if path not in own[:end]]
+
+
+def _run_of(path: Path) -> str | None:
+    """Which run saved a checkpoint; None where it does not say, or cannot be read."""
+    try:
+        run = _read_manifest(path).get("run")
+    except _UNREADABLE:
+        return None
+    return run if isinstance(run, str) else None
 
 
 class Checkpoint:
@@ -181,6 +206,11 @@ class Checkpoint:
                 remedy=f"go on from it: trainer.resume({str(older)!r})" if older else "restore it from a copy",
             ) from error
 
+    @property
+    def fingerprint(self) -> int:
+        """A number, above 0 and below 2**60, that tells it from others."""
+        return 1 + int(_manifest_digest(self.manifest)[:14], 16)
+
     def part(self, name: str) -> Any:
         """The state tree of one file, its tensors on the CPU."""
         if name not in self.manifest["files"]:
@@ -189,7 +219,7 @@ class Checkpoint:
             )
         try:
             with safe_open(self.path / f"{name}.safetensors", framework="pt") as file:
-                data = json.loads(file.metadata()["tree"])
+                data = json.loads(file.metadata()["tree"], object_pairs_hook=_without_twins)
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a dict
             return decode(data, tensors)
         except (*_UNREADABLE, SafetensorError) as error:
@@ -197,12 +227,12 @@ class Checkpoint:
 
 
 def _verify(path: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    manifest = _read_manifest(path)
     digest = manifest.pop("sha256")
     if digest != _manifest_digest(manifest):
         raise ValueError(f"{_MANIFEST} was changed after it was written")
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"its format is {manifest['format']}; this accelcore reads format {FORMAT}")
+    if type(manifest["format"]) is not int or manifest["format"] not in READABLE:
+        raise ValueError(f"its format is {manifest['format']}; this accelcore reads formats 1 to {FORMAT}")
     for number in ("steps", "world_size"):
         if type(manifest[number]) is not int or manifest[number] < 0:
             raise ValueError(f"{_MANIFEST} says {number}={manifest[number]!r}")
@@ -210,11 +240,31 @@ def _verify(path: Path) -> dict[str, Any]:
         if not _PART.fullmatch(name):
             raise ValueError(f"{_MANIFEST} names the file {name!r}")
         file = path / f"{name}.safetensors"
+        if not file.is_file():
+            raise ValueError(f"{file.name} is missing, or no file")
         if file.stat().st_size != facts["bytes"]:
             raise ValueError(f"{file.name} has {file.stat().st_size} of {facts['bytes']} bytes")
         if _digest(file) != facts["sha256"]:
             raise ValueError(f"{file.name} was changed after it was written")
     return manifest
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / _MANIFEST
+    if not file.is_file() or file.stat().st_size > _LARGEST_MANIFEST:  # a device would be read for ever
+        raise ValueError(f"{_MANIFEST} is missing, or no file of a manifest's size")
+    manifest = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_twins)
+    if not isinstance(manifest, dict):
+        raise TypeError(f"{_MANIFEST} holds no object")
+    return manifest
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; where two readers could take a key for two values, an error."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
 
 
 def _older(path: Path) -> Path | None:

@@ -1,7 +1,4 @@
-"""torch's own optimizers as routes: the fused kernel where the device has one, the plain loop everywhere.
-
-The `foreach` route is registered too, for those who ask for it: on a CPU it was measured slower than the loop.
-"""
+"""torch's own optimizers as routes: the fused kernel where the device has one, foreach, the plain loop."""
 
 from __future__ import annotations
 
@@ -10,43 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from accelcore.errors import TrainingError
+from accelcore.optim.fused import FUSED
 from accelcore.roles.optimizers import Optimizers, Request
 
-__all__ = ["FusedSGD", "register_torch_optimizers"]
-
-FUSED_PRIORITY, LOOP_PRIORITY, FOREACH_PRIORITY = 10, 0, -10
-
-
-class FusedSGD(torch.optim.SGD):
-    """torch's SGD with its fused kernel, and momentum that survives an odd start.
-
-    torch takes the first update of all parameters for the first of each. A parameter whose first gradient comes later
-    is a TypeError then, and a first step that is skipped for overflow leaves momentum that was never written, which the
-    next step reads. Momentum that starts as zeros has neither problem, and gives the same updates where dampening is 0.
-    And not every device's kernel takes every dtype, so parameters that were cast since are refused.
-    """
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, fused=True, **options)
-        self._dtypes = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
-        self.register_step_pre_hook(_prepare)
-
-
-def _prepare(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    assert isinstance(optimizer, FusedSGD)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.dtype not in optimizer._dtypes:
-                raise TrainingError(
-                    f"a parameter was cast to {parameter.dtype} after its optimizer was made",
-                    remedy="make the optimizer from the parameters as they will be trained",
-                )
-            starts = group["momentum"] and parameter.grad is not None
-            if starts and optimizer.state[parameter].get("momentum_buffer") is None:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
+__all__ = ["register_torch_optimizers"]
 
 _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
@@ -61,31 +27,47 @@ _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "rprop": torch.optim.Rprop,
     "sgd": torch.optim.SGD,
 }
+_FUSED_PRIORITY, _LOOP_PRIORITY = 10, 0
+_FOREACH_PRIORITY = {True: 5, False: -10}
 
 
 def register_torch_optimizers(
     registry: Optimizers,
     *,
     fused: tuple[str, ...],
+    prefers_foreach: bool = False,
     refuses: Callable[[Request], str | None] = lambda request: None,
 ) -> None:
     """Register torch.optim's classes; those named in `fused` also with their fused kernel, which is preferred.
 
+    All of them treat each element alike, so that each can update many parameters as one piece of memory.
+
     Args:
         registry: the backend's.
         fused: optimizers with a fused kernel on this device.
-        refuses: why this device's kernel cannot serve a request, or None.
+        prefers_foreach: whether a few launches for all tensors beat some for each, as on a GPU. On a CPU `foreach` was
+            measured slower than the loop, and is for those who ask for it.
+        refuses: why this device's fused kernel cannot serve a request, or None.
     """
 
-    def supports(request: Request) -> str | None:
+    def fused_supports(request: Request) -> str | None:
         return _fused_supports(request) or refuses(request)
 
     for name, kind in _CLASSES.items():
+        loop, foreach = partial(kind, foreach=False), partial(kind, foreach=True)
         if name in fused:
-            factory = FusedSGD if name == "sgd" else partial(kind, fused=True)
-            registry.register(name, "fused", factory, priority=FUSED_PRIORITY, supports=supports)
-        for route, foreach, priority in (("loop", False, LOOP_PRIORITY), ("foreach", True, FOREACH_PRIORITY)):
-            registry.register(name, route, partial(kind, foreach=foreach), priority=priority, supports=_own_switches)
+            registry.register(
+                name, "fused", FUSED[name], priority=_FUSED_PRIORITY, supports=fused_supports, memory="any"
+            )  # fmt: skip
+        registry.register(name, "loop", loop, priority=_LOOP_PRIORITY, supports=_own_switches, memory="any")
+        registry.register(
+            name,
+            "foreach",
+            foreach,
+            priority=_FOREACH_PRIORITY[prefers_foreach],
+            supports=_foreach_supports if prefers_foreach else _own_switches,
+            memory="any",
+        )
 
 
 def _fused_supports(request: Request) -> str | None:
@@ -96,6 +78,16 @@ def _fused_supports(request: Request) -> str | None:
         return f"the fused kernel takes floating-point parameters, not {', '.join(sorted(map(str, dtypes)))}"
     if request.name == "sgd" and any(request.values("momentum", 0)) and any(request.values("dampening", 0)):
         return "the fused kernel would dampen the first step too"
+    return _own_switches(request)
+
+
+def _foreach_supports(request: Request) -> str | None:
+    if any(request.values("differentiable", False)):
+        return "the foreach kernels cannot be differentiated through"
+    numbers: list[Any] = [*request.options.values(), *(value for group in request.groups for value in group.values())]
+    parts = [part for value in numbers for part in (value if isinstance(value, tuple | list) else (value,))]
+    if any(isinstance(part, Tensor) for part in parts) and not all(request.values("capturable", False)):
+        return "the foreach kernels take tensors as options only where capturable=True"
     return _own_switches(request)
 
 

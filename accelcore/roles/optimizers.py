@@ -3,63 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.optim.optimizer import Optimizer
+from accelcore.optim.route import Choice, Factory, Memory, Request, Route, choose
 
-__all__ = ["Choice", "Optimizers", "Request"]
+__all__ = ["Choice", "Factory", "Memory", "Optimizers", "Request"]
 
 Parameters = Iterable[Any]
-Factory = Callable[..., Optimizer]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What was asked of the registry, as a route's `supports` sees it.
-
-    Attributes:
-        name: the optimizer's name, lower case.
-        options: hyperparameters as given (with `lr` where one was given).
-        parameters: every parameter of every group; empty where the registry is only asked to explain.
-        groups: what each parameter group says in place of `options`.
-    """
-
-    name: str
-    options: dict[str, Any]
-    parameters: tuple[torch.Tensor, ...] = ()
-    groups: tuple[dict[str, Any], ...] = ()
-
-    def values(self, option: str, default: Any) -> list[Any]:
-        """The values that `option` has, over all groups."""
-        common = self.options.get(option, default)
-        return [group.get(option, common) for group in self.groups] or [common]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One route to an optimizer, and whether it would be taken.
-
-    Attributes:
-        route: the route's name, such as `"fused"` or `"loop"`.
-        chosen: whether `create` would take it.
-        reason: why not, where it would not.
-    """
-
-    route: str
-    chosen: bool
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class _Route:
-    name: str
-    factory: Factory
-    priority: int
-    supports: Callable[[Request], str | None]
 
 
 class Optimizers:
@@ -70,7 +24,7 @@ class Optimizers:
     """
 
     def __init__(self) -> None:
-        self._routes: dict[str, list[_Route]] = {}
+        self._routes: dict[str, list[Route]] = {}
 
     def register(
         self,
@@ -80,6 +34,7 @@ class Optimizers:
         *,
         priority: int = 0,
         supports: Callable[[Request], str | None] = lambda request: None,
+        memory: Memory = "tensors",
     ) -> None:
         """Add a route.
 
@@ -89,6 +44,9 @@ class Optimizers:
             factory: called as `factory(params, **options)`; returns a `torch.optim.Optimizer` without state.
             priority: the highest that supports a request is taken; torch's plain loops have 0, its kernels 10.
             supports: given the request, None where this route can serve it, else the reason why it cannot.
+            memory: what the factory can be given as parameters. `"tensors"`: each as it is. `"any"`: it treats each
+                element alike, so that a 1-D tensor may stand for many parameters. `"flat"`: such tensors only; where it
+                has to tell the parameters apart, the class has a method `place_runs(runs)`.
 
         Raises:
             ConfigurationError: `name` already has a route of that name, or one of that priority.
@@ -100,7 +58,7 @@ class Optimizers:
                     f"optimizer {name!r} already has a route {other.name!r} of priority {other.priority}",
                     why=f"{route!r} of priority {priority} would make the choice depend on the order of registration",
                 )
-        routes.append(_Route(route, factory, priority, supports))
+        routes.append(Route(route, factory, priority, memory, supports))
         routes.sort(key=lambda entry: -entry.priority)
 
     def names(self) -> tuple[str, ...]:
@@ -109,7 +67,7 @@ class Optimizers:
 
     def explain(self, name: str, **options: Any) -> tuple[Choice, ...]:
         """Every route to `name`, best first, with the one `create` would take for these options, and why not others."""
-        return self._explain(Request(name.lower(), options), "auto")
+        return self._explain(Request(name.lower(), options))
 
     def create(
         self,
@@ -121,6 +79,9 @@ class Optimizers:
         **options: Any,
     ) -> Optimizer:
         """Create an optimizer. No state is allocated before its first step, except by torch's Adagrad.
+
+        The route is taken for the parameters as they are now, so that what no route supports is refused here; and once
+        more for what is trained in the end, if that is something else.
 
         Args:
             name: one of `names()`, in any letter case.
@@ -142,43 +103,29 @@ class Optimizers:
         if lr is not None:
             options["lr"] = lr
         own = tuple({**group, "params": None} if _is_group(group) else {} for group in groups)
-        request = Request(name.lower(), options, tuple(_parameters(groups)), own)
-        choices = self._explain(request, route)
+        request = Request(name.lower(), options, tuple(_parameters(groups)), own, route)
+        return Optimizer(request, groups, self._choose)
+
+    def _choose(self, request: Request) -> Route:
+        choices = self._explain(request)
         chosen = next((choice.route for choice in choices if choice.chosen), None)
         if chosen is None:
             raise UnsupportedError(
-                f"optimizer {name!r} cannot be made by route {route!r}",
+                f"optimizer {request.name!r} cannot be made by route {request.route!r}",
                 why="; ".join(f"{choice.route}: {choice.reason}" for choice in choices),
                 available=", ".join(choice.route for choice in choices),
                 remedy="change the options named above, or let route='auto' choose",
             )
-        factory = next(entry.factory for entry in self._routes[request.name] if entry.name == chosen)
-        try:
-            return factory(groups, **options)
-        except (TypeError, ValueError, KeyError) as error:
-            raise ConfigurationError(
-                f"optimizer {name!r} (route {chosen!r}) refuses these arguments", why=str(error)
-            ) from error
+        return next(route for route in self._routes[request.name] if route.name == chosen)
 
-    def _explain(self, request: Request, route: str) -> tuple[Choice, ...]:
+    def _explain(self, request: Request) -> tuple[Choice, ...]:
         if request.name not in self._routes:
             raise UnsupportedError(
                 f"there is no optimizer {request.name!r} here",
                 available=", ".join(self.names()),
                 remedy="choose one of those, or install a package that registers it",
             )
-        choices: list[Choice] = []
-        taken = False
-        for entry in self._routes[request.name]:
-            if route not in ("auto", entry.name):
-                choices.append(Choice(entry.name, False, f"route {route!r} was asked for"))
-            elif taken:
-                choices.append(Choice(entry.name, False, "a better route serves this request"))
-            else:
-                reason = entry.supports(request)
-                taken = reason is None
-                choices.append(Choice(entry.name, taken, reason or ""))
-        return tuple(choices)
+        return choose(self._routes[request.name], request)
 
 
 def _listed(params: Parameters) -> list[Any]:
@@ -201,5 +148,5 @@ def _parameters(groups: list[Any]) -> Iterable[torch.Tensor]:
         for member in group["params"] if _is_group(group) else (group,):
             # Named parameters come as pairs, as model.named_parameters() yields them.
             parameter = member[1] if isinstance(member, tuple) and len(member) == 2 else member
-            if isinstance(parameter, torch.Tensor):  # what is none the optimizer itself refuses
+            if isinstance(parameter, torch.Tensor):  # the optimizer itself refuses anything else
                 yield parameter

@@ -12,9 +12,9 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,16 +22,31 @@ from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 
-__all__ = ["GradScaler", "LossScaler", "NoScaler", "Scalers", "StaticScaler"]
+__all__ = ["Agree", "GradScaler", "LossScaler", "NoScaler", "Scalers", "SkippingOptimizer", "StaticScaler"]
 
 
 logger = logging.getLogger("accelcore")
+
+
+@runtime_checkable
+class SkippingOptimizer(Protocol):
+    """An optimizer that is told of a step that is skipped, as those of accelcore are."""
+
+    def skip(self) -> None:
+        """Update nothing."""
+
+
+Agree = Callable[[Tensor], Tensor]
+"""Given 1.0 where this rank found an overflow: 1.0 where any rank did."""
 
 
 class LossScaler(ABC):
     """What a training step asks of a scaler, in order: `scale`, `unscale_` where gradients are read, `step`, `update`.
 
     With several optimizers each is unscaled and stepped in its turn, and `update` closes the step for all.
+
+    `unscale_` and `step` look at the gradients of the optimizer's parameters, or at those they are given: a trainer
+    knows in which pieces of memory they are, and whether the ranks have to agree on an overflow.
     """
 
     @abstractmethod
@@ -39,11 +54,13 @@ class LossScaler(ABC):
         """The loss to call backward on."""
 
     @abstractmethod
-    def unscale_(self, optimizer: Optimizer) -> None:
+    def unscale_(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+    ) -> None:
         """Divide the gradients by the scale in place; needed before gradients are clipped or read."""
 
     @abstractmethod
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
         """Update the parameters with unscaled gradients, unless a gradient overflowed."""
 
     @abstractmethod
@@ -58,6 +75,14 @@ class LossScaler(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; raises CheckpointError where the state is not of this kind of scaler."""
 
+    def abandon(self) -> None:  # noqa: B027  # most remember nothing
+        """Forget a step that was begun and failed, so that the next can begin."""
+
+    @property
+    def overflowed(self) -> Tensor | None:
+        """1.0 where a gradient of this step overflowed, between `unscale_` or `step` and `update`; None: not known."""
+        return None
+
     @property
     def skipped(self) -> int:
         """Number of updates skipped so far. Reading it waits for the device."""
@@ -70,10 +95,12 @@ class NoScaler(LossScaler):
     def scale(self, loss: Tensor) -> Tensor:
         return loss
 
-    def unscale_(self, optimizer: Optimizer) -> None:
+    def unscale_(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+    ) -> None:
         pass
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
         optimizer.step()
 
     def update(self) -> None:
@@ -100,19 +127,26 @@ class StaticScaler(NoScaler):
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self._scale
 
-    def unscale_(self, optimizer: Optimizer) -> None:
+    def unscale_(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+    ) -> None:
         if id(optimizer) in self._unscaled:
             raise TrainingError("unscale_ was called twice for one optimizer since the last update")
+        given = list(_gradients(optimizer)) if gradients is None else list(gradients)
+        _refuse_fp16(given)
         self._unscaled.add(id(optimizer))
-        for gradient in _gradients(optimizer):
-            gradient.mul_(1.0 / self._scale)
+        if given:
+            torch._foreach_mul_(given, 1.0 / self._scale)
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
         if id(optimizer) not in self._unscaled:
-            self.unscale_(optimizer)
+            self.unscale_(optimizer, gradients)
         optimizer.step()
 
     def update(self) -> None:
+        self._unscaled.clear()
+
+    def abandon(self) -> None:
         self._unscaled.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,31 +204,32 @@ class GradScaler(LossScaler):
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self._scale
 
-    def unscale_(self, optimizer: Optimizer) -> None:
+    def unscale_(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+    ) -> None:
         stage = self._stages[id(optimizer)]
         if stage is not _Stage.SCALED:
             done = "unscale_ was already called" if stage is _Stage.UNSCALED else "step was already called"
             raise TrainingError(f"{done} for this optimizer since the last update", remedy="call scaler.update() first")
-        self._overflows[id(optimizer)] = self._check(optimizer, self._scale.double().reciprocal().float())
+        self._look(optimizer, gradients, self._scale.double().reciprocal().float(), agree)
         self._stages[id(optimizer)] = _Stage.UNSCALED
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
         key = id(optimizer)
         stage = self._stages[key]
         if stage is _Stage.STEPPED:
             raise TrainingError("step was called twice since the last update", remedy="call scaler.update() first")
         if self.trusts_kernels and getattr(optimizer, "_step_supports_amp_scaling", False):
             if stage is _Stage.SCALED:
-                self._overflows[key] = self._check(optimizer, self._one)
+                self._look(optimizer, gradients, self._one, agree)
             self._step_in_kernel(optimizer, None if stage is _Stage.UNSCALED else self._scale)
         else:
             if stage is _Stage.SCALED:
-                self.unscale_(optimizer)
-            if self._overflows[key].item():
-                # What a schedule looks at to see whether the optimizer was stepped before it: in its own turn it was.
-                optimizer._opt_called = True  # type: ignore[attr-defined]
-            else:
+                self.unscale_(optimizer, gradients, agree)
+            if not self._overflows[key].item():
                 optimizer.step()
+            elif isinstance(optimizer, SkippingOptimizer):
+                optimizer.skip()
         self._stages[key] = _Stage.STEPPED
 
     def update(self) -> None:
@@ -207,8 +242,16 @@ class GradScaler(LossScaler):
         torch._amp_update_scale_(self._scale, self._clean_steps, found, self.growth, self.backoff, self.interval)
         self._scale.clamp_(self.min, self.max)
         self._skipped += found.to(torch.int32)
+        self.abandon()
+
+    def abandon(self) -> None:
         self._overflows.clear()
         self._stages.clear()
+
+    @property
+    def overflowed(self) -> Tensor | None:
+        found = list(self._overflows.values())
+        return torch.stack(found).amax() if found else None
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -248,19 +291,21 @@ class GradScaler(LossScaler):
     def skipped(self) -> int:
         return int(self._skipped.item())
 
-    def _check(self, optimizer: Optimizer, multiplier: Tensor) -> Tensor:
+    def _look(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None, multiplier: Tensor, agree: Agree | None
+    ) -> None:
+        found = self._check(list(_gradients(optimizer)) if gradients is None else gradients, multiplier)
+        self._overflows[id(optimizer)] = found if agree is None else agree(found)
+
+    def _check(self, gradients: Sequence[Tensor], multiplier: Tensor) -> Tensor:
         """Multiply every gradient by `multiplier`; 1.0 where one was inf or NaN, else 0.0."""
         found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
-        groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for gradient in _gradients(optimizer):
-            groups[gradient.dtype].append(gradient)
-        if torch.float16 in groups:
-            raise TrainingError(
-                "the gradients are fp16, and dividing them by the loss scale in fp16 would lose the small ones",
-                remedy="keep the parameters in fp32 and let autocast choose the dtype of each operator",
-            )
-        for gradients in groups.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, multiplier)
+        alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for gradient in gradients:
+            alike[gradient.dtype].append(gradient)
+        _refuse_fp16(gradients)
+        for members in alike.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(members, found, multiplier)
         return found
 
     def _step_in_kernel(self, optimizer: Any, scale: Tensor | None) -> None:
@@ -319,6 +364,15 @@ def _check(init: float, growth: float, backoff: float, interval: int, low: float
             f"no loss scaler has init={init}, growth={growth}, backoff={backoff}, interval={interval}, "
             f"min={low}, max={high}",
             remedy="choose 0 < min <= init <= max, growth > 1, 0 < backoff < 1 and a whole interval >= 1",
+        )
+
+
+def _refuse_fp16(gradients: Iterable[Tensor]) -> None:
+    if any(gradient.dtype == torch.float16 for gradient in gradients):
+        raise TrainingError(
+            "the gradients are fp16, and dividing them by the loss scale in fp16 would lose the small ones",
+            remedy="keep the parameters in fp32 and let autocast choose the dtype of each operator, or train fp32 "
+            'masters: precision=Policy(model_dtype="float16", loss_scale="dynamic")',
         )
 
 

@@ -1,6 +1,6 @@
 """Feeding a training loop: this rank's share of the data, on the device, from a known position.
 
-The order of a torch DataLoader hangs on the random state at the moment an epoch starts. So a position is that state
+The order of a torch DataLoader depends on the random state at the moment an epoch starts. So a position is that state
 and the number of batches taken since; coming back to it starts the epoch again from the state and takes as many
 batches, which also brings the random numbers inside loader workers to where they were.
 """
@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from accelcore.errors import CheckpointError, ConfigurationError
+from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.roles.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 
-__all__ = ["Feed"]
+__all__ = ["Feed", "Feeds"]
 
 logger = logging.getLogger("accelcore")
 
@@ -42,6 +43,46 @@ _COPIED = (
 )
 
 
+class Feeds:
+    """The streams of a training, by name."""
+
+    def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
+        self._runtime, self._collectives = runtime, collectives
+        self._feeds: dict[str, Feed] = {}
+        self._checked = collectives.world_size == 1
+
+    def __getitem__(self, name: str) -> Feed:
+        if name not in self._feeds:
+            self._feeds[name] = Feed(self._runtime, self._collectives)
+        return self._feeds[name]
+
+    def check_shared(self, batch: Any) -> None:
+        """Warn, once, where every rank of a job trains on the same batch, which came from no stream of these."""
+        if self._checked:
+            return
+        self._checked = True
+        if any(feed.taken for feed in self._feeds.values()):
+            return
+        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        total = sum(float(leaf.detach().double().abs().sum()) for leaf in leaves)
+        both = torch.tensor([total, -total], dtype=torch.float32, device=self._runtime.device)
+        low, high = self._collectives.all_reduce(both, "min").tolist()
+        if leaves and low == -high and self._collectives.rank == 0:
+            logger.warning(
+                "every rank of this job trains on the same batch: read the loader through trainer.batches(loader), "
+                "which gives each rank its share"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of each, as `load_state_dict` takes it."""
+        return {name: feed.state_dict() for name, feed in self._feeds.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Be at saved positions; a stream that has none is at its beginning."""
+        for name in {*self._feeds, *state}:
+            self[name].load_state_dict(state.get(name))
+
+
 class Feed:
     """One stream of batches, epoch after epoch.
 
@@ -60,6 +101,7 @@ class Feed:
         self._generators_start: list[Tensor] = []
         self._source: tuple[Any, Any] = (None, None)
         self._resuming = False
+        self._turn = 0  # which loop over batches is under way: an older one is not at its place any more
 
     def batches(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
         """One epoch of `loader`, or what is left of it after a resume."""
@@ -73,13 +115,24 @@ class Feed:
             self._start = self._runtime.rng_state()
             self._generators_start = [generator.get_state() for generator in generators]
             iterator = self._begin(source)
+        self._turn += 1
+        turn = self._turn
         # Workers read ahead as it is. Without them, reading ahead would draw the next batch's random numbers too early.
         ahead = isinstance(source, DataLoader) and source.num_workers > 0 and source.pin_memory
-        for batch in self._one_ahead(iterator) if ahead else map(self._runtime.to_device, iterator):
-            self.taken += 1
-            yield batch
-        self.epoch, self.taken = self.epoch + 1, 0
-        self._generators_start = [generator.get_state() for generator in generators]
+        try:
+            for batch in self._one_ahead(iterator) if ahead else map(self._runtime.to_device, iterator):
+                self.taken += 1
+                yield batch
+                if turn != self._turn:
+                    raise TrainingError(
+                        "this loop over batches is not at its place any more",
+                        why="a checkpoint was resumed inside it, or another loop over the same stream has begun",
+                        remedy="leave it after trainer.resume(...), and begin it anew",
+                    )
+        finally:
+            if turn == self._turn:  # also where it was left early: what comes next is an epoch of its own
+                self.epoch, self.taken = self.epoch + 1, 0
+                self._generators_start = [generator.get_state() for generator in generators]
 
     def _one_ahead(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Batches on the device, each transfer begun before the batch in front of it is used."""
@@ -101,12 +154,15 @@ class Feed:
             "generators": self._generators_start,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Be at a saved position; the next call of `batches` goes on from there."""
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Be at a saved position, or at the beginning; the next call of `batches` goes on from there."""
+        self._turn += 1
+        self._source = (None, None)
+        self._resuming = state is not None
+        if state is None:
+            state = {"epoch": 0, "taken": 0, "seed": None, "start": {}, "generators": []}
         self.epoch, self.taken, self._seed = state["epoch"], state["taken"], state["seed"]
         self._start, self._generators_start = state["start"], state["generators"]
-        self._source = (None, None)
-        self._resuming = True
 
     def _begin(self, source: Any) -> Iterator[Any]:
         for part in (source, getattr(source, "dataset", None), *_samplers(source)):

@@ -7,10 +7,10 @@ one where a device has no kernel for many; loss scaling has one everywhere, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 __all__ = ["Clipping"]
 
@@ -22,22 +22,29 @@ class Clipping:
 
     Args:
         max_norm: the largest 2-norm.
+        flagged: whether the device's kernel for unscaling also reads an overflow flag, and then does nothing else.
     """
 
-    def __init__(self, max_norm: float) -> None:
-        self._max_norm = max_norm
+    def __init__(self, max_norm: float, *, flagged: bool) -> None:
+        self._max_norm, self._flagged = max_norm, flagged
         self._overflow: Tensor | None = None  # what the kernel writes its other finding into
 
-    def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Clip the gradients of `parameters`, in place, without waiting for the device."""
-        parameters = list(parameters)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        kinds = {(type(gradient), gradient.dtype, gradient.layout) for gradient in gradients}
-        if len(kinds) != 1 or not kinds <= {(Tensor, dtype, torch.strided) for dtype in _ONE_KERNEL}:
-            nn.utils.clip_grad_norm_(parameters, self._max_norm)
-            return
-        if self._overflow is None:
-            self._overflow = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        factor = (self._max_norm / (norm.float() + 1e-6)).clamp_(max=1.0)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._overflow, factor)
+    def __call__(self, gradients: list[Tensor], whole: Callable[[Tensor], Tensor]) -> Tensor:
+        """Clip gradients, in place, without waiting for the device.
+
+        Args:
+            whole: given the norm of these, the norm of all there are on all ranks.
+
+        Returns:
+            Their norm before they were clipped.
+        """
+        norm = whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+        factor = (self._max_norm / (norm + 1e-6)).clamp_(max=1.0)
+        kinds = {(type(gradient), gradient.dtype) for gradient in gradients}
+        if not self._flagged and len(kinds) == 1 and kinds <= {(Tensor, dtype) for dtype in _ONE_KERNEL}:
+            if self._overflow is None:
+                self._overflow = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._overflow, factor.float())
+        else:
+            torch._foreach_mul_(gradients, factor)
+        return norm

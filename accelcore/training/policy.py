@@ -4,29 +4,51 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from accelcore.errors import ConfigurationError
 
-__all__ = ["Policy", "choose_policy"]
+__all__ = ["LOW", "Policy", "choose_policy"]
+
+LOW = (torch.bfloat16, torch.float16)
+"""Dtypes too coarse to add up small updates in."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """One precision of a whole training.
+    """One precision of a whole training. Dtypes go by torch's names: `"bfloat16"`.
 
     Attributes:
-        autocast: dtype of the forward pass under autocast, by torch's name; None runs it as the model is.
+        autocast: dtype of the forward pass under autocast; None runs it as the model is.
         loss_scale: None for none, a number for a static scale, `"dynamic"`.
+        model_dtype: dtype that the model's floating-point parameters and buffers are held in; None leaves them alone.
+            Batches are the script's to cast, or autocast's.
+        masters: whether parameters held in bf16 or fp16 have fp32 masters: the optimizer updates those, with fp32
+            moments, and the model gets them rounded (Micikevicius et al., "Mixed Precision Training", 2018, section
+            3.1). Without them an update smaller than half the spacing of numbers there is lost.
+
+    Raises:
+        ConfigurationError: there is no such dtype, or a loss scale that is neither a number nor `"dynamic"`.
     """
 
     autocast: str | None = None
     loss_scale: float | str | None = None
+    model_dtype: str | None = None
+    masters: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("autocast", "model_dtype"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(getattr(torch, str(value), None), torch.dtype):
+                raise ConfigurationError(
+                    f"{name}={value!r} is no dtype of torch's",
+                    available='"bfloat16", "float16", "float32", "float64"; what of these a device takes, it declares',
+                )
         scale = self.loss_scale
         number = isinstance(scale, int | float) and not isinstance(scale, bool)
         if scale is not None and scale != "dynamic" and not number:
             raise ConfigurationError(
-                f"loss_scale={scale!r} makes no sense",
+                f"loss_scale={scale!r} is not a loss scale",
                 available='a number, "dynamic", or None for the precision\'s own',
             )
 

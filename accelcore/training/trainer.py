@@ -1,35 +1,38 @@
-"""The trainer: one training step, right and fast on any backend."""
+"""The trainer: the user's object. What it does is done by the plan it makes and the step it composes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from uuid import uuid4
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import Unpack
 
-from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
-from accelcore.training.batches import Feed
-from accelcore.training.checks import check_arguments, check_declared, no_loss
+from accelcore.backend import Backend
+from accelcore.errors import DistributedError, TrainingError
+from accelcore.optim.optimizer import Optimizer as LateBound
+from accelcore.roles.compiler import Compiled
+from accelcore.roles.scaler import LossScaler
+from accelcore.training.batches import Feeds
 from accelcore.training.clipping import Clipping
-from accelcore.training.graph import GraphedStep
-from accelcore.training.parallel import create_parallel
-from accelcore.training.policy import Policy, choose_policy
-
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
-    from accelcore.roles.compiler import Compiled
-    from accelcore.roles.scaler import LossScaler
+from accelcore.training.options import TrainerOptions, check_numbers, complete
+from accelcore.training.parts.model import MastersPart, ModelPart
+from accelcore.training.parts.optimizer import OptimizerPart
+from accelcore.training.parts.progress import FeedsPart, RandomPart, ScalerPart, SchedulePart, WindowPart
+from accelcore.training.plan import Plan
+from accelcore.training.schedule import Schedule
+from accelcore.training.stages.order import Preparation
+from accelcore.training.state import TrainingState, resume, save
+from accelcore.training.step import Step
+from accelcore.training.watch import Watch
+from accelcore.training.window import Window
 
 __all__ = ["Trainer"]
-
-Loss = Callable[[Any, Any], Any]
 
 
 class Trainer:
@@ -47,110 +50,65 @@ class Trainer:
         trainer.backward(loss)
         trainer.update()
 
-    A *window* is the `accumulate` micro-batches between two updates.
+    A *window* is the `accumulate` micro-batches between two updates. Where something in a step raises, its window is
+    dropped, and the next one is right; in a job of several ranks, which may have parted, every later step raises.
 
     Args:
         backend: where to train.
         model: a bare module; it is moved to the device. The trainer wraps it, the module itself stays as it is.
         optimizer: over parameters of `model`.
-        loss: `loss(model, batch)` returns a scalar, or `(scalar, aux)`; `model` is the one to call, prepared for
-            this device. None: the model itself returns that, called as `model(**batch)` for a mapping, `model(*batch)`
-            for a list or tuple, else `model(batch)`.
-        scheduler: stepped once a window, also when a window is skipped for overflow.
-        precision: `"fp32"`, `"bf16"`, `"fp16"`, or a `Policy`.
-        loss_scale: a number for a static scale, `"dynamic"`, None for the precision's own.
-        fp32: exactness of fp32 matrix products during steps: `"ieee"`, `"fast"`, None for torch's own setting.
-        accumulate: micro-batches an update; their losses are averaged.
-        clip_norm: largest 2-norm of all gradients together; None clips nothing.
-        parallel: `"none"` or `"ddp"`; in a job of one process both do nothing.
-        compile: True, or options for the compiler.
-        graph: capture whole steps and launch each as one, which pays where a step is many short operators. For
-            `trainer(batch)` on one rank, with a few shapes of batch. After three eager windows each shape of batch is
-            captured when it comes for the second time; `aux` is then memory that the next step overwrites. With a
-            dynamic loss scale the optimizer must be one whose kernel skips an overflowed step by itself.
+        options: see `TrainerOptions`.
 
     Attributes:
         model: the module that was given.
         optimizer, scheduler: as given.
         scaler: the loss scaler; one that does nothing where none is needed.
-        forward: the model to call in a loop of one's own: compiled and replicated as asked.
-        compiled: what became of `compile`; None where it was not asked for.
         aux: what the last `loss` returned beside the scalar.
         steps: windows closed so far.
 
     Raises:
-        ConfigurationError: arguments that contradict each other.
-        UnsupportedError: the backend does not declare what is asked for.
+        ConfigurationError: arguments that contradict each other. Model and optimizer are then as they were.
+        UnsupportedError: the backend does not declare what is asked for; likewise.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        loss: Loss | None = None,
-        scheduler: LRScheduler | None = None,
-        precision: str | Policy = "fp32",
-        loss_scale: float | str | None = None,
-        fp32: str | None = None,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
-        parallel: str = "none",
-        compile: bool | Mapping[str, Any] = False,
-        graph: bool = False,
+        self, backend: Backend, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
     ) -> None:
-        check_arguments(model, optimizer, scheduler, accumulate, clip_norm)
-        check_declared(backend, model, compile, graph)
-        policy = choose_policy(precision, loss_scale)
-        self._backend = backend
-        dtype = getattr(torch, policy.autocast) if policy.autocast else None
-        # Nothing that is kept holds the trainer: such a cycle would hold the device's memory until it is collected.
-        self._make_region: Callable[[], AbstractContextManager[object]] = partial(_autocast, backend, dtype)
-        self._arithmetic: AbstractContextManager[object] = nullcontext()
-        # One object, entered each step: making a context costs more than entering it.
-        self._region = self._make_region()
-        if fp32 is not None:
-            backend.precision.fp32(fp32)  # refuses here what would be refused in the first step
-            self._arithmetic = _Anew(partial(backend.precision.fp32, fp32))
-            self._make_region = partial(_both, self._arithmetic, self._make_region)
-            self._region = _Anew(self._make_region)
-        self.scaler = _scaler(backend, policy.loss_scale)
-        self._parallel = create_parallel(
-            parallel, backend.capabilities.parallel, backend.collectives, backend.device
-        )  # fmt: skip
-        self.model = model.to(backend.device)
-        self.optimizer = optimizer
-        if optimizer.state:  # made with the optimizer, before the parameters were moved
-            optimizer.load_state_dict(optimizer.state_dict())
-        self.scheduler = scheduler
-        self.forward: Callable[..., Any] = self._parallel.wrap(self.model)
-        self.compiled: Compiled | None = None
-        if compile is not False:
-            self.compiled = backend.compiler.compile(self.forward, {} if compile is True else compile)
-            self.forward = self.compiled.module
-        self._overwrites = self.compiled is not None and self.compiled.overwrites
-        self._accumulate = accumulate
-        self._clip = None if clip_norm is None else Clipping(clip_norm)
+        given = complete(options)
+        check_numbers(given)
+        self._backend, self._options = backend, given
+        self._schedule = Schedule(given["scheduler"], optimizer)
+        self._plan = Plan(backend, model, optimizer, given)
+        self._preparation = Preparation(self._plan)
+        self.model, self.optimizer = model, optimizer
+        self.scaler = _scaler(backend, self._plan.policy.loss_scale)
+        clip_norm = given["clip_norm"]
+        flagged = backend.capabilities.overflow_flag
+        self._clip = None if clip_norm is None else Clipping(clip_norm, flagged=flagged)
+        self._window = Window(given["accumulate"], backend.device, tensors_only=given["graph"])
+        self._feeds = Feeds(backend.runtime, backend.collectives)
         self._world_size = backend.collectives.world_size
+        self._run = uuid4().hex
         self.aux: Any = None
         self.steps = 0
-        self._loss = loss if loss is not None else _loss_of_model
-        self._parameters = list(model.parameters())
-        self._micro = 0
-        self._feeds: dict[str, Feed] = {}
-        self._graphed: GraphedStep | None = None
-        self._parallel.open(accumulate)
-        self._clear()
-        if graph:
-            if self._world_size > 1:
-                raise UnsupportedError("graph=True in a job of several ranks", remedy="leave graph out")
-            if self._overwrites:
-                raise ConfigurationError(
-                    "graph=True, and a compiled model that is made of graphs, too",
-                    remedy='leave graph=True out, or compile without graphs, as mode="default" does',
-                )
-            self._graphed = GraphedStep(backend.runtime, optimizer, sums=accumulate > 1)
+        self._compose()
+        self._step.begin()
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        return self._options["scheduler"]
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The model to call in a loop of one's own: compiled and replicated as asked."""
+        if self._window.micro == 0:
+            self._follow()
+        return self._plan.forward
+
+    @property
+    def compiled(self) -> Compiled | None:
+        """What became of `compile`; None where it was not asked for."""
+        return self._plan.compiled
 
     @property
     def skipped(self) -> int:
@@ -160,12 +118,12 @@ class Trainer:
     @property
     def epoch(self) -> int:
         """The epoch of `batches` that is under way, or comes next; counted from 0."""
-        return self._feed("train").epoch
+        return self._feeds["train"].epoch
 
     @property
     def accumulate(self) -> int:
         """Micro-batches an update, as given."""
-        return self._accumulate
+        return self._window.accumulate
 
     def batches(self, loader: Iterable[Any], *, name: str = "train", shard: bool = True) -> Iterator[Any]:
         """One epoch of `loader`: on the device, this rank's share; at the end a short last window is flushed.
@@ -173,6 +131,9 @@ class Trainer:
         After a `resume` in mid-epoch the first call yields what was left of that epoch. The batches before it are
         loaded again and dropped, which keeps random augmentation exact; save at an epoch's end where that costs too
         much. A position is counted from the batch that was last handed out, so save after training on it.
+
+        An epoch that is left early, by `break` or an exception, is over. To be able to go on in the middle of it, save
+        inside the loop.
 
         Args:
             loader: a DataLoader, over a map-style or iterable dataset, or any iterable of batches. In a job of several
@@ -184,68 +145,64 @@ class Trainer:
                 drop rows to give all ranks as many.
             shard: False where the loader already yields this rank's share.
         """
-        self._check_job()
-        yield from self._feed(name).batches(loader, shard=shard)
+        self._check_able()
+        yield from self._feeds[name].batches(loader, shard=shard)
         if name == "train":
             self.flush()
 
     def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch; the loss, detached and unscaled. Does not wait for the device."""
-        if self._graphed is not None:
-            return self._launch(self._graphed, batch)
-        loss, self.aux = self._forward_backward(batch)
+        window = self._window
+        if window.micro == 0:
+            self._begin_window(batch)
+        if self._plan.captured is not None:
+            return self._launch(batch)
+        loss, self.aux = self._step.forward_backward(batch)
+        loss = loss.detach()
+        if self._overwrites:
+            loss = loss.clone()
         self.update()
-        return loss.detach().clone() if self._overwrites else loss.detach()
+        for listener in self._plan.telling.loss:
+            listener(loss)
+        return loss
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the forward pass and the loss."""
-        return self._make_region()
+        return self._plan.contexts.make_region()
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None) -> None:
         """Add the gradients of `loss`, one micro-batch's mean.
+
+        Args:
+            loss: a scalar.
+            weight: over how many examples it is a mean; None where every micro-batch counts alike.
 
         Raises:
             TrainingError: `loss` is not a scalar tensor that depends on the parameters, or the model that made it is
                 not `trainer.forward` in a job of several ranks.
         """
-        self._backward(loss, outlast=True)
-
-    def _backward(self, loss: Tensor, *, outlast: bool) -> None:
-        """Add the gradients; `outlast`: they have to outlast the next forward pass."""
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise no_loss(loss)
-        self._parallel.check()
-        scaled = self.scaler.scale(loss)
-        # What backward starts from. Dividing the loss instead costs an operator here, and one in backward.
-        share = None if self._accumulate == 1 else torch.full_like(scaled, 1 / self._accumulate)
-        with self._arithmetic:
-            scaled.backward(share)  # type: ignore[no-untyped-call]
-        if self._overwrites and outlast:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.clone()
-        if self._micro == self._accumulate - 1:
-            self._parallel.check_reduced()
+        self._check_able()
+        if weight is None and self._options["weight"] is not None:
+            raise TrainingError(
+                "this trainer weighs micro-batches, and backward was given no weight",
+                remedy="call trainer.backward(loss, weight=...), or leave weight= out of accel.trainer(...)",
+            )
+        self._step.backward(loss, weight, outlast=True)
+        for listener in self._plan.telling.loss:
+            listener(loss.detach())
 
     def update(self) -> bool:
         """Count a micro-batch; at the end of a window, update the parameters. True when a window was closed."""
-        self._micro += 1
-        if self._micro == self._accumulate:
-            self._close()
+        if self._step.count():
+            self._close(full=True)
             return True
-        if self._micro == self._accumulate - 1:
-            self._parallel.last()
         return False
 
     def flush(self) -> None:
         """Close a window that is not full, as the mean of the micro-batches it has; nothing where there is none."""
-        if self._micro:
-            self._check_job()
-            self._parallel.reduce(self._parameters)
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad *= self._accumulate / self._micro
-            self._close()
+        if self._window.micro:
+            self._check_able()
+            self._close(full=False)
 
     def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
         """Save all that is needed to go on as if nothing had happened, as a new checkpoint in `folder`.
@@ -259,10 +216,9 @@ class Trainer:
         Returns:
             The checkpoint: a folder named after the number of steps.
         """
-        from accelcore.training.state import save
-
-        self._check_job()
-        return save(self, Path(folder), keep)
+        self._check_able()
+        self._watch.check()
+        return save(self._state(), Path(folder), steps=self.steps, keep=keep)
 
     def resume(self, folder: str | Path) -> Path | None:
         """Go on from the newest checkpoint in `folder`, or from `folder` if it is itself one.
@@ -271,114 +227,101 @@ class Trainer:
             The checkpoint, or None where there is none.
 
         Raises:
-            CheckpointError: it is damaged, or belongs to another model; this trainer is left as it was.
+            CheckpointError: it is damaged, or belongs to another model; on all ranks alike, and this trainer is left
+                as it was.
         """
-        from accelcore.training.state import resume
+        self._check_able()
+        self._watch.check()
+        found = resume(self._state(), Path(folder))
+        if found is None:
+            return None
+        path, self.steps, self._run = found
+        if self._plan.captured is not None:
+            self._plan.captured.forget()
+        self._step.begin(opened=self._window.micro > 0)
+        return path
 
-        self._check_job()
-        return resume(self, Path(folder))
+    def _state(self) -> TrainingState:
+        plan = self._plan
+        return TrainingState(
+            backend=self._backend,
+            parts=[
+                ModelPart(self.model, plan.gradients),
+                MastersPart(plan.gradients),
+                SchedulePart(self.scheduler),
+                OptimizerPart(self.model, self.optimizer, plan.gradients),
+                ScalerPart(self.scaler),
+                WindowPart(self.model, self._window, plan.gradients),
+                FeedsPart(self._feeds),
+                RandomPart(self._backend.runtime),
+            ],
+            run=self._run,
+        )
 
-    def _forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
-        with self._region:
-            loss = self._loss(self.forward, batch)
-        aux = None
-        if type(loss) is tuple:
-            loss, aux = loss
-        self._backward(loss, outlast=self._micro < self._accumulate - 1)
-        return loss, aux
+    def _compose(self) -> None:
+        plan, options = self._plan, self._options
+        self._overwrites = plan.compiled is not None and plan.compiled.overwrites
+        self._watch = Watch(self.model, self.optimizer)
+        self._step = Step(
+            forward=plan.forward,
+            loss=options["loss"] or _loss_of_model,
+            weight=options["weight"],
+            region=plan.contexts.region,
+            arithmetic=plan.contexts.arithmetic,
+            gradients=plan.gradients,
+            optimizer=self.optimizer,
+            scaler=self.scaler,
+            strategy=plan.strategy,
+            window=self._window,
+            clip=self._clip,
+            telling=plan.telling,
+            overwrites=self._overwrites,
+            exposes=not isinstance(self.optimizer, LateBound),
+            world_size=self._world_size,
+        )
 
-    def _launch(self, graphed: GraphedStep, batch: Any) -> Tensor:
-        last = self._micro == self._accumulate - 1
-        loss, self.aux = graphed(
-            batch, self._forward_backward, self._update_parameters, first=self._micro == 0, last=last
+    def _begin_window(self, batch: Any) -> None:
+        self._check_able()
+        self._follow()
+        self._feeds.check_shared(batch)
+
+    def _follow(self) -> None:
+        """Prepare anew where parameters were frozen, unfrozen or added since; between windows."""
+        if self._watch.changed():
+            self._preparation.repeat()
+            self._compose()
+            self._step.begin()
+
+    def _launch(self, batch: Any) -> Tensor:
+        last, captured = self._window.is_last, self._plan.captured
+        assert captured is not None
+        loss, self.aux = captured(
+            batch, self._step.forward_backward, self._step.work, first=self._window.micro == 0, last=last
         )  # fmt: skip
-        self._micro += 1
-        if last:
+        if self._step.count():
+            self._step.begin()
             self._end_window()
+        for listener in self._plan.telling.loss:
+            listener(loss)
         return loss
 
-    def _close(self) -> None:
-        self._update_parameters()
+    def _close(self, *, full: bool) -> None:
+        self._step.update(full=full)
         self._end_window()
 
-    def _update_parameters(self) -> None:
-        if self._clip is not None:
-            self.scaler.unscale_(self.optimizer)
-            # Those the optimizer has, and no others: others were not unscaled, and are not looked at for overflow.
-            trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            self._clip(trained)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self._clear()
-
     def _end_window(self) -> None:
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self._micro = 0
         self.steps += 1
-        self._parallel.open(self._accumulate)
+        self._schedule.step()
+        self._step.tell(self.steps)
 
-    def _check_job(self) -> None:
+    def _check_able(self) -> None:
+        self._step.check()
         if self._backend.collectives.world_size != self._world_size:
             raise DistributedError(
                 f"this trainer was made in a job of {self._world_size}, and the job now has "
                 f"{self._backend.collectives.world_size} ranks",
                 remedy="make the trainer, and use it, inside one `with accel.distributed():`",
             )
-
-    def _restart(self, micro: int, gradients: Mapping[str, Tensor]) -> None:
-        """Be at a saved place within a window."""
-        if self._graphed is not None:
-            self._graphed.forget()
-        self._clear()
-        for name, parameter in self.model.named_parameters():
-            if name in gradients:
-                parameter.grad = torch.empty_like(parameter).copy_(gradients[name])
-        self._micro = micro
-        self._parallel.open(self._accumulate)
-        if micro == self._accumulate - 1:
-            self._parallel.last()
-
-    def _clear(self) -> None:
-        if self._graphed is not None and self._graphed.holds_gradients:
-            self._graphed.clear()
-        else:
-            for parameter in self._parameters:
-                parameter.grad = None
-
-    def _feed(self, name: str) -> Feed:
-        if name not in self._feeds:
-            self._feeds[name] = Feed(self._backend.runtime, self._backend.collectives)
-        return self._feeds[name]
-
-
-class _Anew:
-    """A context that is made each time it is entered, where the one made could be entered only once."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
-        self._make = make
-        self._entered: list[AbstractContextManager[object]] = []
-
-    def __enter__(self) -> object:
-        self._entered.append(self._make())
-        return self._entered[-1].__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self._entered.pop().__exit__(kind, error, traceback)
-
-
-def _autocast(backend: Backend, dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    return nullcontext() if dtype is None else backend.precision.autocast(dtype)
-
-
-@contextmanager
-def _both(
-    outer: AbstractContextManager[object], make_inner: Callable[[], AbstractContextManager[object]]
-) -> Iterator[None]:
-    with outer, make_inner():
-        yield
 
 
 def _loss_of_model(model: Callable[..., Any], batch: Any) -> Any:

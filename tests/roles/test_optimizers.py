@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accelcore
-from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.errors import ConfigurationError, PluginError, TrainingError, UnsupportedError
 from accelcore.roles.optimizers import Choice, Optimizers
 
 # Each optimizer under torch's own name, with options that leave no term of its formula out.
@@ -62,7 +62,7 @@ def test_each_route_trains_as_torchs_own_class_does(accel, name, route):
     optimizer = accel.optimizers.create(name, model.parameters(), route=route, **options)
     oracle = kind(other.parameters(), foreach=False, **options)
     output, expected = train(model, optimizer, data), train(other, oracle, data)
-    assert isinstance(optimizer, kind)
+    assert isinstance(optimizer.engine, kind)
     assert not torch.allclose(output, model_and_data()[0](data[0][0]), atol=1e-2), "nothing was learned"
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
     for weight, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -83,7 +83,7 @@ def test_a_route_is_what_it_says(accel, name, route):
 @pytest.mark.parametrize("name", CASES)
 def test_the_default_is_the_fused_kernel_where_there_is_one(accel, name):
     assert bool(accel.optimizers.create(name, [parameter()]).param_groups[0].get("fused")) is (name in FUSED)
-    assert isinstance(accel.optimizers.create(name.upper(), [parameter()]), CASES[name][0])
+    assert isinstance(accel.optimizers.create(name.upper(), [parameter()]).engine, CASES[name][0])
 
 
 def step_both(accel, name, route, weights, gradients, **overrides):
@@ -386,7 +386,7 @@ def test_sparse_gradients_take_the_loop_and_a_fused_kernel_refuses_them(accel):
         return table.weight - before
 
     assert torch.equal(step("loop"), torch.tensor([[0.0, 0.0], [-1.0, -1.0], [0.0, 0.0]]))
-    with pytest.raises(RuntimeError, match="sparse"):
+    with pytest.raises(TrainingError, match='route="loop"'):
         step("fused")
 
 
@@ -423,15 +423,15 @@ def test_the_highest_priority_that_supports_the_request_wins():
     def only(kind):
         return lambda request: None if request.options.get("kind") == kind else f"not {kind}"
 
-    def factory(name):
-        return lambda params, kind=None: (name, params)
+    def factory(params, kind=None):
+        return torch.optim.SGD(params, lr=0.1)
 
     for name, priority, supports in (("low", 1, only("b")), ("high", 9, only("a")), ("middle", 5, only("a"))):
-        registry.register("lion", name, factory(name), priority=priority, supports=supports)
+        registry.register("lion", name, factory, priority=priority, supports=supports)
     weight = parameter()
-    assert registry.create("lion", [weight], kind="a") == ("high", [weight])
-    assert registry.create("LION", [weight], kind="b") == ("low", [weight])
-    assert registry.create("lion", [weight], kind="a", route="middle") == ("middle", [weight])
+    assert registry.create("lion", [weight], kind="a").route == "high"
+    assert registry.create("LION", [weight], kind="b").route == "low"
+    assert registry.create("lion", [weight], kind="a", route="middle").route == "middle"
     with pytest.raises(UnsupportedError) as caught:
         registry.create("lion", [weight])
     assert caught.value.why == "high: not a; middle: not a; low: not b"
@@ -462,6 +462,13 @@ def test_a_second_route_of_one_name_or_priority_is_refused(name, route, priority
     with pytest.raises(ConfigurationError, match="already has a route 'mine' of priority 0"):
         registry.register(name, route, sgd, priority=priority)
     assert [choice.route for choice in registry.explain("lion")] == ["mine"]
+
+
+def test_a_factory_that_makes_no_optimizer_is_a_broken_plugin():
+    registry = Optimizers()
+    registry.register("lion", "mine", lambda params: params)
+    with pytest.raises(PluginError, match="'mine' of optimizer 'lion' made a list"):
+        registry.create("lion", [parameter()])
 
 
 def test_a_refused_name_is_not_left_half_registered():

@@ -119,7 +119,7 @@ def test_an_evaluation_does_not_excuse_a_step_around_the_replicas(tmp_path):
         assert "trainer.forward" in found["refused"]
 
 
-def test_a_parameter_left_out_of_the_last_backward_is_named_before_any_step(tmp_path):
+def test_a_parameter_left_out_of_the_last_backward_is_trained_as_by_hand(tmp_path):
     for found in start("unused_parameter", tmp_path, 2):
         assert "parts.sometimes.weight" in found["refused"]
         assert found["unchanged"]

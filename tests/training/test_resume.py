@@ -393,7 +393,8 @@ def test_a_sparse_gradient_of_an_open_window_is_named(accel, tmp_path):
         lambda manifest: manifest["files"].update({"../secret": {"bytes": 1, "sha256": ""}}),
         lambda manifest: manifest.update(files=[]),
         lambda manifest: manifest["files"].pop("training"),
-        lambda manifest: manifest.update(format=2),
+        lambda manifest: manifest.update(format=3),
+        lambda manifest: manifest.update(format=2.0),
     ],
 )
 def test_a_forged_manifest_is_refused(accel, tmp_path, change):
@@ -503,7 +504,7 @@ def test_what_a_checkpoint_cannot_hold_is_named_and_nothing_is_left_behind(accel
     trainer = accel.trainer(model, optimizer, scheduler=schedule)
     whole = trainer.save(tmp_path)
     schedule.curve = object()
-    with pytest.raises(accelcore.CheckpointError, match=r"scheduler\.curve is a object"):
+    with pytest.raises(accelcore.CheckpointError, match=r"schedule\.state\.curve is a object"):
         trainer.save(tmp_path)
     del schedule.curve
     assert trainer.resume(tmp_path) == whole

@@ -34,11 +34,13 @@ def loss_of(model, batch):
     return mse_loss(model(batch[0]), batch[1])
 
 
-def same(first: nn.Module, second: nn.Module) -> None:
+def same(first: nn.Module, second: nn.Module, *, flat: bool = False) -> None:
+    """Every tensor of the state and the outputs in evaluation; in flat memory a kernel may round the last bit otherwise."""
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if flat else {"rtol": 0, "atol": 0}
     for (name, one), (_, other) in zip(first.state_dict().items(), second.state_dict().items(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(one, other, **tolerance, msg=name)
     inputs = data(1, seed=99)[0][0]
-    torch.testing.assert_close(first.eval()(inputs), second.eval()(inputs), rtol=0, atol=0)
+    torch.testing.assert_close(first.eval()(inputs), second.eval()(inputs), **tolerance)
 
 
 @settings(max_examples=25, deadline=None)
@@ -47,23 +49,24 @@ def same(first: nn.Module, second: nn.Module) -> None:
     accumulate=st.integers(1, 4),
     clip_norm=st.one_of(st.none(), st.floats(0.01, 2.0)),
     scheduled=st.booleans(),
-    precision=st.sampled_from(["fp32", "bf16"]),
+    how=st.sampled_from([("fp32", False), ("fp32", True), ("bf16", False)]),
 )
-def test_training_is_bit_equal_to_the_loop_written_by_hand(batches, accumulate, clip_norm, scheduled, precision):
+def test_training_is_bit_equal_to_the_loop_written_by_hand(batches, accumulate, clip_norm, scheduled, how):
+    precision, flat = how
     accel = accelcore.select("cpu")
     feed = data(batches)
 
     ours = net()
-    optimizer = accel.optimizers.create("adamw", ours.parameters(), lr=1e-2)
+    optimizer = accel.optimizers.create("adamw", ours.parameters(), lr=1e-2, eps=1e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if scheduled else None
     trainer = accel.trainer(
         ours, optimizer, loss=loss_of, scheduler=schedule, precision=precision, accumulate=accumulate,
-        clip_norm=clip_norm,
+        clip_norm=clip_norm, flat=flat,
     )  # fmt: skip
     losses = [trainer(batch) for batch in trainer.batches(feed)]
 
     hand = net()
-    optimizer = torch.optim.AdamW(hand.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(hand.parameters(), lr=1e-2, eps=1e-3, fused=True)  # eps: no step is made of rounding
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if scheduled else None
     expected = []
     for start in range(0, batches, accumulate):
@@ -83,9 +86,9 @@ def test_training_is_bit_equal_to_the_loop_written_by_hand(batches, accumulate, 
         if schedule is not None:
             schedule.step()
 
-    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), **({} if flat else {"rtol": 0, "atol": 0}))
     assert trainer.steps == -(-batches // accumulate)
-    same(ours, hand)
+    same(ours, hand, flat=flat)
 
 
 def test_a_short_last_window_is_the_mean_of_what_it_has(accel):
@@ -449,11 +452,15 @@ def test_a_position_of_another_stream_leaves_the_window_open(accel):
     assert trainer.steps == 1
 
 
-def test_a_window_without_any_gradient_closes(accel):
+def test_a_window_without_any_gradient_is_refused_and_the_next_one_is_right(accel):
     model = net()
     trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, accumulate=2)
     trainer.update()
-    trainer.flush()
+    with pytest.raises(accelcore.TrainingError, match="no parameter received a gradient"):
+        trainer.flush()
+    assert trainer.steps == 0
+    for batch in data(2):
+        trainer(batch)
     assert trainer.steps == 1
 
 

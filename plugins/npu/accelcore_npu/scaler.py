@@ -8,12 +8,12 @@ until it is cleared, and which says nothing to the other ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch_npu
 from torch import Tensor
-from torch.optim import Optimizer
 
 from accelcore.roles.collectives import Collectives
 from accelcore.roles.scaler import GradScaler
@@ -47,14 +47,14 @@ class FlagScaler(NpuScaler):
             self._cleared = True
         return super().scale(loss)
 
-    def update(self) -> None:
-        super().update()
+    def abandon(self) -> None:
+        super().abandon()
         self._cleared = False
 
-    def _check(self, optimizer: Optimizer, multiplier: Tensor) -> Tensor:
+    def _check(self, gradients: Sequence[Tensor], multiplier: Tensor) -> Tensor:
         # Read first: the check itself may read the flag and put it down.
         raised = torch_npu.npu_get_float_status(self._status())[0].ne(0).float()
-        found = torch.maximum(super()._check(optimizer, multiplier), raised)
+        found = torch.maximum(super()._check(gradients, multiplier), raised)
         return self._collectives.all_reduce(found, "max")
 
     def _status(self) -> Tensor:

@@ -14,14 +14,15 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.roles.runtime import Runtime
+from accelcore.training.gradients import Gradients
 
-__all__ = ["GraphedStep"]
+__all__ = ["CapturedStep", "check_capturable"]
 
 ForwardBackward = Callable[[Any], tuple[Tensor, Any]]
 
@@ -39,7 +40,7 @@ class _Graph:
     replay: Callable[[], None]
 
 
-class GraphedStep:
+class CapturedStep:
     """The device's part of a training step, eager while it warms up, then captured.
 
     A batch of another kind is trained on eagerly once, too, so that what libraries choose and compile for it is there
@@ -47,37 +48,20 @@ class GraphedStep:
 
     Args:
         runtime: captures.
-        optimizer: one that keeps its step count on the device, as torch's do with `capturable`, which is set here.
+        optimizer: one that `check_capturable` passes.
+        gradients: of what it trains.
         sums: whether a window has several micro-batches, whose graphs add to the same gradients.
-
-    Raises:
-        UnsupportedError: the optimizer counts its steps on the host, so that each replay would be the same step again,
-            or reads its learning rate there.
     """
 
-    def __init__(self, runtime: Runtime, optimizer: Optimizer, *, sums: bool) -> None:
-        self._runtime, self._optimizer, self._sums = runtime, optimizer, sums
-        if not isinstance(optimizer, torch.optim.SGD) and not all("capturable" in g for g in optimizer.param_groups):
-            raise _counts_on_the_host(optimizer)
-        if _reads_on_the_host(optimizer):
-            raise UnsupportedError(
-                f"this {type(optimizer).__name__} cannot be captured in a graph",
-                why="it reads its learning rate on the host, and a graph cannot wait for that",
-                remedy="take route 'fused' or 'foreach' where there is one (SGD: 'fused', without dampening), or adamw",
-            )
+    def __init__(self, runtime: Runtime, optimizer: Optimizer, gradients: Gradients, *, sums: bool) -> None:
+        self._runtime, self._optimizer, self._gradients, self._sums = runtime, optimizer, gradients, sums
         self._graphs: dict[Any, _Graph] = {}
         self._met: set[Any] = set()
         self._options: list[Any] = []
         self._baked: tuple[Any, ...] = ()
         self._warm, self._windows = False, 0
-        self._seen: set[int] = set()  # parameters that received a gradient while warming up
-        self._received: list[nn.Parameter] = []
+        self._seen: set[str] = set()  # parameters that received a gradient while warming up
         self._prepare()
-
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether gradients are the graphs' own memory: set to zero between windows, and never dropped."""
-        return bool(self._received)
 
     def __call__(
         self, batch: Any, forward_backward: ForwardBackward, close: Callable[[], None], *, first: bool, last: bool
@@ -93,8 +77,8 @@ class GraphedStep:
         """
         if first and not self._warm and self._windows >= WARM_UP:
             self._warm = True
-            if self._sums:
-                self._keep_gradients()
+            if self._sums:  # memory that every graph adds to
+                self._gradients.hold(self._seen)
         leaves, structure = _flatten(batch)
         key = (last, structure, tuple(map(_kind, leaves)), self._hyperparameters())
         try:
@@ -122,18 +106,13 @@ class GraphedStep:
         graph.replay()
         return graph.loss.clone(), graph.aux
 
-    def clear(self) -> None:
-        """Set the gradients to zero, where others would drop them."""
-        gradients = [parameter.grad for parameter in self._received]
-        torch._foreach_zero_([gradient for gradient in gradients if gradient is not None])
-
     def forget(self) -> None:
         """Drop every graph, because the memory they were captured with is no longer the training's."""
         self._graphs.clear()
         self._met.clear()
         self._warm, self._windows = False, 0
         self._seen.clear()
-        self._received.clear()
+        self._gradients.release()
         self._prepare()
 
     def _meet(self, key: Any) -> None:
@@ -149,7 +128,7 @@ class GraphedStep:
         self, batch: Any, forward_backward: ForwardBackward, close: Callable[[], None] | None
     ) -> tuple[Tensor, Any]:
         loss, aux = forward_backward(batch)
-        received = {id(parameter) for parameter in _parameters(self._optimizer) if parameter.grad is not None}
+        received = set(self._gradients.state())
         if self._warm and received - self._seen:
             raise TrainingError(
                 f"{len(received - self._seen)} parameters received their first gradient after {WARM_UP} windows",
@@ -170,9 +149,9 @@ class GraphedStep:
         return self._baked
 
     def _capture(self, batch: Any, work: ForwardBackward) -> _Graph:
-        steps = [entry["step"] for entry in self._optimizer.state.values() if "step" in entry]
+        steps = [entry["step"] for entry in _engine(self._optimizer).state.values() if "step" in entry]
         if any(not isinstance(step, Tensor) or step.device != self._runtime.device for step in steps):
-            raise _counts_on_the_host(self._optimizer)
+            raise _counts_on_the_host(_engine(self._optimizer))
         leaves, structure = pytree.tree_flatten(batch)
         own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         static = pytree.tree_unflatten(own, structure)
@@ -181,7 +160,7 @@ class GraphedStep:
         except TrainingError:
             raise
         except RuntimeError as error:
-            # To end a capture that broke raises again, and would hide what broke it.
+            # Ending a broken capture raises once more, which would hide what broke it.
             cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             raise TrainingError(
                 "the training step cannot be captured as a graph",
@@ -192,13 +171,6 @@ class GraphedStep:
             ) from cause
         return _Graph([leaf for leaf in own if isinstance(leaf, Tensor)], loss, aux, replay)
 
-    def _keep_gradients(self) -> None:
-        """From now on gradients are memory that every graph adds to. One that never came stays None: it is no zero."""
-        for parameter in _parameters(self._optimizer):
-            if id(parameter) in self._seen:
-                parameter.grad = torch.zeros_like(parameter)
-                self._received.append(parameter)
-
     def _prepare(self) -> None:
         for group in self._optimizer.param_groups:
             if "capturable" in group:
@@ -207,8 +179,27 @@ class GraphedStep:
                 group["lr"] = torch.tensor(group["lr"], device=self._runtime.device)
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def check_capturable(optimizer: Optimizer) -> None:
+    """Raise UnsupportedError for an optimizer that cannot be captured.
+
+    It has to keep its step count on the device, as torch's do with `capturable`, or each replay would be the same step
+    again; and its learning rate, which a graph cannot wait for.
+    """
+    engine = _engine(optimizer)
+    if not isinstance(engine, torch.optim.SGD) and not all("capturable" in group for group in engine.param_groups):
+        raise _counts_on_the_host(engine)
+    if _reads_on_the_host(engine):
+        raise UnsupportedError(
+            f"this {type(engine).__name__} cannot be captured in a graph",
+            why="it reads its learning rate on the host, and a graph cannot wait for that",
+            remedy="take route 'fused' or 'foreach' where there is one (SGD: 'fused', without dampening), or adamw",
+        )
+
+
+def _engine(optimizer: Optimizer) -> Optimizer:
+    """What computes the updates."""
+    engine: Optimizer = getattr(optimizer, "engine", optimizer)
+    return engine
 
 
 def _counts_on_the_host(optimizer: Optimizer) -> UnsupportedError:

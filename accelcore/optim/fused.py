@@ -1,0 +1,185 @@
+"""torch's fused kernels called directly: what torch's classes do around them takes longer than a small update itself.
+
+Each class is torch's own, with its checks, options and state, and a shorter way to the same kernel. One thing differs:
+SGD's momentum starts as zeros. torch takes the first update of all parameters for the first of each, so that one whose
+first gradient comes late is a TypeError, and a first step that is skipped leaves momentum that was never written. Where
+dampening is 0 the updates are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelcore.errors import TrainingError
+
+__all__ = ["FUSED"]
+
+Entries = list[dict[str, Any]]
+
+
+class _Fused(torch.optim.Optimizer):
+    """Collects what the kernel needs. Subclasses put this before the torch class whose options they have."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, fused=True, **options)  # type: ignore[call-arg]  # torch's class comes next
+
+    def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
+        """Update what has a gradient, after dividing it by `grad_scale`; nothing where `found_inf` is 1."""
+        for group in self.param_groups:
+            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+            for tensors in alike.values():
+                entries = [self.state[tensor] or self._begin(tensor, group) for tensor in tensors]
+                gradients = [tensor.grad for tensor in tensors]
+                if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+                    raise TrainingError(
+                        "a gradient is sparse, and the fused kernel would take its memory for a dense one",
+                        remedy='make the optimizer by route="loop", or the embedding with sparse=False',
+                    )
+                self._launch(group, tensors, gradients, entries, {"found_inf": found_inf, "grad_scale": grad_scale})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
+        return loss
+
+    def _begin(self, tensor: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Make the state of a tensor that has its first gradient."""
+        raise NotImplementedError
+
+    def _launch(
+        self, group: dict[str, Any], tensors: list[Tensor], gradients: list[Any], entries: Entries, scaling: Any
+    ) -> None:
+        raise NotImplementedError
+
+
+class _Adam(_Fused):
+    def _begin(self, tensor: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        entry: dict[str, Any] = self.state[tensor]
+        entry["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+        for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+            entry[key] = torch.zeros_like(tensor)
+        return entry
+
+    def _launch(
+        self, group: dict[str, Any], tensors: list[Tensor], gradients: list[Any], entries: Entries, scaling: Any
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        (torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_)(
+            tensors,
+            gradients,
+            [entry["exp_avg"] for entry in entries],
+            [entry["exp_avg_sq"] for entry in entries],
+            [entry["max_exp_avg_sq"] for entry in entries] if group["amsgrad"] else [],
+            _counted(entries, scaling["found_inf"]),
+            lr=_there(group["lr"], tensors[0]),
+            beta1=_number(beta1),
+            beta2=_number(beta2),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+            **scaling,
+        )
+
+
+class _Adagrad(_Fused):
+    def _begin(self, tensor: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        entry: dict[str, Any] = self.state[tensor]
+        entry["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+        entry["sum"] = torch.full_like(tensor, group["initial_accumulator_value"])
+        return entry
+
+    def _launch(
+        self, group: dict[str, Any], tensors: list[Tensor], gradients: list[Any], entries: Entries, scaling: Any
+    ) -> None:
+        torch._fused_adagrad_(
+            tensors,
+            gradients,
+            [entry["sum"] for entry in entries],
+            _counted(entries, scaling["found_inf"]),
+            lr=_there(group["lr"], tensors[0]),
+            lr_decay=group["lr_decay"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            **scaling,
+        )
+
+
+class _SGD(_Fused):
+    def _begin(self, tensor: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        entry: dict[str, Any] = self.state[tensor]
+        if group["momentum"]:
+            entry["momentum_buffer"] = torch.zeros_like(tensor)
+        return entry
+
+    def _launch(
+        self, group: dict[str, Any], tensors: list[Tensor], gradients: list[Any], entries: Entries, scaling: Any
+    ) -> None:
+        torch._fused_sgd_(
+            tensors,
+            gradients,
+            [entry["momentum_buffer"] for entry in entries] if group["momentum"] else [],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=_there(group["lr"], tensors[0]),
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            is_first_step=False,
+            **scaling,
+        )
+
+
+class FusedAdagrad(_Adagrad, torch.optim.Adagrad):
+    """torch's Adagrad by its fused kernel."""
+
+
+class FusedAdam(_Adam, torch.optim.Adam):
+    """torch's Adam by its fused kernel."""
+
+
+class FusedAdamW(_Adam, torch.optim.AdamW):
+    """torch's AdamW by its fused kernel."""
+
+
+class FusedSGD(_SGD, torch.optim.SGD):
+    """torch's SGD by its fused kernel."""
+
+
+FUSED: dict[str, type[torch.optim.Optimizer]] = {
+    "adagrad": FusedAdagrad,
+    "adam": FusedAdam,
+    "adamw": FusedAdamW,
+    "sgd": FusedSGD,
+}
+"""By the registry's name."""
+
+
+def _counted(entries: Entries, found_inf: Tensor | None) -> list[Tensor]:
+    """The numbers of steps, this one included where it is not skipped."""
+    steps = [entry["step"] for entry in entries]
+    if found_inf is None:
+        torch._foreach_add_(steps, 1)
+    else:
+        torch._foreach_add_(steps, [1 - found_inf] * len(steps))
+    return steps
+
+
+def _there(lr: float | Tensor, tensor: Tensor) -> Any:
+    return lr.to(tensor.device, non_blocking=True) if isinstance(lr, Tensor) else lr
+
+
+def _number(beta: float | Tensor) -> float:
+    return beta.item() if isinstance(beta, Tensor) else beta

@@ -1,0 +1,238 @@
+"""Flat memory: many tensors in one piece, so that one kernel serves them all.
+
+A parameter keeps its shape and strides, and a storage of its own within the piece: saving, copying or comparing it
+touches no other. What is between two tensors, for alignment, stays zero.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from accelcore.errors import TrainingError
+
+__all__ = ["FlatMemory", "Layout", "Run", "Slot", "lay_flat", "unfit"]
+
+_ALIGNMENT = 512
+"""Bytes. What allocators of accelerators align a tensor to, and a multiple of a CPU's cache line."""
+
+
+class Slot(NamedTuple):
+    """One parameter that is trained.
+
+    Attributes:
+        name: as in `model.named_parameters()`; tied parameters have one slot.
+        group: the number of its parameter group.
+        parameter: what forward and backward use.
+        trained: what the optimizer updates: the parameter itself, or its fp32 master.
+    """
+
+    name: str
+    group: int
+    parameter: nn.Parameter
+    trained: Tensor
+
+
+class Layout:
+    """Where each of several tensors lies in one piece of memory, in elements."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        unit = _ALIGNMENT // tensors[0].element_size()
+        self.shapes = [tensor.shape for tensor in tensors]
+        self.strides = [tensor.stride() for tensor in tensors]
+        sizes = [-(-tensor.numel() // unit) * unit for tensor in tensors]
+        self.offsets = [0, *accumulate(sizes)]
+        """Where each begins, and after the last where all end."""
+
+    def views(self, memory: Tensor, first: int = 0, last: int | None = None) -> list[Tensor]:
+        """The tensors `first` to `last` (not included) as views of `memory`, which begins with the first of them."""
+        begin = self.offsets[first]
+        return [
+            memory.as_strided(self.shapes[number], self.strides[number], memory.storage_offset() + offset - begin)
+            for number, offset in list(enumerate(self.offsets[:-1]))[first:last]
+        ]
+
+
+class Run:
+    """What an optimizer updates as one: a tensor, or a stretch of flat memory whose parameters share their history.
+
+    Parameters share it as long as all of them received a gradient in the same steps.
+
+    Args:
+        slots: theirs, all of one parameter group.
+        value: what is updated; 1-D where there is a `memory`.
+        gradient: laid out as `value`; None where `value.grad` is set elsewhere.
+        memory: what it is a stretch of.
+        first: the number of its first slot in that memory.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        value: Tensor,
+        gradient: Tensor | None = None,
+        memory: FlatMemory | None = None,
+        first: int = 0,
+    ) -> None:
+        self.slots, self.value, self.gradient, self.memory = slots, value, gradient, memory
+        self.group, self.first, self.last = slots[0].group, first, first + len(slots)
+
+    @property
+    def received(self) -> Sequence[bool]:
+        """For each slot, whether it has a gradient now."""
+        if self.memory is None:
+            return [self.value.grad is not None]
+        return self.memory.received[self.first : self.last]
+
+    def parts(self, tensor: Tensor) -> list[Tensor]:
+        """A tensor that is laid out as `value`, seen as one tensor for each slot."""
+        return [tensor] if self.memory is None else self.memory.layout.views(tensor, self.first, self.last)
+
+    def split(self, edges: Sequence[int]) -> list[Run]:
+        """The stretches between its beginning, the slots of these numbers in its memory, and its end."""
+        return [self._between(begin, end) for begin, end in pairwise([self.first, *edges, self.last])]
+
+    def cut(self, tensor: Tensor, part: Run) -> Tensor:
+        """What of a tensor laid out as `value` belongs to `part`, one of those that `split` gave."""
+        assert self.memory is not None
+        begin, start, end = (self.memory.layout.offsets[number] for number in (self.first, part.first, part.last))
+        return tensor[start - begin : end - begin]
+
+    def _between(self, begin: int, end: int) -> Run:
+        part = Run(self.slots[begin - self.first : end - self.first], self.value, None, self.memory, begin)
+        part.value = self.cut(self.value, part)
+        part.gradient = None if self.gradient is None else self.cut(self.gradient, part)
+        return part
+
+
+class FlatMemory:
+    """Parameters of one dtype and device in one piece of memory, and their gradients in another.
+
+    Backward leaves gradients where it likes; `gather` copies them into their piece. So a gradient that is None stays
+    that, which an optimizer tells from zero.
+
+    Args:
+        slots: in the order of their groups. Each parameter's memory is replaced by its place in the piece.
+
+    Attributes:
+        layout: of both pieces.
+        values, gradients: the pieces.
+        received: for each slot, whether `gather` found a gradient.
+        packed: `gradients`, and behind it one more element for each slot: what ranks exchange.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = slots
+        self._parameters = [slot.parameter for slot in slots]
+        self.layout = Layout(self._parameters)
+        like, total = self._parameters[0], self.layout.offsets[-1]
+        self.values = torch.zeros(total, dtype=like.dtype, device=like.device)
+        self.packed = torch.zeros(total + len(slots), dtype=like.dtype, device=like.device)
+        self.gradients = self.packed[:total]
+        self.flags = self.packed[total:]
+        self._gradient_views = self.layout.views(self.gradients)
+        self._places = [_own_storage(view) for view in self.layout.views(self.values)]
+        self._addresses = [place.data_ptr() for place in self._places]
+        self.received = [False] * len(slots)
+        self._take_in(range(len(slots)))
+
+    def follow(self) -> bool:
+        """Take in what was given other memory since: by `model.to`, `load_state_dict(assign=True)`, another trainer.
+
+        Returns:
+            Whether there was any.
+
+        Raises:
+            TrainingError: it has another dtype, device or shape now.
+        """
+        places = zip(self._parameters, self._addresses, strict=True)
+        moved = [number for number, (parameter, address) in enumerate(places) if parameter.data_ptr() != address]
+        moved = [number for number in moved if self._parameters[number].numel()]
+        if moved:
+            self._take_in(moved)
+        return bool(moved)
+
+    def gather(self) -> None:
+        """Copy the gradients into their piece; zeros where there is none."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        self.received = [gradient is not None for gradient in gradients]
+        self.gradients.zero_()  # also what is between them: an overflow that was clipped is nan everywhere
+        if all(self.received):
+            _copy(self._gradient_views, gradients)
+        elif any(self.received):
+            pairs = [pair for pair in zip(self._gradient_views, gradients, strict=True) if pair[1] is not None]
+            _copy([view for view, _ in pairs], [gradient for _, gradient in pairs])
+
+    def expose(self) -> None:
+        """Give each trained tensor its gradient as `grad`, for an optimizer that is not made of runs."""
+        for slot, view, received in zip(self.slots, self._gradient_views, self.received, strict=True):
+            slot.trained.grad = view if received else None
+
+    def runs(self, values: Tensor, gradients: Tensor) -> list[Run]:
+        """A run for each group, over pieces that are laid out as these."""
+        whole = Run(self.slots, values, gradients, self)
+        return whole.split([n for n in range(1, len(self.slots)) if self.slots[n].group != self.slots[n - 1].group])
+
+    def _take_in(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            parameter, place = self._parameters[number], self._places[number]
+            if (parameter.dtype, parameter.device, parameter.shape) != (place.dtype, place.device, place.shape):
+                raise TrainingError(
+                    f"the parameter {self.slots[number].name!r} is {parameter.dtype} of shape {tuple(parameter.shape)} "
+                    f"on {parameter.device}, and was {place.dtype} of shape {tuple(place.shape)} on {place.device}",
+                    why="it was changed after its training began",
+                    remedy="move and cast the model before the trainer or the optimizer is made, or make a new one",
+                )
+            place.copy_(parameter.detach())
+            parameter.data = place
+
+
+def lay_flat(slots: Sequence[Slot]) -> list[FlatMemory]:
+    """One piece of memory for each dtype and device among the parameters."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Slot]] = defaultdict(list)
+    for slot in slots:
+        alike[slot.parameter.dtype, slot.parameter.device].append(slot)
+    with torch.no_grad():
+        return [FlatMemory(sorted(each, key=lambda slot: slot.group)) for each in alike.values()]
+
+
+def unfit(parameters: Sequence[Tensor]) -> str | None:
+    """Why these cannot be laid flat; None where they can."""
+    for parameter in parameters:
+        plain = parameter.data
+        if type(plain) is not Tensor or plain.layout is not torch.strided:
+            return f"a parameter is a {type(plain).__name__} of layout {plain.layout}, not a plain dense tensor"
+        if torch.empty_like(plain).stride() != plain.stride():
+            return "a parameter has gaps in its memory, or meets it twice"
+    distinct = {id(parameter): parameter for parameter in parameters if parameter.numel()}.values()
+    spans = sorted((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes) for p in distinct)
+    if any(one[0] == other[0] and one[2] > other[1] for one, other in pairwise(spans)):
+        return "two parameters share memory, and each would get its own"
+    return None
+
+
+def _copy(views: list[Tensor], gradients: list[Any]) -> None:
+    try:
+        torch._foreach_copy_(views, gradients)
+    except (RuntimeError, NotImplementedError) as error:
+        if any(gradient.layout is not torch.strided for gradient in gradients):
+            raise TrainingError(
+                "a gradient is sparse, which flat memory cannot hold",
+                remedy='make the embedding with sparse=False, or say flat=False and make the optimizer by route="loop"',
+            ) from error
+        raise
+
+
+def _own_storage(view: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage ends where it ends, where the device can exchange memory so."""
+    try:
+        # A dimension of one element comes back with a stride of its own choosing.
+        return from_dlpack(view).as_strided(view.shape, view.stride()) if view.numel() else view
+    except (BufferError, RuntimeError, NotImplementedError, TypeError):
+        return view  # right all the same: only what is saved with torch.save then drags the whole piece along

@@ -1,0 +1,360 @@
+"""The one class of optimizer that the registry makes, whichever route computes the update."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from accelcore.errors import ConfigurationError, PluginError, TrainingError
+from accelcore.optim.memory import FlatMemory, Run, Slot, lay_flat
+from accelcore.optim.route import Request, Route
+from accelcore.optim.slot_state import Entry, by_parameter, divide, pour
+
+__all__ = ["SWITCHES", "Optimizer"]
+
+SWITCHES = ("foreach", "fused", "capturable", "differentiable", "param_names")
+"""Options of a group that say how an update is computed, not what it computes: loading state leaves them alone."""
+
+
+class Optimizer(torch.optim.Optimizer):
+    """An optimizer by name, bound late: it takes its route when it knows what it trains.
+
+    That is at its first step, or when a trainer binds it, after the model was moved, cast, laid flat or given fp32
+    masters. `param_groups` always holds the model's own parameters; `state` and `state_dict` have torch's keys and the
+    parameters' shapes, however the memory under them is laid out. Schedulers and step hooks work as with torch's.
+
+    State has the dtype of what is trained: moments of a bf16 parameter with an fp32 master are fp32, also after
+    `load_state_dict`, which torch's own would round.
+
+    Made by `accel.optimizers.create`. A copy, and one that was pickled, is unbound and has the state.
+
+    Attributes:
+        name: the optimizer's name in the registry.
+        route: the name of the route it took.
+        engine: the `torch.optim.Optimizer` that computes the updates; its groups hold what is trained.
+        grad_scale, found_inf: float32 scalars on the device, or None: what the next step divides the gradients by, and
+            1.0 where it is to be skipped. For a route whose kernel can do that (`_step_supports_amp_scaling`); torch's
+            scalers set them.
+    """
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+    _skips = False
+    _runs: list[Run] | None
+    _memories: list[FlatMemory]
+
+    def __init__(self, request: Request, groups: Iterable[Any], choose: Callable[[Request], Route]) -> None:
+        self._request, self._choose = request, choose
+        self._before: dict[int, Callable[..., Any]] = {}
+        self._after: dict[int, Callable[..., Any]] = {}
+        self._take_route(request, groups)
+        super().__init__(self.engine.param_groups, self.engine.defaults)
+        self._share_groups()
+
+    @property
+    def name(self) -> str:
+        """The optimizer's name in the registry."""
+        return self._request.name
+
+    @property
+    def route(self) -> str:
+        """The name of the route it took."""
+        return self._route.name
+
+    @property
+    def takes_flat(self) -> bool:
+        """Whether its route can update many parameters as one piece of memory."""
+        return self._route.memory != "tensors"
+
+    @property
+    def needs_flat(self) -> bool:
+        """Whether its route updates nothing else."""
+        return self._route.memory == "flat"
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise UnsupportedError where no route supports parameters of this dtype."""
+        tensors = tuple(torch.empty(0, dtype=dtype) for _ in self.param_groups)
+        self._choose(replace(self._request, parameters=tensors, groups=_options_of(self.param_groups)))
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return bool(getattr(self.engine, "_step_supports_amp_scaling", False))
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The state of each parameter, under torch's keys."""
+        if self._runs is None:
+            return self._unbound
+        found: defaultdict[Tensor, Any] = defaultdict(dict)
+        found.update(by_parameter(self._runs, self.engine.state))
+        return found
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        # torch's constructor sets it to nothing, when the route's own may already hold something.
+        assert not value
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """What torch wraps `step` in, to run hooks and to label profiles; not here, where `step` runs the hooks itself.
+
+        The label alone takes a fifth of the time of a small step.
+        """
+        return func
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        handle = RemovableHandle(self._before)
+        self._before[handle.id] = hook
+        return handle
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        handle = RemovableHandle(self._after)
+        self._after[handle.id] = hook
+        return handle
+
+    def bind(self, runs: Sequence[Run], *, flat: bool) -> None:
+        """Train these from now on, each parameter's state with it. Who binds sets the gradients before each step.
+
+        Args:
+            runs: of every parameter that is trained; each belongs to one group.
+            flat: whether a run may be a stretch of flat memory.
+
+        Raises:
+            UnsupportedError: no route supports what it is to train.
+        """
+        entries = dict(self.state)
+        groups: list[dict[str, Any]] = []
+        for number, group in enumerate(self.param_groups):
+            options = {key: value for key, value in group.items() if key not in ("foreach", "fused", "param_names")}
+            groups.append({**options, "params": [run.value for run in runs if run.group == number]})
+        request = replace(
+            self._request, parameters=tuple(run.value for run in runs), groups=_options_of(groups), flat=flat
+        )
+        self._take_route(request, groups)
+        for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
+            group.update({key: engine_group[key] for key in ("foreach", "fused") if key in engine_group})
+        self._runs = pour(entries, runs, self.engine)
+        self._members = [len(group["params"]) for group in self.param_groups]
+        self._place_runs()
+
+    @property
+    def bound(self) -> Sequence[Run] | None:
+        """What it was bound to, as it is divided now; None where it goes by itself."""
+        return None if self._memories else self._runs
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        if self._skips:
+            return None
+        for hook in list(self._before.values()):
+            hook(self, () if closure is None else (closure,), {})
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._runs is None or self._memories:
+            self._prepare_alone()
+        if self._runs is not None:
+            self._follow_groups()
+            self._present(self._runs)
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if self._update is not None:
+            self._update(found_inf, grad_scale)
+        elif found_inf is None and grad_scale is None:
+            self.engine.step()
+        else:
+            engine: Any = self.engine
+            engine.found_inf, engine.grad_scale = found_inf, grad_scale
+            try:
+                engine.step()
+            finally:
+                del engine.found_inf, engine.grad_scale
+        for hook in list(self._after.values()):
+            hook(self, () if closure is None else (closure,), {})
+        return loss
+
+    def skip(self) -> None:
+        """What a scaler does with a step that overflowed: update nothing, as a step that a schedule can see."""
+        self._skips = True
+        try:
+            self.step()
+        finally:
+            self._skips = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if len(self.param_groups) > len(self.engine.param_groups) and self._runs is None:
+            self._start_anew(dict(self.state))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state of this class, or of the torch class of the same name, and its hyperparameters.
+
+        Raises:
+            ValueError: it has other groups, or other parameters in them; nothing was changed.
+        """
+        theirs = state_dict["param_groups"]
+        if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError("the state has other parameter groups, or groups of another size, than this optimizer")
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        numbers = chain.from_iterable(group["params"] for group in theirs)
+        by_number = dict(zip(numbers, parameters, strict=True))
+        entries = {by_number[number]: _copied(entry) for number, entry in state_dict["state"].items()}
+        for parameter, entry in entries.items():
+            _check_shapes(parameter, entry)
+        for group, saved in zip(self.param_groups, theirs, strict=True):
+            group.update({key: value for key, value in saved.items() if key not in ("params", *SWITCHES)})
+        if self.bound is None:
+            self._start_anew(entries)
+        else:
+            assert self._runs is not None
+            self.engine.state.clear()
+            self._runs = pour(entries, self._runs, self.engine)
+            self._place_runs()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "request": self._request,
+            "choose": self._choose,
+            "defaults": self.defaults,
+            "param_groups": self.param_groups,
+            "entries": dict(self.state),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"defaults": state["defaults"], "param_groups": state["param_groups"]})
+        self._request, self._choose = state["request"], state["choose"]
+        self._before, self._after = {}, {}
+        self._start_anew(state["entries"])
+
+    def _take_route(self, request: Request, groups: Iterable[Any]) -> None:
+        self._route = self._choose(request)
+        self.engine = _make(self._route, request, groups)
+        self._update: Callable[[Tensor | None, Tensor | None], None] | None = getattr(self.engine, "update", None)
+        self._runs = None
+        self._memories = []
+        self._unbound = self.engine.state
+
+    def _share_groups(self) -> None:
+        """Unbound, the engine's groups are these very dicts, so that a change of an option needs no copy."""
+        self._kinds = self._look()
+        self.engine.param_groups[:] = self.param_groups
+
+    def _start_anew(self, entries: dict[Tensor, Entry]) -> None:
+        """Be unbound, with this state: of the parameters as they are."""
+        groups = [{key: v for key, v in g.items() if key not in ("foreach", "fused")} for g in self.param_groups]
+        tensors = tuple(chain.from_iterable(group["params"] for group in groups))
+        self._take_route(replace(self._request, parameters=tensors, groups=_options_of(groups)), groups)
+        for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
+            group.update({key: value for key, value in engine_group.items() if key != "params"})
+        self._share_groups()
+        pour(entries, [Run([slot], slot.parameter) for slot in self._slots()], self.engine)
+
+    def _prepare_alone(self) -> None:
+        """In a loop of one's own: see that the route is still the one for these parameters, and their memory right."""
+        if self._kinds != self._look():
+            self._start_anew(dict(self.state))
+        if self._route.memory == "flat":
+            if not self._memories:
+                memories = lay_flat(self._slots())
+                self.bind(
+                    list(chain.from_iterable(each.runs(each.values, each.gradients) for each in memories)), flat=True
+                )
+                self._memories = memories
+            for memory in self._memories:
+                memory.follow()
+                memory.gather()
+
+    def _slots(self) -> list[Slot]:
+        return [
+            Slot(str(number), number, parameter, parameter)
+            for number, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+        ]
+
+    def _look(self) -> list[tuple[torch.dtype, torch.device]]:
+        return [(parameter.dtype, parameter.device) for group in self.param_groups for parameter in group["params"]]
+
+    def _follow_groups(self) -> None:
+        if [len(group["params"]) for group in self.param_groups] != self._members:
+            raise TrainingError(
+                "parameters were added to the optimizer since it was bound", remedy="let the trainer that bound it step"
+            )
+        for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
+            trained = engine_group["params"]
+            engine_group.update(group)
+            engine_group["params"] = trained
+
+    def _present(self, runs: Sequence[Run]) -> None:
+        """Give each run its gradient, or none; where only a part of it has one, that part is a run of its own now."""
+        divided = False
+        for run in runs:
+            if run.memory is None:
+                continue
+            received = run.received
+            if all(received):
+                run.value.grad = run.gradient
+            elif not any(received):
+                run.value.grad = None
+            else:
+                divided = True
+        if divided:
+            self._runs = list(chain.from_iterable(map(self._divided, runs)))
+            self._place_runs()
+            self._present(self._runs)
+
+    def _divided(self, run: Run) -> list[Run]:
+        received = run.received
+        edges = [run.first + n for n in range(1, len(received)) if received[n] != received[n - 1]]
+        if not edges:
+            return [run]
+        parts = run.split(edges)
+        divide(run, parts, self.engine.state)
+        return parts
+
+    def _place_runs(self) -> None:
+        assert self._runs is not None
+        for number, group in enumerate(self.engine.param_groups):
+            group["params"] = [run.value for run in self._runs if run.group == number]
+        place = getattr(self.engine, "place_runs", None)
+        if place is not None:
+            place(self._runs)
+
+
+def _make(route: Route, request: Request, groups: Iterable[Any]) -> torch.optim.Optimizer:
+    try:
+        engine = route.factory(groups, **request.options)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigurationError(
+            f"optimizer {request.name!r} (route {route.name!r}) refuses these arguments", why=str(error)
+        ) from error
+    if not isinstance(engine, torch.optim.Optimizer):
+        raise PluginError(
+            f"route {route.name!r} of optimizer {request.name!r} made a {type(engine).__name__}",
+            why="the factory that a route is registered with has to return a torch.optim.Optimizer",
+            remedy="tell its author, or take another route",
+        )
+    return engine
+
+
+def _options_of(groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    return tuple({**group, "params": None} for group in groups)
+
+
+def _copied(entry: Entry) -> Entry:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
+
+
+def _check_shapes(parameter: Tensor, entry: Entry) -> None:
+    for key, value in entry.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+            raise ValueError(
+                f"the state {key!r} has shape {tuple(value.shape)}, and its parameter {tuple(parameter.shape)}"
+            )

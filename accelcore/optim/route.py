@@ -1,0 +1,85 @@
+"""Routes: the implementations of an optimizer, and how one of them is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["Choice", "Factory", "Memory", "Request", "Route", "choose"]
+
+Factory = Callable[..., Optimizer]
+Memory = Literal["tensors", "any", "flat"]
+"""What a route can be given: the tensor of each parameter; also 1-D tensors of many parameters; only the latter."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked of the registry, as a route's `supports` sees it.
+
+    Attributes:
+        name: the optimizer's name, lower case.
+        options: hyperparameters as given (with `lr` where one was given).
+        parameters: every parameter of every group; empty where the registry is only asked to explain.
+        groups: what each parameter group says in place of `options`.
+        route: `"auto"`, or the one route that may serve it.
+        flat: False where parameters have to stay in tensors of their own.
+    """
+
+    name: str
+    options: dict[str, Any]
+    parameters: tuple[torch.Tensor, ...] = ()
+    groups: tuple[dict[str, Any], ...] = ()
+    route: str = "auto"
+    flat: bool = True
+
+    def values(self, option: str, default: Any) -> list[Any]:
+        """The values that `option` has, over all groups."""
+        common = self.options.get(option, default)
+        return [group.get(option, common) for group in self.groups] or [common]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One route to an optimizer, and whether it would be taken.
+
+    Attributes:
+        route: the route's name, such as `"fused"` or `"loop"`.
+        chosen: whether `create` would take it.
+        reason: why not, where it would not.
+    """
+
+    route: str
+    chosen: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One implementation of an optimizer; see `Optimizers.register`."""
+
+    name: str
+    factory: Factory
+    priority: int
+    memory: Memory
+    supports: Callable[[Request], str | None] = field(repr=False)
+
+
+def choose(routes: Sequence[Route], request: Request) -> tuple[Choice, ...]:
+    """What becomes of each of `routes`, best first, for this request; at most one is chosen."""
+    choices: list[Choice] = []
+    taken = False
+    for route in routes:
+        if request.route not in ("auto", route.name):
+            choices.append(Choice(route.name, False, f"route {request.route!r} was asked for"))
+        elif taken:
+            choices.append(Choice(route.name, False, "a better route serves this request"))
+        else:
+            reason = "it needs flat memory, and flat=False" if route.memory == "flat" and not request.flat else None
+            reason = reason or route.supports(request)
+            taken = reason is None
+            choices.append(Choice(route.name, taken, reason or ""))
+    return tuple(choices)

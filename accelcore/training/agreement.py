@@ -1,0 +1,77 @@
+"""What all ranks of a job do together or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from accelcore.errors import CheckpointError, DistributedError
+from accelcore.roles.collectives import Collectives
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """Lets the ranks of a job meet, and know of each other's failures.
+
+    Args:
+        collectives: the job's.
+        device: where tensors that are reduced have to be.
+    """
+
+    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+        self._collectives, self._device = collectives, device
+
+    def meet(self, what: str) -> None:
+        """Wait until every rank is here.
+
+        Raises:
+            DistributedError: some did not come in the time that the job gives a collective.
+        """
+        group = self._collectives.cpu_group()
+        if group is None:
+            return
+        if dist.get_backend(group) != "gloo":  # others cannot say who is missing
+            self._collectives.barrier()
+            return
+        try:
+            dist.monitored_barrier(group, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise DistributedError(
+                f"not every rank of the job came to {what}",
+                why=str(error).strip().split("\n", 1)[0],
+                remedy=f"call {what} on all ranks, and not under `if rank == 0:`; it knows itself who writes what",
+            ) from error
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A stage that all ranks leave alike: where one fails, all raise, and none waits for it."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # raised again below, when all ranks know
+            failure = error
+        self.settle(failure, what)
+
+    def settle(self, failure: Exception | None, what: str) -> None:
+        """Raise this rank's failure, or that another rank has one."""
+        failed = torch.tensor(failure is not None, dtype=torch.int32, device=self._device)
+        self._collectives.all_reduce(failed, "max")
+        if failure is not None:
+            raise failure
+        if failed.item():
+            raise CheckpointError(f"another rank could not {what}", why="see that rank's error")
+
+    def same(self, value: int) -> bool:
+        """Whether all ranks give the same number, below 2**62."""
+        both = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
+        low, high = self._collectives.all_reduce(both, "min").tolist()
+        return bool(low == -high)
+
+    def of_rank_0(self, value: int) -> int:
+        """Rank 0's number, on all ranks."""
+        shared = torch.tensor(value, dtype=torch.int64, device=self._device)
+        return int(self._collectives.broadcast(shared).item())

@@ -1,0 +1,69 @@
+"""The contexts of a training: made once, entered in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import TracebackType
+
+import torch
+
+from accelcore.backend import Backend
+from accelcore.training.policy import Policy
+
+__all__ = ["Contexts"]
+
+Context = AbstractContextManager[object]
+
+
+class Contexts:
+    """Where a training computes what how exactly.
+
+    Attributes:
+        make_region: makes the context of a forward pass and its loss.
+        region: one of those, to be entered again and again: to make a context costs more than to enter it.
+        arithmetic: the context of a backward pass, likewise.
+
+    Raises:
+        UnsupportedError: the backend does not declare the dtype of autocast, or the mode of fp32.
+    """
+
+    # Nothing that is kept holds the trainer: such a cycle would hold the device's memory until it is collected.
+    def __init__(self, backend: Backend, policy: Policy, fp32: str | None) -> None:
+        dtype = getattr(torch, policy.autocast) if policy.autocast else None
+        self.make_region: Callable[[], Context] = partial(_autocast, backend, dtype)
+        self.region = self.make_region()
+        self.arithmetic: Context = nullcontext()
+        if fp32 is not None:
+            backend.precision.fp32(fp32)  # refuses here what would be refused in the first step
+            self.arithmetic = _Anew(partial(backend.precision.fp32, fp32))
+            self.make_region = partial(_both, self.arithmetic, self.make_region)
+            self.region = _Anew(self.make_region)
+
+
+class _Anew:
+    """A context that is made each time it is entered, where the one made could be entered only once."""
+
+    def __init__(self, make: Callable[[], Context]) -> None:
+        self._make = make
+        self._entered: list[Context] = []
+
+    def __enter__(self) -> object:
+        self._entered.append(self._make())
+        return self._entered[-1].__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._entered.pop().__exit__(kind, error, traceback)
+
+
+def _autocast(backend: Backend, dtype: torch.dtype | None) -> Context:
+    return nullcontext() if dtype is None else backend.precision.autocast(dtype)
+
+
+@contextmanager
+def _both(outer: Context, make_inner: Callable[[], Context]) -> Iterator[None]:
+    with outer, make_inner():
+        yield

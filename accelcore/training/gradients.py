@@ -1,0 +1,322 @@
+"""The gradients of what is trained: one owner, in whatever memory they are.
+
+Backward leaves gradients on the parameters, as torch does. At the end of a window they are gathered: as they are, or
+into one piece of memory; then given to fp32 masters, where there are any. What exchanges, unscales, checks and clips
+them walks `buffers`, and never the model or the optimizer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from accelcore.errors import TrainingError
+from accelcore.optim.memory import FlatMemory, Run, Slot, lay_flat
+from accelcore.training.policy import LOW
+
+__all__ = ["Flat", "Gradients", "Masters", "PerTensor"]
+
+
+class Gradients(ABC):
+    """The gradients of a model's slots, from the first backward pass of a window to its update.
+
+    Attributes:
+        slots: what is trained.
+        values: what holds the parameters: each by itself, or pieces of memory of many.
+        received: for each slot, whether it has a gradient; None is not zero. Known after `gather`.
+    """
+
+    slots: Sequence[Slot]
+    values: Sequence[Tensor]
+    received: list[bool]
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots, self.received = slots, []
+        self._parameters = [slot.parameter for slot in slots]
+        self._held: list[Tensor] = []
+
+    @abstractmethod
+    def gather(self) -> None:
+        """The backward passes of a window are done: see where their gradients are."""
+
+    @abstractmethod
+    def cells(self) -> Sequence[Tensor | None]:
+        """The gradient of each of `values`."""
+
+    def buffers(self) -> list[Tensor]:
+        """All gradients, dense, as what is trained takes them; zeros for a slot in a piece of memory that has none."""
+        return [_dense(cell) for cell in self.cells() if cell is not None]
+
+    @abstractmethod
+    def pack(self) -> list[Tensor]:
+        """For each dtype and device one 1-D tensor: the gradients of all slots, zeros where there is none, and behind
+        them for each slot a 1 where it has one.
+        """
+
+    @abstractmethod
+    def unpack(self, packed: Sequence[Tensor]) -> None:
+        """Take over the mean over ranks of what `pack` gave: a slot has a gradient now where it had one on any rank."""
+
+    @abstractmethod
+    def runs(self, values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Run]:
+        """What an optimizer is made of, over tensors that are laid out as `values`."""
+
+    @abstractmethod
+    def trained(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors laid out as `values`, seen slot by slot."""
+
+    def trained_runs(self) -> list[Run]:
+        """What an optimizer is made of."""
+        return self.runs(self.values, self.cells())
+
+    def expose(self) -> None:  # noqa: B027  # most have nothing to do
+        """See that each trained tensor has its gradient as `grad`, for an optimizer that knows nothing of slots."""
+
+    def promote(self) -> None:  # noqa: B027
+        """Give the masters their gradients."""
+
+    def demote(self) -> None:  # noqa: B027
+        """Give the parameters the values of their masters."""
+
+    def note(self) -> None:  # noqa: B027
+        """Masters and parameters agree, whoever wrote to them last."""
+
+    def clear(self) -> None:
+        """Drop all gradients, or set those that are held to zero."""
+        if self._held:
+            torch._foreach_zero_(self._held)
+            return
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def hold(self, names: Collection[str]) -> None:
+        """Keep the memory of the gradients of these slots from now on: captured steps add to it."""
+        for slot in self.slots:
+            if slot.name in names:  # one that never came stays None: it is no zero
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
+                self._held.append(slot.parameter.grad)
+
+    def release(self) -> None:
+        """Hold no memory any more."""
+        self._held.clear()
+
+    def state(self) -> dict[str, Tensor]:
+        """The gradients of an open window, by name, in the parameters' shapes."""
+        return {slot.name: slot.parameter.grad for slot in self.slots if slot.parameter.grad is not None}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Be in an open window again."""
+        for slot in self.slots:
+            gradient = state.get(slot.name)
+            slot.parameter.grad = None if gradient is None else torch.empty_like(slot.parameter).copy_(gradient)
+
+
+class PerTensor(Gradients):
+    """Gradients as backward left them, one tensor for each parameter."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        super().__init__(slots)
+        self.values = self._parameters
+
+    def gather(self) -> None:
+        self.received = [parameter.grad is not None for parameter in self._parameters]
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+
+    def cells(self) -> Sequence[Tensor | None]:
+        return [parameter.grad for parameter in self._parameters]
+
+    def pack(self) -> list[Tensor]:
+        return [_packed([self._parameters[number] for number in numbers]) for numbers in self._alike()]
+
+    def unpack(self, packed: Sequence[Tensor]) -> None:
+        for numbers, flat in zip(self._alike(), packed, strict=True):
+            parameters = [self._parameters[number] for number in numbers]
+            *parts, flags = torch.split(flat, [*(parameter.numel() for parameter in parameters), len(parameters)])
+            anywhere = [True] * len(numbers) if all(self.received[n] for n in numbers) else (flags > 0).tolist()
+            for number, parameter, part, there in zip(numbers, parameters, parts, anywhere, strict=True):
+                self.received[number] = there
+                if there:
+                    parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))
+
+    def runs(self, values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Run]:
+        return [Run([slot], value) for slot, value in zip(self.slots, values, strict=True)]
+
+    def trained(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return list(values)
+
+    def _alike(self) -> list[list[int]]:
+        alike: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+        for number, parameter in enumerate(self._parameters):
+            alike[parameter.dtype, parameter.device].append(number)
+        return list(alike.values())
+
+
+class Flat(Gradients):
+    """Parameters and gradients in one piece of memory each, for every dtype and device."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._memories: list[FlatMemory] = lay_flat(slots)
+        super().__init__(list(chain.from_iterable(memory.slots for memory in self._memories)))
+        self.values = [memory.values for memory in self._memories]
+        self._cells = [memory.gradients for memory in self._memories]
+
+    def gather(self) -> None:
+        for memory in self._memories:
+            memory.follow()
+            memory.gather()
+        self._look()
+
+    def cells(self) -> Sequence[Tensor | None]:
+        return self._cells
+
+    def pack(self) -> list[Tensor]:
+        for memory in self._memories:
+            if all(memory.received):
+                memory.flags.fill_(1)
+            else:
+                memory.flags.copy_(torch.tensor(memory.received))
+        return [memory.packed for memory in self._memories]
+
+    def unpack(self, packed: Sequence[Tensor]) -> None:
+        for memory, flat in zip(self._memories, packed, strict=True):
+            if flat is not memory.packed:
+                memory.packed.copy_(flat)
+            if not all(memory.received):
+                memory.received = (memory.flags > 0).tolist()
+        self._look()
+
+    def runs(self, values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Run]:
+        pieces = zip(self._memories, values, gradients, strict=True)
+        return [
+            run for memory, value, gradient in pieces if gradient is not None for run in memory.runs(value, gradient)
+        ]
+
+    def trained(self, values: Sequence[Tensor]) -> list[Tensor]:
+        pieces = zip(self._memories, values, strict=True)
+        return list(chain.from_iterable(memory.layout.views(value) for memory, value in pieces))
+
+    def expose(self) -> None:
+        for memory in self._memories:
+            memory.expose()
+
+    def _look(self) -> None:
+        self.received = list(chain.from_iterable(memory.received for memory in self._memories))
+
+
+class Masters(Gradients):
+    """fp32 masters of parameters held in bf16 or fp16, and fp32 gradients for them; the rest as `inner` has it.
+
+    A parameter that was written to by others since its last update (`load_state_dict`, an initialisation) is noticed
+    by its version, and its master takes the new value before the next one.
+
+    Args:
+        inner: the gradients that backward leaves.
+        before: those that these take the place of; a parameter that had a master keeps its value.
+    """
+
+    def __init__(self, inner: Gradients, before: Gradients) -> None:
+        self._inner = inner
+        low = [value.dtype in LOW for value in inner.values]
+        with torch.no_grad():
+            pairs = list(zip(inner.values, low, strict=True))
+            self.values = [value.detach().float() if is_low else value for value, is_low in pairs]
+            self._gradients = [torch.zeros_like(value) for value in self.values]
+        self._low = [number for number, is_low in enumerate(low) if is_low]
+        trained = inner.trained(self.values)
+        super().__init__([slot._replace(trained=master) for slot, master in zip(inner.slots, trained, strict=True)])
+        self._gradients_by_slot = inner.trained(self._gradients)
+        exact = {id(slot.parameter): slot.trained for slot in before.slots if slot.trained is not slot.parameter}
+        with torch.no_grad():
+            for slot in self.slots:
+                if id(slot.parameter) in exact:
+                    slot.trained.copy_(exact[id(slot.parameter)])
+        self.note()
+
+    def gather(self) -> None:
+        self._inner.gather()
+        self.received = self._inner.received
+        if self._versions != (versions := self._look()):
+            pairs = enumerate(zip(self._versions, versions, strict=True))
+            self._take_over([number for number, (before, now) in pairs if before != now])
+
+    def cells(self) -> Sequence[Tensor | None]:
+        cells = list(self._inner.cells())
+        for number in self._low:
+            cells[number] = None if cells[number] is None else self._gradients[number]
+        return cells
+
+    def pack(self) -> list[Tensor]:
+        return self._inner.pack()
+
+    def unpack(self, packed: Sequence[Tensor]) -> None:
+        self._inner.unpack(packed)
+        self.received = self._inner.received
+
+    def runs(self, values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Run]:
+        return self._inner.runs(values, gradients)
+
+    def trained(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return self._inner.trained(values)
+
+    def trained_runs(self) -> list[Run]:
+        low, cells = set(self._low), self._inner.cells()
+        gradients = [self._gradients[n] if n in low else cell for n, cell in enumerate(cells)]
+        return self._inner.runs(self.values, gradients)
+
+    def expose(self) -> None:
+        self._inner.expose()
+        for slot, gradient, received in zip(self.slots, self._gradients_by_slot, self.received, strict=True):
+            if slot.trained is not slot.parameter:
+                slot.trained.grad = gradient if received else None
+
+    def promote(self) -> None:
+        cells = self._inner.cells()
+        pairs = [(self._gradients[n], cell) for n in self._low if (cell := cells[n]) is not None]
+        if pairs:
+            torch._foreach_copy_([gradient for gradient, _ in pairs], [_dense(cell) for _, cell in pairs])
+        for number in self._low:  # single tensors are asked for their gradient
+            self.values[number].grad = None if cells[number] is None else self._gradients[number]
+
+    @torch.no_grad()
+    def demote(self) -> None:
+        lows, masters = [self._inner.values[n] for n in self._low], [self.values[n] for n in self._low]
+        torch._foreach_copy_(lows, masters)
+        self.note()
+
+    def note(self) -> None:
+        self._versions = self._look()
+
+    @torch.no_grad()
+    def _take_over(self, numbers: Sequence[int]) -> None:
+        for slot in (self.slots[number] for number in numbers):
+            if slot.trained is not slot.parameter:
+                slot.trained.copy_(slot.parameter)
+        self.note()
+
+    def _look(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.values() if gradient.is_sparse else gradient
+
+
+def _packed(parameters: Sequence[nn.Parameter]) -> Tensor:
+    parts = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            raise TrainingError(
+                "a gradient is sparse, and this way of exchanging gradients takes dense ones",
+                remedy='say parallel="ddp", or make the embedding with sparse=False',
+            )
+        parts.append((torch.zeros_like(parameter) if gradient is None else gradient).detach().reshape(-1))
+    flags = torch.tensor([parameter.grad is not None for parameter in parameters])
+    return torch.cat([*parts, flags.to(parts[0])])

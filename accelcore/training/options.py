@@ -1,0 +1,113 @@
+"""What a trainer can be asked for, written down once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, TypedDict
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from accelcore.errors import ConfigurationError
+from accelcore.training.observers import Observer
+from accelcore.training.policy import Policy
+
+__all__ = ["DEFAULTS", "Loss", "TrainerOptions", "Weight", "check_numbers", "complete"]
+
+Loss = Callable[[Any, Any], Any]
+Weight = Callable[[Any], float | Tensor]
+
+
+class TrainerOptions(TypedDict, total=False):
+    """The options of `accel.trainer(model, optimizer, ...)`. Every one may be left out.
+
+    Attributes:
+        loss: `loss(model, batch)` returns a scalar, or `(scalar, aux)`; `model` is the one to call, prepared for this
+            device. None: the model itself returns that, called as `model(**batch)` for a mapping, `model(*batch)` for a
+            list or tuple, else `model(batch)`.
+        scheduler: stepped once a window, also when a window is skipped for overflow.
+        precision: `"fp32"`, `"bf16"`, `"fp16"`, or a `Policy`.
+        loss_scale: a number for a static scale, `"dynamic"`, None for the precision's own.
+        fp32: exactness of fp32 matrix products during steps: `"ieee"`, `"fast"`, None for torch's own setting.
+        accumulate: micro-batches an update; their losses are averaged.
+        weight: `weight(batch)` is over how many examples or tokens a micro-batch's loss is a mean, as a number or a
+            scalar tensor. The gradients of a window are then those of the mean over all of them, on all ranks. None
+            lets each micro-batch count alike.
+        clip_norm: largest 2-norm of all gradients together; None clips nothing.
+        parallel: `"none"`, or a strategy that the backend declares, such as `"ddp"` or `"combine_ddp"`; in a job of one
+            process all are the same. None: `"none"`, unless a launcher started several ranks; then it has to be said.
+        comm_dtype: dtype in which `"combine_ddp"` exchanges gradients, by torch's name; None for their own.
+        flat: whether parameters and gradients are laid into one piece of memory each; None: where that is faster.
+        compile: True, or options for the compiler.
+        graph: capture whole steps and launch each as one, which pays where a step is many short operators. For
+            `trainer(batch)` on one rank, with a few shapes of batch. After three eager windows each shape of batch is
+            captured when it comes for the second time; `aux` is then memory that the next step overwrites. With a
+            dynamic loss scale the optimizer must be one whose kernel skips an overflowed step by itself.
+        observers: told of losses, gradient norms, overflows, module outputs.
+    """
+
+    loss: Loss | None
+    scheduler: LRScheduler | None
+    precision: str | Policy
+    loss_scale: float | str | None
+    fp32: str | None
+    accumulate: int
+    weight: Weight | None
+    clip_norm: float | None
+    parallel: str | None
+    comm_dtype: str | None
+    flat: bool | None
+    compile: bool | Mapping[str, Any]
+    graph: bool
+    observers: Sequence[Observer]
+
+
+DEFAULTS: TrainerOptions = {
+    "loss": None,
+    "scheduler": None,
+    "precision": "fp32",
+    "loss_scale": None,
+    "fp32": None,
+    "accumulate": 1,
+    "weight": None,
+    "clip_norm": None,
+    "parallel": None,
+    "comm_dtype": None,
+    "flat": None,
+    "compile": False,
+    "graph": False,
+    "observers": (),
+}
+"""What an option is where it is left out."""
+
+
+def complete(given: Mapping[str, Any]) -> TrainerOptions:
+    """All options: those given, and the others' defaults.
+
+    Raises:
+        ConfigurationError: one is not an option of a trainer.
+    """
+    for name in given:
+        if name not in DEFAULTS:
+            near = get_close_matches(name, DEFAULTS, n=1)
+            raise ConfigurationError(
+                f"a trainer has no option {name!r}",
+                available=", ".join(DEFAULTS),
+                remedy=f"did you mean {near[0]!r}?" if near else "",
+            )
+    options: TrainerOptions = {**DEFAULTS, **given}  # type: ignore[typeddict-item]  # checked above
+    return options
+
+
+def check_numbers(options: TrainerOptions) -> None:
+    """Raise ConfigurationError for numbers that are none."""
+    accumulate, clip_norm = options["accumulate"], options["clip_norm"]
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigurationError(
+            f"accumulate={accumulate!r} is not a number of micro-batches", remedy="give a whole number, 1 or more"
+        )
+    if clip_norm is not None and (
+        isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0
+    ):
+        raise ConfigurationError(f"clip_norm={clip_norm!r} is not a norm", remedy="give a number > 0, or None")

@@ -1,0 +1,162 @@
+"""The optimizer's part of a checkpoint: by the names of the parameters, free of how an update is computed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelcore.errors import CheckpointError
+from accelcore.optim.optimizer import SWITCHES
+from accelcore.optim.optimizer import Optimizer as LateBound
+from accelcore.optim.slot_state import COUNTERS
+from accelcore.training.gradients import Gradients
+from accelcore.training.parts.part import Change, Saved, table
+
+__all__ = ["OptimizerPart"]
+
+logger = logging.getLogger("accelcore")
+
+_TELLS_ADAM_FROM_ADAMW = "decoupled_weight_decay"
+
+
+class OptimizerPart:
+    """An optimizer's groups and state, under the names of its parameters.
+
+    It moves between the routes of the registry and torch's own classes, and between devices.
+    """
+
+    name = "optimizer"
+    scope: Literal["shared"] = "shared"
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, gradients: Gradients) -> None:
+        self._optimizer = optimizer
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        # In the groups of an optimizer that is not ours are the masters.
+        self._names.update({id(slot.trained): slot.name for slot in gradients.slots})
+
+    def state(self) -> dict[str, Any]:
+        state = self._optimizer.state_dict()
+        order: dict[int, str] = {}
+        groups = []
+        for group, live in zip(state["param_groups"], self._optimizer.param_groups, strict=True):
+            members = self._members(live)
+            order.update(zip(group["params"], members, strict=True))
+            options = {key: value for key, value in group.items() if key not in SWITCHES}
+            options["lr"] = float(options["lr"])  # a tensor where steps are captured
+            groups.append({**options, "params": members})
+        entries = {order[number]: entry for number, entry in state["state"].items()}
+        return {"kind": self._kind(), "groups": groups, "state": entries}
+
+    def prepare(self, saved: Saved) -> Change:
+        tree = table(saved.shared.get("optimizer"), "optimizer state", "groups", "state")
+        if tree.get("kind", self._kind()) != self._kind():
+            raise _another(f"it is {tree['kind']!r}, and this one is {self._kind()!r}")
+        groups, numbers = self._groups(tree["groups"])
+        shapes = {
+            name: parameter.shape
+            for group in self._optimizer.param_groups
+            for name, parameter in zip(self._members(group), group["params"], strict=True)
+        }
+        entries = table(tree["state"], "optimizer state")
+        if strange := [name for name in entries if name not in numbers]:
+            raise _another(f"it has a state of {strange[0]!r}, which this one does not train")
+        elementwise = isinstance(self._optimizer, LateBound) and self._optimizer.takes_flat
+        for name, entry in entries.items():
+            _check_entry(name, table(entry, f"state of {name}"), shapes[name], strict=elementwise)
+        state = {"state": {numbers[name]: entry for name, entry in entries.items()}, "param_groups": groups}
+
+        def commit() -> None:
+            self._optimizer.load_state_dict(state)
+            if not isinstance(self._optimizer, LateBound):
+                _lay_out_as_parameters(self._optimizer)
+
+        return Change(commit)
+
+    def _kind(self) -> str:
+        optimizer = self._optimizer
+        return optimizer.name if isinstance(optimizer, LateBound) else type(optimizer).__name__.lower()
+
+    def _members(self, group: Mapping[str, Any]) -> list[str]:
+        return [self._names[id(parameter)] for parameter in group["params"]]
+
+    def _groups(self, saved: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """The groups as this optimizer's own `load_state_dict` takes them, and the number of each parameter."""
+        if not isinstance(saved, list) or len(saved) != len(self._optimizer.param_groups):
+            count = len(saved) if isinstance(saved, list) else "no"
+            raise _another(f"it has {count} parameter groups, and this one {len(self._optimizer.param_groups)}")
+        numbers: dict[str, int] = {}
+        groups = []
+        for position, (live, entry) in enumerate(zip(self._optimizer.param_groups, saved, strict=True)):
+            theirs = table(entry, "parameter group", "params", "lr")
+            members = self._members(live)
+            own = {key: value for key, value in live.items() if key not in (*SWITCHES, "params")}
+            foreign = set(theirs) - {"params"} - set(own)
+            tells = _TELLS_ADAM_FROM_ADAMW
+            if set(theirs["params"]) != set(members) or foreign or theirs.get(tells) != own.get(tells):
+                raise _another(
+                    f"parameter group {position} has {len(members)} parameters with {sorted(own)} here, "
+                    f"{len(theirs['params'])} with {sorted(set(theirs) - {'params'})} there"
+                )
+            for key in set(own) & set(theirs):
+                if not _alike(own[key], theirs[key]):
+                    raise CheckpointError(f"the checkpoint's optimizer says {key}={theirs[key]!r} (here {own[key]!r})")
+            if missing := sorted(set(own) - set(theirs)):  # options that another version of torch did not have
+                logger.warning("the checkpoint's optimizer has no %s: they stay as they are here", ", ".join(missing))
+            for name in members:
+                numbers[name] = len(numbers)
+            switches = {key: live[key] for key in SWITCHES if key in live}
+            if isinstance(live["lr"], Tensor):
+                theirs = {**theirs, "lr": torch.full_like(live["lr"], theirs["lr"])}
+            groups.append({**own, **theirs, **switches, "params": [numbers[name] for name in members]})
+        return groups, numbers
+
+
+def _another(why: str) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint is of another optimizer",
+        why=why,
+        remedy="build the optimizer as it was when the checkpoint was saved",
+    )
+
+
+def _alike(own: Any, theirs: Any) -> bool:
+    """Whether a saved option may take the place of one of this kind."""
+    if own is None or theirs is None or isinstance(own, Tensor):
+        return True
+    if isinstance(own, bool) or isinstance(theirs, bool):
+        return isinstance(own, bool) and isinstance(theirs, bool)
+    if isinstance(own, int | float):
+        return isinstance(theirs, int | float) and not math.isnan(theirs)
+    if isinstance(own, list | tuple):
+        return isinstance(theirs, list | tuple) and len(own) == len(theirs) and all(map(_alike, own, theirs))
+    return isinstance(theirs, type(own))
+
+
+def _check_entry(name: str, entry: Mapping[str, Any], shape: torch.Size, *, strict: bool) -> None:
+    """Refuse state that a kernel would read or write beyond; `strict`: what belongs to elements has their shape."""
+    for key, value in entry.items():
+        if key == "step":
+            count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if not isinstance(count, int | float) or not 0 <= count < math.inf:
+                raise CheckpointError(f"the checkpoint says that {name!r} was updated {count!r} times")
+        elif strict and key not in COUNTERS:
+            fits = isinstance(value, Tensor) and value.shape == shape and value.is_floating_point()
+            if not fits:
+                found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise CheckpointError(
+                    f"the checkpoint's {key} of {name!r} is {found}, and its parameter has shape {tuple(shape)}"
+                )
+
+
+def _lay_out_as_parameters(optimizer: Optimizer) -> None:
+    """Give state the strides of its parameter: files hold it dense, and a fused kernel walks both alike."""
+    for parameter, entry in optimizer.state.items():
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                entry[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -1,0 +1,206 @@
+"""The smaller parts of a checkpoint: scaler, schedule, the open window, places in the data, random states."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from accelcore.errors import CheckpointError
+from accelcore.roles.runtime import Runtime
+from accelcore.roles.scaler import LossScaler
+from accelcore.training.batches import Feeds
+from accelcore.training.gradients import Gradients
+from accelcore.training.parts.part import Change, Saved, kind, number, table
+from accelcore.training.window import Window
+
+__all__ = ["FeedsPart", "RandomPart", "ScalerPart", "SchedulePart", "WindowPart"]
+
+logger = logging.getLogger("accelcore")
+
+
+class ScalerPart:
+    """The loss scaler."""
+
+    name = "scaler"
+    scope: Literal["shared"] = "shared"
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+
+    def state(self) -> Any:
+        return self._scaler.state_dict()
+
+    def prepare(self, saved: Saved) -> Change:
+        theirs, before = saved.shared.get("scaler"), self._scaler.state_dict()
+        if bool(theirs) != bool(before):  # another precision has none, or begins with its own
+            if table(saved.own.get("window"), "window", "micro")["micro"]:
+                raise CheckpointError(
+                    "the checkpoint was saved within a window, with another loss scaler than this training's",
+                    why="the gradients in it are multiplied by the loss scale of then",
+                    remedy="resume with the precision it was made with, or from a checkpoint saved between two windows",
+                )
+            logger.warning(
+                "the checkpoint %s a loss scale, and this training %s: %s",
+                "has" if theirs else "has not",
+                "has one" if before else "has none",
+                "it is dropped" if theirs else "it begins at its initial value",
+            )
+            return Change(lambda: None)
+        state = table(theirs, "loss scaler")
+        return Change(lambda: self._scaler.load_state_dict(state), lambda: self._scaler.load_state_dict(before))
+
+
+class SchedulePart:
+    """The learning rate's schedule."""
+
+    name = "schedule"
+    scope: Literal["shared"] = "shared"
+
+    def __init__(self, scheduler: LRScheduler | None) -> None:
+        self._scheduler = scheduler
+
+    def state(self) -> Any:
+        state = None if self._scheduler is None else self._scheduler.state_dict()
+        return {"kind": type(self._scheduler).__name__, "state": state}
+
+    def prepare(self, saved: Saved) -> Change:
+        theirs, own, scheduler = (
+            table(saved.shared.get("schedule"), "schedule", "kind", "state"),
+            self.state(),
+            self._scheduler,
+        )
+        if theirs["kind"] != own["kind"]:
+            raise CheckpointError(
+                f"the checkpoint's scheduler is a {theirs['kind']}, not a {own['kind']}",
+                remedy="build the trainer as it was built when the checkpoint was saved",
+            )
+        if scheduler is None:
+            return Change(lambda: None)
+        before, state = copy.deepcopy(own["state"]), table(theirs["state"], "schedule")
+        return Change(lambda: scheduler.load_state_dict(state), lambda: scheduler.load_state_dict(before))
+
+
+class WindowPart:
+    """The window that is open: its micro-batches, their weights, gradients, and the buffers ranks have of their own."""
+
+    name = "window"
+    scope: Literal["rank"] = "rank"
+
+    def __init__(self, model: nn.Module, window: Window, gradients: Gradients) -> None:
+        self._model, self._window, self._gradients = model, window, gradients
+
+    def state(self) -> Any:
+        open_ = self._window.micro > 0
+        return {
+            **self._window.state(),
+            "gradients": self._gradients.state() if open_ else {},
+            # Within a window the ranks' buffers may differ: they are made one when it ends.
+            "buffers": dict(self._model.named_buffers()) if open_ else {},
+        }
+
+    def prepare(self, saved: Saved) -> Change:
+        theirs = table(saved.own.get("window"), "window", "micro", "accumulate", "gradients", "buffers")
+        micro, accumulate = number(theirs["micro"], "micro"), number(theirs["accumulate"], "accumulate")
+        if micro and (accumulate != self._window.accumulate or micro >= accumulate):
+            raise CheckpointError(
+                f"the checkpoint was saved after {micro} micro-batches of a window of {accumulate}, "
+                f"and this trainer accumulates {self._window.accumulate}",
+                remedy=f"resume with accumulate={accumulate}, or from a checkpoint saved between two windows",
+            )
+        gradients, buffers = table(theirs["gradients"], "gradients"), table(theirs["buffers"], "buffers")
+        own_buffers = dict(self._model.named_buffers())
+        shapes = {slot.name: slot.parameter.shape for slot in self._gradients.slots}
+        _fit(gradients, shapes, "gradient")
+        _fit(buffers, {name: buffer.shape for name, buffer in own_buffers.items()}, "buffer")
+        total, unit = theirs.get("total"), theirs.get("unit")
+        if not (total is None or (isinstance(total, Tensor) and total.numel() == 1)):
+            raise CheckpointError(f"the checkpoint's window has the weight {kind(total)}, which is no scalar")
+        if not (unit is None or isinstance(unit, float)):
+            raise CheckpointError(f"the checkpoint's window counts weights in {unit!r}")
+
+        def commit() -> None:
+            with torch.no_grad():
+                for name, value in buffers.items():
+                    own_buffers[name].copy_(value)
+                self._gradients.load_state(gradients)
+            self._window.load_state({"micro": micro, "unit": unit, "total": total})
+
+        return Change(commit)
+
+
+class FeedsPart:
+    """This rank's places in the data."""
+
+    name = "feeds"
+    scope: Literal["rank"] = "rank"
+
+    def __init__(self, feeds: Feeds) -> None:
+        self._feeds = feeds
+
+    def state(self) -> Any:
+        return self._feeds.state_dict()
+
+    def prepare(self, saved: Saved) -> Change:
+        theirs = table(saved.own.get("feeds"), "places in the data")
+        for name, position in theirs.items():
+            entry = table(position, f"place in {name}", "epoch", "taken", "seed", "start", "generators")
+            number(entry["epoch"], "epoch"), number(entry["taken"], "taken")
+            table(entry["start"], "random state")
+            states = [*entry["start"].values(), *_list(entry["generators"])]
+            if not all(isinstance(state, Tensor) for state in states):
+                raise CheckpointError(f"the checkpoint's place in {name!r} holds a random state that is no tensor")
+            if entry["seed"] is not None:
+                number(entry["seed"], "seed")
+        return Change(lambda: self._feeds.load_state_dict(theirs))
+
+
+class RandomPart:
+    """The random states of this rank."""
+
+    name = "random"
+    scope: Literal["rank"] = "rank"
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def state(self) -> Any:
+        return self._runtime.rng_state()
+
+    def prepare(self, saved: Saved) -> Change:
+        if not saved.same_job:
+            return Change(lambda: None)
+        theirs, before = table(saved.own.get("random"), "random states"), self._runtime.rng_state()
+        if strange := [name for name, state in theirs.items() if not isinstance(state, Tensor)]:
+            raise CheckpointError(f"the checkpoint's random state {strange[0]!r} is no tensor")
+
+        def commit() -> None:
+            left = self._runtime.set_rng_state(theirs)
+            if left:
+                logger.warning("random states that this device or process has no generator for: %s", ", ".join(left))
+            if missing := sorted(before.keys() - theirs.keys()):
+                logger.warning("the checkpoint has no random state for %s: they go on as they are", ", ".join(missing))
+
+        return Change(commit, lambda: _put_back(self._runtime, before))
+
+
+def _put_back(runtime: Runtime, state: dict[str, Tensor]) -> None:
+    runtime.set_rng_state(state)
+
+
+def _fit(saved: dict[str, Any], shapes: dict[str, torch.Size], what: str) -> None:
+    for name, value in saved.items():
+        if not isinstance(value, Tensor) or shapes.get(name) != value.shape:
+            raise CheckpointError(
+                f"the checkpoint has a {what} of {name!r}, {kind(value)}, which does not fit this model"
+            )
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise CheckpointError(f"the checkpoint has a {type(value).__name__} where a list belongs")
+    return value

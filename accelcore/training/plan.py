@@ -1,0 +1,61 @@
+"""Making a model and its optimizer ready to be trained: stages, all checked before one is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from accelcore.backend import Backend
+from accelcore.roles.compiler import Compiled
+from accelcore.training.captured import CapturedStep
+from accelcore.training.contexts import Contexts
+from accelcore.training.gradients import Gradients, PerTensor
+from accelcore.training.observers import Telling
+from accelcore.training.options import TrainerOptions
+from accelcore.training.policy import Policy
+from accelcore.training.strategies.strategy import Strategy
+
+__all__ = ["Plan", "Stage"]
+
+
+@dataclass
+class Plan:
+    """What a training is made of; each stage reads what earlier ones made, and adds its part.
+
+    Attributes:
+        backend, model, optimizer, options: as given.
+        policy, contexts: how exactly what is computed.
+        strategy: how ranks share the work.
+        telling: who is told what.
+        gradients: the owner of what is trained; at first of nothing.
+        forward: the model to call.
+        compiled: what became of `compile`; None where it was not asked for.
+        captured: captures steps; None where that was not asked for.
+    """
+
+    backend: Backend
+    model: nn.Module
+    optimizer: Optimizer
+    options: TrainerOptions
+    policy: Policy = field(init=False)
+    contexts: Contexts = field(init=False)
+    strategy: Strategy = field(init=False)
+    telling: Telling = field(init=False)
+    gradients: Gradients = field(default_factory=lambda: PerTensor([]))
+    forward: Callable[..., Any] = field(init=False)
+    compiled: Compiled | None = None
+    captured: CapturedStep | None = None
+
+
+class Stage(Protocol):
+    """One thing that is done to a model or its optimizer before they are trained."""
+
+    def check(self, plan: Plan) -> None:
+        """Raise for what this stage cannot do; changes neither model nor optimizer."""
+
+    def apply(self, plan: Plan) -> None:
+        """Do it. Called again, from some stage on, when what is trained has changed."""

@@ -1,0 +1,1 @@
+"""The stages of making a training ready, one file each."""

@@ -1,0 +1,32 @@
+"""Capture: whole steps are recorded as graphs."""
+
+from __future__ import annotations
+
+from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.training.captured import CapturedStep, check_capturable
+from accelcore.training.plan import Plan
+
+__all__ = ["Capture"]
+
+
+class Capture:
+    """Makes what captures steps, where `graph=True`."""
+
+    def check(self, plan: Plan) -> None:
+        if not plan.options["graph"]:
+            return
+        if not plan.backend.capabilities.graphs:
+            raise UnsupportedError(f"{plan.backend.name} declares no graphs", remedy="leave graph out")
+        if plan.backend.collectives.world_size > 1:
+            raise UnsupportedError("graph=True in a job of several ranks", remedy="leave graph out")
+        check_capturable(plan.optimizer)
+
+    def apply(self, plan: Plan) -> None:
+        if plan.options["graph"]:
+            if plan.compiled is not None and plan.compiled.overwrites:
+                raise ConfigurationError(
+                    "graph=True, and a compiled model that is made of graphs, too",
+                    remedy='leave graph=True out, or compile without graphs, as mode="default" does',
+                )
+            sums = plan.options["accumulate"] > 1
+            plan.captured = CapturedStep(plan.backend.runtime, plan.optimizer, plan.gradients, sums=sums)

@@ -1,0 +1,33 @@
+"""Compile: a faster version of the model takes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.training.plan import Plan
+
+__all__ = ["Compile"]
+
+
+class Compile:
+    """Hands the model, replicated as it is, to the backend's compiler."""
+
+    def check(self, plan: Plan) -> None:
+        wanted = plan.options["compile"]
+        if not isinstance(wanted, bool | Mapping):
+            raise ConfigurationError(
+                f"compile={wanted!r} is neither yes, no, nor options",
+                available='True, False, or options such as {"mode": "max-autotune"}',
+            )
+        if wanted is not False and not plan.backend.capabilities.compilers:
+            raise UnsupportedError(f"{plan.backend.name} declares no compiler", remedy="leave compile out")
+
+    def apply(self, plan: Plan) -> None:
+        wanted = plan.options["compile"]
+        if wanted is not False:
+            assert isinstance(plan.forward, nn.Module), "nothing before this stage makes anything else"
+            plan.compiled = plan.backend.compiler.compile(plan.forward, {} if wanted is True else wanted)
+            plan.forward = plan.compiled.module

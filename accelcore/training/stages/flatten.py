@@ -1,0 +1,63 @@
+"""Flatten: who owns what is trained, and in what memory it lies."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from accelcore.errors import ConfigurationError
+from accelcore.optim.memory import Slot, unfit
+from accelcore.optim.optimizer import Optimizer
+from accelcore.training.gradients import Flat, Gradients, Masters, PerTensor
+from accelcore.training.plan import Plan
+from accelcore.training.policy import LOW
+
+__all__ = ["Flatten"]
+
+_WORTH = 1 << 16
+"""Elements. With more to a parameter on average, what a kernel costs is its memory traffic, flat or not (measured on a
+CPU: benchmarks/overhead.py, benchmarks/flat.py)."""
+
+
+class Flatten:
+    """Finds the slots, lays them flat where that was asked for or is faster, and gives them fp32 masters."""
+
+    def check(self, plan: Plan) -> None:
+        flat, reason = plan.options["flat"], unfit(_trained(plan))
+        if flat not in (True, False, None):
+            raise ConfigurationError(f"flat={flat!r} is neither yes nor no", available="True, False, or None to choose")
+        if flat and reason is not None:
+            raise ConfigurationError(f"flat=True cannot be done: {reason}", remedy="leave flat out")
+
+    def apply(self, plan: Plan) -> None:
+        slots = _slots(plan)
+        gradients: Gradients = Flat(slots) if slots and _lies_flat(plan) else PerTensor(slots)
+        if plan.policy.masters and any(slot.parameter.dtype in LOW for slot in slots):
+            gradients = Masters(gradients, plan.gradients)
+        plan.gradients = gradients
+
+
+def _trained(plan: Plan) -> list[nn.Parameter]:
+    groups = plan.optimizer.param_groups
+    return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+
+
+def _slots(plan: Plan) -> list[Slot]:
+    names = {id(parameter): name for name, parameter in plan.model.named_parameters()}
+    return [
+        Slot(names[id(parameter)], number, parameter, parameter)
+        for number, group in enumerate(plan.optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter.requires_grad
+    ]
+
+
+def _lies_flat(plan: Plan) -> bool:
+    flat, trained, optimizer = plan.options["flat"], _trained(plan), plan.optimizer
+    if flat is not None:
+        return flat
+    if not isinstance(optimizer, Optimizer) or unfit(trained) is not None:
+        return False
+    if optimizer.needs_flat:
+        return True
+    small = sum(parameter.numel() for parameter in trained) < _WORTH * len(trained)
+    return optimizer.takes_flat and plan.strategy.prefers_flat and small

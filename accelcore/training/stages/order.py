@@ -1,0 +1,42 @@
+"""The order of the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accelcore.training.plan import Plan, Stage
+from accelcore.training.stages.bind import Bind
+from accelcore.training.stages.capture import Capture
+from accelcore.training.stages.cast import Cast
+from accelcore.training.stages.compiled import Compile
+from accelcore.training.stages.flatten import Flatten
+from accelcore.training.stages.observe import Observe
+from accelcore.training.stages.place import Place
+from accelcore.training.stages.replicate import Replicate
+
+__all__ = ["Preparation"]
+
+_ORDER = (Place, Cast, Flatten, Bind, Replicate, Observe, Compile, Capture)
+
+
+class Preparation:
+    """Takes a plan through all stages: first every check, so that what is refused leaves everything as it was."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._stages: Sequence[Stage] = [stage() for stage in _ORDER]
+        self._check()
+        self._apply(self._stages)
+
+    def repeat(self) -> None:
+        """Take it through once more, because other parameters are trained now."""
+        self._check()
+        self._apply(self._stages)
+
+    def _check(self) -> None:
+        for stage in self._stages:
+            stage.check(self._plan)
+
+    def _apply(self, stages: Sequence[Stage]) -> None:
+        for stage in stages:
+            stage.apply(self._plan)

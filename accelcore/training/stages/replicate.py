@@ -1,0 +1,19 @@
+"""Replicate: the ranks of a job train one model."""
+
+from __future__ import annotations
+
+from accelcore.training.plan import Plan
+from accelcore.training.strategies.choose import create_strategy
+
+__all__ = ["Replicate"]
+
+
+class Replicate:
+    """Lets the strategy put what it needs around the model."""
+
+    def check(self, plan: Plan) -> None:
+        plan.strategy = create_strategy(plan.backend, plan.options)
+        plan.strategy.check(plan.model)
+
+    def apply(self, plan: Plan) -> None:
+        plan.forward = plan.strategy.replicate(plan.model, plan.gradients)

@@ -1,0 +1,227 @@
+"""One training step: what is done with a micro-batch, and what at the end of a window."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accelcore.errors import AccelError, TrainingError
+from accelcore.roles.scaler import LossScaler
+from accelcore.training.clipping import Clipping
+from accelcore.training.gradients import Gradients
+from accelcore.training.observers import Telling
+from accelcore.training.options import Loss, Weight
+from accelcore.training.strategies.strategy import Strategy
+from accelcore.training.window import Window
+
+__all__ = ["Step"]
+
+logger = logging.getLogger("accelcore")
+
+
+class Step:
+    """Trains on micro-batches, and updates the parameters at the end of a window.
+
+    Everything it needs was bound when it was made: it walks neither the model nor the optimizer's groups.
+
+    Args:
+        forward: the model to call.
+        loss, weight: the trainer's options.
+        region: the context of forward pass and loss; entered again and again.
+        arithmetic: the context of a backward pass; entered again and again.
+        gradients, optimizer, scaler, strategy, window: what it composes.
+        clip: clips the gradients; None: they are not clipped.
+        telling: who is told what.
+        overwrites: whether what the model returns, and gradients it gives, are memory that its next call writes anew.
+        exposes: whether the optimizer has to be given its gradients as `grad`, because it knows nothing of slots.
+        world_size: of the job.
+
+    Attributes:
+        failure: what failed in a step, where that may have parted the ranks of a job.
+    """
+
+    def __init__(
+        self,
+        *,
+        forward: Callable[..., Any],
+        loss: Loss,
+        weight: Weight | None,
+        region: AbstractContextManager[object],
+        arithmetic: AbstractContextManager[object],
+        gradients: Gradients,
+        optimizer: Optimizer,
+        scaler: LossScaler,
+        strategy: Strategy,
+        window: Window,
+        clip: Clipping | None,
+        telling: Telling,
+        overwrites: bool,
+        exposes: bool,
+        world_size: int,
+    ) -> None:
+        self._forward, self._loss, self._weight = forward, loss, weight
+        self._region, self._arithmetic = region, arithmetic
+        self._gradients, self._optimizer, self._scaler = gradients, optimizer, scaler
+        self._strategy, self._window, self._clip, self._telling = strategy, window, clip, telling
+        self._overwrites, self._exposes, self._world_size = overwrites, exposes, world_size
+        self.failure: BaseException | None = None
+        self._reads_gradients = clip is not None or bool(telling.gradient_norm)
+        self._open = False
+        self._norm: Tensor | None = None
+        self._overflow: Tensor | None = None
+
+    def forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
+        """The loss of one micro-batch and what came beside it; its gradients are added to the window's."""
+        with self._region:
+            loss = self._loss(self._forward, batch)
+        aux = None
+        if type(loss) is tuple:
+            loss, aux = loss
+        weight = None if self._weight is None else self._weight(batch)
+        self.backward(loss, weight, outlast=not self._window.is_last)
+        return loss, aux
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool) -> None:
+        """Add the gradients of a loss; `outlast`: they have to outlast the next forward pass."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise _no_loss(loss)
+        self._strategy.before_backward()
+        share = self._window.share(weight, self._strategy)
+        try:
+            self._add(loss, share, outlast=outlast)
+        except BaseException as error:
+            self._drop(error)
+            raise
+
+    def _add(self, loss: Tensor, share: float | Tensor | None, *, outlast: bool) -> None:
+        scaled = self._scaler.scale(loss)
+        if not self._open:  # what others left behind, such as another trainer's backward pass through a shared module
+            self._gradients.clear()
+            self._open = True
+        # What backward starts from. Multiplying the loss instead costs an operator here, and one in backward.
+        start: Tensor | None
+        if isinstance(share, Tensor):
+            start = share.to(scaled.dtype).expand_as(scaled)
+        else:
+            start = None if share is None else torch.full_like(scaled, share)
+        with self._arithmetic:
+            scaled.backward(start)  # type: ignore[no-untyped-call]
+        if self._window.is_last:
+            self._strategy.exchange()
+        if self._overwrites and outlast:
+            self._gradients.load_state(self._gradients.state())
+
+    def count(self) -> bool:
+        """One micro-batch more; whether the window is full."""
+        self._window.micro += 1
+        if self._window.micro >= self._window.accumulate:
+            return True
+        self._strategy.micro(self._window.is_last)
+        return False
+
+    def update(self, *, full: bool) -> None:
+        """Update the parameters with the gradients of a window, a full one or a short one; the next one begins."""
+        try:
+            self.work(full=full)
+            self._strategy.settle()
+            self.begin()
+        except BaseException as error:
+            self._drop(error)
+            raise
+
+    def work(self, *, full: bool = True) -> None:
+        """What the device does in an update; captured steps record it."""
+        gradients, scaler = self._gradients, self._scaler
+        gradients.gather()
+        self._strategy.reduce(gradients, exchanged=full)
+        if True not in gradients.received:
+            raise TrainingError(
+                "no parameter received a gradient in this window",
+                why="there was no backward pass since the last update, or it reached no parameter of the optimizer",
+                remedy="call trainer.backward(loss) before trainer.update(), or look for frozen parameters",
+            )
+        gradients.promote()
+        buffers = gradients.buffers()
+        correction = self._window.correction(self._strategy, full=full)
+        if correction is not None:
+            torch._foreach_mul_(buffers, correction)
+        if self._exposes:
+            gradients.expose()
+        self._norm = None
+        if self._reads_gradients:
+            scaler.unscale_(self._optimizer, buffers, self._strategy.agree)
+            if self._clip is not None:
+                self._norm = self._clip(buffers, self._strategy.norm)
+            else:
+                self._norm = self._strategy.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers))))
+        scaler.step(self._optimizer, buffers, self._strategy.agree)
+        self._overflow = scaler.overflowed if self._telling.overflow else None
+        scaler.update()
+        gradients.demote()
+        gradients.clear()
+        self._window.forget_weights()
+
+    def tell(self, steps: int) -> None:
+        """Tell who wants to know what became of the window, the `steps`-th."""
+        for listener in self._telling.gradient_norm:
+            listener(self._norm)
+        if self._overflow is not None:
+            for listener in self._telling.overflow:
+                listener(self._overflow)
+        for listener in self._telling.step:
+            listener(steps)
+
+    def begin(self, *, opened: bool = False) -> None:
+        """A window begins, or one that was `opened` before goes on."""
+        self._open = opened
+        if not opened:
+            self._window.reset()
+        self._strategy.micro(self._window.is_last)
+
+    def check(self) -> None:
+        """Raise TrainingError where an earlier step failed in a job of several ranks: they may have parted."""
+        if self.failure is not None:
+            raise TrainingError(
+                "this trainer cannot go on: a step failed on this rank of a job",
+                why=f"{type(self.failure).__name__}: {self.failure}; the other ranks may have gone on without it",
+                remedy="end the job, and resume it from a checkpoint; a launcher can do so by itself: "
+                "accelcore run --max-restarts 3",
+            ) from self.failure
+
+    def _drop(self, error: BaseException) -> None:
+        """Drop the window, because something in it failed: what there is of its gradients cannot be trusted."""
+        if self._world_size > 1 and not isinstance(error, AccelError):  # ours are raised by all ranks alike
+            self.failure = error
+        if self._window.accumulate > 1:
+            logger.warning(
+                "a step failed, and its window is dropped: it had %d of %d micro-batches",
+                min(self._window.micro, self._window.accumulate),
+                self._window.accumulate,
+            )
+        self._gradients.clear()
+        self._scaler.abandon()
+        self.begin()
+
+
+def _no_loss(loss: object) -> TrainingError:
+    """What to raise for something that backward cannot start from."""
+    if not isinstance(loss, Tensor):
+        return TrainingError(
+            f"the loss is a {type(loss).__name__}, not a tensor",
+            remedy="return a scalar tensor, or (scalar, aux), from loss(model, batch) or from the model",
+        )
+    if loss.numel() != 1:
+        return TrainingError(
+            f"the loss has shape {tuple(loss.shape)}, not a scalar's",
+            remedy="reduce it, with loss.mean() or loss.sum()",
+        )
+    return TrainingError(
+        "the loss depends on no parameter that is trained",
+        remedy="look for torch.no_grad(), detach() or frozen parameters on its way",
+    )

@@ -1,0 +1,61 @@
+"""Which strategy a trainer has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from accelcore.backend import Backend
+from accelcore.environment import read_launch
+from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
+from accelcore.training.options import TrainerOptions
+from accelcore.training.strategies.alone import Alone
+from accelcore.training.strategies.combine import CombineDDP
+from accelcore.training.strategies.ddp import DDP
+from accelcore.training.strategies.strategy import Strategy
+
+__all__ = ["create_strategy"]
+
+_NONE = "none"
+_STRATEGIES: dict[str, Callable[[Backend, TrainerOptions], Strategy]] = {"ddp": DDP, "combine_ddp": CombineDDP}
+
+
+def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
+    """The strategy that was asked for, which does nothing in a job of one process.
+
+    Raises:
+        UnsupportedError: the backend does not declare it.
+        ConfigurationError: `"none"` in a job of several ranks; an option that is another strategy's.
+        DistributedError: a launcher started several ranks, and they have not met.
+    """
+    name, declared = options["parallel"], backend.capabilities.parallel
+    offered = [strategy for strategy in declared if strategy == _NONE or strategy in _STRATEGIES]
+    if name is not None and name not in offered:
+        raise UnsupportedError(
+            f"parallel={name!r} does not exist here",
+            why="the backend does not declare it",
+            available=", ".join(f"parallel={strategy!r}" for strategy in offered),
+            remedy="leave parallel out for a job of one process",
+        )
+    if options["comm_dtype"] is not None and name != "combine_ddp":
+        raise ConfigurationError(
+            f"comm_dtype={options['comm_dtype']!r} with parallel={name!r}", remedy='it is for parallel="combine_ddp"'
+        )
+    world_size = backend.collectives.world_size
+    if world_size == 1:
+        launch = read_launch()
+        if name != _NONE and launch is not None and launch.world_size > 1:
+            raise DistributedError(
+                f"a launcher started {launch.world_size} ranks, and they have not met",
+                why="each would train alone, on all the data, and save over the others",
+                remedy="make and use the trainer inside `with accel.distributed():`; where the processes are meant to "
+                f'be independent, say parallel="{_NONE}"',
+            )
+        return Alone(backend, options)
+    if name is None or name == _NONE:
+        raise ConfigurationError(
+            f"a job of {world_size} ranks, and parallel={name!r}",
+            why="every rank would train a model of its own, on its own share of the data",
+            available=", ".join(f'parallel="{strategy}"' for strategy in offered if strategy != _NONE),
+            remedy="say which, or leave accel.distributed() out to run independent processes",
+        )
+    return _STRATEGIES[name](backend, options)

@@ -1,0 +1,78 @@
+"""combine_ddp: gradients are laid into one piece of memory a dtype, and exchanged once a window, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelcore.backend import Backend
+from accelcore.errors import ConfigurationError
+from accelcore.roles.collectives import Collectives
+from accelcore.training.gradients import Gradients
+from accelcore.training.options import TrainerOptions
+from accelcore.training.strategies.strategy import Strategy
+
+__all__ = ["CombineDDP", "average", "share_buffers"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class CombineDDP(Strategy):
+    """One all_reduce for each dtype after the last backward pass of a window (as `combine_ddp` of Ascend's apex).
+
+    There are no buckets, and no hooks in backward; computation and communication do not overlap. A parameter that a
+    rank did not use costs nothing: which parameters received a gradient travels with the gradients.
+    """
+
+    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
+        super().__init__(backend, options)
+        name = options["comm_dtype"]
+        if name is not None and name not in _DTYPES:
+            raise ConfigurationError(
+                f"comm_dtype={name!r} is no dtype to add gradients in", available=", ".join(_DTYPES)
+            )
+        self._comm_dtype: torch.dtype | None = None if name is None else getattr(torch, name)
+
+    def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
+        self._model = model
+        _broadcast(self._collectives, [*model.parameters(), *model.buffers()])
+        return model
+
+    def reduce(self, gradients: Gradients, *, exchanged: bool) -> None:
+        average(self._collectives, gradients, self._comm_dtype)
+
+    def mean(self, value: Tensor) -> Tensor:
+        return self._collectives.all_reduce(value, "avg")
+
+    def settle(self) -> None:
+        share_buffers(self._collectives, self._model)
+
+
+def average(collectives: Collectives, gradients: Gradients, comm_dtype: torch.dtype | None = None) -> None:
+    """Make gradients, and who has one, their mean over ranks."""
+    packed = []
+    for own in gradients.pack():
+        own /= collectives.world_size  # before they are summed: the sum of many ranks may be beyond a low precision
+        sent = own if comm_dtype is None else own.to(comm_dtype)
+        packed.append(collectives.all_reduce(sent).to(own.dtype))
+    gradients.unpack(packed)
+
+
+def share_buffers(collectives: Collectives, model: nn.Module) -> None:
+    """Give all ranks the buffers of rank 0."""
+    _broadcast(collectives, list(model.buffers()))
+
+
+@torch.no_grad()
+def _broadcast(collectives: Collectives, tensors: list[Tensor]) -> None:
+    """Tensors of any dtype, at once, as bytes."""
+    tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if not tensors:
+        return
+    parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    received = torch.split(collectives.broadcast(torch.cat(parts)), [part.numel() for part in parts])
+    for tensor, part in zip(tensors, received, strict=True):
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

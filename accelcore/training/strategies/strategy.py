@@ -1,0 +1,71 @@
+"""What a training step asks of a way to train one model on several ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from accelcore.backend import Backend
+from accelcore.training.gradients import Gradients
+from accelcore.training.options import TrainerOptions
+
+__all__ = ["Strategy"]
+
+
+class Strategy(ABC):
+    """One way to train one model on several ranks.
+
+    All ranks make the same calls in the same order. Whatever `reduce` leaves is the mean over ranks.
+
+    Args:
+        backend: where to train; it knows the job.
+        options: the trainer's.
+    """
+
+    prefers_flat = True
+    """Whether gradients in one piece of memory serve it; where torch keeps them in buckets of its own they do not."""
+
+    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
+        self._collectives = backend.collectives
+
+    def check(self, model: nn.Module) -> None:  # noqa: B027  # most can train any model
+        """Raise ConfigurationError for a model that this strategy cannot train; changes nothing."""
+
+    @abstractmethod
+    def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
+        """What to call in place of `model`, with parameters and buffers of rank 0 on all ranks."""
+
+    def micro(self, last: bool) -> None:  # noqa: B027  # most have nothing to do
+        """A micro-batch begins, the window's last or not, before its forward pass."""
+
+    def before_backward(self) -> None:  # noqa: B027
+        """Raise TrainingError where these gradients would stay on this rank."""
+
+    def exchange(self) -> None:  # noqa: B027
+        """After the last backward pass of a window: exchange what was not exchanged meanwhile."""
+
+    @abstractmethod
+    def reduce(self, gradients: Gradients, *, exchanged: bool) -> None:
+        """Make the gradients of a window their mean over ranks; `exchanged`: the window was full, and `exchange` ran.
+
+        A parameter without a gradient on this rank has one afterwards where another rank had one.
+        """
+
+    @abstractmethod
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a scalar over ranks, in place."""
+
+    def norm(self, local: Tensor) -> Tensor:
+        """The 2-norm of all gradients, from that of those this rank has."""
+        return local
+
+    def agree(self, found: Tensor) -> Tensor:
+        """1.0 where any rank found an overflow. Gradients that are summed over ranks carry it to all of them."""
+        return found
+
+    @abstractmethod
+    def settle(self) -> None:
+        """A window was closed: give all ranks the buffers of rank 0."""

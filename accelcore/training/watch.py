@@ -1,0 +1,73 @@
+"""Noticing that a model, or what of it is trained, is no longer what its trainer was made for."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+
+from accelcore.errors import TrainingError
+
+__all__ = ["Watch"]
+
+_registrations = [0]
+
+
+def _note(module: nn.Module, name: str, what: object) -> None:
+    _registrations[0] += 1
+
+
+# torch's own hooks, of the whole process: all they do is count that some module somewhere was given a part.
+register_module_module_registration_hook(_note)
+register_module_parameter_registration_hook(_note)
+
+
+class Watch:
+    """What is trained, as it was when this was made."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._registrations = _registrations[0]
+        self._members = _members(optimizer)
+        self._of_model = dict(model.named_parameters())
+        self._parameters = list(self._of_model.values())
+        self._trainable = [parameter.requires_grad for parameter in self._parameters]
+
+    def changed(self) -> bool:
+        """Whether a parameter was frozen, unfrozen, or added to the optimizer since.
+
+        Raises:
+            TrainingError: parameters of the model were replaced, or new ones are in it that nobody trains.
+        """
+        if self._registrations != _registrations[0]:
+            self._registrations = _registrations[0]
+            self.check()
+        return (
+            self._trainable != [parameter.requires_grad for parameter in self._parameters]
+            or _members(self._optimizer) != self._members
+        )
+
+    def check(self) -> None:
+        """Raise TrainingError where the model's parameters are not those that its trainer was made for."""
+        now = dict(self._model.named_parameters())
+        gone = [name for name, parameter in self._of_model.items() if now.get(name) is not parameter]
+        known = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        known |= set(map(id, self._of_model.values()))
+        strange = [name for name, parameter in now.items() if id(parameter) not in known and parameter.requires_grad]
+        if gone or strange:
+            what = (
+                f"{gone[0]!r} is gone or another one" if gone else f"{strange[0]!r} is new, and in no parameter group"
+            )
+            raise TrainingError(
+                f"the model's parameters have changed since its trainer was made: {what}",
+                why="the optimizer would go on with those it has, and nobody would train the others",
+                remedy="make the optimizer and the trainer anew; a parameter that was only added can be trained by "
+                "optimizer.add_param_group, one that is not to be trained by requires_grad_(False)",
+            )
+
+
+def _members(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]

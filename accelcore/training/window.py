@@ -1,0 +1,128 @@
+"""Windows: the micro-batches between two updates, and how much each of them counts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from accelcore.errors import TrainingError
+from accelcore.training.strategies.strategy import Strategy
+
+__all__ = ["Window"]
+
+
+class Window:
+    """Counts micro-batches, and weighs them.
+
+    A micro-batch's gradients are those of a mean. Its *share* is what backward multiplies them by; at the end of the
+    window they are multiplied by its *correction*, the inverse of the mean over ranks of the sum of shares: without
+    weights each share is `1 / accumulate`, and nothing is left to correct unless the window is short.
+
+    Args:
+        accumulate: micro-batches of a full window.
+        device: where weights are added up, so that the host never waits for one.
+        tensors_only: whether a weight has to be a tensor, because steps are captured, and numbers would be baked in.
+
+    Attributes:
+        micro: micro-batches it has.
+    """
+
+    def __init__(self, accumulate: int, device: torch.device, *, tensors_only: bool = False) -> None:
+        self.accumulate, self._device, self._tensors_only = accumulate, device, tensors_only
+        self.micro = 0
+        self._weighted = False
+        self._unit: float | None = None
+        self._total: Tensor | None = None  # one memory for all windows: captured steps add to it
+        self._whole_share = None if accumulate == 1 else 1 / accumulate
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the micro-batch that comes next is the one that fills it."""
+        return self.micro == self.accumulate - 1
+
+    def share(self, weight: float | Tensor | None, strategy: Strategy) -> float | Tensor | None:
+        """What backward multiplies a micro-batch's gradients by; None for 1.
+
+        Args:
+            weight: over how many examples its loss is a mean; None where micro-batches are not weighted.
+
+        Raises:
+            TrainingError: a weight that is none, or only some micro-batches of a window have one.
+        """
+        if self.micro and self._weighted != (weight is not None):
+            raise TrainingError(
+                "some micro-batches of this window have a weight, and others have none",
+                remedy="give each backward(loss, weight=...) one, or none",
+            )
+        self._weighted = weight is not None
+        if weight is None:
+            return self._whole_share
+        weight = self._checked(weight)
+        if self._unit is None:  # near 1 are the shares that leave a loss scale what it is
+            self._unit = float(strategy.mean(weight.clone())) or 1.0
+        if self._total is None:
+            self._total = torch.zeros((), device=self._device)
+        share = weight / (self._unit * self.accumulate)
+        self._total += share
+        return share
+
+    def correction(self, strategy: Strategy, *, full: bool) -> float | Tensor | None:
+        """What the gradients of a window, their mean over ranks, are multiplied by; None for 1."""
+        if self._weighted:
+            assert self._total is not None
+            total = strategy.mean(self._total.clone())
+            return torch.where(total > 0, total.reciprocal(), 0.0)
+        return None if full else self.accumulate / self.micro
+
+    def forget_weights(self) -> None:
+        """The weights have been used."""
+        if self._total is not None:
+            self._total.zero_()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.micro = 0
+        self._weighted = False
+        self.forget_weights()
+
+    def state(self) -> dict[str, Tensor | int | float | None]:
+        """What a window that is open has to be saved with."""
+        return {
+            "micro": self.micro,
+            "accumulate": self.accumulate,
+            "unit": self._unit,
+            "total": self._total if self._weighted else None,
+        }
+
+    def load_state(self, state: dict[str, Tensor | int | float | None]) -> None:
+        """Be at a saved place."""
+        micro, unit, total = state["micro"], state.get("unit"), state.get("total")
+        assert isinstance(micro, int)
+        self.reset()
+        self.micro = micro
+        self._unit = None if unit is None else float(unit)
+        if isinstance(total, Tensor):
+            self._weighted = True
+            self._total = torch.zeros((), device=self._device).copy_(total)
+
+    def _checked(self, weight: float | Tensor) -> Tensor:
+        if isinstance(weight, Tensor):
+            if weight.numel() != 1:
+                raise TrainingError(
+                    f"the weight of a micro-batch has shape {tuple(weight.shape)}", remedy="give a number, or a scalar"
+                )
+            return weight.detach().reshape(()).to(self._device, torch.float32)
+        if self._tensors_only:
+            raise TrainingError(
+                f"the weight of a micro-batch is the number {weight!r}, and steps are captured in graphs",
+                why="a graph would weigh every later batch like this one",
+                remedy="return a scalar tensor that is computed from the batch, or leave graph=True out",
+            )
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise TrainingError(
+                f"{weight!r} is not the weight of a micro-batch",
+                remedy="give over how many examples its loss is a mean, as a number >= 0 or a scalar tensor",
+            )
+        return torch.full((), float(weight), device=self._device)
