@@ -169,8 +169,10 @@ FUSED: dict[str, type[torch.optim.Optimizer]] = {
 
 def _counted(entries: Entries, found_inf: Tensor | None) -> list[Tensor]:
     """The numbers of steps, this one included where it is not skipped."""
-    steps = [entry["step"] for entry in entries]
-    if found_inf is None:
+    steps: list[Tensor] = [entry["step"] for entry in entries]
+    if len(steps) == 1:  # a list of one is slower than the one
+        steps[0].add_(1 if found_inf is None else 1 - found_inf)
+    elif found_inf is None:
         torch._foreach_add_(steps, 1)
     else:
         torch._foreach_add_(steps, [1 - found_inf] * len(steps))

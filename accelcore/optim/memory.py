@@ -138,7 +138,6 @@ class FlatMemory:
         self.flags = self.packed[total:]
         self._gradient_views = self.layout.views(self.gradients)
         self._places = [_own_storage(view) for view in self.layout.views(self.values)]
-        self._addresses = [place.data_ptr() for place in self._places]
         self.received = [False] * len(slots)
         self._take_in(range(len(slots)))
 
@@ -151,21 +150,21 @@ class FlatMemory:
         Raises:
             TrainingError: it has another dtype, device or shape now.
         """
-        places = zip(self._parameters, self._addresses, strict=True)
-        moved = [number for number, (parameter, address) in enumerate(places) if parameter.data_ptr() != address]
-        moved = [number for number in moved if self._parameters[number].numel()]
-        if moved:
-            self._take_in(moved)
-        return bool(moved)
+        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        if addresses == self._addresses:
+            return False
+        pairs = enumerate(zip(addresses, self._addresses, strict=True))
+        self._take_in([number for number, (now, before) in pairs if now != before])
+        return True
 
     def gather(self) -> None:
         """Copy the gradients into their piece; zeros where there is none."""
         gradients = [parameter.grad for parameter in self._parameters]
-        self.received = [gradient is not None for gradient in gradients]
+        self.received = received = [gradient is not None for gradient in gradients]
         self.gradients.zero_()  # also what is between them: an overflow that was clipped is nan everywhere
-        if all(self.received):
+        if all(received):
             _copy(self._gradient_views, gradients)
-        elif any(self.received):
+        elif any(received):
             pairs = [pair for pair in zip(self._gradient_views, gradients, strict=True) if pair[1] is not None]
             _copy([view for view, _ in pairs], [gradient for _, gradient in pairs])
 
@@ -191,6 +190,7 @@ class FlatMemory:
                 )
             place.copy_(parameter.detach())
             parameter.data = place
+        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
 
 
 def lay_flat(slots: Sequence[Slot]) -> list[FlatMemory]:

@@ -149,7 +149,6 @@ class Optimizer(torch.optim.Optimizer):
         """What it was bound to, as it is divided now; None where it goes by itself."""
         return None if self._memories else self._runs
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
         if self._skips:
@@ -167,7 +166,11 @@ class Optimizer(torch.optim.Optimizer):
             self._present(self._runs)
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if self._update is not None:
-            self._update(found_inf, grad_scale)
+            if self._on_leaves:
+                with torch.no_grad():
+                    self._update(found_inf, grad_scale)
+            else:  # a context costs more than the kernel of a small update
+                self._update(found_inf, grad_scale)
         elif found_inf is None and grad_scale is None:
             self.engine.step()
         else:
@@ -239,6 +242,7 @@ class Optimizer(torch.optim.Optimizer):
         self.engine = _make(self._route, request, groups)
         self._update: Callable[[Tensor | None, Tensor | None], None] | None = getattr(self.engine, "update", None)
         self._runs = None
+        self._on_leaves = True
         self._memories = []
         self._unbound = self.engine.state
 
@@ -300,7 +304,8 @@ class Optimizer(torch.optim.Optimizer):
                 continue
             received = run.received
             if all(received):
-                run.value.grad = run.gradient
+                if run.value.grad is not run.gradient:
+                    run.value.grad = run.gradient
             elif not any(received):
                 run.value.grad = None
             else:
@@ -321,6 +326,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _place_runs(self) -> None:
         assert self._runs is not None
+        self._on_leaves = any(run.value.requires_grad for run in self._runs)
         for number, group in enumerate(self.engine.param_groups):
             group["params"] = [run.value for run in self._runs if run.group == number]
         place = getattr(self.engine, "place_runs", None)

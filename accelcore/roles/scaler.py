@@ -47,7 +47,12 @@ class LossScaler(ABC):
 
     `unscale_` and `step` look at the gradients of the optimizer's parameters, or at those they are given: a trainer
     knows in which pieces of memory they are, and whether the ranks have to agree on an overflow.
+
+    Attributes:
+        reads_gradients: whether it looks at them at all.
     """
+
+    reads_gradients = True
 
     @abstractmethod
     def scale(self, loss: Tensor) -> Tensor:
@@ -92,6 +97,8 @@ class LossScaler(ABC):
 class NoScaler(LossScaler):
     """The scaler of fp32 and bf16, whose exponent range needs none."""
 
+    reads_gradients = False
+
     def scale(self, loss: Tensor) -> Tensor:
         return loss
 
@@ -119,6 +126,8 @@ class NoScaler(LossScaler):
 
 class StaticScaler(NoScaler):
     """A fixed loss scale: never looks for overflow, never skips (as apex with a number for `loss_scale`)."""
+
+    reads_gradients = True
 
     def __init__(self, scale: float) -> None:
         self._scale = scale

@@ -125,11 +125,11 @@ class PerTensor(Gradients):
 
     def gather(self) -> None:
         self.received = [parameter.grad is not None for parameter in self._parameters]
+
+    def cells(self) -> Sequence[Tensor | None]:
         for parameter in self._parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
-
-    def cells(self) -> Sequence[Tensor | None]:
         return [parameter.grad for parameter in self._parameters]
 
     def pack(self) -> list[Tensor]:
@@ -207,7 +207,8 @@ class Flat(Gradients):
             memory.expose()
 
     def _look(self) -> None:
-        self.received = list(chain.from_iterable(memory.received for memory in self._memories))
+        first, *others = self._memories
+        self.received = first.received if not others else [flag for each in self._memories for flag in each.received]
 
 
 class Masters(Gradients):

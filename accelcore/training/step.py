@@ -147,8 +147,11 @@ class Step:
                 remedy="call trainer.backward(loss) before trainer.update(), or look for frozen parameters",
             )
         gradients.promote()
-        buffers = gradients.buffers()
         correction = self._window.correction(self._strategy, full=full)
+        # Only for those who read them: for some it means to look at each.
+        buffers = (
+            gradients.buffers() if self._reads_gradients or scaler.reads_gradients or correction is not None else []
+        )
         if correction is not None:
             torch._foreach_mul_(buffers, correction)
         if self._exposes:

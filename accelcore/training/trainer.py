@@ -281,7 +281,7 @@ class Trainer:
         )
 
     def _begin_window(self, batch: Any) -> None:
-        self._check_able()
+        self._step.check()
         self._follow()
         self._feeds.check_shared(batch)
 
