@@ -20,6 +20,9 @@ from hypothesis import settings
 
 import accelcore
 
+sys.path.insert(0, str(Path(__file__).parent))  # also for the forks, which import it by its name
+forks = importlib.import_module("forks")
+
 # Without a deadline, because a shared machine stalls; without chance, because a test passes or fails for a reason.
 settings.register_profile("accelcore", deadline=None, derandomize=True)
 settings.load_profile("accelcore")
@@ -59,6 +62,31 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subpro
         return result
 
     return run
+
+
+@pytest.fixture(scope="session")
+def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., forks.Fork]]:
+    """Start a script, in a fork that has imported torch; keywords are added to its environment. `.finish()` waits."""
+    started = []
+
+    def start(script: Path, *arguments: object, **environment: str) -> forks.Fork:
+        environ = {**os.environ, **environment}
+        started.append(forks.start(script, arguments, environ, tmp_path_factory.mktemp("fork")))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+
+
+@pytest.fixture(scope="session")
+def ranks(fork: Callable[..., forks.Fork]) -> Callable[..., list[forks.Fork]]:
+    """Start a script as each rank of a job of `size`, in forks that have imported torch, as torchrun would."""
+
+    def start(script: Path, *arguments: object, size: int = 2) -> list[forks.Fork]:
+        return [fork(script, *arguments, **place) for place in forks.places(size)]
+
+    return start
 
 
 class _ModulesOnly:

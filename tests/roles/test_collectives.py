@@ -1,10 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import textwrap
 import time
 from datetime import timedelta
@@ -40,40 +36,22 @@ PROLOGUE = """
 """
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+@pytest.fixture
+def start(ranks, tmp_path):
+    """Run a script as each rank of a job, with the environment that torchrun leaves."""
+
+    def start(script, size=2):
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(PROLOGUE) + textwrap.dedent(script))
+        return [rank.finish() for rank in ranks(path, tmp_path, size=size)]
+
+    return start
 
 
-def start(script, folder, world_size):
-    """Run a script in as many processes as a launcher would, with the environment that torchrun leaves."""
-    port = free_port()
-    path = folder / "script.py"
-    path.write_text(textwrap.dedent(PROLOGUE) + textwrap.dedent(script))
-    processes = []
-    for rank in range(world_size):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        command = [sys.executable, "-W", "error::UserWarning", str(path), str(folder)]
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    return processes
-
-
-def finish(processes):
-    """What each rank printed last, as JSON; all must succeed."""
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(err for _, err in outputs)
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+def told(ended):
+    """What each rank printed last, as JSON; all must have succeeded."""
+    assert [rank.returncode for rank in ended] == [0] * len(ended), "\n".join(rank.stderr for rank in ended)
+    return [json.loads(rank.stdout.splitlines()[-1]) for rank in ended]
 
 
 @pytest.fixture(autouse=True)
@@ -192,10 +170,10 @@ _found: dict[int, list[dict[str, object]]] = {}
 
 
 @pytest.fixture(params=[2, 3])
-def found(request, tmp_path):
+def found(request, start):
     """What each of 2 ranks, or 3, found; they run once."""
     if request.param not in _found:
-        _found[request.param] = finish(start(SCENARIO, tmp_path, request.param))
+        _found[request.param] = told(start(SCENARIO, request.param))
     return _found[request.param]
 
 
@@ -266,27 +244,24 @@ def test_the_cpu_group_takes_cpu_tensors(found):
     assert [rank["cpu group"] for rank in found] == [[sum(range(1, len(found) + 1))]] * len(found)
 
 
-def test_a_rank_that_fails_takes_the_others_down_soon(tmp_path):
-    processes = start(
+def test_a_rank_that_fails_takes_the_others_down_soon(start):
+    begin = time.monotonic()
+    ended = start(
         """
         with accel.distributed(timeout=timedelta(seconds=60)) as collectives:
             collectives.barrier()
             if collectives.rank == 1:
                 raise KeyError("rank 1 has had enough")
             collectives.all_reduce(torch.ones(2))
-        """,
-        tmp_path,
-        2,
+        """
     )
-    begin = time.monotonic()
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [1, 1]
-    assert "KeyError: 'rank 1 has had enough'" in errors[1]
-    assert "RuntimeError" in errors[0]
+    assert [rank.returncode for rank in ended] == [1, 1]
+    assert "KeyError: 'rank 1 has had enough'" in ended[1].stderr
+    assert "RuntimeError" in ended[0].stderr
     assert time.monotonic() - begin < 30, "the other waited until its timeout"
 
 
-def test_ranks_that_a_script_started_itself_meet_where_it_says(tmp_path):
+def test_ranks_that_a_script_started_itself_meet_where_it_says(start):
     script = """
         place = int(os.environ.pop("RANK"))
         for variable in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
@@ -296,7 +271,7 @@ def test_ranks_that_a_script_started_itself_meet_where_it_says(tmp_path):
             total = collectives.all_reduce(torch.tensor([place + 1]))
             print(json.dumps([collectives.rank, collectives.world_size, total.item()]))
     """
-    assert finish(start(script, tmp_path, 2)) == [[1, 2, 3], [0, 2, 3]]
+    assert told(start(script)) == [[1, 2, 3], [0, 2, 3]]
 
 
 # A job of one process, and whose the group is.

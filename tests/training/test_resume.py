@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -188,18 +185,18 @@ def test_persistent_workers_keep_the_order_after_a_resume(accel, tmp_path, caplo
     assert "persistent" in caplog.text
 
 
-def test_killed_in_mid_epoch_and_resumed_with_workers_and_shuffling(tmp_path):
+def test_killed_in_mid_epoch_and_resumed_with_workers_and_shuffling(fork, tmp_path):
     """SIGKILL, twice, at moments of its own choosing, two loader workers; the losses are those of a quiet run."""
 
-    def script(folder, *arguments):
-        return [sys.executable, str(KILLED), str(folder), *arguments]
+    def train(folder, *arguments):
+        ended = fork(KILLED, folder, *arguments).finish()
+        assert ended.returncode in (0, -signal.SIGKILL), ended.stderr
+        return ended.returncode
 
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(script(tmp_path / "quiet"), check=True, env=environment, timeout=120)
+    assert train(tmp_path / "quiet") == 0
     for batch in ("7", "17"):
-        killed = subprocess.run(script(tmp_path / "killed", "--kill-at", batch), env=environment, timeout=120)
-        assert killed.returncode == -signal.SIGKILL
-    subprocess.run(script(tmp_path / "killed"), check=True, env=environment, timeout=120)
+        assert train(tmp_path / "killed", "--kill-at", batch) == -signal.SIGKILL
+    assert train(tmp_path / "killed") == 0
 
     def losses(name):
         lines = (tmp_path / name / "losses.jsonl").read_text().splitlines()

@@ -1,0 +1,88 @@
+"""Scripts in processes of their own, without the seconds that each would take to import torch.
+
+They are forked from a server that has imported torch and run none of it: a pool of threads that exists would be lost
+in the fork, and waited for. What forks share and processes do not (the seed of hashes, what an import does, how an
+interpreter ends) is for the tests that start real ones: of the command line, the examples, the suite's job of two.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+# What scripts import, some of it when they first need it; nothing here starts a thread.
+_PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "accelcore_cpu.backend")
+
+_servers = multiprocessing.get_context("forkserver")
+
+
+class Fork:
+    """A script that runs in a fork of the server."""
+
+    def __init__(self, process: ForkServerProcess, script: Path, folder: Path) -> None:
+        self.process = process
+        self._script = script
+        self._folder = folder
+
+    def finish(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Wait for its end: exit code (negative: the signal that ended it), and what it wrote."""
+        self.process.join(timeout)
+        out, err = ((self._folder / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+        if self.process.exitcode is None:
+            self.kill()
+            raise subprocess.TimeoutExpired(str(self._script), timeout, out, err)
+        return subprocess.CompletedProcess(str(self._script), self.process.exitcode, out, err)
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        self.process.kill()
+        self.process.join()
+
+
+def start(script: Path, arguments: Sequence[object], environ: Mapping[str, str], folder: Path) -> Fork:
+    """Run `python -W error::UserWarning SCRIPT ARGUMENTS...` in a fork.
+
+    Args:
+        environ: all of its environment. What a library reads when it is loaded (OMP_NUM_THREADS) is the server's.
+        folder: an empty folder, for its output.
+    """
+    _servers.set_forkserver_preload(list(_PRELOADED))
+    command = [str(script), *map(str, arguments)]
+    process = _servers.Process(target=_main, args=(command, dict(environ), os.getcwd(), str(folder)))
+    for name in ("stdout", "stderr"):
+        (folder / name).touch()
+    process.start()
+    return Fork(process, script, folder)
+
+
+def places(size: int) -> list[dict[str, str]]:
+    """What torchrun leaves in the environment of each rank of a job on this host."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    job = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = ({"RANK": rank, "LOCAL_RANK": rank, **job} for rank in range(size))
+    return [{name: str(value) for name, value in rank.items()} for rank in ranks]
+
+
+def _main(command: list[str], environ: dict[str, str], cwd: str, folder: str) -> None:
+    assert "torch" in sys.modules, "the server has not imported what it should"
+    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
+        with Path(folder, name).open("wb") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    multiprocessing.set_start_method(None, force=True)  # for the script's own processes: torch's default, not ours
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(cwd)
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    warnings.filterwarnings("error", category=UserWarning)
+    runpy.run_path(command[0], run_name="__main__")
