@@ -1,4 +1,4 @@
-"""The examples are run as a user runs them, each in a process of its own, with settings that make them short."""
+"""The examples, made short: each once as a user runs it, and otherwise in forks, which start at once."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ import torch
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 SMALL_GPT = ["--context", "32", "--width", "64", "--layers", "1", "--batch-size", "8", "--accumulate", "2"]
+# One thread each: the workers of a parallel test run would otherwise fight for the cores.
+VARIABLES = {"ACCEL_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def environment(**variables):
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    # One thread each: the workers of a parallel test run would otherwise fight for the cores.
-    return {"ACCEL_DEVICE": "cpu", **clean, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
+def as_a_user(script, *arguments, launcher=()):
+    """The command for a Python of its own."""
+    return [sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)]
 
 
-def run(script, *arguments, launcher=(), code=0, **variables):
-    command = [sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(**variables))
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+@pytest.fixture
+def run(fork):
+    def run(script, *arguments, code=0, **variables):
+        done = fork(EXAMPLES / script, *arguments, **VARIABLES | variables).finish()
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    return run
 
 
 def metrics(folder):
@@ -54,7 +58,7 @@ def test_names_no_device(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_impossible_device_is_a_message_and_exit_code_2(script, tmp_path):
+def test_impossible_device_is_a_message_and_exit_code_2(script, run, tmp_path):
     done = run(script, "--output", tmp_path / "out", code=2, ACCEL_DEVICE="nosuchdevice")
     assert done.stderr.startswith("ACCEL_DEVICE='nosuchdevice'")
     assert "Traceback" not in done.stderr
@@ -62,15 +66,15 @@ def test_impossible_device_is_a_message_and_exit_code_2(script, tmp_path):
 
 
 @pytest.mark.parametrize(("script", "package"), [("train_gpt.py", "rich"), *((s, "sklearn") for s in SCRIPTS[:2])])
-def test_missing_package_is_one_line_that_says_what_to_install(script, package, tmp_path):
+def test_missing_package_is_one_line_that_says_what_to_install(script, package, run, tmp_path):
     (tmp_path / f"{package}.py").touch()  # found before the real package, and without what that one has
-    done = run(script, code=1, PYTHONPATH=str(tmp_path))
+    done = run(shutil.copy(EXAMPLES / script, tmp_path), code=1)
     assert done.stderr.count("\n") == 1
     assert package in done.stderr
     assert 'pip install "accelcore[examples]"' in done.stderr
 
 
-def test_gpt_learns_and_a_killed_run_resumes_exactly(tmp_path):
+def test_gpt_learns_and_a_killed_run_resumes_exactly(run, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     arguments = [*SMALL_GPT, "--steps", 40, "--log-every", 4, "--checkpoint-every", 20]
     done = run("train_gpt.py", *arguments, "--output", whole)
@@ -94,12 +98,12 @@ def test_gpt_learns_and_a_killed_run_resumes_exactly(tmp_path):
     assert metrics(killed) == (entries, summary)
 
 
-def test_gpt_saves_on_interrupt_and_starts_afresh_unless_resumed(tmp_path):
+def test_gpt_saves_on_interrupt_and_starts_afresh_unless_resumed(run, tmp_path):
     arguments = [*SMALL_GPT, "--log-every", 2, "--output", tmp_path]
-    command = [sys.executable, str(EXAMPLES / "train_gpt.py"), *map(str, arguments), "--steps", "1000000"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), bufsize=1
-    )
+        as_a_user("train_gpt.py", *arguments, "--steps", 1000000),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | VARIABLES, bufsize=1,
+    )  # fmt: skip
     with process:
         try:
             assert any(line.startswith("step ") for line in process.stdout)
@@ -149,7 +153,9 @@ def test_gpt_bigram_baseline_is_that_of_smoothed_counts(train_gpt):
 
 
 def test_digits_are_read(tmp_path):
-    done = run("train_digits.py", "--output", tmp_path)
+    command = as_a_user("train_digits.py", "--output", tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | VARIABLES)
+    assert done.returncode == 0, done.stdout + done.stderr
     entries, summary = metrics(tmp_path)
     assert summary["eval_accuracy"] >= 0.98
     assert done.stdout.splitlines()[-1] == f"accuracy {summary['eval_accuracy']:.4f}"
@@ -158,7 +164,7 @@ def test_digits_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_own_loop_in_each_precision(precision, tmp_path):
+def test_own_loop_in_each_precision(precision, run, tmp_path):
     done = run("own_loop.py", "--precision", precision, "--output", tmp_path)
     _, summary = metrics(tmp_path)
     assert summary["accuracy"] >= 0.9
@@ -166,11 +172,13 @@ def test_own_loop_in_each_precision(precision, tmp_path):
     assert done.stdout.splitlines()[-1] == f"accuracy {summary['accuracy']:.4f}"
 
 
-def test_own_loop_on_two_ranks_is_the_same_training(tmp_path):
+def test_own_loop_on_two_ranks_is_the_same_training(run, tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     short = ["--epochs", 1, "--output"]
     run("own_loop.py", *short, tmp_path / "one", code=1)  # one epoch does not reach the goal
-    run("own_loop.py", *short, tmp_path / "two", launcher=torchrun, code=1)
+    command = as_a_user("own_loop.py", *short, tmp_path / "two", launcher=torchrun)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | VARIABLES)
+    assert done.returncode == 1, done.stdout + done.stderr
     (one,), _ = metrics(tmp_path / "one")
     (two,), _ = metrics(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-4)
