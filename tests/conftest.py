@@ -66,12 +66,14 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subpro
 
 @pytest.fixture(scope="session")
 def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., forks.Fork]]:
-    """Start a script, in a fork that has imported torch; keywords are added to its environment. `.finish()` waits."""
+    """Start `python COMMAND...` as a fork that has imported torch; keywords are added to its environment.
+
+    The command is a script, or "-m" and a module, and arguments. `.finish()` waits for its end.
+    """
     started = []
 
-    def start(script: Path, *arguments: object, **environment: str) -> forks.Fork:
-        environ = {**os.environ, **environment}
-        started.append(forks.start(script, arguments, environ, tmp_path_factory.mktemp("fork")))
+    def start(*command: object, **environment: str) -> forks.Fork:
+        started.append(forks.start(command, {**os.environ, **environment}, tmp_path_factory.mktemp("fork")))
         return started[-1]
 
     yield start
@@ -81,10 +83,10 @@ def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., for
 
 @pytest.fixture(scope="session")
 def ranks(fork: Callable[..., forks.Fork]) -> Callable[..., list[forks.Fork]]:
-    """Start a script as each rank of a job of `size`, in forks that have imported torch, as torchrun would."""
+    """As `fork`, every rank of a job of `size`, with the environment that torchrun leaves."""
 
-    def start(script: Path, *arguments: object, size: int = 2) -> list[forks.Fork]:
-        return [fork(script, *arguments, **place) for place in forks.places(size)]
+    def start(*command: object, size: int = 2) -> list[forks.Fork]:
+        return [fork(*command, **place) for place in forks.places(size)]
 
     return start
 

@@ -27,9 +27,9 @@ _servers = multiprocessing.get_context("forkserver")
 class Fork:
     """A script that runs in a fork of the server."""
 
-    def __init__(self, process: ForkServerProcess, script: Path, folder: Path) -> None:
+    def __init__(self, process: ForkServerProcess, command: list[str], folder: Path) -> None:
         self.process = process
-        self._script = script
+        self._command = command
         self._folder = folder
 
     def finish(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -38,8 +38,8 @@ class Fork:
         out, err = ((self._folder / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
         if self.process.exitcode is None:
             self.kill()
-            raise subprocess.TimeoutExpired(str(self._script), timeout, out, err)
-        return subprocess.CompletedProcess(str(self._script), self.process.exitcode, out, err)
+            raise subprocess.TimeoutExpired(self._command, timeout, out, err)
+        return subprocess.CompletedProcess(self._command, self.process.exitcode, out, err)
 
     def kill(self) -> None:
         """End it, if it has not ended."""
@@ -47,20 +47,21 @@ class Fork:
         self.process.join()
 
 
-def start(script: Path, arguments: Sequence[object], environ: Mapping[str, str], folder: Path) -> Fork:
-    """Run `python -W error::UserWarning SCRIPT ARGUMENTS...` in a fork.
+def start(command: Sequence[object], environ: Mapping[str, str], folder: Path) -> Fork:
+    """Run `python -W error::UserWarning COMMAND...` in a fork.
 
     Args:
+        command: a script and its arguments, or "-m", a module and its arguments.
         environ: all of its environment. What a library reads when it is loaded (OMP_NUM_THREADS) is the server's.
         folder: an empty folder, for its output.
     """
     _servers.set_forkserver_preload(list(_PRELOADED))
-    command = [str(script), *map(str, arguments)]
-    process = _servers.Process(target=_main, args=(command, dict(environ), os.getcwd(), str(folder)))
+    words = list(map(str, command))
+    process = _servers.Process(target=_main, args=(words, dict(environ), os.getcwd(), folder))
     for name in ("stdout", "stderr"):
         (folder / name).touch()
     process.start()
-    return Fork(process, script, folder)
+    return Fork(process, words, folder)
 
 
 def places(size: int) -> list[dict[str, str]]:
@@ -73,16 +74,20 @@ def places(size: int) -> list[dict[str, str]]:
     return [{name: str(value) for name, value in rank.items()} for rank in ranks]
 
 
-def _main(command: list[str], environ: dict[str, str], cwd: str, folder: str) -> None:
+def _main(command: list[str], environ: dict[str, str], cwd: str, folder: Path) -> None:
     assert "torch" in sys.modules, "the server has not imported what it should"
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
-        with Path(folder, name).open("wb") as file:
+        with (folder / name).open("wb") as file:
             os.dup2(file.fileno(), stream.fileno())
     multiprocessing.set_start_method(None, force=True)  # for the script's own processes: torch's default, not ours
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(cwd)
-    sys.argv = command
-    sys.path.insert(0, str(Path(command[0]).parent))
     warnings.filterwarnings("error", category=UserWarning)
-    runpy.run_path(command[0], run_name="__main__")
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path.insert(0, str(Path(command[0]).parent))
+        runpy.run_path(command[0], run_name="__main__")

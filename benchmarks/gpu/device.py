@@ -50,6 +50,10 @@ class Device:
         self.cuda = self.type == "cuda"
         self.rehearsal = toy or not self.cuda or self.accel.emulated
 
+    def compile_options(self) -> dict[str, Any]:
+        """What torch.compile is given: nothing. A rehearsal on the CPU leaves out inductor, which is slow there."""
+        return {"backend": "eager"} if self.toy and not self.cuda else {}
+
     def clock(self) -> float:
         """The time, once all that was asked of the device is done."""
         self.accel.runtime.synchronize()

@@ -30,8 +30,7 @@ NEEDED = 60.0
 def run(device: Device, deadline: Deadline) -> Findings:
     """Step time, peak memory, and the loss at the end, for each model and mode."""
     steps = TOY_STEPS if device.toy else STEPS
-    # A rehearsal on the CPU traces, and leaves out inductor, which takes minutes there.
-    options = {"backend": "eager"} if device.toy and not device.cuda else {}
+    options = device.compile_options()
     modes = (*EAGER, *(replace(mode, compile=options) for mode in EAGER))
     cases: list[Case] = []
     failures: list[str] = []

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +35,7 @@ def run(device: Device, deadline: Deadline) -> Findings:
 
 
 def _run(device: Device, deadline: Deadline) -> Findings:
-    # A rehearsal on the CPU traces, and leaves out inductor, which takes minutes there.
-    options: Mapping[str, Any] = {"backend": "eager"} if device.toy and not device.cuda else {}
+    options = device.compile_options()
     modes = [Mode(precision, compile=compile) for compile in (None, options) for precision in ("bf16", "fp16")]
     batch = _batch(device)
     print(f"  a batch of {batch}", flush=True)
