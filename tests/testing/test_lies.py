@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from importlib import import_module, invalidate_caches
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,8 +69,27 @@ def test_a_lie_is_caught(name, request, caplog):
         ask(lie, lie.tell(create()), request)
 
 
+@pytest.fixture
+def forked_jobs(fork, monkeypatch):
+    """The suite's ranks are forks. Those of the honest job, of `test_the_truth_passes`, are processes, as users get."""
+
+    class Rank:
+        def __init__(self, command, *, env, stderr, **_):
+            assert command[:2] == [sys.executable, "-m"]
+            self._fork, self._stderr = fork(*command[1:], **env), Path(stderr.name)
+            self.kill = self._fork.kill
+
+        def wait(self, timeout=10):
+            ended = self._fork.finish(timeout)
+            self._stderr.write_text(ended.stderr)
+            return ended.returncode
+
+    stand_in = SimpleNamespace(Popen=Rank, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("accelcore.testing.job.subprocess", stand_in)
+
+
 @pytest.mark.parametrize("name", OF_TWO_RANKS)
-def test_a_lie_between_ranks_is_caught(name, liars, request):
+def test_a_lie_between_ranks_is_caught(name, liars, forked_jobs, request):
     with pytest.raises(AssertionError):
         ask(lies.LIES[name], accelcore.select(name), request)
 
