@@ -22,6 +22,7 @@ import accelcore
 
 sys.path.insert(0, str(Path(__file__).parent))  # also for the forks, which import it by its name
 forks = importlib.import_module("forks")
+fork, fork_ranks = forks.fork, forks.fork_ranks
 
 # Without a deadline, because a shared machine stalls; without chance, because a test passes or fails for a reason.
 settings.register_profile("accelcore", deadline=None, derandomize=True)
@@ -62,33 +63,6 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subpro
         return result
 
     return run
-
-
-@pytest.fixture(scope="session")
-def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., forks.Fork]]:
-    """Start `python COMMAND...` as a fork that has imported torch; keywords are added to its environment.
-
-    The command is a script, or "-m" and a module, and arguments. `.finish()` waits for its end.
-    """
-    started = []
-
-    def start(*command: object, **environment: str) -> forks.Fork:
-        started.append(forks.start(command, {**os.environ, **environment}, tmp_path_factory.mktemp("fork")))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.kill()
-
-
-@pytest.fixture(scope="session")
-def ranks(fork: Callable[..., forks.Fork]) -> Callable[..., list[forks.Fork]]:
-    """As `fork`, every rank of a job of `size`, with the environment that torchrun leaves."""
-
-    def start(*command: object, size: int = 2) -> list[forks.Fork]:
-        return [fork(*command, **place) for place in forks.places(size)]
-
-    return start
 
 
 class _ModulesOnly:

@@ -3,6 +3,8 @@
 They are forked from a server that has imported torch and run none of it: a pool of threads that exists would be lost
 in the fork, and waited for. What forks share and processes do not (the seed of hashes, what an import does, how an
 interpreter ends) is for the tests that start real ones: of the command line, the examples, the suite's job of two.
+
+Where torch_npu is installed, `import torch` loads it, and it touches no device.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-# What scripts import, some of it when they first need it; nothing here starts a thread.
-_PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "accelcore_cpu.backend")
+import pytest
 
-_servers = multiprocessing.get_context("forkserver")
+# What scripts import, some of it when they first need it; nothing here starts a thread.
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "accelcore_cpu.backend", "pytest"]
+
+servers = multiprocessing.get_context("forkserver")
+servers.set_forkserver_preload(_PRELOADED)
 
 
 class Fork:
@@ -55,9 +60,8 @@ def start(command: Sequence[object], environ: Mapping[str, str], folder: Path) -
         environ: all of its environment. What a library reads when it is loaded (OMP_NUM_THREADS) is the server's.
         folder: an empty folder, for its output.
     """
-    _servers.set_forkserver_preload(list(_PRELOADED))
     words = list(map(str, command))
-    process = _servers.Process(target=_main, args=(words, dict(environ), os.getcwd(), folder))
+    process = servers.Process(target=_main, args=(words, dict(environ), os.getcwd(), folder))
     for name in ("stdout", "stderr"):
         (folder / name).touch()
     process.start()
@@ -72,6 +76,33 @@ def places(size: int) -> list[dict[str, str]]:
     job = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = ({"RANK": rank, "LOCAL_RANK": rank, **job} for rank in range(size))
     return [{name: str(value) for name, value in rank.items()} for rank in ranks]
+
+
+@pytest.fixture(scope="session")
+def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Fork]]:
+    """Start `python COMMAND...` as a fork that has imported torch; keywords are added to its environment.
+
+    The command is a script, or "-m" and a module, and arguments. `.finish()` waits for its end.
+    """
+    started = []
+
+    def begin(*command: object, **environment: str) -> Fork:
+        started.append(start(command, {**os.environ, **environment}, tmp_path_factory.mktemp("fork")))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.kill()
+
+
+@pytest.fixture(scope="session")
+def fork_ranks(fork: Callable[..., Fork]) -> Callable[..., list[Fork]]:
+    """As `fork`, every rank of a job of `size`, with the environment that torchrun leaves."""
+
+    def begin(*command: object, size: int = 2, **environment: str) -> list[Fork]:
+        return [fork(*command, **environment, **place) for place in places(size)]
+
+    return begin
 
 
 def _main(command: list[str], environ: dict[str, str], cwd: str, folder: Path) -> None:

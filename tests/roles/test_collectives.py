@@ -37,13 +37,13 @@ PROLOGUE = """
 
 
 @pytest.fixture
-def start(ranks, tmp_path):
+def start(fork_ranks, tmp_path):
     """Run a script as each rank of a job, with the environment that torchrun leaves."""
 
     def start(script, size=2):
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(PROLOGUE) + textwrap.dedent(script))
-        return [rank.finish() for rank in ranks(path, tmp_path, size=size)]
+        return [rank.finish() for rank in fork_ranks(path, tmp_path, size=size)]
 
     return start
 

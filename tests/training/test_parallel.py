@@ -14,11 +14,11 @@ RANKS = Path(__file__).with_name("ranks.py")
 
 
 @pytest.fixture
-def start(ranks, tmp_path):
+def start(fork_ranks, tmp_path):
     """Run a scenario as a launcher would; what each rank found."""
 
     def start(scenario, size=2):
-        ended = [rank.finish() for rank in ranks(RANKS, scenario, tmp_path, size=size)]
+        ended = [rank.finish() for rank in fork_ranks(RANKS, scenario, tmp_path, size=size)]
         assert [rank.returncode for rank in ended] == [0] * size, "\n".join(rank.stderr for rank in ended)
         return [json.loads((tmp_path / f"{scenario}-{rank}.json").read_text()) for rank in range(size)]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from accelcore import Backend
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side: a thread for each core would be too many
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))  # also for the forks, which import it by its name
+forks = import_module("forks")
+fork, fork_ranks = forks.fork, forks.fork_ranks
 
 _SUBJECTS = Path(__file__).parent / "subjects"
 _WITHOUT_TORCH_NPU = {"test_compatibility.py", "test_install.py", "test_libraries.py", "test_probe.py"}
@@ -78,29 +82,15 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture(scope="session")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """Run a script of `subjects/` as ranks of one job, as a launcher would; what each of them found."""
+def job(
+    fork_ranks: Callable[..., list[forks.Fork]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[dict[str, Any]]]:
+    """Run a script of `subjects/` as two ranks of one job, as a launcher would; what each of them found."""
 
-    def start(subject: str, *, ranks: int = 2, timeout: float = 100, **environment: str) -> list[dict[str, Any]]:
+    def start(subject: str, **environment: str) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("job")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        started = []
-        for rank in range(ranks):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-            variables = {name: str(value) for name, value in {**place, "MASTER_PORT": port}.items()}
-            with (folder / f"output-{rank}").open("w") as output:
-                command = [sys.executable, str(_SUBJECTS / subject), str(folder)]
-                variables = {**os.environ, **variables, **environment}
-                started.append(subprocess.Popen(command, stdout=output, stderr=output, env=variables))
-        try:
-            codes = [process.wait(timeout) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-        assert codes == [0] * ranks, "\n".join((folder / f"output-{rank}").read_text() for rank in range(ranks))
-        return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+        ended = [rank.finish() for rank in fork_ranks(_SUBJECTS / subject, folder, **environment)]
+        assert [rank.returncode for rank in ended] == [0, 0], "\n".join(rank.stderr for rank in ended)
+        return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
     return start

@@ -24,45 +24,61 @@ def metrics(folder):
     return entries, last["summary"]
 
 
-def run(device, script, folder, *arguments, nproc=1):
+def on_the_npu(script, folder, *arguments, nproc):
     """Run an example as a user would, from an environment that knows nothing of an emulation."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
-    emulate = ("--emulate", "npu") if device == "npu" else ()
-    command = (sys.executable, "-m", "accelcore", "run", *emulate, "--nproc", str(nproc), str(EXAMPLES / script))
+    command = (sys.executable, "-m", "accelcore", "run", "--emulate", "npu", "--nproc", str(nproc), EXAMPLES / script)
     done = subprocess.run(
         [*command, "--output", str(folder), *arguments], capture_output=True, text=True, timeout=300,
-        env={**clean, "ACCEL_DEVICE": device, "OMP_NUM_THREADS": "1"},
+        env={**clean, "ACCEL_DEVICE": "npu", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert (folder / "metrics.jsonl").exists(), done.stdout + done.stderr
-    assert "fall back" not in done.stderr.lower(), "an operator ran on the CPU behind torch_npu's back"
-    if device == "npu":
-        assert "EMULATED" in done.stderr
+    assert "EMULATED" in done.stderr
+    return outcome([done], folder)
+
+
+def outcome(ended, folder):
+    said = "".join(rank.stdout + rank.stderr for rank in ended)
+    assert (folder / "metrics.jsonl").exists(), said
+    assert "fall back" not in said.lower(), "an operator ran on the CPU behind torch_npu's back"
     return metrics(folder)
 
 
-def on_both(tmp_path, script, *arguments, nproc=1):
-    return [run(device, script, tmp_path / device, *arguments, nproc=nproc) for device in ("cpu", "npu")]
+@pytest.fixture
+def run(fork_ranks, tmp_path):
+    """Run an example in forks."""
+
+    def run(device, script, *arguments, nproc=1):
+        started = fork_ranks(
+            EXAMPLES / script, "--output", tmp_path / device, *arguments, size=nproc, ACCEL_DEVICE=device
+        )
+        return outcome([rank.finish() for rank in started], tmp_path / device)
+
+    return run
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_the_gpt_gives_the_cpus_losses_for_fifty_steps(tmp_path, nproc):
-    (cpu, cpu_end), (npu, npu_end) = on_both(tmp_path, "train_gpt.py", "--steps", "50", *SMALL_GPT, nproc=nproc)
+def test_the_gpt_gives_the_cpus_losses_for_fifty_steps(run, tmp_path, nproc):
+    options = ("--steps", "50", *SMALL_GPT)
+    cpu, cpu_end = run("cpu", "train_gpt.py", *options, nproc=nproc)
+    npu, npu_end = on_the_npu("train_gpt.py", tmp_path / "npu", *options, nproc=nproc)
     assert len(cpu) == len(npu) == 50
     for mine, theirs in zip(npu, cpu, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6), f"step {mine['step']}"
     assert npu_end["validation_loss"] == pytest.approx(cpu_end["validation_loss"], rel=1e-4)
 
 
-def test_the_digits_are_read_alike(tmp_path):
-    (cpu, cpu_end), (npu, npu_end) = on_both(tmp_path, "train_digits.py", "--dropout", "0", "--epochs", "4")
+def test_the_digits_are_read_alike(run):
+    (cpu, cpu_end), (npu, npu_end) = (
+        run(device, "train_digits.py", "--dropout", "0", "--epochs", "4") for device in ("cpu", "npu")
+    )
     for mine, theirs in zip(npu[:2], cpu[:2], strict=True):  # 42 steps
         assert mine["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-6)
     assert npu[-1]["train_loss"] == pytest.approx(cpu[-1]["train_loss"], rel=1e-4)
     assert npu_end["eval_accuracy"] == cpu_end["eval_accuracy"]
 
 
-def test_a_loop_of_ones_own_ends_alike(tmp_path):
-    (cpu, cpu_end), (npu, npu_end) = on_both(tmp_path, "own_loop.py", "--epochs", "8")
+def test_a_loop_of_ones_own_ends_alike(run):
+    (cpu, cpu_end), (npu, npu_end) = (run(device, "own_loop.py", "--epochs", "8") for device in ("cpu", "npu"))
     assert len(cpu) == len(npu) == 8
     for mine, theirs in zip(npu, cpu, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4)

@@ -1,9 +1,8 @@
 """Ranks and processes on an emulated NPU.
 
-Importing torch_npu takes seconds, so ranks are forked from a server that has imported it (and has touched no device).
+Importing torch_npu takes seconds, so ranks are forked from a server that has imported it: of `tests/forks.py`.
 """
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -28,8 +27,7 @@ else:
 
 sys.path.insert(0, str(Path(__file__).parent))  # where ranks find their jobs, by names that any process can import
 rank_process = import_module("emulated_rank")
-servers = multiprocessing.get_context("forkserver")
-servers.set_forkserver_preload(["pytest", "torch_npu"])
+servers = import_module("forks").servers  # the conftest.py above this one has said where it is
 
 
 class Rank:

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard
 import accelcore
 
 warnings.filterwarnings("error", "CAUTION")  # torch_npu's, where an operator falls back to the CPU
+# The group that `adopted` is given names no device.
+warnings.filterwarnings("ignore", r"barrier\(\): using the device", UserWarning)
 
 ROWS, STEPS = 8, 10
 
