@@ -98,6 +98,15 @@ def test_gpt_learns_and_a_killed_run_resumes_exactly(run, tmp_path):
     assert metrics(killed) == (entries, summary)
 
 
+@pytest.mark.full
+def test_gpt_as_it_comes_beats_the_bigram_model(tmp_path):
+    command = as_a_user("train_gpt.py", "--output", tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=os.environ | VARIABLES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, summary = metrics(tmp_path)
+    assert summary["validation_loss"] < summary["bigram_loss"]
+
+
 def test_gpt_saves_on_interrupt_and_starts_afresh_unless_resumed(run, tmp_path):
     arguments = [*SMALL_GPT, "--log-every", 2, "--output", tmp_path]
     process = subprocess.Popen(

@@ -56,7 +56,8 @@ def run(fork_ranks, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+# Alone, it is the training of test_training.py and of the digits below.
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_gpt_gives_the_cpus_losses_for_fifty_steps(run, tmp_path, nproc):
     options = ("--steps", "50", *SMALL_GPT)
     cpu, cpu_end = run("cpu", "train_gpt.py", *options, nproc=nproc)
