@@ -15,8 +15,9 @@ PIP = -m pip --disable-pip-version-check --quiet
 train: .venv/train.done
 	OMP_WAIT_POLICY=passive .venv/bin/python examples/train_gpt.py $(ARGS)
 
+# Two environments at a time: what has one process, as setting up has, leaves a core idle.
 test: .venv/test.done
-	.venv/bin/python -m tox run $(ARGS)
+	.venv/bin/python -m tox run-parallel --parallel 2 --parallel-live --parallel-no-spinner $(ARGS)
 
 # A file of its own for each, made last: an interrupted set-up is started again.
 .venv/train.done: pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml) | .venv/bin/python

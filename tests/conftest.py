@@ -24,9 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # also for the forks, which impo
 forks = importlib.import_module("forks")
 fork, fork_ranks = forks.fork, forks.fork_ranks
 
-# Without a deadline, because a shared machine stalls; without chance, because a test passes or fails for a reason.
-settings.register_profile("accelcore", deadline=None, derandomize=True)
-settings.load_profile("accelcore")
+# No deadline, because a shared machine stalls; no chance, because a test passes or fails for a reason.
+settings.load_profile("ci")
 
 _OURS = ("ACCEL_DEVICE", "ACCEL_PROBE_TIMEOUT")
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

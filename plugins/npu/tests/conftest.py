@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from accelcore import Backend
@@ -26,6 +27,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side: a threa
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))  # also for the forks, which import it by its name
 forks = import_module("forks")
 fork, fork_ranks = forks.fork, forks.fork_ranks
+
+settings.load_profile("ci")  # as tests/conftest.py says
 
 _SUBJECTS = Path(__file__).parent / "subjects"
 _WITHOUT_TORCH_NPU = {"test_compatibility.py", "test_install.py", "test_libraries.py", "test_probe.py"}
