@@ -34,11 +34,10 @@ class Agreement:
         group = self._collectives.cpu_group()
         if group is None:
             return
-        if dist.get_backend(group) != "gloo":  # others cannot say who is missing
-            self._collectives.barrier()
-            return
         try:
             dist.monitored_barrier(group, wait_all_ranks=True)
+        except ValueError:  # not every kind of group can say who is missing
+            self._collectives.barrier()
         except RuntimeError as error:
             raise DistributedError(
                 f"not every rank of the job came to {what}",

@@ -149,9 +149,8 @@ class Step:
         gradients.promote()
         correction = self._window.correction(self._strategy, full=full)
         # Only for those who read them: for some it means to look at each.
-        buffers = (
-            gradients.buffers() if self._reads_gradients or scaler.reads_gradients or correction is not None else []
-        )
+        read = self._reads_gradients or scaler.reads_gradients or correction is not None
+        buffers = gradients.buffers() if read else []
         if correction is not None:
             torch._foreach_mul_(buffers, correction)
         if self._exposes:

@@ -25,11 +25,11 @@ logger = logging.getLogger("accelcore")
 
 CAPABILITIES = Capabilities(
     autocast_dtypes=("bfloat16", "float16"),
-    model_dtypes=("float32", "float64", "bfloat16"),
+    model_dtypes=("float32", "float64", "bfloat16", "float16"),
     native_optimizers=("adagrad", "adam", "adamw", "sgd"),
     compilers=("inductor",),
     process_groups=("gloo",),
-    parallel=("none", "ddp"),
+    parallel=("none", "ddp", "combine_ddp"),
 )
 
 

@@ -1,0 +1,256 @@
+"""One rank of a job that trains under one strategy in many ways: `strategy_ranks.py CASE FOLDER`.
+
+Each rank writes what it found to FOLDER/RANK.json; test_strategies.py judges it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import accelcore
+from accelcore import Policy
+
+CASES = {
+    "ddp": {"parallel": "ddp"},
+    "ddp flat": {"parallel": "ddp", "flat": True},
+    "combine": {"parallel": "combine_ddp", "flat": False},
+    "combine flat": {"parallel": "combine_ddp", "flat": True},
+    "combine bf16": {"parallel": "combine_ddp", "comm_dtype": "bfloat16"},
+}
+LR, DECAY = 0.1, 0.5
+
+
+class Net(nn.Module):
+    """Parts that can be left out of a pass, a normalization with buffers, tied weights, and a part nobody uses."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inward = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6, momentum=0.5)
+        self.sometimes = nn.Linear(6, 6)
+        self.outward = nn.Linear(6, 4)
+        self.outward.weight = nn.Parameter(self.outward.weight.detach().clone())
+        self.tied = nn.Linear(6, 4, bias=False)
+        self.tied.weight = self.outward.weight
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, rows: torch.Tensor, use: bool) -> torch.Tensor:
+        hidden = torch.tanh(self.norm(self.inward(rows)))
+        if use:
+            hidden = hidden + self.sometimes(hidden)
+        return self.outward(hidden) + self.tied(hidden)
+
+
+def batch(rank: int, number: int, rows: int = 8) -> torch.Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(1000 * rank + number))
+
+
+def loss_of(model, batch):
+    rows, use = batch
+    return mse_loss(model(rows, use), rows.flip(1))
+
+
+def make(accel, options, *, seed=0, **more):
+    model = Net(seed)
+    optimizer = accel.optimizers.create("adamw", model.parameters(), lr=LR, weight_decay=DECAY, eps=1e-3)
+    return accel.trainer(model, optimizer, loss=loss_of, **{**options, **more})
+
+
+def state(model):
+    return {name: value.double().flatten().tolist() for name, value in model.state_dict().items()}
+
+
+def used(rank: int, number: int) -> bool:
+    """Rank 0 always uses all, rank 1 in every third micro-batch."""
+    return rank == 0 or number % 3 == 0
+
+
+def trains(accel, rank, options):
+    """Ranks start apart; parts go unused on one rank, in some micro-batches; one part is never used."""
+    found = {}
+    for name, more in (
+        ("plain", {}), ("accumulated", {"accumulate": 2, "clip_norm": 0.3}), ("scaled", {"loss_scale": "dynamic"}),
+    ):  # fmt: skip
+        trainer = make(accel, options, seed=rank, **more)
+        for number in range(6):
+            trainer((batch(rank, number), used(rank, number)))
+        found[name] = state(trainer.model)
+    trainer = make(accel, options, seed=rank, accumulate=4)
+    for number in range(6):
+        trainer((batch(rank, number), used(rank, number)))
+    trainer.flush()
+    found["short"] = state(trainer.model)
+    return found
+
+
+def weighted(accel, rank, options):
+    """Micro-batches of 2 to 9 rows; the windows' gradients are those of the mean over all rows."""
+    trainer = make(accel, options, seed=rank, accumulate=2, weight=lambda batch: len(batch[0]))
+    trainer.model.norm.eval()
+    for number in range(5):
+        trainer((batch(rank, number, 2 + 3 * rank + number), True))
+    trainer.flush()
+    return state(trainer.model)
+
+
+def overflows(accel, rank, options):
+    """An overflow on rank 1 only."""
+    trainer = make(accel, options, seed=rank, loss_scale="dynamic")
+    trainer((batch(rank, 0), True))
+    before = state(trainer.model)
+    trainer.model.norm.eval()
+    trainer((batch(rank, 1) * (math.inf if rank else 1.0), True))
+    unchanged = state(trainer.model) == before
+    trainer((batch(rank, 2), True))
+    return {"unchanged": unchanged, "skipped": trainer.skipped, "after": state(trainer.model)}
+
+
+def changes(accel, rank, options):
+    """A layer is unfrozen, one is frozen, one is added while the training goes on."""
+    model = Net(rank)
+    model.sometimes.requires_grad_(False)
+    groups = [{"params": list(model.parameters())}]
+    optimizer = accel.optimizers.create("sgd", groups, lr=LR)
+    trainer = accel.trainer(model, optimizer, loss=loss_of, **options)
+    for number in range(6):
+        if number == 2:
+            model.sometimes.requires_grad_(True)
+        if number == 4:
+            model.inward.requires_grad_(False)
+        trainer((batch(rank, number), True))
+    torch.manual_seed(5)
+    model.never = nn.Linear(4, 4)
+    try:
+        trainer((batch(rank, 6), True))
+        refused = ""
+    except accelcore.TrainingError as error:
+        refused = str(error)
+    return {"state": state(model), "refused": refused}
+
+
+def masters(accel, rank, options):
+    """A bf16 model whose updates are smaller than bf16 can hold: the masters add them up, on all ranks alike."""
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 4)
+    nn.init.ones_(model.weight)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=1e-4)
+    trainer = accel.trainer(
+        model, optimizer, loss=lambda m, rows: m(rows).sum(), precision=Policy(model_dtype="bfloat16"), **options
+    )
+    for _ in range(200):
+        trainer(torch.ones(1, 4, dtype=torch.bfloat16))
+    return model.weight.double().flatten().tolist()
+
+
+def failures(accel, rank, options):
+    """A backward pass that fails in a job: the trainer does not go on as if nothing had been."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise MemoryError("backward")
+
+    trainer = make(accel, options, accumulate=2)
+    said = []
+    model, optimizer = nn.Linear(4, 1), None
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    trainer = accel.trainer(model, optimizer, loss=lambda m, rows: Fails.apply(m(rows)).mean(), **options)
+    for _ in range(2):
+        try:
+            trainer(batch(rank, 0))
+        except (MemoryError, accelcore.TrainingError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def shared_batch(accel, rank, options):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("accelcore").addHandler(handler)
+    trainer = make(accel, options)
+    trainer((batch(0, 0), True))
+    trainer((batch(0, 1), True))
+    make(accel, options)((batch(rank, 0), True))
+    return records
+
+
+def checkpoints(accel, rank, options, folder):
+    """Saved in an open window, resumed by all; and resumes that only one rank can do."""
+
+    def run(trainer, numbers):
+        for number in numbers:
+            trainer((batch(rank, number), used(rank, number)))
+        return trainer
+
+    options = {**options, "accumulate": 2}
+    whole = run(make(accel, options, seed=rank), range(6))
+    run(make(accel, options, seed=rank), range(3)).save(folder / "shared")
+    again = make(accel, options, seed=rank + 7)
+    again.resume(folder / "shared")
+    found = {"same": state(run(again, range(3, 6)).model) == state(whole.model)}
+    before = state(again.model)
+    try:
+        again.resume(folder / ("shared" if rank == 0 else "not here"))
+    except accelcore.CheckpointError as error:
+        found["one rank"] = str(error)
+    found["unchanged"] = state(again.model) == before
+    return found
+
+
+def only_one_saves(accel, rank, options, folder):
+    trainer = make(accel, options)
+    try:
+        if rank == 0:
+            trainer.save(folder / "lonely")
+    except accelcore.DistributedError as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    case, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    accel, options = accelcore.select("cpu"), CASES[case]
+    with accel.distributed() as job:
+        found = {
+            "trains": trains(accel, job.rank, options),
+            "weighted": weighted(accel, job.rank, options),
+            "overflows": overflows(accel, job.rank, options),
+            "changes": changes(accel, job.rank, options),
+            "masters": masters(accel, job.rank, options),
+            "shared_batch": shared_batch(accel, job.rank, options),
+            "checkpoints": checkpoints(accel, job.rank, options, folder),
+            "failures": failures(accel, job.rank, options),
+        }
+        (folder / f"{job.rank}.json").write_text(json.dumps(found))
+
+
+def lonely() -> None:
+    folder = Path(sys.argv[2])
+    accel = accelcore.select("cpu")
+    try:
+        with accel.distributed(timeout=timedelta(seconds=3)) as job:
+            rank = job.rank
+            said = only_one_saves(accel, rank, CASES["ddp"], folder)
+            (folder / f"lonely-{rank}.json").write_text(json.dumps(said))
+    except RuntimeError:
+        pass  # the other rank is gone by then
+
+
+if __name__ == "__main__":
+    lonely() if sys.argv[1] == "lonely" else main()

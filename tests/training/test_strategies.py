@@ -1,0 +1,159 @@
+"""Every strategy on two ranks, against one process that computes what both would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training.strategy_ranks import CASES, DECAY, LR, Net, batch, loss_of, used
+
+RANKS = Path(__file__).with_name("strategy_ranks.py")
+TOLERANCE = {"combine bf16": {"rtol": 0.05, "atol": 0.02}}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def job(request, fork_ranks, tmp_path_factory):
+    """What both ranks found, and how near to the oracle they have to be."""
+    folder = tmp_path_factory.mktemp("job")
+    ended = [rank.finish() for rank in fork_ranks(RANKS, request.param, folder)]
+    assert [rank.returncode for rank in ended] == [0, 0], "\n".join(rank.stderr for rank in ended)
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return found, TOLERANCE.get(request.param, {"rtol": 1e-4, "atol": 1e-5})
+
+
+class Pair:
+    """Two ranks in one process: a model each, gradients averaged by hand, None where neither has one."""
+
+    def __init__(self, make_optimizer):
+        self.models = [Net(0), Net(0)]
+        self.optimizers = [make_optimizer(model) for model in self.models]
+
+    def backward(self, rank, number, share, use, rows=8):
+        (loss_of(self.models[rank], (batch(rank, number, rows), use)) * share).backward()
+
+    def update(self, *, scale=1.0, clip=None):
+        for pair in zip(*(model.parameters() for model in self.models), strict=True):
+            gradients = [parameter.grad for parameter in pair if parameter.grad is not None]
+            mean = None if not gradients else sum(gradients) * scale / 2
+            for parameter in pair:
+                parameter.grad = None if mean is None else mean.clone()
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, theirs in zip(*(model.buffers() for model in self.models), strict=True):
+            theirs.copy_(mine)
+
+    def state(self):
+        return {name: value.double().flatten() for name, value in self.models[0].state_dict().items()}
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY, eps=1e-3)
+
+
+def close(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(torch.tensor(found[name], dtype=torch.float64), value, msg=name, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "clip"), [("plain", 1, None), ("accumulated", 2, 0.3), ("scaled", 1, None), ("short", 4, None)]
+)
+def test_two_ranks_train_as_one_process_that_averages(job, name, window, clip):
+    (first, second), tolerance = job
+    pair = Pair(adamw)
+    for start in range(0, 6, window):
+        numbers = range(start, min(start + window, 6))
+        for rank in range(2):
+            for number in numbers:
+                pair.backward(rank, number, 1 / len(numbers), used(rank, number))
+        pair.update(clip=clip)
+    assert first["trains"][name] == second["trains"][name], "parameters or buffers of the ranks are apart"
+    close(first["trains"][name], pair.state(), tolerance)
+    never = torch.tensor(first["trains"][name]["never.weight"])
+    assert torch.equal(never, Net(0).never.weight.double().flatten()), "decayed without a gradient"
+
+
+def test_weighted_windows_are_the_mean_over_all_rows(job):
+    (first, second), tolerance = job
+    pair = Pair(adamw)
+    for model in pair.models:
+        model.norm.eval()
+    for numbers in ((0, 1), (2, 3), (4,)):
+        counts = {(rank, number): 2 + 3 * rank + number for rank in range(2) for number in numbers}
+        for (rank, number), rows in counts.items():
+            pair.backward(rank, number, 2 * rows / sum(counts.values()), True, rows)
+        pair.update()
+    assert first["weighted"] == second["weighted"]
+    close(first["weighted"], pair.state(), tolerance)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(job):
+    (first, second), _ = job
+    for found in (first["overflows"], second["overflows"]):
+        assert found["unchanged"]
+        assert found["skipped"] == 1
+    assert first["overflows"]["after"] == second["overflows"]["after"]
+
+
+def test_layers_frozen_and_unfrozen_later_are_followed_and_a_replaced_one_is_refused(job):
+    (first, second), tolerance = job
+    pair = Pair(lambda model: torch.optim.SGD(model.parameters(), lr=LR))
+    for model in pair.models:
+        model.sometimes.requires_grad_(False)
+    for number in range(6):
+        for model in pair.models:
+            if number == 2:
+                model.sometimes.requires_grad_(True)
+            if number == 4:
+                model.inward.requires_grad_(False)
+        for rank in range(2):
+            pair.backward(rank, number, 1, True)
+        pair.update()
+    expected = {name: value for name, value in pair.state().items() if not name.startswith("never")}
+    assert first["changes"]["state"] == second["changes"]["state"]
+    close({name: first["changes"]["state"][name] for name in expected}, expected, tolerance)
+    assert "'never.weight'" in first["changes"]["refused"]
+    assert first["changes"]["refused"] == second["changes"]["refused"]
+
+
+def test_masters_add_up_what_bf16_would_lose(job):
+    (first, second), _ = job
+    assert first["masters"] == second["masters"]
+    weights = torch.tensor(first["masters"])
+    torch.testing.assert_close(weights, torch.full_like(weights, 1 - 200 * 1e-4), rtol=0, atol=2**-8)
+
+
+def test_a_backward_pass_that_failed_in_a_job_ends_its_training(job):
+    for found in job[0]:
+        assert found["failures"][0] == "MemoryError: backward"
+        assert found["failures"][1].startswith("TrainingError: this trainer cannot go on")
+        assert "--max-restarts" in found["failures"][1]
+
+
+def test_a_batch_that_all_ranks_share_is_told_once(job):
+    first, second = (found["shared_batch"] for found in job[0])
+    assert len([record for record in first if "every rank of this job trains on the same batch" in record]) == 1
+    assert not second
+
+
+def test_a_job_resumes_together_or_not_at_all(job):
+    for found in job[0]:
+        assert found["checkpoints"]["same"], "a resume in an open window is not bit-same"
+        assert "do not find the same checkpoint" in found["checkpoints"]["one rank"]
+        assert found["checkpoints"]["unchanged"]
+
+
+def test_a_save_that_only_one_rank_begins_says_so(fork_ranks, tmp_path):
+    for rank in fork_ranks(RANKS, "lonely", tmp_path):
+        rank.finish()
+    said = json.loads((tmp_path / "lonely-0.json").read_text())
+    assert "not every rank of the job came to trainer.save()" in said
+    assert "if rank == 0" in said
