@@ -17,6 +17,7 @@ from accelcore.roles.optimizers import Optimizers, Request
 from accelcore.roles.precision import TorchPrecision
 from accelcore.roles.scaler import Scalers
 from accelcore_cpu.compiler import missing_compiler
+from accelcore_cpu.fork import make_fork_safe
 from accelcore_cpu.runtime import CpuRuntime
 
 __all__ = ["CAPABILITIES", "create"]
@@ -34,7 +35,8 @@ CAPABILITIES = Capabilities(
 
 
 def create() -> Backend:
-    """Compose the CPU backend."""
+    """Compose the CPU backend; from then on, this process can be forked while it trains."""
+    make_fork_safe()
     device = torch.device("cpu")
     optimizers = Optimizers()
     register_torch_optimizers(optimizers, fused=CAPABILITIES.native_optimizers, refuses=_kernel_fault)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 __all__ = ["missing_compiler"]
 
 
@@ -13,6 +15,10 @@ def missing_compiler() -> str | None:
 
     try:
         get_cpp_compiler()
+    except OSError as error:
+        return (
+            f"the C++ compiler CXX={os.environ.get('CXX')!r} cannot be run: {error} (name one that can, or unset CXX)"
+        )
     except InvalidCxxCompiler as error:
         return f"{str(error).strip().splitlines()[0]} (install g++, or name a compiler in CXX)"
     return None

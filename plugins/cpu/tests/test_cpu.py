@@ -225,3 +225,43 @@ def test_a_missing_cpp_compiler_is_named():
         reason = missing_compiler()
     assert "/nowhere/c++" in reason
     assert "install g++" in reason
+
+
+@pytest.mark.parametrize("compiler", ["", "/"], ids=["empty", "folder"])
+def test_a_cpp_compiler_that_cannot_be_run_is_named_and_the_model_runs_eagerly(accel, monkeypatch, compiler):
+    from torch._inductor import config
+
+    monkeypatch.setenv("CXX", compiler)
+    module = torch.nn.Linear(2, 2)
+    with config.patch({"cpp.cxx": (None, compiler)}):
+        compiled = accel.compiler.compile(module, {})
+    assert (compiled.compiled, compiled.module) == (False, module)
+    assert f"CXX={compiler!r} cannot be run" in compiled.reason
+
+
+def test_a_process_that_trains_with_several_threads_can_be_forked():
+    """torch alone hangs in the child's first product; both sides go on, here and in a child's child."""
+    script = """
+        import os, signal
+        import torch
+        import accelcore
+
+        torch.set_num_threads(2)  # before: what a process did earlier must not matter
+
+        def train():
+            weight = torch.linspace(-1, 1, 250_000).view(500, 500).requires_grad_()
+            (weight @ weight).exp().sum().backward()
+            return weight.grad.double().sum().item()
+
+        expected = train()
+        accelcore.select("cpu")
+        for depth in range(2):
+            child = os.fork()
+            if child:
+                assert train() == expected
+                assert os.waitpid(child, 0)[1] == 0
+                os._exit(0)
+            signal.alarm(30)
+            assert train() == expected
+    """
+    run(script)
