@@ -31,7 +31,11 @@ __all__ = [
 ]
 
 API = 1
-"""Version of this interface; a probe states the one it was written for."""
+"""Version of this interface. It rises when a plugin has to change; plugins for the version before go on working.
+
+A plugin states the version that it was written for as a number, `Probe(..., api=1)`. This constant would be the version
+of whatever accelcore is installed, and so say of an old plugin that it is new.
+"""
 
 hookspec = pluggy.HookspecMarker("accelcore")
 hookimpl = pluggy.HookimplMarker("accelcore")
@@ -51,7 +55,9 @@ def accelcore_probe() -> Probe:  # type: ignore[empty-body]  # a hook specificat
 def accelcore_create_backend(name: str, index: int) -> Backend | None:
     """Create the backend `name` on device `index`; None where `name` is not this plugin's.
 
-    Called after a probe that said `available`. This is the place to import the vendor's runtime.
+    Called after a probe that said `available`, in the thread of `select()`, with torch imported and without a time
+    limit. This is the place to import the vendor's runtime. A device that turns out not to work is a
+    `BackendUnavailableError` to be raised here.
     """
 
 
@@ -60,7 +66,9 @@ def accelcore_register_optimizers(backend: Backend, registry: Optimizers) -> Non
     """Register optimizers, or faster routes to known ones, for `backend`.
 
     Called once for each backend created, for every extension, whatever the backend: look at
-    `backend.capabilities` and return where there is nothing to add.
+    `backend.capabilities` and return where there is nothing to add. It runs in a thread of its own, whose current
+    device is the caller's. What it registers counts if it returns within ACCEL_PROBE_TIMEOUT seconds, and is dropped
+    as a whole if it raises or takes longer.
     """
 
 

@@ -124,17 +124,15 @@ def find(name: str) -> Candidate | None:
     return _probe({name: points} if (points := _offers(BACKENDS).get(name)) else {}).get(name)
 
 
-def extensions() -> list[Any]:
-    """The hooks of every extension that loads; one that does not is left out, and the log says why."""
-    hooks = []
-    for extension in load_extensions():
+def extensions() -> list[Extension]:
+    """Every extension that loads; one that does not is left out, and the log says why."""
+    loaded = load_extensions()
+    for extension in loaded:
         if extension.reason:
             logger.warning(
                 "extension %s of %s is left out: %s", extension.name, extension.distribution, extension.reason
             )
-        else:
-            hooks.append(extension.hooks)
-    return hooks
+    return [extension for extension in loaded if not extension.reason]
 
 
 def load_extensions() -> list[Extension]:
@@ -184,7 +182,8 @@ def _probe(offers: dict[str, list[EntryPoint]]) -> dict[str, Candidate]:
             hooks, probe = outcome.value
             candidates[name] = Candidate(name, distribution, probe, hooks=hooks)
         else:
-            broken = Probe(name, available=False, reason=describe(outcome.error), remedy=_remedy(points))
+            remedy = getattr(outcome.error, "remedy", "") or _remedy(points)
+            broken = Probe(name, available=False, reason=describe(outcome.error), remedy=remedy)
             candidates[name] = Candidate(name, distribution, broken, error=outcome.error)
     return candidates
 
@@ -202,9 +201,13 @@ def _ask(point: EntryPoint, deadline: float) -> tuple[Any, Probe]:
     probe = answers[0]
     if probe.name != point.name:
         raise PluginError(f"{point.value} is installed as {point.name!r} but calls itself {probe.name!r}")
-    if probe.api != hookspecs.API:
+    oldest = max(1, hookspecs.API - 1)
+    if not oldest <= probe.api <= hookspecs.API:
+        works = f"interface {oldest}" if oldest == hookspecs.API else f"interfaces {oldest} and {hookspecs.API}"
+        newer = "accelcore" if probe.api > hookspecs.API else _distribution(point)
         raise PluginError(
-            f"{point.value} is written for plugin interface {probe.api}; this accelcore speaks {hookspecs.API}"
+            f"{point.value} is written for plugin interface {probe.api}, and this accelcore works with {works}",
+            remedy=f"install a newer {newer}",
         )
     return hooks, probe
 

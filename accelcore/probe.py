@@ -35,7 +35,8 @@ class Probe:
         priority: `auto` takes the available backend with the highest priority. A host CPU has 0, an accelerator 100.
         count: how many devices of this kind this process may use; at least 1 where `available`.
         exclusive: whether each rank of a job needs a device of its own. False for a CPU, which all ranks share.
-        api: the version of the plugin interface that the plugin was written for (`accelcore.API`).
+        api: the version of the plugin interface that the plugin was written for, as a number. A plugin that does not
+            say was written for the first; this default never changes, or old plugins would claim to be new.
         environment: names of the environment variables that decide what this backend finds, for `accelcore doctor`.
         distributions: names of the distributions that hold the vendor's runtime, for `accelcore doctor` and for
             `accelcore run`, which keeps torch from loading the runtime of a backend that cannot work here.

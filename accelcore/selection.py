@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from accelcore import plugins
-from accelcore.environment import Launch, read_launch, shown
+from accelcore.creation import create_backend
+from accelcore.environment import Launch, read_launch, requested_device, shown
 from accelcore.errors import (
     AccelError,
     BackendUnavailableError,
@@ -32,7 +31,7 @@ from accelcore.probe import Probe
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Choice", "decide", "installed", "parse", "select"]
+__all__ = ["Choice", "Found", "decide", "installed", "parse", "select"]
 
 T = TypeVar("T")
 
@@ -55,6 +54,26 @@ class Choice:
         return self.name if self.index is None else f"{self.name}:{self.index}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A device that can be had, as far as its plugin's probe tells.
+
+    Attributes:
+        candidate: the plugin.
+        index: the device's.
+        request: what the user asked for, for messages.
+        others: tells which backends work here, for messages; it may have to ask every plugin.
+    """
+
+    candidate: Candidate
+    index: int
+    request: str
+    others: Callable[[], str]
+
+    def __str__(self) -> str:
+        return f"{self.candidate.name}:{self.index}"
+
+
 def installed() -> dict[str, Probe]:
     """Every installed backend by name, with what it says of itself; a broken plugin's probe says how it broke.
 
@@ -68,35 +87,38 @@ def select(device: str | None = None) -> Backend:
 
     Args:
         device: `"cpu"`, `"cuda:1"`, a preference list such as `"npu,cuda,cpu"`, or `"auto"`. None takes the
-            environment variable ACCEL_DEVICE, and where that is not set, `"auto"`: the best device that works here.
-            Without an index, a rank that a launcher started takes the device of its LOCAL_RANK.
+            environment variable ACCEL_DEVICE, and where that is unset or empty, `"auto"`: the best device that works
+            here. Without an index, a rank that a launcher started takes the device of its LOCAL_RANK.
 
     Returns:
         A `Backend`, whose `passed_over` holds the probes of what a list or `auto` could not use. Each call makes a
-        new one; several may live in one process.
+        new one; several may live in one process. A vendor's runtime may have state of the whole process, such as the
+        current device, that creating a backend sets: the plugin's documentation says what.
 
     Raises:
-        ConfigurationError: `device`, ACCEL_DEVICE or a launcher's variable makes no sense.
+        ConfigurationError: `device`, ACCEL_DEVICE or a launcher's variable is invalid, or LOCAL_RANK is needed and not
+            set.
         UnknownBackendError: no installed plugin has that name.
-        BackendUnavailableError: the device asked for cannot be had, or nothing in the list can.
+        BackendUnavailableError: the device asked for cannot be had, or nothing in the list can, or torch cannot be
+            imported.
         PluginError: the plugin asked for is broken; its own error is the cause.
     """
     source, text = "device", device
     if text is None:
-        source, text = "ACCEL_DEVICE", os.environ.get("ACCEL_DEVICE", "auto")
+        source, text = "ACCEL_DEVICE", requested_device() or "auto"
     backend, passed_over = decide(text, source, _create)
     if passed_over:
         _say_once(text, source, backend, passed_over)
     return dataclasses.replace(backend, passed_over=passed_over)
 
 
-def decide(text: str, source: str, make: Callable[[Choice, Candidate, int, str], T]) -> tuple[T, tuple[Probe, ...]]:
+def decide(text: str, source: str, make: Callable[[Found], T]) -> tuple[T, tuple[Probe, ...]]:
     """Follow a request to the first device that can be had, and `make` something of it.
 
     Args:
         text: the request.
         source: where it comes from, for messages.
-        make: given the choice, its plugin, the device's index and the request; may raise an AccelError.
+        make: may raise an AccelError.
 
     Returns:
         What `make` returned, and what a list or `auto` passed over before it.
@@ -110,8 +132,7 @@ def decide(text: str, source: str, make: Callable[[Choice, Candidate, int, str],
         return _first_that_works(wishes, launch, "auto", make)
     request = f"{source}={shown(text)}"
     if len(choices) == 1:
-        candidate, index = _admit(choices[0], plugins.find(choices[0].name), launch, request, _usable)
-        return make(choices[0], candidate, index, request), ()
+        return make(_admit(choices[0], plugins.find(choices[0].name), launch, request, _usable)), ()
     # One after the other, so that no plugin is loaded behind the first that works.
     wishes = ((choice, plugins.find(choice.name)) for choice in choices)
     return _first_that_works(wishes, launch, request, make)
@@ -154,16 +175,15 @@ def _first_that_works(
     wishes: Iterable[tuple[Choice, Candidate | None]],
     launch: Launch | None,
     request: str,
-    make: Callable[[Choice, Candidate, int, str], T],
+    make: Callable[[Found], T],
 ) -> tuple[T, tuple[Probe, ...]]:
     passed_over: list[Probe] = []
-    for choice, found in wishes:
-        if found is not None and found.probe.available and choice.index is None:
+    for choice, candidate in wishes:
+        if candidate is not None and candidate.probe.available and choice.index is None:
             # Not passed over: ranks that fell back alone could not form one job with the others.
-            _index(choice, found.probe, launch, request)
+            _index(choice, candidate.probe, launch, request)
         try:
-            candidate, index = _admit(choice, found, launch, str(choice), lambda: "")
-            return make(choice, candidate, index, str(choice)), tuple(passed_over)
+            return make(_admit(choice, candidate, launch, str(choice), lambda: "")), tuple(passed_over)
         except AccelError as error:
             passed_over.append(
                 Probe(
@@ -192,14 +212,14 @@ def _admit(
     candidate: Candidate | None,
     launch: Launch | None,
     request: str,
-    usable: Callable[[], str],
-) -> tuple[Candidate, int]:
-    """The plugin and the device's index, where by its own word the device can be had."""
+    others: Callable[[], str],
+) -> Found:
+    """The device, where its plugin says that it can be had."""
     if candidate is None:
         raise UnknownBackendError(
             f"{request}: there is no backend {choice.name!r}",
             why="no installed plugin offers that name",
-            available=usable(),
+            available=others(),
             remedy="install the package that brings it (the README lists accelcore's own), or choose another",
         )
     probe = candidate.probe
@@ -207,63 +227,41 @@ def _admit(
         raise PluginError(
             f"{request}: the plugin for {choice.name!r} ({candidate.distribution}) is broken",
             why=probe.reason,
+            available=others(),
             remedy=probe.remedy,
         ) from candidate.error
     if not probe.available:
         raise BackendUnavailableError(
-            f"{request} cannot be used here", why=probe.reason, available=usable(), remedy=probe.remedy
+            f"{request} cannot be used here", why=probe.reason, available=others(), remedy=probe.remedy
         )
-    return candidate, _index(choice, probe, launch, request)
+    return Found(candidate, _index(choice, probe, launch, request), request, others)
 
 
-def _create(choice: Choice, candidate: Candidate, index: int, request: str) -> Backend:
-    try:
-        backend: Backend | None = candidate.hooks.accelcore_create_backend(name=choice.name, index=index)
-    except AccelError:
-        raise
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise PluginError(
-            f"{request}: {candidate.distribution} could not create its backend",
-            why=plugins.describe(error),
-            remedy="see the cause above",
-        ) from error
-    return _checked(backend, choice, index, candidate)
+def _create(found: Found) -> Backend:
+    return create_backend(found.candidate, found.index, found.request, found.others)
 
 
 def _index(choice: Choice, probe: Probe, launch: Launch | None, request: str) -> int:
-    local_rank = launch.local_rank if launch is not None and probe.exclusive else 0
-    index = local_rank if choice.index is None else choice.index
+    by_rank = choice.index is None and launch is not None and probe.exclusive
+    index = choice.index or 0
+    if by_rank and launch is not None:
+        if launch.local_rank is None:
+            raise ConfigurationError(
+                f"{request}: LOCAL_RANK is not set, and each rank needs a {choice.name} device of its own",
+                why="the job may span hosts, and then RANK does not tell which of this host's devices is this rank's",
+                remedy="set LOCAL_RANK to this rank's number on its host, counted from 0, which schedulers know by "
+                "names of their own (SLURM_LOCALID, for one); or LOCAL_WORLD_SIZE, where the whole job is on one "
+                f"host; or name the device: {choice.name}:0",
+            )
+        index = launch.local_rank
     if index < probe.count:
         return index
-    cause = f"LOCAL_RANK={local_rank} on this host" if choice.index is None else request
     raise BackendUnavailableError(
-        f"{cause}: there is no device {choice.name}:{index}",
+        f"{f'LOCAL_RANK={index} on this host' if by_rank else request}: there is no device {choice.name}:{index}",
         why=f"this process sees {probe.count} of them, counted from 0",
         available=f"{choice.name}:0" + (f" to {choice.name}:{probe.count - 1}" if probe.count > 1 else ""),
-        remedy="choose one of those" if choice.index is not None else "start as many ranks a host as it has devices",
+        remedy="start as many ranks a host as it has devices" if by_rank else "choose one of those",
     )
-
-
-def _checked(backend: object, choice: Choice, index: int, candidate: Candidate) -> Backend:
-    from accelcore.backend import Backend  # needs torch, which a request that fails above must not wait for
-
-    if not isinstance(backend, Backend) or (backend.name, backend.index) != (choice.name, index):
-        raise PluginError(
-            f"{candidate.distribution} was asked for {choice.name}:{index} and returned "
-            + (f"{backend.name}:{backend.index}" if isinstance(backend, Backend) else type(backend).__name__),
-            remedy=f"report this to the authors of {candidate.distribution}",
-        )
-    for hooks in (candidate.hooks, *plugins.extensions()):
-        register = partial(hooks.accelcore_register_optimizers, backend=backend, registry=backend.optimizers)
-        error = plugins.within_time(register)
-        if error is not None and hooks is candidate.hooks:
-            raise PluginError(f"{candidate.distribution} could not register its optimizers") from error
-        if error is not None:
-            reason = plugins.describe(error)
-            logger.warning("an extension could not register its optimizers for %s: %s", choice, reason)
-    return backend
 
 
 def _usable() -> str:

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import accelcore
-from accelcore.environment import Launch, probe_timeout, read_launch
+from accelcore.environment import Launch, outside_any_job, probe_timeout, read_launch
 from accelcore.errors import ConfigurationError
 
 GOOD = {
@@ -100,7 +100,7 @@ def test_a_value_that_is_no_number_is_an_error_that_names_the_variable(variable,
     assert message.isascii()
 
 
-@pytest.mark.parametrize("variable", sorted(set(GOOD) - {"LOCAL_WORLD_SIZE"}))
+@pytest.mark.parametrize("variable", sorted(set(GOOD) - {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}))
 def test_a_variable_that_is_missing_is_named(variable):
     environ = {key: value for key, value in GOOD.items() if key != variable}
     with raises_naming(variable) as caught:
@@ -136,6 +136,25 @@ def test_without_a_local_size_the_local_rank_is_bounded_by_the_job():
 
 
 @pytest.mark.parametrize(
+    ("variables", "local_rank"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, 2),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 0),
+        ({"RANK": "2", "WORLD_SIZE": "4"}, None),
+        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}, None),
+    ],
+)
+def test_a_local_rank_that_is_missing_is_derived_on_one_host_and_unknown_elsewhere(variables, local_rank):
+    launch = read_launch({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", **variables})
+    assert launch == Launch(int(variables["RANK"]), int(variables["WORLD_SIZE"]), local_rank, "env://")
+
+
+def test_a_child_outside_any_job_keeps_the_rest_of_the_environment():
+    assert outside_any_job({**GOOD, "PATH": "/bin", "ACCEL_DEVICE": "cpu"}) == {"PATH": "/bin", "ACCEL_DEVICE": "cpu"}
+
+
+@pytest.mark.parametrize(
     ("rank", "world_size", "local_rank", "culprit"),
     [
         (0, 0, 0, "world_size"),
@@ -151,8 +170,10 @@ def test_a_place_that_does_not_exist_is_refused(rank, world_size, local_rank, cu
         Launch(rank, world_size, local_rank, "env://")
 
 
-def test_a_probe_may_take_five_seconds_by_default():
+def test_a_probe_may_take_five_seconds_by_default(monkeypatch):
     assert probe_timeout() == 5.0
+    monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "")
+    assert probe_timeout() == 5.0, "empty means unset"
 
 
 @given(whole=st.integers(0, 9999), thousandths=st.one_of(st.none(), st.from_regex(r"\A[0-9]{1,3}\Z")))
@@ -168,7 +189,7 @@ def test_a_probe_timeout_in_seconds_is_read(whole, thousandths):
 
 
 @pytest.mark.parametrize(
-    "value", ["", " ", "0", "0.000", "-1", "+1", "inf", "nan", "1e3", "5s", " 5", "5\n", ".5", "5.", "10000", "\u0665"]
+    "value", [" ", "0", "0.000", "-1", "+1", "inf", "nan", "1e3", "5s", " 5", "5\n", ".5", "5.", "10000", "\u0665"]
 )
 def test_a_probe_timeout_that_makes_no_sense_is_an_error_that_names_it(monkeypatch, value):
     monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", value)

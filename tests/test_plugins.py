@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import textwrap
@@ -81,7 +82,7 @@ BROKEN = {
     "probe of another interface": (
         PROBE.format(answer="return Probe('broken', available=True, count=1, api=99)"),
         PluginError,
-        "interface 99",
+        "interface 99, and this accelcore works with interface 1",
     ),
 }
 
@@ -103,7 +104,7 @@ def test_a_broken_plugin_harms_nobody_and_raises_from_its_cause_when_asked_for(f
     assert not probe.available
     assert says in probe.reason
     assert len(probe.reason) < 500
-    assert module.replace("_", "-") in probe.remedy
+    assert module.replace("_", "-") in probe.remedy or probe.remedy == "install a newer accelcore"
     error = ask_for("broken")
     assert isinstance(error.__cause__, cause)
     assert error.why == probe.reason
@@ -202,6 +203,30 @@ def test_a_list_stops_at_the_first_that_works_and_imports_none_behind_it(fakes):
     assert module not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("current", "stated", "works", "newer"),
+    [
+        (2, {}, True, ""),
+        (2, {"api": 1}, True, ""),
+        (2, {"api": 2}, True, ""),
+        (2, {"api": 3}, False, "accelcore"),
+        (3, {}, False, "fake-plugin-"),
+        (3, {"api": 1}, False, "fake-plugin-"),
+        (3, {"api": 2}, True, ""),
+    ],
+)
+def test_a_plugin_for_this_interface_or_the_one_before_works(fakes, monkeypatch, current, stated, works, newer):
+    """One that does not say was written for the first, whatever this accelcore's is."""
+    monkeypatch.setattr(accelcore.hookspecs, "API", current)
+    fakes.backend("timely", **stated)
+    probe = accelcore.installed()["timely"]
+    assert probe.available == works, probe.reason
+    if not works:
+        assert f"plugin interface {stated.get('api', 1)}, " in probe.reason
+        assert f"works with interfaces {current - 1} and {current}" in probe.reason
+        assert probe.remedy.startswith(f"install a newer {newer}")
+
+
 def test_installed_is_sorted_by_name_and_gives_what_the_probe_said(fakes):
     fakes.backend("zulu", priority=3, count=2, exclusive=False)
     fakes.backend("alpha", available=False, count=0, reason="no card", remedy="buy one")
@@ -231,6 +256,7 @@ def test_a_backend_that_cannot_be_created_is_a_plugin_error_from_its_cause(fakes
         accelcore.select("stillborn")
     assert isinstance(caught.value.__cause__, cause)
     assert cause.__name__ in caught.value.why
+    assert "cpu" in caught.value.available.split(", ")
     assert len(str(caught.value)) < 2000
     assert accelcore.select("stillborn,cpu").name == "cpu"
 
@@ -319,6 +345,24 @@ def test_a_backend_plugin_that_cannot_register_its_optimizers_is_broken(fakes):
     assert accelcore.select("clumsy,cpu").name == "cpu"
 
 
+def test_what_creates_its_backend_for_long_is_named_in_the_log(fakes, monkeypatch, caplog):
+    monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.2")
+    fakes.backend("slow", before=HANG, create="RELEASE.wait(30)")
+
+    class Release(logging.Handler):
+        def emit(self, record):
+            sys.modules[module].RELEASE.set()
+
+    (module,) = fakes.modules
+    handler = Release()
+    logging.getLogger("accelcore").addHandler(handler)
+    try:
+        assert accelcore.select("slow").name == "slow"
+    finally:
+        logging.getLogger("accelcore").removeHandler(handler)
+    assert "1.0 has been creating slow:0 for 1.2 seconds" in caplog.text
+
+
 def test_a_backend_plugin_that_hangs_when_registering_is_given_up_in_time(fakes, monkeypatch):
     monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.3")
     fakes.backend("sluggish", before=HANG, after=REGISTER.format(name="lion", before="RELEASE.wait()"))
@@ -379,6 +423,60 @@ def test_an_extension_that_hangs_is_left_out_in_time(fakes, monkeypatch, caplog,
     assert "sturdy" in backend.optimizers.names()
     assert "lion" not in backend.optimizers.names()
     assert "ACCEL_PROBE_TIMEOUT" in caplog.text or "in time" in caplog.text
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "raises"])
+def test_what_a_failed_registration_registers_counts_for_nothing(fakes, monkeypatch, late):
+    """Before it fails or after its time is up, in its registry or in its backend's."""
+    monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.3")
+    module = fakes.install(
+        """
+        import threading
+
+        import torch
+
+        from accelcore import hookimpl
+
+        RELEASE, DONE = threading.Event(), threading.Event()
+
+        @hookimpl
+        def accelcore_register_optimizers(backend, registry):
+            registry.register("early", "theirs", torch.optim.SGD)
+            if not LATE:
+                raise OSError("no power")
+            RELEASE.wait()
+            registry.register("adamw", "theirs", torch.optim.SGD, priority=50)
+            backend.optimizers.register("lion", "theirs", torch.optim.SGD)
+            DONE.set()
+        """.replace("LATE:", f"{late}:"),
+        extensions=["half"],
+    )
+    optimizers = accelcore.select("cpu").optimizers
+    if late:
+        sys.modules[module].RELEASE.set()
+        assert sys.modules[module].DONE.wait(30)
+    assert not {"early", "lion"} & set(optimizers.names())
+    assert "theirs" not in [choice.route for choice in optimizers.explain("adamw")]
+
+
+def test_an_extension_registers_on_the_callers_current_device(fakes, monkeypatch):
+    """Each thread has a current device of its own, here as in torch.accelerator; select() changes nobody's."""
+    current = threading.local()
+
+    @contextlib.contextmanager
+    def device_index(index):
+        before, current.index = getattr(current, "index", 0), index
+        yield
+        current.index = before
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: getattr(current, "index", 0))
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
+    before = "registry.register(f'on{torch.accelerator.current_device_index()}', 'theirs', torch.optim.SGD)"
+    fakes.install(REGISTER.format(name="lion", before=before), extensions=["local"])
+    with device_index(3):
+        assert "on3" in accelcore.select("cpu").optimizers.names()
+        assert current.index == 3
 
 
 # Several at once.

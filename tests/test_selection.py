@@ -31,10 +31,10 @@ def said(wish):
     return ",".join(f"{choice.name}" if choice.index is None else f"{choice.name}:{choice.index}" for choice in wish)
 
 
-def launch(monkeypatch, *, rank=0, world_size=4, local_rank=0):
-    variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "MASTER_PORT": 29500}
+def launch(monkeypatch, *, rank=0, world_size=4, **local):
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 29500, **(local or {"local_rank": 0})}
     for variable, value in variables.items():
-        monkeypatch.setenv(variable, str(value))
+        monkeypatch.setenv(variable.upper(), str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 
 
@@ -130,7 +130,6 @@ def test_what_is_no_string_is_refused_by_its_type(thing):
 
 
 HOSTILE = [
-    "",
     "cuda:99",
     "cuda:128",
     "npu:-1",
@@ -156,7 +155,7 @@ HOSTILE = [
 @pytest.mark.parametrize(
     ("source", "value"),
     [
-        *(("device", value) for value in [*HOSTILE, "cpu\x00", "\x00"]),
+        *(("device", value) for value in [*HOSTILE, "", "cpu\x00", "\x00"]),
         *(("ACCEL_DEVICE", value) for value in HOSTILE),  # no environment variable can hold a NUL
     ],
     ids=lambda value: ascii(value[:12]),
@@ -195,6 +194,13 @@ def test_the_variable_is_taken_where_there_is_no_argument(monkeypatch, fakes):
     fakes.backend("fromvariable", priority=-1)
     monkeypatch.setenv("ACCEL_DEVICE", " FromVariable:0 ")
     assert accelcore.select().name == "fromvariable"
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_a_variable_that_is_empty_is_not_set(monkeypatch, fakes):
+    fakes.backend("only")
+    monkeypatch.setenv("ACCEL_DEVICE", "")
+    assert accelcore.select().name == "only"
 
 
 def test_each_call_makes_a_new_backend():
@@ -236,6 +242,7 @@ def test_one_choice_whose_plugin_is_broken_raises_from_the_plugins_own_error(fak
         accelcore.select("rotten")
     assert isinstance(caught.value.__cause__, ImportError)
     assert "libdevice.so.1 is missing" in caught.value.why
+    assert "cpu" in caught.value.available.split(", ")
 
 
 # A list, and auto, may fall back.
@@ -387,3 +394,21 @@ def test_a_rank_does_not_fall_back_where_its_neighbours_do_not(monkeypatch, fake
     launch(monkeypatch, rank=2, local_rank=2)
     with pytest.raises(BackendUnavailableError, match="LOCAL_RANK=2"):
         accelcore.select(request_)
+
+
+@pytest.mark.parametrize("request_", ["four", "four,cpu"])
+def test_without_a_local_rank_a_job_of_several_hosts_must_say_which_device(monkeypatch, fakes, request_):
+    fakes.backend("four", count=4)
+    launch(monkeypatch, rank=2, local_world_size=2)
+    with pytest.raises(ConfigurationError, match="LOCAL_RANK is not set") as caught:
+        accelcore.select(request_)
+    assert "set LOCAL_RANK" in caught.value.remedy
+    assert "four:0" in caught.value.remedy
+    assert accelcore.select("four:3").index == 3
+    assert accelcore.select("cpu").name == "cpu", "ranks share it, so that it takes no number"
+
+
+def test_without_a_local_rank_a_job_of_one_host_counts_its_devices_by_rank(monkeypatch, fakes):
+    fakes.backend("four", count=4)
+    launch(monkeypatch, rank=2, local_world_size=4)
+    assert accelcore.select("four").index == 2

@@ -8,48 +8,50 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from accelcore.autoload import VARIABLE, Autoload, enabled, of_unusable_backends
 from accelcore.cli import child, trial
-from accelcore.cli.autoload import VARIABLE, Autoload, enabled
 from accelcore.cli.child import Ended
 from accelcore.cli.diagnosis import Deep, Trial
+from accelcore.environment import outside_any_job
+from accelcore.plugins import Candidate
 
 __all__ = ["examine"]
 
 _KEPT = 30  # lines of a child's stderr
 _LONGEST = 300  # characters of its last line that are shown
-# A job's variables would make a rank of the child; what is tried is the backend, not the job.
-_LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def examine(installed: Sequence[str], usable: Sequence[str], found: Sequence[Autoload], timeout: float) -> Deep:
+def examine(candidates: Sequence[Candidate], found: Sequence[Autoload], timeout: float) -> Deep:
     """Try torch, then each usable backend, for `timeout` seconds each; the others are listed as not tried."""
-    environ = {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
+    environ = outside_any_job(os.environ)  # what is tried is the backend, not the job
     torch = _try(None, environ, timeout)
     autoload_broken = False
     if torch.outcome != "works" and found and enabled(environ):
         without = {**environ, VARIABLE: "0"}
         if _try(None, without, timeout).outcome == "works":
-            torch, autoload_broken, environ = _blamed_on_autoload(torch, found), True, without
+            torch, autoload_broken, environ = _blamed_on_autoload(torch, found, candidates), True, without
     backends = []
-    for name in installed:
-        if name not in usable:
-            backends.append(Trial(name, "not tried", reason="it is not usable here"))
+    for candidate in candidates:
+        if not candidate.probe.available:
+            backends.append(Trial(candidate.name, "not tried", reason="it is not usable here"))
         elif torch.outcome != "works" and not autoload_broken:
-            backends.append(Trial(name, "not tried", reason="torch cannot be imported"))
+            backends.append(Trial(candidate.name, "not tried", reason="torch cannot be imported"))
         else:
-            backends.append(_try(name, environ, timeout))
+            backends.append(_try(candidate.name, environ, timeout))
     return Deep(torch, autoload_broken, tuple(backends))
 
 
-def _blamed_on_autoload(trial: Trial, found: Sequence[Autoload]) -> Trial:
+def _blamed_on_autoload(trial: Trial, found: Sequence[Autoload], candidates: Sequence[Candidate]) -> Trial:
     points = "; ".join(map(str, found))
+    # Which sets the variable where the entry point belongs to a backend that cannot work here, and knows no others.
+    run = ", start scripts with accelcore run" if of_unusable_backends(found, candidates) else ""
     owners = ", ".join(sorted({autoload.distribution for autoload in found}))
     return Trial(
         trial.name,
         trial.outcome,
         reason=f"torch itself is sound: import torch works with {VARIABLE}=0, and not without it, because torch's "
         f"backend autoload calls {points} ({trial.reason})",
-        remedy=f"set {VARIABLE}=0, start scripts with accelcore run, or repair or uninstall {owners}",
+        remedy=f"set {VARIABLE}=0{run}, or repair or uninstall {owners}",
         seconds=trial.seconds,
         stderr=trial.stderr,
     )

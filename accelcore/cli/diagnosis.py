@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from accelcore import plugins
-from accelcore.cli.autoload import VARIABLE, Autoload, autoloads, doomed, enabled
+from accelcore.autoload import VARIABLE, Autoload, autoloads, enabled, of_unusable_backends
 from accelcore.cli.fit import Misfit, installed_version, misfits
 from accelcore.cli.foresight import Foresight
 from accelcore.cli.inquiry import inquire
 from accelcore.cli.offers import Offer, offers
+from accelcore.environment import JOB_VARIABLES
 from accelcore.plugins import BACKENDS, EXTENSIONS, Candidate
 from accelcore.probe import Probe
 
@@ -28,12 +29,7 @@ USABLE, BROKEN, NOTHING_USABLE = 0, 1, 2
 _VARIABLES = (
     "ACCEL_DEVICE",
     "ACCEL_PROBE_TIMEOUT",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *JOB_VARIABLES,
     VARIABLE,
 )
 
@@ -180,8 +176,7 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
     if deep_timeout is not None:
         from accelcore.cli.deep import examine
 
-        usable = [backend.name for backend in backends if backend.state == "usable"]
-        deep = examine([candidate.name for candidate in candidates], usable, found, deep_timeout)
+        deep = examine(candidates, found, deep_timeout)
     return Diagnosis(
         versions={"python": platform.python_version(), **_versions(("accelcore", "torch"))},
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -236,7 +231,7 @@ def _environment(probes: Iterable[Probe]) -> dict[str, str | None]:
 def _advice(found: Sequence[Autoload], candidates: Sequence[Candidate]) -> Iterable[str]:
     if not enabled(os.environ):
         return
-    for autoload, candidate in doomed(found, candidates):
+    for autoload, candidate in of_unusable_backends(found, candidates):
         yield (
             f"import torch loads {autoload}, although {candidate.name} is not usable here ({candidate.probe.reason}); "
             f"where that makes import torch fail, set {VARIABLE}=0 or start the script with accelcore run"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
+from accelcore.environment import requested_device
 from accelcore.errors import AccelError
 from accelcore.selection import decide, parse
 
@@ -58,7 +58,7 @@ class Foresight:
 
 def asked() -> tuple[str, str]:
     """The request of the present environment, and where it comes from."""
-    text = os.environ.get("ACCEL_DEVICE")
+    text = requested_device()
     return ("auto", "default") if text is None else (text, "ACCEL_DEVICE")
 
 
@@ -66,7 +66,7 @@ def foresee() -> Foresight:
     """Follow `select()` up to where it would create a backend."""
     request, source = asked()
     try:
-        chosen, passed_over = decide(request, "ACCEL_DEVICE", lambda choice, _, index, __: f"{choice.name}:{index}")
+        chosen, passed_over = decide(request, "ACCEL_DEVICE", str)
     except AccelError as error:
         fault = Fault(type(error).__name__, error.what, error.why, error.available, error.remedy)
         return Foresight(request, source, error=fault)

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from accelcore.cli.autoload import VARIABLE, autoloads, doomed
-from accelcore.environment import shown
+from accelcore.autoload import VARIABLE, autoloads, of_unusable_backends
+from accelcore.cli import rank
+from accelcore.environment import requested_device, shown
 from accelcore.errors import ConfigurationError, PluginError, UnknownBackendError, UnsupportedError
 from accelcore.selection import Choice, parse
 
@@ -38,8 +39,8 @@ def run(
     if device is not None:
         parse(device, "--device")
         environ["ACCEL_DEVICE"] = device
-    elif "ACCEL_DEVICE" in environ:
-        parse(environ["ACCEL_DEVICE"], "ACCEL_DEVICE")
+    elif (asked := requested_device()) is not None:
+        parse(asked, "ACCEL_DEVICE")
     launched = nproc > 1 or max_restarts > 0
     if not module:
         _check(script, launched)
@@ -53,17 +54,30 @@ def run(
         if reason:
             environ[VARIABLE] = "0"
             sys.stderr.write(f"accelcore: {VARIABLE}=0 for this run, because {reason}\n")
-    command = [sys.executable]
+    program = ["-m", script, *arguments] if module else [script, *arguments]
+    command = [sys.executable, *program]
     if launched:
-        # Where torch was loaded before the launcher, Python warns that the launcher was, too: that is meant.
-        command += ["-W", "ignore::RuntimeWarning:runpy", "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
-    command += ["-m", script] if module else [script]
-    command += arguments
+        command = [sys.executable, *_launcher(nproc, max_restarts), *program]
+        # torch 2.13 keeps one store over restarts, in which gloo finds the addresses of ranks that are gone: every
+        # other restart fails or hangs. With this, each start has a store of its own.
+        environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     sys.stdout.flush()
     sys.stderr.flush()
     # Not a child: signals, exit code, terminal and process id are the script's own, and nothing is left to clean up.
     os.execve(sys.executable, command, environ)  # noqa: S606
+
+
+def _launcher(nproc: int, max_restarts: int) -> list[str]:
+    """The arguments of Python that start torch's elastic launcher, and of that which start a rank."""
+    return [
+        # Where torch was loaded before the launcher, Python warns that the launcher was, too: that is meant.
+        "-W", "ignore::RuntimeWarning:runpy", "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts),
+        # Behind --, because the launcher would take issue with options of the script's that resemble its own.
+        # Isolated: a file in the script's folder may have the name of a module. The launcher's process id is that of
+        # this process, which becomes it.
+        "--no-python", "--", sys.executable, "-IS", rank.__file__, str(os.getpid()),
+    ]  # fmt: skip
 
 
 def _check(script: str, launched: bool) -> None:
@@ -126,7 +140,7 @@ def _autoload_would_fail() -> str:
         return ""
     from accelcore.cli.inquiry import inquire  # in a process of its own: this one is about to become the script
 
-    pairs = doomed(found, inquire()[0].candidates)
+    pairs = of_unusable_backends(found, inquire()[0].candidates)
     return "; ".join(
         f"import torch would load {autoload}, and {candidate.name} is not usable here: {candidate.probe.reason}"
         for autoload, candidate in pairs

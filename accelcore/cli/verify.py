@@ -24,7 +24,7 @@ import click
 
 from accelcore.cli import ROLES
 from accelcore.cli.child import exceptions_for_signals
-from accelcore.environment import shown
+from accelcore.environment import outside_any_job, shown
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.selection import decide, parse
 
@@ -38,8 +38,6 @@ _ENDS = "The process that used the backend ends in order."
 _TAIL = 2000  # characters of what a process wrote last, or
 _CRASH, _BEFORE = "Fatal Python error", 500  # from there on, with as many before it
 _SHOWN = 12  # lines of a failure in text
-# The suite makes jobs of its own; as a rank of another job it would wait for ranks that never come.
-_LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _COLORS = {"passed": "green", "failed": "red", "not declared": "yellow", "not tried": "yellow"}
 
 
@@ -115,7 +113,7 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300) -> Sco
     choices = parse(name, "backend")
     if choices is None or len(choices) != 1:
         raise ConfigurationError(f"backend={shown(name)} is not one backend", remedy="name one, such as cpu or cuda:1")
-    decide(name, "backend", lambda choice, candidate, index, request: None)
+    decide(name, "backend", lambda found: None)
     if find_spec("pytest") is None:
         raise ConfigurationError(
             "the conformance suite needs pytest, which is not installed", remedy="pip install 'accelcore[testing]'"
@@ -182,9 +180,8 @@ def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> tup
         # Nobody else's configuration, plugins and caches.
         "-c", os.devnull, f"--rootdir={report.parent}", "--noconftest", "-p", "no:cacheprovider", "-q", "--tb=short",
     ]  # fmt: skip
-    environ = {
-        key: value for key, value in os.environ.items() if key not in _LEFT_OUT and not key.startswith("PYTEST_")
-    }
+    # The suite makes jobs of its own; as a rank of another job it would wait for ranks that never come.
+    environ = {name: value for name, value in outside_any_job(os.environ).items() if not name.startswith("PYTEST_")}
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(  # noqa: S603  # this Python, on the suite of this package

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -60,6 +61,12 @@ class Optimizers:
                 )
         routes.append(Route(route, factory, priority, memory, supports))
         routes.sort(key=lambda entry: -entry.priority)
+
+    def copy(self) -> Optimizers:
+        """A registry with the same routes, to which more can be added without changing this one."""
+        twin = copy.copy(self)
+        twin._routes = {name: list(routes) for name, routes in self._routes.items()}
+        return twin
 
     def names(self) -> tuple[str, ...]:
         """The optimizers that `create` knows here, sorted."""

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -17,13 +18,14 @@ print(json.dumps({
 }))
 sys.exit(7)
 """
+STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # Runs a command with os.execve replaced by one that prints what it is given.
 PLANNED = """
 import json, os, sys
 from accelcore.cli import main
 
 def execve(file, command, environ):
-    print(json.dumps([file, command]))
+    print(json.dumps([file, command, environ]))
     sys.exit("torch" in sys.modules)
 
 os.execve = execve
@@ -57,6 +59,8 @@ def test_the_option_goes_before_the_variable_which_stays_without_it(machine):
     machine.variables["ACCEL_DEVICE"] = "npu"
     assert echoed(machine.run("run", "script.py"))["device"] == "npu"
     assert echoed(machine.run("run", "--device", "cpu", "script.py"))["device"] == "cpu"
+    machine.variables["ACCEL_DEVICE"] = ""
+    assert echoed(machine.run("run", "script.py"))["device"] == "", "empty means unset"
 
 
 def test_a_variable_that_is_no_device_is_found_before_the_script_starts(machine):
@@ -96,10 +100,25 @@ def test_torch_is_not_imported_and_its_launcher_only_used_where_it_has_work(mach
     program = PLANNED.format(arguments=["run", *arguments, "script.py", "--nproc", "9"])
     done = machine.python("-c", program)
     assert done.returncode == 0, done.stderr
-    file, command = json.loads(done.stdout)
+    file, command, environ = json.loads(done.stdout)
     quiet = ["-W", "ignore::RuntimeWarning:runpy"]
-    front = [*quiet, "-m", "torch.distributed.run", "--standalone", *launcher] if launcher else []
-    assert command == [file, *front, "script.py", "--nproc", "9"]
+    front = (
+        [file, *quiet, "-m", "torch.distributed.run", "--standalone", *launcher, "--no-python", "--"]
+        if launcher
+        else []
+    )
+    assert command[: len(front)] == front
+    python, *options = command[len(front) : -3]
+    assert (python, bool(options)) == (file, bool(launcher))
+    assert command[-3:] == ["script.py", "--nproc", "9"]
+    assert environ.get(STORES) == ("1" if launcher else None)
+
+
+def test_what_the_user_says_of_the_launchers_stores_stands(machine):
+    machine.write("script.py", "")
+    machine.variables[STORES] = "0"
+    done = machine.python("-c", PLANNED.format(arguments=["run", "--max-restarts", "1", "script.py"]))
+    assert json.loads(done.stdout)[2][STORES] == "0"
 
 
 # Mistakes.
@@ -229,6 +248,43 @@ def test_restarts_start_a_dead_rank_again(machine):
     done = machine.run("run", "--max-restarts", "1", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "1"]
+
+
+def test_a_job_restarts_whoever_dies_and_its_ranks_meet_again(machine):
+    machine.write(
+        "train.py",
+        "import os, signal, torch, accelcore\n"
+        "start = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "with accelcore.select().distributed() as job:\n"
+        "    for _ in range(9):\n"
+        "        total = job.all_reduce(torch.full((1000,), job.rank + 1.0))\n"
+        "    if start < 3 and job.rank == start % 2:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    open(f'sum-{job.rank}', 'w').write(f'{start} {total.sum().item()}')\n",
+    )
+    done = machine.run("run", "--device", "cpu", "--nproc", "2", "--max-restarts", "3", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert [(machine.folder / f"sum-{rank}").read_text() for rank in range(2)] == ["3 3000.0"] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+@pytest.mark.parametrize("module", [True, False])
+def test_ranks_end_with_a_launcher_that_is_killed(machine, module):
+    machine.module(
+        "train",
+        "import os, signal, sys\n"
+        "assert __name__ == '__main__' and sys.argv[1:] == ['--nproc', '9']\n"
+        "os.write(1, b'.\\n')\n"
+        "signal.alarm(90)\n"
+        "signal.pause()\n",
+    )
+    script = ["-m", "train"] if module else [f"{machine.sites[0]}/train.py"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    launcher = machine.start("run", "--nproc", "2", *script, "--nproc", "9", **pipes)
+    assert [launcher.stdout.readline(), launcher.stdout.readline()] == [".\n", ".\n"]
+    launcher.kill()
+    rest, _ = launcher.communicate(timeout=60)  # which ends when no rank holds the other end of the pipe
+    assert (launcher.returncode, rest) == (-signal.SIGKILL, "")
 
 
 # Emulation.

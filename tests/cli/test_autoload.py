@@ -1,0 +1,55 @@
+"""What a runtime that `import torch` loads, and that raises, does to `select()`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+SELECT = """
+import json
+
+import accelcore
+
+def error_of(device):
+    try:
+        return accelcore.select(device).name
+    except accelcore.AccelError as error:
+        root = error
+        while root.__cause__ is not None:
+            root = root.__cause__
+        return [type(error).__name__, str(error), repr(root)]
+
+print(json.dumps([error_of(device) for device in ("cpu", "cpu", None)]))
+"""
+
+
+@pytest.mark.parametrize("code", ["raise ImportError('libacl.so: cannot open')", "raise SystemExit('libacl.so')"])
+def test_select_blames_the_runtime_that_keeps_torch_from_being_imported_however_often_it_is_asked(machine, code):
+    machine.torch_backend(code)
+    done = machine.python("-c", SELECT)
+    assert done.returncode == 0, done.stderr
+    named, again, auto = json.loads(done.stdout)
+    kind, message, root = named
+    assert kind == "BackendUnavailableError"
+    assert "torch cannot be imported" in message
+    assert "libacl.so" in message
+    assert "accelcore-cpu" not in message
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in message
+    assert "libacl.so" in root, "it is raised from the runtime's own error"
+    assert again == named
+    assert "libacl.so" in auto[1]
+    if "ImportError" in code:  # which torch says the name of
+        assert "vendor = vendor_runtime:autoload (vendor-runtime 2.0)" in message
+        assert "uninstall vendor-runtime" in message
+    machine.variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    assert json.loads(machine.python("-c", SELECT).stdout) == ["cpu"] * 3
+
+
+def test_select_says_that_torch_itself_cannot_be_imported(machine):
+    machine.module("torch", "raise ImportError('libtorch.so: undefined symbol')")
+    named, again, _ = json.loads(machine.python("-c", SELECT).stdout)
+    assert named[0] == "BackendUnavailableError"
+    assert "libtorch.so: undefined symbol" in named[1]
+    assert "repair the installation of torch" in named[1]
+    assert again == named
