@@ -33,7 +33,10 @@ __all__ = ["Backend"]
 
 @dataclass(frozen=True)
 class Backend:
-    """What one device can do. Made by `accelcore.select()`; it holds no global state, so several may live together.
+    """What one device can do. Made by `accelcore.select()`; several may live in one process.
+
+    Those of one kind of device share the vendor's runtime, and with it what that keeps for the whole process. Creating
+    one may set some of it, such as the current device or how operators are compiled: the plugin's README says what.
 
     Attributes:
         name, index: what was selected, `"cuda"` and `1` for `cuda:1`.

@@ -35,8 +35,8 @@ _TRANSFER = "torch_npu.contrib.transfer_to_npu"
 def detect() -> Probe:
     """The plugin's probe."""
     wish = os.environ.get("ACCEL_EMULATE")
-    if wish is not None and not emulated():
-        return _probe(f"ACCEL_EMULATE={shown(wish)} names nothing that can be emulated", "say npu, or unset it")
+    if wish and not emulated():  # empty is unset
+        return _probe(f"ACCEL_EMULATE={shown(wish)} names nothing that can be emulated", "set it to npu, or unset it")
     found = list(_package_faults())
     if emulated():
         return _detect_emulated(found)

@@ -216,7 +216,13 @@ def test_an_emulated_npu_needs_torch_npu(bare_machine, monkeypatch):
     assert "pip install" in remedy
 
 
-@pytest.mark.parametrize("value", ["", "NPU", "1", "npu ", "cuda"])
+def test_an_empty_wish_to_emulate_is_none(machine, monkeypatch):
+    without = accelcore_npu.accelcore_probe()
+    monkeypatch.setenv("ACCEL_EMULATE", "")
+    assert accelcore_npu.accelcore_probe() == without
+
+
+@pytest.mark.parametrize("value", ["NPU", "1", "npu ", "cuda"])
 def test_what_cannot_be_emulated_is_refused(machine, monkeypatch, value):
     monkeypatch.setenv("ACCEL_EMULATE", value)
     assert "ACCEL_EMULATE" in refused()[0]
