@@ -11,8 +11,8 @@ import re
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 
+from accelcore.entrypoints import declared
 from accelcore.errors import BackendUnavailableError
 from accelcore.plugins import Candidate, describe
 
@@ -41,17 +41,21 @@ class Autoload:
     distribution: str
     version: str
 
+    @property
+    def package(self) -> str:
+        """The top-level package that it calls into."""
+        return re.split(r"[.:]", self.value, maxsplit=1)[0]
+
     def __str__(self) -> str:
-        return f"{self.name} = {self.value} ({self.distribution} {self.version})"
+        return f"{self.name} = {self.value} ({f'{self.distribution} {self.version}'.strip()})"
 
 
 def autoloads() -> list[Autoload]:
     """Every entry point that `import torch` would call here."""
-    found = []
-    for point in entry_points(group=_GROUP):
-        name, version = (point.dist.name, point.dist.version) if point.dist else ("an unnamed distribution", "")
-        found.append(Autoload(point.name, point.value, name, version))
-    return sorted(found, key=lambda autoload: (autoload.name, autoload.distribution))
+    return [
+        Autoload(entry.name, entry.point.value, entry.distribution or entry.label, entry.version)
+        for entry in declared(_GROUP)
+    ]
 
 
 def enabled(environ: Mapping[str, str]) -> bool:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from types import TracebackType
 from typing import Any
 
 import pluggy
 
 from accelcore import hookspecs
+from accelcore.entrypoints import Declared, declared
 from accelcore.environment import probe_timeout, shown
 from accelcore.errors import PluginError
 from accelcore.probe import Probe
@@ -116,12 +116,12 @@ _loads_lock = threading.Lock()
 
 def probe_all() -> dict[str, Candidate]:
     """Ask every installed backend plugin, all at the same time, whether it can work here; sorted by name."""
-    return _probe(_offers(BACKENDS))
+    return _probe(declared(BACKENDS))
 
 
 def find(name: str) -> Candidate | None:
     """Ask the one plugin called `name`, loading no other; None where no plugin has that name."""
-    return _probe({name: points} if (points := _offers(BACKENDS).get(name)) else {}).get(name)
+    return _probe([entry for entry in declared(BACKENDS) if entry.name == name]).get(name)
 
 
 def extensions() -> list[Extension]:
@@ -137,17 +137,17 @@ def extensions() -> list[Extension]:
 
 def load_extensions() -> list[Extension]:
     """Load every installed extension; what went wrong with one is in its `reason`."""
-    points = [point for offered in _offers(EXTENSIONS).values() for point in offered]
-    loads = [_load(point) for point in points]  # all at the same time: one that hangs keeps none waiting
+    entries = declared(EXTENSIONS)
+    loads = [_load(entry.point) for entry in entries]  # all at the same time: one that hangs keeps none waiting
     deadline = time.monotonic() + probe_timeout()
     loaded = []
-    for point, load in zip(points, loads, strict=True):
+    for entry, load in zip(entries, loads, strict=True):
         outcome = load.outcome(deadline)
         if outcome is None or outcome.error is not None:
             reason = "it did not load in time" if outcome is None else describe(outcome.error)
-            loaded.append(Extension(point.name, _distribution(point), reason=reason))
+            loaded.append(Extension(entry.name, entry.label, reason=reason))
         else:
-            loaded.append(Extension(point.name, _distribution(point), hooks=outcome.value))
+            loaded.append(Extension(entry.name, entry.label, hooks=outcome.value))
     return loaded
 
 
@@ -160,35 +160,31 @@ def within_time(function: Callable[[], Any]) -> BaseException | None:
     return outcome.error
 
 
-def _offers(group: str) -> dict[str, list[EntryPoint]]:
-    offers: dict[str, list[EntryPoint]] = defaultdict(list)
-    for point in sorted(entry_points(group=group), key=lambda point: (point.name, _distribution(point))):
-        offers[point.name].append(point)
-    return dict(offers)
-
-
-def _probe(offers: dict[str, list[EntryPoint]]) -> dict[str, Candidate]:
+def _probe(entries: list[Declared]) -> dict[str, Candidate]:
     limit = probe_timeout()
     deadline = time.monotonic() + limit
-    calls = {name: _Call(partial(_ask, points[0], deadline)) for name, points in offers.items()
-             if len(points) == 1}  # fmt: skip
+    by_name: dict[str, list[Declared]] = {}
+    for entry in entries:
+        by_name.setdefault(entry.name, []).append(entry)
+    calls = {name: _Call(partial(_ask, offers[0], deadline)) for name, offers in by_name.items() if len(offers) == 1}
     candidates = {}
-    for name, points in offers.items():
-        distribution = " and ".join(_distribution(point) for point in points)
-        outcome = calls[name].outcome(deadline) if name in calls else _Outcome(error=_duplicate(name, points))
+    for name, offers in by_name.items():
+        distribution = " and ".join(entry.label for entry in offers)
+        outcome = calls[name].outcome(deadline) if name in calls else _Outcome(error=_duplicate(name, distribution))
         if outcome is None:
             outcome = _Outcome(error=TimeoutError(f"it did not answer within {limit:g} seconds (ACCEL_PROBE_TIMEOUT)"))
         if outcome.error is None:
             hooks, probe = outcome.value
             candidates[name] = Candidate(name, distribution, probe, hooks=hooks)
         else:
-            remedy = getattr(outcome.error, "remedy", "") or _remedy(points)
+            remedy = getattr(outcome.error, "remedy", "") or f"repair or uninstall {distribution}"
             broken = Probe(name, available=False, reason=describe(outcome.error), remedy=remedy)
             candidates[name] = Candidate(name, distribution, broken, error=outcome.error)
     return candidates
 
 
-def _ask(point: EntryPoint, deadline: float) -> tuple[Any, Probe]:
+def _ask(entry: Declared, deadline: float) -> tuple[Any, Probe]:
+    point = entry.point
     outcome = _load(point).outcome(deadline)
     if outcome is None:
         raise TimeoutError("its import did not return in time (ACCEL_PROBE_TIMEOUT)")
@@ -204,7 +200,7 @@ def _ask(point: EntryPoint, deadline: float) -> tuple[Any, Probe]:
     oldest = max(1, hookspecs.API - 1)
     if not oldest <= probe.api <= hookspecs.API:
         works = f"interface {oldest}" if oldest == hookspecs.API else f"interfaces {oldest} and {hookspecs.API}"
-        newer = "accelcore" if probe.api > hookspecs.API else _distribution(point)
+        newer = "accelcore" if probe.api > hookspecs.API else entry.label
         raise PluginError(
             f"{point.value} is written for plugin interface {probe.api}, and this accelcore works with {works}",
             remedy=f"install a newer {newer}",
@@ -229,23 +225,8 @@ def _hooks(point: EntryPoint) -> Any:
     return manager.hook
 
 
-def _duplicate(name: str, points: list[EntryPoint]) -> PluginError:
-    owners = " and ".join(_distribution(point) for point in points)
-    return PluginError(f"two distributions offer the backend {name!r}: {owners}")
-
-
-def _remedy(points: list[EntryPoint]) -> str:
-    if len(points) > 1:
-        return "uninstall one of them"
-    return f"repair or uninstall {_distribution(points[0])}"
-
-
-def _distribution(point: EntryPoint) -> str:
-    try:
-        name, version = (point.dist.name, point.dist.version) if point.dist else ("", "")
-    except (ValueError, KeyError):  # its metadata is no text, or empty
-        name = version = ""
-    return f"{name} {version}" if name and version else "an unnamed distribution"
+def _duplicate(name: str, distributions: str) -> PluginError:
+    return PluginError(f"two distributions offer the backend {name!r}: {distributions}", remedy="uninstall one of them")
 
 
 def describe(error: BaseException | None) -> str:

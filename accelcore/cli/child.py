@@ -1,7 +1,7 @@
-"""A child process that runs one module of this package, followed to its end: it may crash, exit, hang, leave others.
+"""Child processes, followed to their end: they may crash, exit, hang, or leave other processes behind.
 
-It sees the same packages as this process, in the same order, and no more: the working directory, which `python -m`
-would put first, could hold a file with a package's name.
+One that runs a module of this package sees the same packages as this process, in the same order, and no more: the
+working directory, which `python -m` would put first, could hold a file with a package's name.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
-__all__ = ["Ended", "call", "exceptions_for_signals"]
+__all__ = ["Ended", "call", "exceptions_for_signals", "run"]
 
 _CALL = "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from {module} import main; sys.exit(main())"
+
+_LOOK = 0.2  # seconds between looks at a file that shows progress
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Ended:
 
     Attributes:
         status: its exit code; below 0 the signal that ended it; None where it did not end in time, and was killed.
-        limit: how many seconds it was given.
+        limit: how many seconds it was given, in all or after the last sign of progress.
         seconds: how many it took.
     """
 
@@ -61,29 +64,58 @@ class Ended:
 
 
 def call(module: str, *arguments: str, environ: Mapping[str, str], limit: float) -> Ended:
-    """Call `main()` of a module of this package in a Python of its own, for at most `limit` seconds.
-
-    However this ends, by Ctrl-C too, the child is gone, with all that it started in its process group.
-    """
+    """Call `main()` of a module of this package in a Python of its own, for at most `limit` seconds."""
     isolated = ["-I"] if sys.flags.isolated else []
     command = [sys.executable, *isolated, "-X", "faulthandler", "-c", _CALL.format(module=module)]
+    return run([*command, "\n".join(sys.path), *arguments], environ=environ, limit=limit)
+
+
+def run(
+    command: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    limit: float,
+    folder: Path | None = None,
+    progress: Path | None = None,
+) -> Ended:
+    """Run a command for at most `limit` seconds; however this ends, by Ctrl-C too, the child is gone.
+
+    So is all that it started in its process group.
+
+    Args:
+        command: a program of this package's.
+        environ: its environment.
+        limit: seconds.
+        folder: where it runs; None is this process's.
+        progress: a file; whenever it has grown, the child has `limit` seconds more.
+    """
     start = time.perf_counter()
     # Files, not pipes: a process that the child leaves behind would keep a pipe open, and this one waiting.
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr, exceptions_for_signals():
         child = subprocess.Popen(  # noqa: S603  # this Python, on a module of this package
-            [*command, "\n".join(sys.path), *arguments],
-            env=environ, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+            command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
             start_new_session=True,  # a group of its own, which can be ended whole
         )  # fmt: skip
-        status: int | None = None
         try:
-            with suppress(subprocess.TimeoutExpired):
-                status = child.wait(limit)
+            status = _wait(child, limit, progress)
         finally:
             with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, of a group that has ended
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         return Ended(status, limit, time.perf_counter() - start, _text(stdout), _text(stderr))
+
+
+def _wait(child: subprocess.Popen[bytes], limit: float, progress: Path | None) -> int | None:
+    size, since = -1, time.monotonic()
+    while True:
+        left = since + limit - time.monotonic()
+        try:
+            return child.wait(left if progress is None else min(left, _LOOK))
+        except subprocess.TimeoutExpired:
+            if progress is not None and progress.stat().st_size != size:
+                size, since = progress.stat().st_size, time.monotonic()
+            elif time.monotonic() - since >= limit:
+                return None
 
 
 @contextmanager

@@ -1,24 +1,55 @@
 """`accelcore doctor --deep`: `import torch` and every usable backend, each tried in a child process with a time limit.
 
-The child (`trial.py`) may crash, hang or raise; here is what that is called, and what to do about it.
+The child (`backend_trial.py`) may crash, hang or raise; here is what that is called, and what to do about it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from accelcore.autoload import VARIABLE, Autoload, enabled, of_unusable_backends
-from accelcore.cli import child, trial
+from accelcore.cli import backend_trial, child
 from accelcore.cli.child import Ended
-from accelcore.cli.diagnosis import Deep, Trial
 from accelcore.environment import outside_any_job
 from accelcore.plugins import Candidate
 
-__all__ = ["examine"]
+__all__ = ["Deep", "Trial", "examine"]
 
 _KEPT = 30  # lines of a child's stderr
 _LONGEST = 300  # characters of its last line that are shown
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of one child process of `--deep`.
+
+    Attributes:
+        name: `"torch"`, or the backend's name.
+        outcome: `"works"`, `"failed"` (it raised), `"crashed"` (a signal ended it), `"hung"` or `"not tried"`.
+        stderr: the last lines that the process wrote.
+    """
+
+    name: str
+    outcome: str
+    reason: str = ""
+    remedy: str = ""
+    seconds: float = 0.0
+    stderr: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Deep:
+    """What `--deep` found: `import torch`, and each usable backend.
+
+    Attributes:
+        autoload_broken: whether `import torch` works only with torch's autoload off. The backends were then tried so.
+    """
+
+    torch: Trial
+    autoload_broken: bool
+    backends: tuple[Trial, ...]
 
 
 def examine(candidates: Sequence[Candidate], found: Sequence[Autoload], timeout: float) -> Deep:
@@ -59,7 +90,7 @@ def _blamed_on_autoload(trial: Trial, found: Sequence[Autoload], candidates: Seq
 
 def _try(name: str | None, environ: Mapping[str, str], timeout: float) -> Trial:
     arguments = [] if name is None else [name]
-    ended = child.call(trial.__name__, *arguments, environ=environ, limit=timeout)
+    ended = child.call(backend_trial.__name__, *arguments, environ=environ, limit=timeout)
     written = ended.stderr.splitlines()
     outcome, reason, remedy = _judge(ended, [line for line in written if line.strip()])
     return Trial(
@@ -73,8 +104,8 @@ def _try(name: str | None, environ: Mapping[str, str], timeout: float) -> Trial:
 
 
 def _judge(ended: Ended, written: Sequence[str]) -> tuple[str, str, str]:
-    said = [line.removeprefix(trial.SAYS) for line in written if line.startswith(trial.SAYS)]
-    if ended.status == 0 and said[-1:] == [trial.WORKS]:
+    said = [line.removeprefix(backend_trial.SAYS) for line in written if line.startswith(backend_trial.SAYS)]
+    if ended.status == 0 and said[-1:] == [backend_trial.WORKS]:
         return "works", "", ""
     if ended.status is None:
         reason = f"it did not end within {ended.limit:g} seconds, and was killed"

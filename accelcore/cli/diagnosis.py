@@ -11,15 +11,16 @@ from typing import Any
 
 from accelcore import plugins
 from accelcore.autoload import VARIABLE, Autoload, autoloads, enabled, of_unusable_backends
-from accelcore.cli.fit import Misfit, installed_version, misfits
-from accelcore.cli.foresight import Foresight
-from accelcore.cli.inquiry import inquire
-from accelcore.cli.offers import Offer, offers
+from accelcore.cli.ask_plugins import ask_plugins
+from accelcore.cli.deep import Deep, examine
+from accelcore.cli.requirements import Misfit, installed_version, misfits
+from accelcore.cli.selection_preview import SelectionPreview
+from accelcore.entrypoints import Declared, declared
 from accelcore.environment import JOB_VARIABLES
 from accelcore.plugins import BACKENDS, EXTENSIONS, Candidate
 from accelcore.probe import Probe
 
-__all__ = ["BROKEN", "NOTHING_USABLE", "USABLE", "Backend", "Deep", "Diagnosis", "Extension", "Trial", "diagnose"]
+__all__ = ["BROKEN", "NOTHING_USABLE", "USABLE", "Backend", "Diagnosis", "Extension", "diagnose"]
 
 SCHEMA = 1
 """Version of the JSON. A new field does not change it; a field that goes or means something else does."""
@@ -68,37 +69,6 @@ class Extension:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What came of one child process of `--deep`.
-
-    Attributes:
-        name: `"torch"`, or the backend's name.
-        outcome: `"works"`, `"failed"` (it raised), `"crashed"` (a signal ended it), `"hung"` or `"not tried"`.
-        stderr: the last lines that the process wrote.
-    """
-
-    name: str
-    outcome: str
-    reason: str = ""
-    remedy: str = ""
-    seconds: float = 0.0
-    stderr: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Deep:
-    """What `--deep` found: `import torch`, and each usable backend.
-
-    Attributes:
-        autoload_broken: whether `import torch` works only with torch's autoload off. The backends were then tried so.
-    """
-
-    torch: Trial
-    autoload_broken: bool
-    backends: tuple[Trial, ...]
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """All that doctor found.
 
@@ -118,7 +88,7 @@ class Diagnosis:
     misfits: tuple[Misfit, ...]
     backends: tuple[Backend, ...]
     extensions: tuple[Extension, ...]
-    selection: Foresight
+    selection: SelectionPreview
     environment: dict[str, str | None]
     autoload: tuple[Autoload, ...]
     crash: str = ""
@@ -165,17 +135,15 @@ class Diagnosis:
 
 def diagnose(deep_timeout: float | None = None) -> Diagnosis:
     """Ask every plugin and read the metadata; with a number of seconds, also try everything for so long each."""
-    answers, crash = inquire()
+    answers, crash = ask_plugins()
     assert answers.selection is not None, "it was asked for"
     candidates = answers.candidates
     found = autoloads()
-    offered = offers(BACKENDS)
+    offered = declared(BACKENDS)
     backends = tuple(_backend(candidate, offered) for candidate in candidates)
-    offered = offers(EXTENSIONS)
+    offered = declared(EXTENSIONS)
     deep = None
     if deep_timeout is not None:
-        from accelcore.cli.deep import examine
-
         deep = examine(candidates, found, deep_timeout)
     return Diagnosis(
         versions={"python": platform.python_version(), **_versions(("accelcore", "torch"))},
@@ -193,10 +161,10 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
     )
 
 
-def _backend(candidate: Candidate, offered: Iterable[Offer]) -> Backend:
+def _backend(candidate: Candidate, offered: Iterable[Declared]) -> Backend:
     probe = candidate.probe
     state = "broken" if candidate.error is not None else "usable" if probe.available else "unusable"
-    owners = [offer.distribution for offer in offered if offer.name == candidate.name]
+    owners = [entry.distribution for entry in offered if entry.name == candidate.name]
     return Backend(
         name=candidate.name,
         state=state,
@@ -210,11 +178,11 @@ def _backend(candidate: Candidate, offered: Iterable[Offer]) -> Backend:
     )
 
 
-def _extension(extension: plugins.Extension, offered: Iterable[Offer]) -> Extension:
+def _extension(extension: plugins.Extension, offered: Iterable[Declared]) -> Extension:
     remedy = f"repair or uninstall {extension.distribution}" if extension.reason else ""
     state = "broken" if extension.reason else "loads"
     owners = [
-        offer.distribution for offer in offered if (offer.name, offer.label) == (extension.name, extension.distribution)
+        entry.distribution for entry in offered if (entry.name, entry.label) == (extension.name, extension.distribution)
     ]
     return Extension(extension.name, state, extension.distribution, extension.reason, remedy, misfits(owners))
 

@@ -138,9 +138,9 @@ def _autoload_would_fail() -> str:
     found = autoloads()
     if not found:
         return ""
-    from accelcore.cli.inquiry import inquire  # in a process of its own: this one is about to become the script
+    from accelcore.cli.ask_plugins import ask_plugins  # in a process of its own: this one is about to become the script
 
-    pairs = of_unusable_backends(found, inquire()[0].candidates)
+    pairs = of_unusable_backends(found, ask_plugins()[0].candidates)
     return "; ".join(
         f"import torch would load {autoload}, and {candidate.name} is not usable here: {candidate.probe.reason}"
         for autoload, candidate in pairs

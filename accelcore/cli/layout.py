@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from accelcore.cli.diagnosis import USABLE, Backend, Diagnosis, Extension, Trial
-from accelcore.cli.fit import Misfit
-from accelcore.cli.foresight import Foresight
+from accelcore.cli.deep import Trial
+from accelcore.cli.diagnosis import USABLE, Backend, Diagnosis, Extension
+from accelcore.cli.requirements import Misfit
+from accelcore.cli.selection_preview import SelectionPreview
 from accelcore.environment import shown
 
 __all__ = ["Line", "lines", "show"]
@@ -122,19 +123,19 @@ def _extension(extension: Extension) -> Iterator[Line]:
     yield from _misfits(extension.misfits)
 
 
-def _selection(foresight: Foresight) -> Iterator[Line]:
+def _selection(preview: SelectionPreview) -> Iterator[Line]:
     asked = "ACCEL_DEVICE is not set, which means auto"
-    if foresight.source == "ACCEL_DEVICE":
-        asked = f"ACCEL_DEVICE={shown(foresight.request)}"
-    if foresight.error is not None:
-        error = foresight.error
+    if preview.source == "ACCEL_DEVICE":
+        asked = f"ACCEL_DEVICE={shown(preview.request)}"
+    if preview.error is not None:
+        error = preview.error
         word = ("would raise ", "") if error.type else ("would not return", "bold red")
         yield _line(2, word, (error.type, "bold red"), (f"  {asked}", ""))
         yield _line(6, (error.what, ""))
         yield from _explained(error.why, error.remedy)
         return
-    yield _line(2, ("would choose ", ""), (foresight.chosen or "", "bold green"), (f"  {asked}: {foresight.why}", ""))
-    for passed in foresight.passed_over:
+    yield _line(2, ("would choose ", ""), (preview.chosen or "", "bold green"), (f"  {asked}: {preview.why}", ""))
+    for passed in preview.passed_over:
         yield _line(6, (f"passed over {passed.name}: ", "dim"), (passed.reason, ""))
 
 

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,8 +19,8 @@ from typing import Any
 
 import click
 
-from accelcore.cli import ROLES
-from accelcore.cli.child import exceptions_for_signals
+from accelcore.cli import ROLES, child
+from accelcore.cli.child import Ended, exceptions_for_signals
 from accelcore.environment import outside_any_job, shown
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.selection import decide, parse
@@ -124,18 +121,18 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300) -> Sco
         report.touch()
         while True:
             before = len(_verdicts(report))
-            status, said = _run(name, classes, report, timeout)
+            ended, last_words = _run(name, classes, report, timeout)
             entries = _verdicts(report)
             open_id = next((id_ for id_, verdict in entries.items() if not verdict.outcome), None)
-            why = _called(status) if status is not None else f"it did not end within {timeout:g} seconds"
+            why = f"{_fate(ended)}\n{last_words}"
             if any(line["event"] == "done" for line in _lines(report)):
                 card = Scorecard(_backend(report), list(entries.values()))
-                if status not in _DONE:
-                    card.verdicts.append(Verdict("backend", "end", "", _ENDS, "failed", f"{why}\n{said}"))
+                if ended.status not in _DONE:
+                    card.verdicts.append(Verdict("backend", "end", "", _ENDS, "failed", why))
                 return card
             if open_id is None or len(entries) == before:
-                raise PluginError(f"the suite could not be run on {name}", why=f"{why}\n{said}", remedy="see the above")
-            end = {"event": "end", "id": open_id, "outcome": "failed", "why": f"{why}\n{said}", "seconds": 0.0}
+                raise PluginError(f"the suite could not be run on {name}", why=why, remedy="see the above")
+            end = {"event": "end", "id": open_id, "outcome": "failed", "why": why, "seconds": 0.0}
             with report.open("a", encoding="utf-8") as file:
                 file.write("\n" + json.dumps(end) + "\n")
 
@@ -172,8 +169,8 @@ def show(card: Scorecard) -> None:
     click.secho(f"\n{emulated}{backend['name']} {conclusion}", fg=color, bold=True)
 
 
-def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> tuple[int | None, str]:
-    """One process of pytest; its exit code, or None where a test took too long, and the last it wrote."""
+def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> tuple[Ended, str]:
+    """One process of pytest, for `timeout` seconds a test; how it ended, and the last it wrote."""
     command = [
         sys.executable, "-X", "faulthandler", "-m", "pytest", "--pyargs", *classes,
         "-p", "accelcore.testing.report", "--accelcore-backend", name, "--accelcore-report", str(report),
@@ -183,42 +180,20 @@ def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> tup
     # The suite makes jobs of its own; as a rank of another job it would wait for ranks that never come.
     environ = {name: value for name, value in outside_any_job(os.environ).items() if not name.startswith("PYTEST_")}
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    with tempfile.TemporaryFile() as output:
-        child = subprocess.Popen(  # noqa: S603  # this Python, on the suite of this package
-            command, cwd=report.parent, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            status = _wait(child, report, timeout)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        output.seek(0)
-        said = output.read().decode("utf-8", "replace").strip()
-        crash = said.find(_CRASH)
-        return status, said[-_TAIL:] if crash < 0 else said[max(0, crash - _BEFORE) :][:_TAIL]
+    ended = child.run(command, environ=environ, limit=timeout, folder=report.parent, progress=report)
+    text = (ended.stdout + ended.stderr).strip()
+    crash = text.find(_CRASH)
+    return ended, text[-_TAIL:] if crash < 0 else text[max(0, crash - _BEFORE) :][:_TAIL]
 
 
-def _wait(child: subprocess.Popen[bytes], report: Path, timeout: float) -> int | None:
-    size, since = -1, time.monotonic()
-    while True:
-        try:
-            return child.wait(0.2)
-        except subprocess.TimeoutExpired:
-            if report.stat().st_size != size:
-                size, since = report.stat().st_size, time.monotonic()
-            elif time.monotonic() - since > timeout:
-                return None
-
-
-def _called(status: int | None) -> str:
-    if status is not None and status < 0:
-        try:
-            return f"the process crashed with {signal.Signals(-status).name}"
-        except ValueError:  # a real-time signal has no name
-            return f"the process was ended by signal {-status}"
-    return f"the process ended with exit code {status}"
+def _fate(ended: Ended) -> str:
+    if ended.status is None:
+        return f"it did not end within {ended.limit:g} seconds"
+    return (
+        f"the process crashed with {ended.signal}"
+        if ended.signal
+        else f"the process ended with exit code {ended.status}"
+    )
 
 
 def _lines(report: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from accelcore.cli import inquiry
+from accelcore.cli import ask_plugins
 
 NO_CORE = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\nimport os, signal\n"
 SEGFAULT = "os.kill(os.getpid(), signal.SIGSEGV)"
@@ -108,11 +108,11 @@ def test_plugins_that_crash_only_together_are_told_so(machine):
 
 
 def test_a_plugin_that_blocks_the_interpreter_is_killed(machine, monkeypatch):
-    monkeypatch.setattr(inquiry, "_START", 2.0)
+    monkeypatch.setattr(ask_plugins, "_START", 2.0)
     monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.5")
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     machine.fakes.install(BLOCKED, backends=["rotten"])
-    answers, crash = inquiry.inquire()
+    answers, crash = ask_plugins.ask_plugins()
     (rotten,) = (candidate for candidate in answers.candidates if candidate.name == "rotten")
     assert rotten.probe.reason == "loading or probing it blocked the process, which was killed after 2.5 seconds"
     assert crash == ""

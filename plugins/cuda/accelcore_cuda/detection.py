@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 
+from accelcore.autoload import VARIABLE, autoloads, enabled
 from accelcore.probe import Probe
 from accelcore_cuda import amd, nvidia
 from accelcore_cuda.builds import Build, installed_build, minimum_driver, numbers
@@ -26,7 +26,7 @@ _ENVIRONMENT = (
     "LD_LIBRARY_PATH",
     "NVIDIA_TF32_OVERRIDE",
     "ROCR_VISIBLE_DEVICES",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    VARIABLE,
 )
 # Those that decide whether a torch and a driver fit together. CUDA 13 dropped the version from their names.
 _DISTRIBUTIONS = tuple(
@@ -39,7 +39,6 @@ _DISTRIBUTIONS = tuple(
     )
     for suffix in suffixes
 )
-_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _TRANSFER = "torch_npu.contrib.transfer_to_npu"
 
 
@@ -96,16 +95,16 @@ def _in_the_way() -> Fault | None:
     if "torch" not in sys.modules and "torch_npu" in _autoloaded():
         return (
             "torch-npu is installed, which makes `import torch` fail beside a GPU that works",
-            f"export {_AUTOLOAD}=0, start the script with accelcore run, or uninstall torch-npu",
+            f"export {VARIABLE}=0, start the script with accelcore run, or uninstall torch-npu",
         )
     return None
 
 
 def _autoloaded() -> set[str]:
     """The modules that `import torch` would load for the sake of other accelerators."""
-    if os.environ.get(_AUTOLOAD, "1") != "1":
+    if not enabled(os.environ):
         return set()
-    return {point.module.partition(".")[0] for point in entry_points(group="torch.backends")}
+    return {autoload.package for autoload in autoloads()}
 
 
 def _notices() -> Iterator[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import EntryPoint, PackageNotFoundError
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 from accelcore_cuda import amd, builds, detection, nvidia
+
+from accelcore.autoload import Autoload
 
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -88,9 +90,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
             raise PackageNotFoundError(package)
         return made.torch
 
-    def entry_points(*, group: str) -> list[EntryPoint]:
-        assert group == "torch.backends"
-        return [EntryPoint(name, f"{name}:_autoload", group) for name in made.autoloaded]
+    def autoloads() -> list[Autoload]:
+        return [Autoload(name, f"{name}:_autoload", name.replace("_", "-"), "1.0") for name in made.autoloaded]
 
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
@@ -105,7 +106,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(amd, "_NODES", made.nodes)
     monkeypatch.setattr(builds, "version", version)
     monkeypatch.setattr(builds, "requires", lambda package: made.requires)
-    monkeypatch.setattr(detection, "entry_points", entry_points)
+    monkeypatch.setattr(detection, "autoloads", autoloads)
     (tmp_path / "ld.so.cache").write_bytes(f"glibc\0libcuda.so.1\0{os.fspath(made.lib)}/libcuda.so.1\0".encode())
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     for module in ("torch_npu", "torch_npu.contrib.transfer_to_npu"):

@@ -10,9 +10,10 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
+from accelcore.autoload import autoloads, enabled
 from accelcore.environment import shown
 from accelcore.errors import BackendUnavailableError, ConfigurationError
 from accelcore.probe import Probe
@@ -197,10 +198,8 @@ def _notices() -> Iterator[str]:
         yield f"torch-npu {torch_npu} was released for CANN {released}"
     if _cuda_build():
         yield f"torch {_installed('torch')} is built for CUDA, which it cannot use beside torch-npu"
-    others = {
-        point.dist.name for point in entry_points(group="torch.backends") if point.dist and point.name != "torch_npu"
-    }
-    if others:
+    others = {autoload.distribution for autoload in autoloads() if autoload.package != "torch_npu"}
+    if others and enabled(os.environ):
         yield f"torch also loads {', '.join(sorted(others))}: one process has one accelerator"
     yield from _transfer()
 

@@ -10,6 +10,7 @@ import pytest
 from accelcore_npu import detection, libraries
 
 import accelcore
+from accelcore.autoload import Autoload
 from accelcore.errors import BackendUnavailableError, ConfigurationError
 
 
@@ -37,7 +38,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(detection, "_DEVICES", Machine.devices)
     monkeypatch.setattr(detection, "version", version)
     monkeypatch.setattr(detection, "requires", lambda package: Machine.requirements)
-    monkeypatch.setattr(detection, "entry_points", lambda group: [])
+    monkeypatch.setattr(detection, "autoloads", list)
     monkeypatch.setattr(libraries, "cann_fault", lambda environ: Machine.cann_fault)
     monkeypatch.setattr(libraries, "cann_version", lambda environ: Machine.cann)
     monkeypatch.delenv("ACCEL_EMULATE", raising=False)
@@ -160,10 +161,10 @@ def test_a_gpu_beside_a_cpu_build_is_in_nobodys_way(machine):
 
 def test_another_plugin_of_torch_is_named(machine, monkeypatch):
     points = [
-        types.SimpleNamespace(name="torch_npu", dist=types.SimpleNamespace(name="torch_npu")),
-        types.SimpleNamespace(name="device_backend", dist=types.SimpleNamespace(name="habana-torch-plugin")),
+        Autoload("torch_npu", "torch_npu:_autoload", "torch_npu", "2.13.0"),
+        Autoload("device_backend", "habana_frameworks:__autoload", "habana-torch-plugin", "1.0"),
     ]
-    monkeypatch.setattr(detection, "entry_points", lambda group: points)
+    monkeypatch.setattr(detection, "autoloads", lambda: points)
     assert probe().available
     assert "habana-torch-plugin" in probe().reason
     assert "loads torch_npu" not in probe().reason

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import NoReturn
 
 from accelcore import plugins
-from accelcore.cli.foresight import Fault, Foresight, PassedOver, foresee
-from accelcore.cli.offers import offers
+from accelcore.cli.selection_preview import Fault, PassedOver, SelectionPreview, preview_selection
+from accelcore.entrypoints import declared
 from accelcore.errors import PluginError
 from accelcore.plugins import EXTENSIONS, Candidate, Extension
 from accelcore.probe import Probe
@@ -34,7 +34,7 @@ class Answers:
 
     candidates: tuple[Candidate, ...] = ()
     extensions: tuple[Extension, ...] = ()
-    selection: Foresight | None = None
+    selection: SelectionPreview | None = None
 
     def to_json(self) -> str:
         return json.dumps(
@@ -66,7 +66,7 @@ class Answers:
         return cls(
             tuple(_candidate(**candidate) for candidate in data["candidates"]),
             tuple(Extension(*extension) for extension in data["extensions"]),
-            _foresight(**data["selection"]) if data["selection"] else None,
+            _preview(**data["selection"]) if data["selection"] else None,
         )
 
 
@@ -76,9 +76,9 @@ def _candidate(name: str, distribution: str, broken: bool, probe: dict[str, obje
     return Candidate(name, distribution, answer, error=PluginError(answer.reason) if broken else None)
 
 
-def _foresight(passed_over: list[dict[str, str]], error: dict[str, str] | None, **rest: str) -> Foresight:
+def _preview(passed_over: list[dict[str, str]], error: dict[str, str] | None, **rest: str) -> SelectionPreview:
     over = tuple(PassedOver(**passed) for passed in passed_over)
-    return Foresight(**rest, passed_over=over, error=Fault(**error) if error else None)
+    return SelectionPreview(**rest, passed_over=over, error=Fault(**error) if error else None)
 
 
 def main() -> NoReturn:
@@ -98,7 +98,7 @@ def main() -> NoReturn:
 
 
 def _all() -> Answers:
-    return Answers(tuple(plugins.probe_all().values()), tuple(plugins.load_extensions()), foresee())
+    return Answers(tuple(plugins.probe_all().values()), tuple(plugins.load_extensions()), preview_selection())
 
 
 def _backend(name: str) -> Answers:
@@ -107,13 +107,13 @@ def _backend(name: str) -> Answers:
 
 
 def _extension(position: str) -> Answers:
-    offer = offers(EXTENSIONS)[int(position)]
-    error = plugins.within_time(offer.point.load)
-    return Answers(extensions=(Extension(offer.name, offer.label, "" if error is None else plugins.describe(error)),))
+    entry = declared(EXTENSIONS)[int(position)]
+    error = plugins.within_time(entry.point.load)
+    return Answers(extensions=(Extension(entry.name, entry.label, "" if error is None else plugins.describe(error)),))
 
 
 def _selection() -> Answers:
-    selection = foresee()
+    selection = preview_selection()
     if selection.chosen is not None:
         plugins.load_extensions()  # as `select()` does for what it has chosen
     return Answers(selection=selection)

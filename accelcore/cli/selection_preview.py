@@ -8,7 +8,7 @@ from accelcore.environment import requested_device
 from accelcore.errors import AccelError
 from accelcore.selection import decide, parse
 
-__all__ = ["Fault", "Foresight", "PassedOver", "asked", "foresee"]
+__all__ = ["Fault", "PassedOver", "SelectionPreview", "asked", "preview_selection"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Foresight:
+class SelectionPreview:
     """What `select()` would do.
 
     Attributes:
@@ -62,18 +62,18 @@ def asked() -> tuple[str, str]:
     return ("auto", "default") if text is None else (text, "ACCEL_DEVICE")
 
 
-def foresee() -> Foresight:
+def preview_selection() -> SelectionPreview:
     """Follow `select()` up to where it would create a backend."""
     request, source = asked()
     try:
         chosen, passed_over = decide(request, "ACCEL_DEVICE", str)
     except AccelError as error:
         fault = Fault(type(error).__name__, error.what, error.why, error.available, error.remedy)
-        return Foresight(request, source, error=fault)
+        return SelectionPreview(request, source, error=fault)
     over = tuple(PassedOver(probe.name, probe.reason, probe.remedy) for probe in passed_over)
     choices = parse(request, "ACCEL_DEVICE")
     if choices is None:
         why = "the highest priority of the backends that work here"
     else:
         why = "the first of ACCEL_DEVICE that works here" if len(choices) > 1 else "ACCEL_DEVICE orders it"
-    return Foresight(request, source, chosen, why, over)
+    return SelectionPreview(request, source, chosen, why, over)
