@@ -93,7 +93,7 @@ class Backend:
             The collectives role, with `rank` and `world_size`.
 
         Raises:
-            ConfigurationError: arguments or variables that make no sense, before any device is touched.
+            ConfigurationError: an argument or a variable is invalid; raised before any device is touched.
             DistributedError: the ranks could not meet.
         """
         if (rank is None) != (world_size is None):

@@ -230,7 +230,7 @@ def _duplicate(name: str, distributions: str) -> PluginError:
 
 
 def describe(error: BaseException | None) -> str:
-    """An error in one short line, whatever it holds."""
+    """The first line of an error, shortened; safe for an error whose own text cannot be had."""
     try:
         text = str(error).split("\n", 1)[0][:_LONGEST]
     except Exception:  # noqa: BLE001  # an error may fail to say what it is

@@ -167,8 +167,8 @@ def _fault(request: str) -> str:
         if not _CHOICE.fullmatch(part):
             return f"{shown(part)} is neither NAME nor NAME:INDEX"
         if part.split(":")[0] == "auto" and request != "auto":
-            return "auto stands alone: it takes no index, and no list holds it"
-    return "it says the same twice" if len(set(parts)) < len(parts) else ""
+            return "auto stands alone: it takes no index and cannot be in a list"
+    return "it names a device twice" if len(set(parts)) < len(parts) else ""
 
 
 def _first_that_works(
@@ -180,7 +180,7 @@ def _first_that_works(
     passed_over: list[Probe] = []
     for choice, candidate in wishes:
         if candidate is not None and candidate.probe.available and choice.index is None:
-            # Not passed over: ranks that fell back alone could not form one job with the others.
+            # Raises instead of being passed over: a rank that fell back alone could not join the others.
             _index(choice, candidate.probe, launch, request)
         try:
             return make(_admit(choice, candidate, launch, str(choice), lambda: "")), tuple(passed_over)
@@ -200,7 +200,7 @@ def _first_that_works(
             remedy="install accelcore-cpu, and the package of each other device you have (the README lists them)",
         )
     raise BackendUnavailableError(
-        f"{request}: nothing of it can be used here",
+        f"{request}: none of the choices can be used here",
         why="; ".join(f"{probe.name}: {probe.reason}" for probe in passed_over),
         available=_usable(),
         remedy="; ".join(f"{probe.name}: {probe.remedy}" for probe in passed_over),

@@ -275,7 +275,7 @@ def test_a_list_passes_over_what_cannot_be_had_and_remembers_why(fakes):
 
 def test_a_list_of_which_nothing_can_be_had_says_why_of_each(fakes):
     fakes.backend("absent", **UNAVAILABLE)
-    with pytest.raises(BackendUnavailableError, match="'absent,nowhere': nothing of it") as caught:
+    with pytest.raises(BackendUnavailableError, match="'absent,nowhere': none of the choices") as caught:
         accelcore.select("absent,nowhere")
     assert caught.value.why == "absent: no such card; nowhere: no installed plugin offers that name"
     assert "buy one" in caught.value.remedy

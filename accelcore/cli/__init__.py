@@ -1,7 +1,7 @@
 """The command line. Neither torch nor a plugin is imported before a command needs it; torch never, in this process.
 
 Here is what every command has in common: a user's mistake is one message on stderr and exit code 64, a traceback is
-shown only with `--debug`, and a reader that leaves early, as `head` does, is no error.
+shown only with `--debug`, and a reader that closes early, as `head` does, is not an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accelcore.errors import AccelError
 __all__ = ["ROLES", "USAGE", "Settings", "main"]
 
 USAGE = 64
-"""Exit code of a request that makes no sense; `sysexits.h` calls it EX_USAGE. 1 and 2 belong to doctor's findings."""
+"""Exit code of an invalid request; `sysexits.h` calls it EX_USAGE. 1 and 2 belong to doctor's findings."""
 
 ROLES = ("backend", "precision", "scaler", "optimizers", "collectives", "compiler", "runtime", "training")
 """The parts of the conformance suite: the backend as a whole, its six roles, training end to end."""

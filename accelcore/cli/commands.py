@@ -14,7 +14,7 @@ __all__ = ["app"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
-_AFTER_THE_SCRIPT = {"allow_interspersed_args": False}  # options behind the script are the script's own
+_AFTER_THE_SCRIPT = {"allow_interspersed_args": False}  # options after the script are the script's own
 
 
 def _debug(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -86,7 +86,7 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
       0   every plugin answered, and at least one backend is usable
       1   something installed is broken: a plugin, versions that do not fit together, or a trial of --deep
       2   no backend is usable, broken or not
-      64  the request makes no sense
+      64  the request is invalid
 
     \b
     Examples:
@@ -145,8 +145,8 @@ def run(
 ) -> None:
     """Run a script, or with -m a module, on the device of your choice.
 
-    Options of accelcore go before SCRIPT, the script's own behind it. One rank is the script itself in this very
-    process: its exit code and its signals are its own. Of several ranks, one that dies ends all, with its traceback.
+    Options of accelcore go before SCRIPT, the script's own after it. With one rank this process becomes the script,
+    with its exit code and its signals. If one of several ranks dies, all end, and its traceback is shown.
 
     \b
     Examples:
@@ -201,7 +201,7 @@ def verify_backend(name: str, as_json: bool, only: tuple[str, ...], timeout: int
     Exit code:
       0   it conforms: nothing failed
       1   something failed
-      64  the request makes no sense, or the backend cannot be used here
+      64  the request is invalid, or the backend cannot be used here
 
     \b
     Examples:

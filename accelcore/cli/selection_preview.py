@@ -75,5 +75,5 @@ def preview_selection() -> SelectionPreview:
     if choices is None:
         why = "the highest priority of the backends that work here"
     else:
-        why = "the first of ACCEL_DEVICE that works here" if len(choices) > 1 else "ACCEL_DEVICE orders it"
+        why = "the first of ACCEL_DEVICE that works here" if len(choices) > 1 else "ACCEL_DEVICE asks for it"
     return SelectionPreview(request, source, chosen, why, over)

@@ -63,7 +63,7 @@ def emulation(devices: int) -> Mapping[str, str]:
 
     Raises:
         BackendUnavailableError: torch-npu is missing or does not fit, or the emulator cannot be built.
-        ConfigurationError: an ACCEL_EMULATED_ variable makes no sense, or allows fewer devices.
+        ConfigurationError: an ACCEL_EMULATED_ variable is invalid, or allows fewer devices.
     """
     for reason, remedy in _package_faults():
         raise BackendUnavailableError("the npu cannot be emulated", why=reason, remedy=remedy)
@@ -73,7 +73,7 @@ def emulation(devices: int) -> Mapping[str, str]:
     if settings.devices < devices and "ACCEL_EMULATED_DEVICES" in os.environ:
         raise ConfigurationError(
             f"ACCEL_EMULATED_DEVICES={settings.devices} is less than the {devices} ranks need",
-            remedy=f"unset it, or say {devices}",
+            remedy=f"unset it, or set it to {devices}",
         )
     return environment(replace(settings, devices=max(settings.devices, devices)))
 
