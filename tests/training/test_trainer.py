@@ -35,7 +35,7 @@ def loss_of(model, batch):
 
 
 def same(first: nn.Module, second: nn.Module, *, flat: bool = False) -> None:
-    """Every tensor of the state and the outputs in evaluation; in flat memory a kernel may round the last bit otherwise."""
+    """Every tensor of the state, and the outputs in evaluation; flat, a kernel may round the last bit otherwise."""
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if flat else {"rtol": 0, "atol": 0}
     for (name, one), (_, other) in zip(first.state_dict().items(), second.state_dict().items(), strict=True):
         torch.testing.assert_close(one, other, **tolerance, msg=name)
