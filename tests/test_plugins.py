@@ -378,7 +378,7 @@ def test_an_extension_adds_a_faster_route_to_somebody_elses_backend(fakes):
     optimizers = accelcore.select("cpu").optimizers
     assert optimizers.explain("adamw")[0] == accelcore.roles.optimizers.Choice("theirs", chosen=True)
     assert type(optimizers.create("adamw", [parameter()], lr=0.1).engine) is torch.optim.SGD
-    assert type(optimizers.create("adamw", [parameter()], lr=0.1, route="loop")) is torch.optim.AdamW
+    assert type(optimizers.create("adamw", [parameter()], lr=0.1, route="loop").engine) is torch.optim.AdamW
 
 
 def test_an_extension_is_told_which_backend_it_extends(fakes):

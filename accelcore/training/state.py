@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from accelcore.backend import Backend
 from accelcore.checkpoint import store
 from accelcore.errors import CheckpointError, ConfigurationError
+from accelcore.roles.composition import Roles
 from accelcore.training.agreement import Agreement
 from accelcore.training.parts.part import Change, Part, Saved, table
 
@@ -35,7 +35,7 @@ class TrainingState:
         run: tells this run's checkpoints from another's in the same folder.
     """
 
-    backend: Backend
+    backend: Roles
     parts: Sequence[Part]
     run: str
 

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Unpack
 
-from accelcore.backend import Backend
 from accelcore.errors import DistributedError, TrainingError
 from accelcore.optim.optimizer import Optimizer as LateBound
 from accelcore.roles.compiler import Compiled
+from accelcore.roles.composition import Roles
 from accelcore.roles.scaler import LossScaler
 from accelcore.training.batches import Feeds
 from accelcore.training.clipping import Clipping
@@ -72,7 +72,7 @@ class Trainer:
     """
 
     def __init__(
-        self, backend: Backend, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
+        self, backend: Roles, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
     ) -> None:
         given = complete(options)
         check_numbers(given)
@@ -332,7 +332,7 @@ def _loss_of_model(model: Callable[..., Any], batch: Any) -> Any:
     return model(batch)
 
 
-def _scaler(backend: Backend, loss_scale: float | str | None) -> LossScaler:
+def _scaler(backend: Roles, loss_scale: float | str | None) -> LossScaler:
     if loss_scale is None:
         return backend.scaler.none()
     if loss_scale == "dynamic":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from accelcore.backend import Backend
 from accelcore.environment import read_launch
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
+from accelcore.roles.composition import Roles
 from accelcore.training.options import TrainerOptions
 from accelcore.training.strategies.alone import Alone
 from accelcore.training.strategies.combine import CombineDDP
@@ -16,10 +16,10 @@ from accelcore.training.strategies.strategy import Strategy
 __all__ = ["create_strategy"]
 
 _NONE = "none"
-_STRATEGIES: dict[str, Callable[[Backend, TrainerOptions], Strategy]] = {"ddp": DDP, "combine_ddp": CombineDDP}
+_STRATEGIES: dict[str, Callable[[Roles, TrainerOptions], Strategy]] = {"ddp": DDP, "combine_ddp": CombineDDP}
 
 
-def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
+def create_strategy(backend: Roles, options: TrainerOptions) -> Strategy:
     """The strategy that was asked for, which does nothing in a job of one process.
 
     Raises:

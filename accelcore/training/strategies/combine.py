@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError
 from accelcore.roles.collectives import Collectives
+from accelcore.roles.composition import Roles
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.strategies.strategy import Strategy
@@ -27,7 +27,7 @@ class CombineDDP(Strategy):
     rank did not use costs nothing: which parameters received a gradient travels with the gradients.
     """
 
-    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
+    def __init__(self, backend: Roles, options: TrainerOptions) -> None:
         super().__init__(backend, options)
         name = options["comm_dtype"]
         if name is not None and name not in _DTYPES:

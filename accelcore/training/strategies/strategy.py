@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accelcore.backend import Backend
+from accelcore.roles.composition import Roles
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 
@@ -28,7 +28,7 @@ class Strategy(ABC):
     prefers_flat = True
     """Whether gradients in one piece of memory serve it; where torch keeps them in buckets of its own they do not."""
 
-    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
+    def __init__(self, backend: Roles, options: TrainerOptions) -> None:
         self._collectives = backend.collectives
 
     def check(self, model: nn.Module) -> None:  # noqa: B027  # most can train any model

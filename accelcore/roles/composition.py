@@ -1,0 +1,109 @@
+"""Six roles that make up what one device can do, before anything is trained on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from accelcore.capabilities import Capabilities
+from accelcore.environment import Launch, read_launch
+from accelcore.errors import ConfigurationError
+from accelcore.probe import Probe
+
+if TYPE_CHECKING:
+    import torch
+
+    from accelcore.roles.collectives import Collectives
+    from accelcore.roles.compiler import Compiler
+    from accelcore.roles.optimizers import Optimizers
+    from accelcore.roles.precision import Precision
+    from accelcore.roles.runtime import Runtime
+    from accelcore.roles.scaler import Scalers
+
+__all__ = ["Roles"]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What one device can do. Made by `accelcore.select()`; several may live in one process.
+
+    Those of one kind of device share the vendor's runtime, and with it what that keeps for the whole process. Creating
+    one may set some of it, such as the current device or how operators are compiled: the plugin's README says what.
+
+    Attributes:
+        name, index: what was selected, `"cuda"` and `1` for `cuda:1`.
+        emulated: whether the device is imitated on the host: right in semantics, no proof of speed or numerics.
+        capabilities: what it declares, which is what may be asked of it.
+        precision, scaler, optimizers, collectives, compiler, runtime: the six roles.
+        passed_over: what `auto` or a preference list could not use before this one, and why.
+    """
+
+    name: str
+    index: int
+    emulated: bool
+    capabilities: Capabilities
+    precision: Precision
+    scaler: Scalers
+    optimizers: Optimizers
+    collectives: Collectives
+    compiler: Compiler
+    runtime: Runtime
+    passed_over: tuple[Probe, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """The device, for `model.to(accel.device)` and the like."""
+        return self.runtime.device
+
+    def autocast(
+        self, dtype: torch.dtype | None = None, *, enabled: bool = True, table: str = "torch"
+    ) -> AbstractContextManager[object]:
+        """Mixed precision for a forward pass; see `Precision.autocast`."""
+        return self.precision.autocast(dtype, enabled=enabled, table=table)
+
+    @contextmanager
+    def distributed(
+        self,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        local_rank: int | None = None,
+        init_method: str = "env://",
+        timeout: timedelta | None = None,
+    ) -> Iterator[Collectives]:
+        """Join the job this process belongs to, for the length of a `with`; alone where there is none.
+
+        Without arguments, the job that a launcher's environment variables describe. With `rank` and `world_size`, as
+        in a script that spawns its own ranks, that job; `local_rank` is `rank` unless given. A process group that
+        the script has formed itself is adopted, and left alone at the end.
+
+        Args:
+            init_method: where the ranks meet: `"env://"` (MASTER_ADDR, MASTER_PORT), `"tcp://host:port"`, `"file://..."`.
+            timeout: how long a collective waits for the other ranks; None is torch's default.
+
+        Yields:
+            The collectives role, with `rank` and `world_size`.
+
+        Raises:
+            ConfigurationError: an argument or a variable is invalid; raised before any device is touched.
+            DistributedError: the ranks could not meet.
+        """
+        if (rank is None) != (world_size is None):
+            raise ConfigurationError("rank and world_size come together", remedy="give both, or neither")
+        if rank is None and local_rank is not None:
+            raise ConfigurationError("local_rank needs rank and world_size", remedy="give all three, or none")
+        launch: Launch | None
+        if rank is None or world_size is None:
+            launch = read_launch()
+        else:
+            launch = Launch(rank, world_size, rank if local_rank is None else local_rank, init_method)
+        self.collectives.init(launch, timeout=timeout)
+        try:
+            yield self.collectives
+            # Rank 0 holds the store the others talk to: it must not leave while they still work.
+            self.collectives.barrier()
+        finally:
+            self.collectives.close()
