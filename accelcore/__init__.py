@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from accelcore.hookspecs import API, hookimpl
     from accelcore.probe import Probe
     from accelcore.selection import installed, select
+    from accelcore.training.observers import Observer
     from accelcore.training.policy import Policy
     from accelcore.training.trainer import Trainer
 
@@ -45,6 +46,7 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "DistributedError",
+    "Observer",
     "PluginError",
     "Policy",
     "Probe",
@@ -62,6 +64,7 @@ _HOMES = {
     "API": "hookspecs",
     "Backend": "backend",
     "Capabilities": "capabilities",
+    "Observer": "training.observers",
     "Policy": "training.policy",
     "Probe": "probe",
     "Trainer": "training.trainer",

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from typing_extensions import Unpack
 
 from accelcore.errors import DistributedError, TrainingError
 from accelcore.optim.optimizer import Optimizer as LateBound
@@ -31,6 +30,9 @@ from accelcore.training.state import TrainingState, resume, save
 from accelcore.training.step import Step
 from accelcore.training.watch import Watch
 from accelcore.training.window import Window
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Trainer"]
 

@@ -27,7 +27,7 @@ class Observe:
         strange = [each for each in observers if not isinstance(each, Observer)]
         if strange:
             raise ConfigurationError(
-                f"{strange[0]!r} is no observer", remedy="derive its class from accelcore.training.observers.Observer"
+                f"{strange[0]!r} is no observer", remedy="derive its class from accelcore.Observer"
             )
         plan.telling = telling = Telling(observers)
         if plan.options["graph"] and (telling.gradient_norm or telling.overflow or telling.output):
