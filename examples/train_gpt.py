@@ -223,7 +223,7 @@ def train(
     args: argparse.Namespace,
     report: Report | None,
 ) -> bool:
-    """Train up to `args.steps`; False where Ctrl-C ended it before, with a checkpoint saved."""
+    """Train up to `args.steps`, and save; False where Ctrl-C ended it before."""
     losses: list[Tensor] = []
     logged = saved = trainer.steps
     clock = time.perf_counter()
@@ -247,13 +247,11 @@ def train(
                     entry["validation_loss"] = validation_loss(accel, trainer, validation)
                 if report is not None:
                     report.step(entry)
-                if finished:
-                    return True
-                if due or stop:
+                if due or stop or finished:  # inside the loop: outside it, this epoch would be over
                     trainer.save(args.checkpoints, keep=2)
                     saved = trainer.steps
-                if stop:
-                    return False
+                if stop or finished:
+                    return finished
                 losses, logged, clock = [], trainer.steps, time.perf_counter()
     return True
 
@@ -304,8 +302,6 @@ def run(args: argparse.Namespace) -> int:
             if report is not None:
                 print(f"interrupted at step {trainer.steps}; --resume goes on from there", file=sys.stderr)
             return 130
-        if trainer.steps > first:
-            trainer.save(args.checkpoints, keep=2)
         loss = validation_loss(accel, trainer, validation)
         if report is not None:
             report.finish(trainer.steps, loss, generate(accel, trainer, b"def ", 400, args.context))
