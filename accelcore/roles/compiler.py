@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 from accelcore.errors import ConfigurationError, UnsupportedError
@@ -43,13 +44,19 @@ class Compiler(ABC):
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
         """Compile `module` with `options` of the compiler (for torch.compile: `mode`, `dynamic`, `fullgraph`...).
 
-        What cannot be compiled, here or in its first forward pass, runs eagerly; the log says so once, with the reason.
-        A compiler that fails in backward raises there.
+        `{"backend": name}` chooses among the compilers that are declared. What cannot be compiled, here or in its first
+        forward pass, runs eagerly; the log says so once, with the reason. A compiler that fails in backward raises
+        there. Backward computes in the dtypes that it has without a compiler, and is to be run outside autocast.
 
         Raises:
             ConfigurationError: there is no such option.
             UnsupportedError: the backend declares no compiler.
         """
+
+
+# What backward is compiled for is decided in forward, under autocast: by default torch then compiles backward as if it
+# ran under autocast too, which it does not (pytorch#153044). Only calls of compiled modules see this setting.
+_BACKWARD_OUTSIDE_AUTOCAST = torch._functorch.config.patch({"backward_pass_autocast": "off"})
 
 
 class NoCompiler(Compiler):
@@ -105,7 +112,8 @@ class _Guarded:
         # A part of the model may have run before another part fails to compile: the batch must not count twice.
         before = None if self._proved else _Memory(self._eager)
         try:
-            output = self._call(*args, **kwargs)
+            with _BACKWARD_OUTSIDE_AUTOCAST:
+                output = self._call(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             # Dynamo's first line names the backend, and the second what it raised.

@@ -269,3 +269,39 @@ def test_a_cpp_compiler_that_is_there_but_broken_leaves_the_run_eager(run_python
     compiler.chmod(0o755)
     reason = run_python(SCRIPT, CXX=str(compiler), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")).stdout
     assert "C++ compile error" in reason
+
+
+class ExactHead(nn.Module):
+    """Its last layer asks for fp32, as heads and losses do that low precision would spoil."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        hidden = torch.relu(self.body(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.head(hidden.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_backward_computes_in_the_dtypes_it_has_without_a_compiler(accel, compiler, dtype):
+    """By default torch compiles all of backward as if it ran under autocast (pytorch#153044)."""
+    torch.manual_seed(5)
+    module, rows = ExactHead(), torch.randn(16, 64)
+    twin = copy.deepcopy(module)
+    compiled = compiler.compile(module, {"backend": "aot_eager"})
+    for call in (compiled.module, twin):
+        with accel.autocast(dtype):
+            output = call(rows)
+        (output.square().mean() * 65536).backward()
+    assert compiled.compiled
+    for weight, other in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(weight.grad, other.grad)
+
+
+def test_compiling_leaves_torchs_settings_of_others_alone(compiler):
+    before = torch._functorch.config.backward_pass_autocast
+    compiled = compiler.compile(model(), {"backend": eager})
+    compiled.module(X)
+    assert torch._functorch.config.backward_pass_autocast == before == "same_as_forward"
