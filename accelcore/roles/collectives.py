@@ -49,7 +49,12 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
-        """Combine `tensor` over all ranks, in place, and return it. `"avg"` takes floating-point tensors only."""
+        """Combine `tensor` over all ranks, in place, and return it: any tensor or view, of any declared dtype.
+
+        `"avg"` takes floating-point tensors only. The average of values that the dtype holds is one, too: where the
+        dtype's range is smaller than fp32's, as fp16's is, each rank divides before the values are added, and otherwise
+        after it, which rounds once less.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
@@ -150,9 +155,13 @@ class TorchCollectives(Collectives):
         _check_reduction(tensor, op)
         if dist.is_initialized():
             dense = _dense(tensor)
+            # Divided here, because not every process group can.
+            early, late = _divisors(dense.dtype, dist.get_world_size()) if op == "avg" else (1, 1)
+            if early != 1:
+                dense = dense / early
             dist.all_reduce(dense, _OPS[op])
-            if op == "avg":  # divided here, because not every process group can
-                dense.div_(dist.get_world_size())
+            if late != 1:
+                dense.div_(late)
             _store(tensor, dense)
         return tensor
 
@@ -200,6 +209,12 @@ def _check_reduction(tensor: Tensor, op: str) -> None:
         raise ConfigurationError(f"there is no reduction {op!r}", available=", ".join(_OPS))
     if op == "avg" and not tensor.is_floating_point():
         raise ConfigurationError(f"the average of {tensor.dtype} tensors is not defined", remedy="use 'sum'")
+
+
+def _divisors(dtype: torch.dtype, world_size: int) -> tuple[int, int]:
+    """By what an average is divided before values are added, and after."""
+    narrow = torch.finfo(dtype).smallest_normal > torch.finfo(torch.float32).smallest_normal
+    return (world_size, 1) if narrow else (1, world_size)
 
 
 def _check_source(src: int, world_size: int) -> None:

@@ -26,6 +26,9 @@ class Precision(ABC):
         Enter it around the forward pass and the loss, not around backward. `enabled=False` gives a context that
         switches an outer autocast off. `table` names the lists that say which operator runs in which dtype.
 
+        The context can be entered any number of times: a trainer makes one and enters it in each step. A function under
+        `@contextmanager` gives one that can be entered once; return an object with `__enter__` and `__exit__`.
+
         Raises:
             UnsupportedError: the backend does not declare `dtype` or `table`.
         """
@@ -35,7 +38,7 @@ class Precision(ABC):
         """A context in which fp32 matrix products are exact (`"ieee"`) or fast (`"fast"`: TF32, HF32...).
 
         The setting is the process's; it is put back on leaving. Backward must run inside too, so hold it around
-        whole steps.
+        whole steps. The context is entered once; each step asks for another.
 
         Raises:
             UnsupportedError: `"fast"` where the backend declares no `fast_fp32`; a mode that does not exist.

@@ -117,7 +117,7 @@ class TorchRuntime(Runtime):
         self.device = device
 
     def synchronize(self) -> None:
-        torch.get_device_module(self.device).synchronize()
+        torch.get_device_module(self.device).synchronize(self.device)
 
     def seed(self, n: int, *, deterministic: bool = False) -> None:
         random.seed(n)

@@ -133,6 +133,11 @@ SCENARIO = """
                 result = collectives.all_reduce(tensor, op)
                 found[f"{op} {name}"] = [result is tensor, str(result.dtype), result.tolist()]
 
+        large = torch.tensor([6e4, -6e4], dtype=torch.float16)
+        found["large average"] = collectives.all_reduce(large, "avg").tolist()
+        # Three thirds of a number, each rounded, add up to another number.
+        found["exact average"] = collectives.all_reduce(torch.arange(100.0), "avg").tolist()
+
         strided = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]) + 10 * rank
         collectives.all_reduce(strided[:, 1], "sum")
         found["strided sum"] = strided.tolist()
@@ -199,6 +204,17 @@ def test_every_rank_gets_the_reduction_in_place(found, op, dtype):
         assert same
         assert kind == f"torch.{dtype}"
         assert values == expected.to(getattr(torch, dtype)).tolist()
+
+
+def test_an_average_that_fp16_holds_does_not_overflow(found):
+    expected = torch.tensor(6e4, dtype=torch.float16).item()
+    for rank in found:
+        assert rank["large average"] == pytest.approx([expected, -expected], rel=torch.finfo(torch.float16).eps)
+
+
+def test_an_fp32_average_is_rounded_as_the_divided_sum(found):
+    for rank in found:
+        assert rank["exact average"] == [float(number) for number in range(100)]
 
 
 def test_a_scalar_is_reduced(found):
