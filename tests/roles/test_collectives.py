@@ -135,8 +135,8 @@ SCENARIO = """
 
         large = torch.tensor([6e4, -6e4], dtype=torch.float16)
         found["large average"] = collectives.all_reduce(large, "avg").tolist()
-        # Three thirds of a number, each rounded, add up to another number.
-        found["exact average"] = collectives.all_reduce(torch.arange(100.0), "avg").tolist()
+        # Three thirds, each rounded, add up to another number than a third of the sum.
+        found["exact average"] = collectives.all_reduce(torch.arange(100.0) + rank, "avg").tolist()
 
         strided = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]) + 10 * rank
         collectives.all_reduce(strided[:, 1], "sum")
@@ -214,7 +214,7 @@ def test_an_average_that_fp16_holds_does_not_overflow(found):
 
 def test_an_fp32_average_is_rounded_as_the_divided_sum(found):
     for rank in found:
-        assert rank["exact average"] == [float(number) for number in range(100)]
+        assert rank["exact average"] == [number + (len(found) - 1) / 2 for number in range(100)]
 
 
 def test_a_scalar_is_reduced(found):
