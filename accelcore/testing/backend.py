@@ -10,9 +10,16 @@ import torch
 
 import accelcore
 from accelcore import Backend, Capabilities
+from accelcore.testing.declared import FAST_FP32, LOW_PRECISION, MODEL_DTYPES, STRATEGIES, TABLES
 
 __all__ = ["TestBackend"]
 
+_TESTED = {
+    "autocast_dtypes": LOW_PRECISION,
+    "autocast_tables": TABLES,
+    "model_dtypes": MODEL_DTYPES,
+    "parallel": STRATEGIES,
+}
 _PROBE = """
 import sys
 import accelcore
@@ -64,16 +71,24 @@ class TestBackend:
         assert settings() == before
 
     def test_declaration_is_readable(self, accel: Backend) -> None:
-        """Every dtype declared is one of torch's, and every name is lower case text."""
+        """What is declared are words that the suite has a test for, each said once."""
         declaration = accel.capabilities
         assert isinstance(declaration, Capabilities)
-        for dtype in (*declaration.autocast_dtypes, *declaration.model_dtypes):
-            assert isinstance(getattr(torch, dtype, None), torch.dtype), f"torch has no dtype {dtype!r}"
         for field in dataclasses.fields(declaration):
             value = getattr(declaration, field.name)
-            if isinstance(value, tuple):
+            if isinstance(field.default, bool):
+                assert isinstance(value, bool), f"{field.name} is {value!r}, neither True nor False"
+            elif isinstance(field.default, tuple):
+                assert isinstance(value, tuple), f"{field.name} is {value!r}, and no tuple"
                 assert all(isinstance(name, str) and name == name.strip() and name for name in value), field.name
                 assert len(set(value)) == len(value), f"{field.name} says something twice"
+        for field_name, tested in _TESTED.items():
+            untested = sorted(set(getattr(declaration, field_name)) - set(tested))
+            assert not untested, f"{field_name} declares {', '.join(untested)}; tested are {', '.join(tested)}"
+        fast = declaration.fast_fp32
+        assert fast is None or fast in FAST_FP32, f"fast_fp32 declares {fast!r}; tested are {', '.join(FAST_FP32)}"
+        if declaration.autocast_dtypes:
+            assert "torch" in declaration.autocast_tables, "autocast is by torch's table unless another is asked for"
         assert "none" in declaration.parallel, "training in one process is always possible"
         assert "float32" in declaration.model_dtypes, "fp32 is what everything else is compared with"
 

@@ -9,7 +9,15 @@ import pytest
 
 from accelcore.errors import UnsupportedError
 
-__all__ = ["NOT_DECLARED", "declared"]
+__all__ = ["FAST_FP32", "LOW_PRECISION", "MODEL_DTYPES", "NOT_DECLARED", "STRATEGIES", "TABLES", "declared"]
+
+# What the suite knows to test. A declaration may name nothing else: nobody could rely on it.
+LOW_PRECISION = ("bfloat16", "float16")
+MODEL_DTYPES = ("float32", "float64", "bfloat16", "float16")
+TABLES = ("torch", "O1")
+STRATEGIES = ("none", "ddp", "fsdp", "combine_ddp")
+FAST_FP32 = {"tf32": (10, 10), "hf32": (10, 12), "bf16x3": (14, 18), "bf16": (7, 7)}
+"""Formats behind `fp32="fast"`: how many bits of their fraction the factors of a product keep, at least and at most."""
 
 NOT_DECLARED = "not declared, and refused: "
 """How the reason of a skipped test begins, where a backend refused what it does not declare."""

@@ -18,11 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 import accelcore
+from accelcore.testing.declared import LOW_PRECISION
+from accelcore.testing.kinds import VIEWS
 from accelcore.testing.oracles import batches, network
 
-__all__ = ["ROWS", "STEPS", "main"]
+__all__ = ["OPERATIONS", "ROWS", "STEPS", "base_of", "main", "reduced"]
 
 ROWS, STEPS = 16, 4
+OPERATIONS = ("sum", "avg", "min", "max", "broadcast")
 
 
 def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, Any]:
@@ -30,35 +33,26 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
         return torch.tensor(values, device=accel.device, dtype=dtype)
 
     mine = float(job.rank + 1)
-    strided = torch.arange(6.0, device=accel.device).reshape(2, 3).mul(mine)[:, 1]
-    outer = strided
-    returned = job.all_reduce(outer)
     large = torch.full((300_001,), mine, device=accel.device)
-    whole = tensor(2**40 + job.rank, dtype=torch.int64)
     found = {
         "rank": job.rank,
         "world_size": job.world_size,
         "device": str(accel.device),
-        "sum": job.all_reduce(tensor(mine, 10 * mine)).tolist(),
-        "avg": job.all_reduce(tensor(mine, 10 * mine), "avg").tolist(),
-        "min": job.all_reduce(tensor(mine, -mine), "min").tolist(),
-        "max": job.all_reduce(tensor(mine, -mine), "max").tolist(),
-        "strided": strided.tolist(),
-        "in_place": returned is outer,
         "large": sorted(set(job.all_reduce(large).tolist())),
-        "integers": job.all_reduce(whole).tolist(),
-        "low": job.all_reduce(tensor(mine, dtype=torch.bfloat16)).tolist() if _trains(accel, "bfloat16") else None,
-        "broadcast": job.broadcast(tensor(mine)).tolist(),
-        "broadcast_1": job.broadcast(tensor(mine), 1).tolist(),
-        "scalar": [job.all_reduce(torch.tensor(mine, device=accel.device)).item()],
-        "empty": job.all_reduce(tensor()).tolist(),
+        "integers": job.all_reduce(tensor(2**40 + job.rank, dtype=torch.int64)).tolist(),
         "inf": job.all_reduce(tensor(float("inf") if job.rank else 1.0)).isinf().tolist(),
+        "low": {name: _low(job, tensor(mine, 6e4, dtype=getattr(torch, name))) for name in reduced(accel)},
+        "views": {},
     }
-    # What is asked of broadcast: the tensor itself is overwritten, a view too, and integers exactly.
-    view, whole = torch.full((3, 2), mine, device=accel.device)[:, 1], tensor(2**40 + job.rank, dtype=torch.int64)
-    for overwritten in (view, whole):
-        job.broadcast(overwritten, 1)
-    found["overwritten"] = [view.tolist(), whole.tolist()]
+    for operation in OPERATIONS:
+        for kind, view in VIEWS.items():
+            base = base_of(job.rank).to(accel.device)
+            part = view(base)
+            returned = job.broadcast(part, 1) if operation == "broadcast" else job.all_reduce(part, operation)
+            found["views"][f"{operation} {kind}"] = [returned is part, base.tolist()]
+    whole = tensor(2**40 + job.rank, dtype=torch.int64)
+    found["broadcast"] = [job.broadcast(tensor(mine), source).tolist() for source in range(2)]
+    found["broadcast"].append(job.broadcast(whole, 1).tolist())
     group = job.cpu_group()
     on_host = torch.tensor([mine])
     dist.all_reduce(on_host, group=group)
@@ -76,8 +70,21 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
     return found
 
 
-def _trains(accel: accelcore.Backend, dtype: str) -> bool:
-    return dtype in accel.capabilities.model_dtypes
+def _low(job: Any, tensor: torch.Tensor) -> list[list[float]]:
+    """The sum over ranks of the first element, and the average of both."""
+    return [job.all_reduce(tensor[:1].clone()).tolist(), job.all_reduce(tensor.clone(), "avg").tolist()]
+
+
+def reduced(accel: accelcore.Backend) -> list[str]:
+    """The dtypes below fp32 that gradients come in, as far as they are declared."""
+    known = accel.capabilities
+    return [name for name in LOW_PRECISION if name in (*known.model_dtypes, *known.autocast_dtypes)]
+
+
+def base_of(rank: int) -> torch.Tensor:
+    """The matrix of which each rank reduces views: on neither rank always the larger one."""
+    signs = torch.tensor([1.0, -1.0]).repeat(12) * (1 - 2 * rank)
+    return ((torch.arange(24.0) + 1) * (rank + 1) * signs).reshape(4, 6)
 
 
 def _shares(job: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
