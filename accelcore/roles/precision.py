@@ -26,8 +26,8 @@ class Precision(ABC):
         Enter it around the forward pass and the loss, not around backward. `enabled=False` gives a context that
         switches an outer autocast off. `table` names the lists that say which operator runs in which dtype.
 
-        The context can be entered any number of times: a trainer makes one and enters it in each step. A function under
-        `@contextmanager` gives one that can be entered once; return an object with `__enter__` and `__exit__`.
+        The context can be entered again when it was left: a trainer makes one and enters it in each step. A function
+        under `@contextmanager` gives one that is entered once; return an object with `__enter__` and `__exit__`.
 
         Raises:
             UnsupportedError: the backend does not declare `dtype` or `table`.

@@ -16,7 +16,7 @@ LOW_PRECISION = ("bfloat16", "float16")
 MODEL_DTYPES = ("float32", "float64", "bfloat16", "float16")
 TABLES = ("torch", "O1")
 STRATEGIES = ("none", "ddp", "fsdp", "combine_ddp")
-FAST_FP32 = {"tf32": (10, 10), "hf32": (10, 12), "bf16x3": (14, 18), "bf16": (7, 7)}
+FAST_FP32 = {"tf32": (10, 10), "hf32": (10, 12), "bf16": (7, 7)}
 """Formats behind `fp32="fast"`: how many bits of their fraction the factors of a product keep, at least and at most."""
 
 NOT_DECLARED = "not declared, and refused: "

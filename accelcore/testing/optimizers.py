@@ -3,69 +3,74 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from accelcore import Backend, ConfigurationError, UnsupportedError
-from accelcore.testing.declared import declared
+from accelcore import AccelError, Backend, ConfigurationError, UnsupportedError
+from accelcore.testing.declared import MODEL_DTYPES, declared
+from accelcore.testing.launches import Launches
+from accelcore.testing.options import EVERY, LR, ORACLES, parameters, step
 from accelcore.testing.oracles import eps, error, weights
 
 __all__ = ["TestOptimizers"]
 
-# torch's classes in float64 are the oracle; each with its defaults, and with what else it is used with.
-ORACLES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
-    "adadelta": (torch.optim.Adadelta, [{}, {"weight_decay": 0.1}]),
-    "adagrad": (torch.optim.Adagrad, [{}, {"weight_decay": 0.1, "lr_decay": 0.1}]),
-    "adam": (torch.optim.Adam, [{}, {"weight_decay": 0.1, "amsgrad": True}]),
-    "adamax": (torch.optim.Adamax, [{}, {"weight_decay": 0.1}]),
-    "adamw": (torch.optim.AdamW, [{}, {"eps": 0.1, "maximize": True}, {"weight_decay": 0.1, "betas": (0.8, 0.95)}]),
-    "asgd": (torch.optim.ASGD, [{}, {"weight_decay": 0.1}]),
-    "nadam": (torch.optim.NAdam, [{}, {"weight_decay": 0.1, "decoupled_weight_decay": True}]),
-    "radam": (torch.optim.RAdam, [{}, {"weight_decay": 0.1}]),
-    "rmsprop": (torch.optim.RMSprop, [{}, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}]),
-    "rprop": (torch.optim.Rprop, [{}]),
-    "sgd": (
-        torch.optim.SGD,
-        [
-            {},
-            {"momentum": 0.9, "dampening": 0.5, "maximize": True},
-            {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-        ],
-    ),
-}
-EVERY = sorted(ORACLES)
-LR = 0.05
-
-
-def _start() -> list[Tensor]:
-    """Parameters of several shapes: a matrix, a vector, a scalar, a strided one."""
-    generator = torch.Generator().manual_seed(5)
-    image = torch.randn(2, 3, 4, 4, generator=generator).contiguous(memory_format=torch.channels_last)
-    return [torch.randn(6, 5, generator=generator), torch.randn(7, generator=generator), torch.tensor(0.5), image]
-
-
-def _gradients(step: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(tensor.shape, generator=generator) for tensor in _start()]
-
-
-def _parameters(device: torch.device, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    return [nn.Parameter(tensor.to(device, dtype)) for tensor in _start()]
-
-
-def _step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], step: int, *, without: int = -1) -> None:
-    for number, (parameter, gradient) in enumerate(zip(parameters, _gradients(step), strict=True)):
-        parameter.grad = None
-        if number != without:  # with the strides that autograd would give it
-            parameter.grad = torch.empty_like(parameter).copy_(gradient)
-    optimizer.step()
-
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:
     return {"lr": LR, **options}
+
+
+def _on_host(name: str, options: dict[str, Any]) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """torch's own optimizer in float64, and its parameters."""
+    members = parameters(torch.device("cpu"), torch.float64)
+    return ORACLES[name][0](members, foreach=False, **_options(options)), members
+
+
+def _routes(
+    accel: Backend, name: str, options: dict[str, Any]
+) -> Iterator[tuple[str, torch.optim.Optimizer, list[nn.Parameter]]]:
+    """Every route that takes the request, with its optimizer and the parameters of that."""
+    taken = 0
+    for choice in accel.optimizers.explain(name, **_options(options)):
+        members = parameters(accel.device)
+        try:
+            optimizer = accel.optimizers.create(name, members, route=choice.route, **_options(options))
+        except UnsupportedError:
+            continue  # this route says that it is not for these options
+        taken += 1
+        yield choice.route, optimizer, members
+    assert taken, f"no route to {name} takes {options}"
+
+
+def _state_error(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> float:
+    """How far the states are apart, in what both of them keep."""
+    mine, theirs = found.state_dict()["state"], expected.state_dict()["state"]
+    return max(
+        (
+            error(torch.as_tensor(mine[number][key]), torch.as_tensor(value))
+            for number, entry in theirs.items()
+            for key, value in entry.items()
+            if value is not None and mine.get(number, {}).get(key) is not None
+        ),
+        default=0.0,
+    )
+
+
+def _launches(accel: Backend, name: str, count: int) -> list[str]:
+    """What one step of `count` parameters launches, once the optimizer has its state."""
+    members = [nn.Parameter(torch.ones(8, device=accel.device)) for _ in range(count)]
+    optimizer = accel.optimizers.create(name, members, lr=LR)
+    launches = Launches(accel.device)
+    for number in range(3):
+        for parameter in members:
+            parameter.grad = torch.ones_like(parameter)
+        with launches if number == 2 else nullcontext():
+            optimizer.step()
+    return launches.names
 
 
 class TestOptimizers:
@@ -73,96 +78,153 @@ class TestOptimizers:
 
     @pytest.mark.parametrize("name", EVERY)
     def test_numerics(self, accel: Backend, name: str) -> None:
-        """Five steps equal those of torch's class in float64, for every route that takes the request."""
+        """Five steps and their state equal those of torch's class in float64, by every route, with every option."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
-            oracle, variants = ORACLES[name]
-            for variant in variants:
-                options = _options(variant)
-                expected = _parameters(torch.device("cpu"), torch.float64)
-                reference = oracle(expected, foreach=False, **options)
-                for step in range(5):
-                    _step(reference, expected, step)
-                for choice in accel.optimizers.explain(name, **options):
-                    parameters = _parameters(accel.device)
-                    try:
-                        optimizer = accel.optimizers.create(name, parameters, route=choice.route, **options)
-                    except UnsupportedError:
-                        continue  # this route says that it is not for these options
-                    for step in range(5):
-                        _step(optimizer, parameters, step)
-                    worst = max(map(error, parameters, expected))
-                    assert worst < 2e-5, f"route {choice.route} with {variant} is off by {worst:.1e}"
-                    assert all(parameter.device == accel.device for parameter in parameters)
+            for options in ORACLES[name][1]:
+                reference, expected = _on_host(name, options)
+                for number in range(5):
+                    step(reference, expected, number)
+                for route, optimizer, members in _routes(accel, name, options):
+                    for number in range(5):
+                        step(optimizer, members, number)
+                    worst = max(map(error, members, expected))
+                    assert worst < 2e-5, f"route {route} with {options} is off by {worst:.1e}"
+                    worst = _state_error(optimizer, reference)
+                    assert worst < 1e-4, f"the state of route {route} with {options} is off by {worst:.1e}"
+                    assert all(parameter.device == accel.device for parameter in members)
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_group_added_later(self, accel: Backend, name: str) -> None:
+        """A parameter group that is added between steps is stepped from then on, with its own learning rate."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+
+            def train(optimizer: torch.optim.Optimizer, members: list[nn.Parameter]) -> None:
+                step(optimizer, members, 0)
+                late = nn.Parameter(torch.ones_like(members[1]))
+                optimizer.add_param_group({"params": [late], "lr": LR / 2})
+                members.append(late)
+                for number in (1, 2):
+                    late.grad = torch.ones_like(late) / number
+                    step(optimizer, members, number)
+
+            options = ORACLES[name][1][-1]
+            reference, expected = _on_host(name, options)
+            train(reference, expected)
+            for route, optimizer, members in _routes(accel, name, options):
+                train(optimizer, members)
+                assert max(map(error, members, expected)) < 2e-5, f"route {route} does not step a group added later"
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_closure(self, accel: Backend, name: str) -> None:
+        """`step(closure)` computes the loss with gradients, steps, and returns the loss."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+
+            def train(optimizer: torch.optim.Optimizer, members: list[nn.Parameter]) -> float:
+                def closure() -> Tensor:
+                    optimizer.zero_grad()
+                    loss = torch.stack([(parameter - 2).square().sum() for parameter in members]).sum()
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    return loss
+
+                with torch.no_grad():  # as some loops do: step enables gradients for the closure
+                    return float([optimizer.step(closure) for _ in range(2)][-1])  # type: ignore[arg-type]
+
+            reference, expected = _on_host(name, {})
+            loss = train(reference, expected)
+            for route, optimizer, members in _routes(accel, name, {}):
+                found = train(optimizer, members)
+                assert abs(found - loss) < 1e-4 * loss, f"route {route} returns {found} for a closure's loss of {loss}"
+                assert max(map(error, members, expected)) < 2e-5, f"route {route} steps otherwise with a closure"
 
     @pytest.mark.parametrize("name", EVERY)
     def test_state_round_trip(self, accel: Backend, name: str) -> None:
         """An optimizer restored from a saved state goes on as if nothing had happened, hyperparameters included."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             options = _options(ORACLES[name][1][-1])
-            through = _parameters(accel.device)
+            through = parameters(accel.device)
             optimizer = accel.optimizers.create(name, through, **options)
-            for step in range(2):
-                _step(optimizer, through, step)
+            for number in range(2):
+                step(optimizer, through, number)
             saved = copy.deepcopy(optimizer.state_dict())
             restored = [nn.Parameter(parameter.detach().clone()) for parameter in through]
             twin = accel.optimizers.create(name, restored, **{**options, "lr": LR / 4})
             twin.load_state_dict(saved)
-            for step in range(2, 4):
-                _step(optimizer, through, step)
-                _step(twin, restored, step)
+            for number in range(2, 4):
+                step(optimizer, through, number)
+                step(twin, restored, number)
             assert all(error(a, b) < 1e-6 for a, b in zip(restored, through, strict=True)), "the state was not restored"
 
     @pytest.mark.parametrize("name", EVERY)
     def test_state_layout(self, accel: Backend, name: str) -> None:
-        """The state has torch's layout, so that a run on one device can be resumed on another."""
+        """The state has torch's layout, so that a run on one device can be resumed on another, either way."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
-            oracle, variants = ORACLES[name]
-            options = _options(variants[-1])
-            mine, theirs = _parameters(accel.device), _parameters(torch.device("cpu"))
-            optimizer, reference = accel.optimizers.create(name, mine, **options), oracle(theirs, **options)
-            _step(optimizer, mine, 0)
-            _step(reference, theirs, 0)
+            options = _options(ORACLES[name][1][-1])
+            mine, theirs = parameters(accel.device), parameters(torch.device("cpu"))
+            optimizer, reference = accel.optimizers.create(name, mine, **options), ORACLES[name][0](theirs, **options)
+            for number in range(2):
+                step(optimizer, mine, number)
+                step(reference, theirs, number)
             found, expected = optimizer.state_dict()["state"], reference.state_dict()["state"]
             assert found.keys() == expected.keys()
             for number, entry in expected.items():
-                assert found[number].keys() == entry.keys()
+                assert found[number].keys() == entry.keys(), f"the state is {list(found[number])}, not {list(entry)}"
                 for key, value in entry.items():
                     if isinstance(value, Tensor):
                         assert found[number][key].shape == value.shape, key
+            # Each goes on from the other's state.
+            saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(reference.state_dict())
+            twin, other = accel.optimizers.create(name, mine, **options), ORACLES[name][0](theirs, **options)
+            twin.load_state_dict(saved[1])
+            other.load_state_dict(saved[0])
+            for number in range(2, 4):
+                step(twin, mine, number)
+                step(other, theirs, number)
+            assert max(map(error, mine, theirs)) < 1e-4, "torch's class and this one do not go on alike"
 
     @pytest.mark.parametrize("name", EVERY)
     def test_no_gradient_is_no_update(self, accel: Backend, name: str) -> None:
         """A parameter whose gradient is None stays as it is, and takes part once it has one."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             options = _options(ORACLES[name][1][-1])
-            parameters = _parameters(accel.device)
-            optimizer = accel.optimizers.create(name, parameters, **options)
-            before = weights(parameters)
-            _step(optimizer, parameters, 0, without=1)
-            middle = weights(parameters)
+            members = parameters(accel.device)
+            optimizer = accel.optimizers.create(name, members, **options)
+            before = weights(members)
+            step(optimizer, members, 0, without=1)
+            middle = weights(members)
             assert torch.equal(middle[1], before[1]), "a parameter without gradient was changed"
             assert not torch.equal(middle[0], before[0])
-            _step(optimizer, parameters, 1)
-            assert not torch.equal(weights(parameters)[1], middle[1]), "its first gradient came late, and was ignored"
-            last = weights(parameters)
+            step(optimizer, members, 1)
+            assert not torch.equal(weights(members)[1], middle[1]), "its first gradient came late, and was ignored"
+            last = weights(members)
             optimizer.zero_grad(set_to_none=True)
             optimizer.step()
-            after = weights(parameters)
+            after = weights(members)
             assert all(torch.equal(a, b) for a, b in zip(after, last, strict=True)), "old gradients were used again"
 
     @pytest.mark.parametrize("name", EVERY)
     def test_native(self, accel: Backend, name: str) -> None:
-        """A native optimizer is taken before torch's loops; what is not native has no fused route."""
+        """A native optimizer launches kernels of its own, as many for many parameters as for few."""
         if name in accel.capabilities.native_optimizers:
-            parameters = _parameters(accel.device)[:2]  # a kernel may be for dense ones only
-            chosen = next(choice for choice in accel.optimizers.explain(name) if choice.chosen)
-            assert chosen.route not in ("loop", "foreach"), f"declared native, and its route is {chosen.route}"
-            accel.optimizers.create(name, parameters, lr=LR, route=chosen.route)
+            few, many = (_launches(accel, name, count) for count in (4, 32))
+            assert len(few) == len(many), f"it launches {len(few)} operators for 4 parameters, {len(many)} for 32"
+            assert not many or not all("foreach" in operator for operator in many), f"it is torch's loop: {many}"
             return
         with declared(False, f"a native {name}"):
-            accel.optimizers.create(name, _parameters(accel.device), lr=LR, route="fused")
+            accel.optimizers.create(name, parameters(accel.device), lr=LR, route="fused")
 
-    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+    def test_every_native_is_there(self, accel: Backend) -> None:
+        """Every optimizer that is declared native can be made, and updates its parameters; torch need not have it."""
+        for name in accel.capabilities.native_optimizers:
+            members = parameters(accel.device)[:2]
+            try:
+                optimizer = accel.optimizers.create(name, members, lr=LR)
+            except AccelError as error:
+                raise AssertionError(f"native_optimizers declares {name}, which cannot be made") from error
+            before = weights(members)
+            step(optimizer, members, 0)
+            assert not any(torch.equal(a, b) for a, b in zip(weights(members), before, strict=True)), name
+
+    @pytest.mark.parametrize("dtype", MODEL_DTYPES)
     @pytest.mark.parametrize("name", ["sgd", "adamw"])
     def test_model_dtypes(self, accel: Backend, name: str, dtype: str) -> None:
         """Parameters of every model dtype that is declared are updated, all their elements."""
@@ -190,22 +252,22 @@ class TestOptimizers:
     def test_changes_between_steps(self, accel: Backend, name: str) -> None:
         """A step takes hyperparameters and weights as they are then: a schedule, a checkpoint may have set them."""
 
-        def train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-            for step in range(4):
-                _step(optimizer, parameters, step)
+        def train(optimizer: torch.optim.Optimizer, members: list[nn.Parameter]) -> None:
+            for number in range(4):
+                step(optimizer, members, number)
                 optimizer.param_groups[0]["lr"] /= 4
                 optimizer.param_groups[1]["weight_decay"] += 0.5
                 with torch.no_grad():
-                    for parameter in parameters:
+                    for parameter in members:
                         parameter.add_(1.0)
 
-        def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-            return [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1, "weight_decay": 0.25}]
+        def groups(members: list[nn.Parameter]) -> list[dict[str, Any]]:
+            return [{"params": members[:2]}, {"params": members[2:], "lr": 0.1, "weight_decay": 0.25}]
 
-        found, expected = _parameters(accel.device), _parameters(torch.device("cpu"), torch.float64)
+        found, expected = parameters(accel.device), parameters(torch.device("cpu"), torch.float64)
         train(accel.optimizers.create(name, groups(found), lr=LR), found)
         train(ORACLES[name][0](groups(expected), lr=LR, foreach=False), expected)
-        assert max(map(error, found, expected)) < 2e-5
+        assert max(map(error, found, expected)) < 2e-5, "it steps by what was set when it was made"
 
     def test_explain(self, accel: Backend) -> None:
         """For every optimizer exactly one route would be taken, and the others say why not."""
@@ -219,10 +281,10 @@ class TestOptimizers:
     def test_refusals(self, accel: Backend) -> None:
         """An optimizer, route or hyperparameter that does not exist is refused."""
         with pytest.raises(UnsupportedError):
-            accel.optimizers.create("no such optimizer", _parameters(accel.device))
+            accel.optimizers.create("no such optimizer", parameters(accel.device))
         with pytest.raises(UnsupportedError):
-            accel.optimizers.create("sgd", _parameters(accel.device), lr=LR, route="no such route")
+            accel.optimizers.create("sgd", parameters(accel.device), lr=LR, route="no such route")
         with pytest.raises(ConfigurationError):
-            accel.optimizers.create("sgd", _parameters(accel.device), lr=LR, no_such_option=1)
+            accel.optimizers.create("sgd", parameters(accel.device), lr=LR, no_such_option=1)
         with pytest.raises(ConfigurationError):
-            accel.optimizers.create("adamw", _parameters(accel.device), lr=-1.0)
+            accel.optimizers.create("adamw", parameters(accel.device), lr=-1.0)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import conv2d, cross_entropy, linear
 
 from accelcore import Backend, UnsupportedError
-from accelcore.testing.declared import declared
+from accelcore.testing.declared import FAST_FP32, LOW_PRECISION, TABLES, declared
 from accelcore.testing.oracles import eps, error, weights
 
 __all__ = ["TestPrecision"]
 
-LOW = ("float16", "bfloat16")
 OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a row and a column
     "linear": lambda row, column: linear(row, column.t()),
     "batched": lambda row, column: torch.bmm(row[None], column[None]),
@@ -23,10 +24,65 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a row and a c
 }
 
 
+def _convolve(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two matrices as a convolution."""
+    return conv2d(a.t()[None, :, None, :], b.t()[:, :, None, None])[0, :, 0, :].t()
+
+
+_PROBES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a row and a column
+    "mm": torch.mm,
+    "addmm": lambda row, column: torch.addmm(torch.ones(1, 1, device=row.device), row, column),
+    "bmm": OPERATORS["batched"],
+    "linear": OPERATORS["linear"],
+    "conv2d": OPERATORS["convolution"],
+    "relu": lambda row, column: torch.relu(row),
+    "mul": lambda row, column: row * row,
+    "neg": lambda row, column: -row,
+}
+_EXACT_IN_O1: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda low: functional.softmax(low, 1),
+    "log_softmax": lambda low: functional.log_softmax(low, 1),
+    "layer_norm": lambda low: functional.layer_norm(low, (2,)),
+    "gelu": functional.gelu,
+    "exp": torch.exp,
+    "pow": lambda low: low.pow(2),
+    "sum": torch.sum,
+    "norm": torch.norm,
+    "cumsum": lambda low: low.cumsum(0),
+    "std": torch.std,
+}
+_MOST_BITS = 16  # as many as are looked at
+
+
+def _bits_kept(device: torch.device, multiply: Callable[[Tensor, Tensor], Tensor]) -> int:
+    """How many bits of the fraction of its fp32 factors a product keeps, up to `_MOST_BITS`.
+
+    Row k is 1 + 2**-k and 1 in turn, and is multiplied by 1 and -1 in turn: what is left is 32 * 2**-k, or nothing
+    where the format has fewer than k bits. Whichever way the device adds it up, fp32 holds every sum exactly.
+    """
+    exponents = torch.arange(1, 65).clamp(max=_MOST_BITS).float()
+    rows = torch.ones(64, 64)
+    rows[:, ::2] += (2.0**-exponents)[:, None]
+    signs = torch.tensor([1.0, -1.0]).repeat(32)[:, None].expand(64, 64).contiguous()
+    found = multiply(rows.to(device), signs.to(device)).cpu()
+    kept = (found == (32 * 2.0**-exponents)[:, None]).all(1)[:_MOST_BITS].tolist()
+    return (*kept, False).index(False)
+
+
+@contextmanager
+def _torchs_setting(value: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(value)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 class TestPrecision:
     """autocast, its tables, and the exactness of fp32 matrix products."""
 
-    @pytest.mark.parametrize("name", LOW)
+    @pytest.mark.parametrize("name", LOW_PRECISION)
     def test_autocast_computes_in_its_dtype(self, accel: Backend, name: str) -> None:
         """Under autocast a matrix product rounds its inputs to the dtype, computes in it, and returns it."""
         dtype = getattr(torch, name)
@@ -40,7 +96,7 @@ class TestPrecision:
             assert product.item() == 0.0, f"the product was computed in more precision than {name} has"
 
     @pytest.mark.parametrize("operator", sorted(OPERATORS))
-    @pytest.mark.parametrize("name", LOW)
+    @pytest.mark.parametrize("name", LOW_PRECISION)
     def test_autocast_reaches(self, accel: Backend, name: str, operator: str) -> None:
         """Linear layers, batched products and convolutions round and compute as a matrix product does."""
         dtype = getattr(torch, name)
@@ -51,7 +107,7 @@ class TestPrecision:
             assert result.dtype == dtype
             assert result.item() == 0.0, f"it was computed in more precision than {name} has"
 
-    @pytest.mark.parametrize("name", LOW)
+    @pytest.mark.parametrize("name", LOW_PRECISION)
     def test_autocast_keeps_losses_exact(self, accel: Backend, name: str) -> None:
         """Softmax and loss of fp32 logits stay fp32: they are no operators for low precision."""
         with declared(name in accel.capabilities.autocast_dtypes, f"autocast to {name}"):
@@ -60,7 +116,7 @@ class TestPrecision:
                 loss = cross_entropy(logits.to(accel.device), classes.to(accel.device))
             assert error(loss, cross_entropy(logits.double(), classes)) < 1e-5
 
-    @pytest.mark.parametrize("name", LOW)
+    @pytest.mark.parametrize("name", LOW_PRECISION)
     def test_autocast_is_accurate(self, accel: Backend, name: str) -> None:
         """A large matrix product under autocast is as exact as the dtype allows, because sums are kept in fp32."""
         dtype = getattr(torch, name)
@@ -71,7 +127,7 @@ class TestPrecision:
                 product = a.to(accel.device) @ b.to(accel.device)
             assert error(product, a.double() @ b.double()) < 4 * eps(dtype)
 
-    @pytest.mark.parametrize("name", LOW)
+    @pytest.mark.parametrize("name", LOW_PRECISION)
     def test_autocast_leaves_parameters_alone(self, accel: Backend, name: str) -> None:
         """Parameters and their gradients stay fp32; the loss can be computed in fp32 beside them."""
         dtype = getattr(torch, name)
@@ -94,6 +150,24 @@ class TestPrecision:
             matrix = torch.ones(2, 2, device=accel.device)
             with accel.autocast():
                 assert (matrix @ matrix).dtype == getattr(torch, names[0])
+
+    def test_autocast_is_entered_again(self, accel: Backend) -> None:
+        """One context serves many steps: when it was left, by an error, too, it can be entered again."""
+        with declared(bool(accel.capabilities.autocast_dtypes), "autocast"):
+            matrix, context = torch.ones(2, 2, device=accel.device), accel.autocast()
+            with pytest.raises(ZeroDivisionError), context:
+                raise ZeroDivisionError
+            try:
+                for _ in range(2):
+                    with context:
+                        product = matrix @ matrix
+            except (AttributeError, RuntimeError) as error:
+                raise AssertionError(
+                    "what autocast returns can be entered once only: return an object with __enter__ and __exit__, "
+                    "not one that @contextmanager makes"
+                ) from error
+            assert product.dtype == getattr(torch, accel.capabilities.autocast_dtypes[0])
+            assert (matrix @ matrix).dtype == torch.float32, "autocast goes on behind its context"
 
     def test_autocast_ends(self, accel: Backend) -> None:
         """`enabled=False` switches an outer autocast off, leaving a region restores it, also after an error."""
@@ -122,14 +196,30 @@ class TestPrecision:
         with pytest.raises(UnsupportedError):
             accel.autocast(dtype)
 
-    @pytest.mark.parametrize("table", ["torch", "O1"])
+    @pytest.mark.parametrize("table", TABLES)
     def test_tables(self, accel: Backend, table: str) -> None:
-        """A table names the operators that autocast intercepts, matrix products among them."""
+        """A table names the operators that autocast intercepts, and only those."""
         with declared(table in accel.capabilities.autocast_tables, f"the autocast table {table}"):
             operators = accel.precision.table(table)
+            assert all("::" in operator for operator in operators), "an operator's name has its namespace"
+            names = {operator.split("::")[1].split(".")[0] for operator in operators}
             if accel.capabilities.autocast_dtypes:
-                assert {"aten::mm", "aten::addmm"} <= operators
-            assert all("::" in operator for operator in operators)
+                row, column = torch.ones(1, 2, device=accel.device), torch.ones(2, 1, device=accel.device)
+                with accel.autocast(table=table):
+                    low = {name for name, run in _PROBES.items() if run(row, column).dtype != torch.float32}
+                listed = names & set(_PROBES)
+                assert listed == low, f"of {', '.join(_PROBES)} it lists {sorted(listed)}, and intercepts {sorted(low)}"
+                assert {"mm", "addmm"} <= low, "matrix products are not in low precision"
+
+    @pytest.mark.parametrize("operator", sorted(_EXACT_IN_O1))
+    def test_o1_keeps_exact(self, accel: Backend, operator: str) -> None:
+        """Under table O1, what apex's O1 runs in fp32 is fp32 on every device, whatever its input."""
+        known = accel.capabilities
+        with declared("O1" in known.autocast_tables and bool(known.autocast_dtypes), "the autocast table O1"):
+            with accel.autocast(table="O1"):
+                low = torch.ones(2, 2, device=accel.device) @ torch.eye(2, device=accel.device)
+                result = _EXACT_IN_O1[operator](low)
+            assert result.dtype == torch.float32, f"table O1 leaves {operator} in {result.dtype}"
 
     def test_unknown_table(self, accel: Backend) -> None:
         """A table that does not exist is refused."""
@@ -138,27 +228,60 @@ class TestPrecision:
         with pytest.raises(UnsupportedError):
             accel.autocast(table="no such table")
 
-    @pytest.mark.parametrize("mode", ["ieee", "fast"])
-    def test_fp32(self, accel: Backend, mode: str) -> None:
-        """`fp32="ieee"` gives fp32 products; `"fast"` those of the format that is declared; both restore."""
-        with declared(mode == "ieee" or accel.capabilities.fast_fp32 is not None, f"fp32={mode!r}"):
-            generator = torch.Generator().manual_seed(0)
-            a, b = torch.randn(64, 256, generator=generator), torch.randn(256, 64, generator=generator)
-            expected = a.double() @ b.double()
-            before = error(a.to(accel.device) @ b.to(accel.device), expected)
-            with accel.precision.fp32(mode):
-                inside = a.to(accel.device) @ b.to(accel.device)
-            assert inside.dtype == torch.float32
-            # The formats in use keep 10 bits or more of the fraction.
-            assert error(inside, expected) < (1e-6 if mode == "ieee" else 2e-3)
-            assert error(a.to(accel.device) @ b.to(accel.device), expected) == before, "the setting was not put back"
+    def test_ieee_fp32(self, accel: Backend) -> None:
+        """Under `fp32="ieee"` products and convolutions keep their factors whole, whatever was set outside."""
+        with _torchs_setting("medium"):
+            with accel.precision.fp32("ieee"):
+                bits, of_convolution = (_bits_kept(accel.device, multiply) for multiply in (torch.mm, _convolve))
+            assert bits == of_convolution == _MOST_BITS, f"a product kept {bits} bits, a convolution {of_convolution}"
 
-    def test_fp32_is_put_back_after_an_error(self, accel: Backend) -> None:
-        """The setting is the process's: an error inside must not leave it changed."""
-        before = torch.get_float32_matmul_precision()
-        with pytest.raises(ZeroDivisionError), accel.precision.fp32("ieee"):
-            raise ZeroDivisionError
-        assert torch.get_float32_matmul_precision() == before
+    def test_fp32_is_accurate(self, accel: Backend) -> None:
+        """Large fp32 products are as exact as fp32 allows."""
+        generator = torch.Generator().manual_seed(0)
+        a, b = torch.randn(64, 256, generator=generator), torch.randn(256, 64, generator=generator)
+        with accel.precision.fp32("ieee"):
+            product = a.to(accel.device) @ b.to(accel.device)
+        assert product.dtype == torch.float32
+        assert error(product, a.double() @ b.double()) < 1e-6
+
+    def test_fast_fp32(self, accel: Backend) -> None:
+        """Under `fp32="fast"` the factors of a product keep as much of their fraction as the declared format has."""
+        declared_format = accel.capabilities.fast_fp32
+        with declared(declared_format is not None, "fp32='fast'"), accel.precision.fp32("fast"):
+            bits = _bits_kept(accel.device, torch.mm)
+        assert declared_format is not None
+        if accel.emulated and bits == _MOST_BITS:
+            pytest.skip(f"an emulated device multiplies as its host does: only a real one shows {declared_format}")
+        least, most = FAST_FP32[declared_format]
+        assert least <= bits <= most, f"{declared_format} keeps {least} to {most} bits, and a product kept {bits}"
+
+    def test_fp32_modes_nest(self, accel: Backend) -> None:
+        """Leaving a mode, by an error, too, gives back the one around it."""
+        with declared(accel.capabilities.fast_fp32 is not None, "fp32='fast'"):
+            outside = _bits_kept(accel.device, torch.mm)
+            with accel.precision.fp32("fast"):
+                fast = _bits_kept(accel.device, torch.mm)
+                with accel.precision.fp32("ieee"):
+                    exact = _bits_kept(accel.device, torch.mm)
+                with pytest.raises(ZeroDivisionError), accel.precision.fp32("ieee"):
+                    raise ZeroDivisionError
+                again = _bits_kept(accel.device, torch.mm)
+            with pytest.raises(ZeroDivisionError), accel.precision.fp32("fast"):
+                raise ZeroDivisionError
+            behind = _bits_kept(accel.device, torch.mm)
+        if accel.emulated and fast == exact:
+            pytest.skip("an emulated device multiplies as its host does in every mode")
+        assert exact == _MOST_BITS, "within fast fp32, ieee is not exact"
+        assert again == fast, "the setting was not put back after an error in ieee"
+        assert behind == outside, "the setting was not put back after an error in fast"
+
+    @pytest.mark.parametrize("before", ["medium", "highest"])
+    def test_fp32_is_put_back_after_an_error(self, accel: Backend, before: str) -> None:
+        """torch's own setting is the process's: an error inside must not leave it changed."""
+        with _torchs_setting(before):
+            with pytest.raises(ZeroDivisionError), accel.precision.fp32("ieee"):
+                raise ZeroDivisionError
+            assert torch.get_float32_matmul_precision() == before, "torch's setting was not put back"
 
     def test_unknown_fp32_mode(self, accel: Backend) -> None:
         """A mode that does not exist is refused, when it is asked for and not in the first step."""

@@ -67,7 +67,7 @@ class TestRuntime:
         assert draw(accel) != first
 
     def test_seed_deterministic(self, accel: Backend) -> None:
-        """`deterministic=True` makes torch refuse operators that have no deterministic implementation; False does not."""
+        """`deterministic=True` makes torch refuse operators that are not deterministic; a seed alone does not."""
         before = torch.are_deterministic_algorithms_enabled()
         try:
             torch.use_deterministic_algorithms(False)

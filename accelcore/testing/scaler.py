@@ -143,7 +143,24 @@ class TestScaler:
         scaled = accel.scaler.create(init=128.0).scale(loss)
         assert scaled.device == accel.device
         assert scaled.dtype == loss.dtype
+        assert scaled.item() != loss.item(), "the scaler is off: it left the loss as it was"
         assert scaled.item() == 128 * 100_003.0
+
+    def test_overflow_flag(self, accel: Backend) -> None:
+        """An overflow that no gradient shows skips the step where the device reports it by a flag, and only there."""
+        flagged, parameters = accel.capabilities.overflow_flag, _parameters(accel)
+        optimizer, scaler, before = _plain(accel, parameters), accel.scaler.create(init=64.0), weights(parameters)
+        _backward(accel, scaler, parameters)
+        dtype = torch.float16 if "float16" in accel.capabilities.autocast_dtypes else torch.float32
+        largest = torch.full((8,), torch.finfo(dtype).max, device=accel.device, dtype=dtype)
+        assert not bool((largest * largest < largest).any())
+        scaler.step(optimizer)
+        scaler.update()
+        skipped = all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True))
+        if flagged:
+            assert skipped, "it declares an overflow flag, and what only the flag could show was not seen"
+        else:
+            assert not skipped, "it declares no overflow flag, and skipped a step whose gradients are finite"
 
     def test_growth(self, accel: Backend) -> None:
         """After `interval` clean steps the scale grows, and stops at `max`; an overflow starts the count again."""

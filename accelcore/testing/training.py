@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from accelcore import Backend, UnsupportedError
 from accelcore.testing.declared import declared
 from accelcore.testing.job import two_ranks
-from accelcore.testing.optimizers import EVERY, ORACLES
+from accelcore.testing.options import EVERY, ORACLES
 from accelcore.testing.oracles import batches, error, network, weights
 from accelcore.testing.ranks import ROWS, STEPS
 

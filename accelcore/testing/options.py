@@ -1,0 +1,87 @@
+"""torch.optim as the oracle: its classes, every option that changes what they compute, and the tensors they step."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["EVERY", "LR", "OPTIONS", "ORACLES", "gradients", "parameters", "step"]
+
+LR = 0.05
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "alpha": {"alpha": 0.6},
+    "amsgrad": {"amsgrad": True},
+    "betas": {"betas": (0.5, 0.7)},
+    "centered": {"centered": True},
+    "dampening": {"dampening": 0.5, "momentum": 0.9},
+    "decoupled_weight_decay": {"decoupled_weight_decay": True, "weight_decay": 0.1},
+    "eps": {"eps": 0.1},
+    "etas": {"etas": (0.3, 1.5)},
+    "initial_accumulator_value": {"initial_accumulator_value": 0.5},
+    "lambd": {"lambd": 0.1},
+    "lr_decay": {"lr_decay": 0.1},
+    "maximize": {"maximize": True},
+    "momentum": {"momentum": 0.9},
+    "momentum_decay": {"momentum_decay": 0.5},
+    "nesterov": {"nesterov": True, "momentum": 0.9},
+    "rho": {"rho": 0.6},
+    "step_sizes": {"step_sizes": (1e-3, 0.07)},
+    "t0": {"t0": 2.0},
+    "weight_decay": {"weight_decay": 0.1},
+}
+"""A value of each option that is not its default, with the options it needs."""
+
+_CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {  # with several of its options together
+    "adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1, "rho": 0.8}),
+    "adagrad": (torch.optim.Adagrad, {"weight_decay": 0.1, "lr_decay": 0.1}),
+    "adam": (torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
+    "adamax": (torch.optim.Adamax, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    "asgd": (torch.optim.ASGD, {"weight_decay": 0.1, "alpha": 0.6}),
+    "nadam": (torch.optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "radam": (torch.optim.RAdam, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
+    "rprop": (torch.optim.Rprop, {"etas": (0.3, 1.5), "step_sizes": (1e-3, 0.07)}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+}
+
+
+def _variants(kind: Any, together: dict[str, Any]) -> list[dict[str, Any]]:
+    given = [OPTIONS[name] for name in inspect.signature(kind).parameters if name in OPTIONS]
+    return [{}, *given, together]
+
+
+ORACLES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
+    name: (kind, _variants(kind, together)) for name, (kind, together) in _CLASSES.items()
+}
+"""torch's class for each name, and the options it is compared with: none, each alone, several together (last)."""
+
+EVERY = sorted(ORACLES)
+
+
+def parameters(device: torch.device, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Parameters of several shapes: a matrix, a vector, a scalar, a strided one; the same each time."""
+    generator = torch.Generator().manual_seed(5)
+    image = torch.randn(2, 3, 4, 4, generator=generator).contiguous(memory_format=torch.channels_last)
+    start = [torch.randn(6, 5, generator=generator), torch.randn(7, generator=generator), torch.tensor(0.5), image]
+    return [nn.Parameter(tensor.to(device, dtype)) for tensor in start]
+
+
+def gradients(number: int) -> list[Tensor]:
+    """Gradients of the `number`-th step, on the CPU: large in the first, so that its maxima outlast the others."""
+    generator = torch.Generator().manual_seed(100 + number)
+    size = 3.0 if number == 0 else 0.5
+    return [size * torch.randn(tensor.shape, generator=generator) for tensor in parameters(torch.device("cpu"))]
+
+
+def step(optimizer: torch.optim.Optimizer, members: list[nn.Parameter], number: int, *, without: int = -1) -> None:
+    """One step with the gradients of that number; the parameter `without` has none."""
+    for index, (parameter, gradient) in enumerate(zip(members, gradients(number), strict=False)):
+        parameter.grad = None
+        if index != without:  # with the strides that autograd would give it
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    optimizer.step()
