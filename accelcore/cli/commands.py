@@ -217,7 +217,7 @@ def verify_backend(name: str, as_json: bool, only: tuple[str, ...], timeout: int
     if as_json:
         click.echo(json.dumps(card.as_json(), indent=2))
     else:
-        suite.show(card)
+        suite.show(card, tracebacks=click.get_current_context().obj.debug)
     return 0 if card.conforms else 1
 
 

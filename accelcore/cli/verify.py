@@ -49,6 +49,8 @@ class Verdict:
         outcome: one of `OUTCOMES`.
         why: the reason, where it did not pass.
         seconds: how long it took.
+        where: file and line of each call on the way to the failure, from the test down.
+        traceback: as pytest shows it, where it failed.
     """
 
     role: str
@@ -58,6 +60,8 @@ class Verdict:
     outcome: str = ""
     why: str = ""
     seconds: float = 0.0
+    where: list[str] = field(default_factory=list)
+    traceback: str = ""
 
 
 @dataclass
@@ -137,7 +141,7 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300) -> Sco
                 file.write("\n" + json.dumps(end) + "\n")
 
 
-def show(card: Scorecard) -> None:
+def show(card: Scorecard, *, tracebacks: bool = False) -> None:
     """Print the scorecard to stdout; colours only on a terminal."""
     backend = card.backend
     emulated = "EMULATED: " if backend["emulated"] else ""
@@ -155,8 +159,11 @@ def show(card: Scorecard) -> None:
         if verdict.outcome == "failed":
             case = f" [{verdict.case}]" if verdict.case else ""
             click.echo(f"\n{click.style('failed', fg='red')}  {verdict.role}: {verdict.what}{case}")
-            for line in verdict.why.strip().splitlines()[:_SHOWN]:
+            long = tracebacks and verdict.traceback
+            for line in verdict.traceback.splitlines() if long else verdict.why.strip().splitlines()[:_SHOWN]:
                 click.echo(f"    {line}")
+            for place in verdict.where:
+                click.echo(f"    at {place}")
     for outcome in OUTCOMES[2:]:
         reasons = {(verdict.role, verdict.why): None for verdict in card.verdicts if verdict.outcome == outcome}
         if reasons:
@@ -216,5 +223,6 @@ def _verdicts(report: Path) -> dict[str, Verdict]:
             found[line["id"]] = Verdict(line["role"], line["name"], line["case"], line["what"])
         elif line["event"] == "end":
             verdict = found[line["id"]]
-            verdict.outcome, verdict.why, verdict.seconds = line["outcome"], line["why"], line["seconds"]
+            for name in ("outcome", "why", "seconds", "where", "traceback"):
+                setattr(verdict, name, line.get(name, getattr(verdict, name)))
     return found

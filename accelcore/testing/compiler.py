@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from accelcore import Backend, ConfigurationError
+from accelcore import AccelError, Backend, ConfigurationError
 from accelcore.testing.declared import declared
 from accelcore.testing.oracles import batches, error, network
 
@@ -31,6 +32,23 @@ class _Shifted(torch.nn.Module):
         return shifted
 
 
+class _ExactHead(torch.nn.Module):
+    """Its last layer asks for fp32 also under autocast, as one whose gradients overflow otherwise does."""
+
+    def __init__(self, accel: Backend) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.body, self.head = torch.nn.Linear(8, 32), torch.nn.Linear(32, 4)
+        self._exact = partial(torch.autocast, accel.device.type, enabled=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.body(rows))
+        with self._exact():
+            logits: torch.Tensor = self.head(hidden.float())
+        return logits
+
+
 class TestCompiler:
     """compile, and what becomes of it."""
 
@@ -43,14 +61,14 @@ class TestCompiler:
             for rows in (inputs, others):
                 output = compiled.module(rows.to(accel.device))
                 assert output.device == accel.device
-                assert error(output, reference(rows)) < 1e-4
+                assert error(output, reference(rows)) < 1e-4, "a compiled module computes something else"
                 output.square().mean().backward()
                 reference(rows).square().mean().backward()
             gradients = [(parameter.grad, other.grad) for parameter, other in _pairs(module, reference)]
             for found, expected in gradients:
-                assert found is not None
+                assert found is not None, "a parameter has no gradient: something else than its module was compiled"
                 assert expected is not None
-                assert error(found, expected) < 1e-3
+                assert error(found, expected) < 1e-3, "a compiled module has other gradients"
             assert compiled.compiled or compiled.reason, "it runs eagerly, and does not say why"
 
     def test_compiled_follows_its_module(self, accel: Backend) -> None:
@@ -62,8 +80,36 @@ class TestCompiler:
                 ((rows, _),) = batches(1, count)
                 for each in (module.train(training), reference.train(training)):
                     torch.nn.init.constant_(each.norm.weight, count)
-                assert error(compiled.module(rows.to(accel.device), shift=2.0), reference(rows, shift=2.0)) < 1e-4
-            assert all(error(a, b) < 1e-4 for a, b in zip(module.buffers(), reference.buffers(), strict=True))
+                found = compiled.module(rows.to(accel.device), shift=2.0)
+                assert error(found, reference(rows, shift=2.0)) < 1e-4, "what became of the module later does not count"
+            for buffer, expected in zip(module.buffers(), reference.buffers(), strict=True):
+                assert error(buffer, expected) < 1e-4, "a buffer of the module did not follow"
+
+    def test_backward_is_outside_autocast(self, accel: Backend) -> None:
+        """What is fp32 in an eager backward is fp32 in a compiled one, though forward ran under autocast."""
+        known = accel.capabilities
+        with declared(bool(known.compilers) and bool(known.autocast_dtypes), "a compiler under autocast"):
+            module, reference = (_ExactHead(accel).to(accel.device) for _ in range(2))
+            compiled, ((rows, _),) = accel.compiler.compile(module, {}), batches(1)
+            for call in (compiled.module, reference):
+                with accel.autocast():
+                    output = call(rows.to(accel.device))
+                output.square().mean().backward()
+            found, expected = module.head.weight.grad, reference.head.weight.grad
+            assert found is not None
+            assert expected is not None
+            assert error(found, expected) < 1e-5, "backward was compiled as if it ran under autocast"
+
+    def test_every_compiler_is_there(self, accel: Backend) -> None:
+        """Each compiler that is declared can be asked for by `{"backend": name}`, and computes what the module does."""
+        for name in accel.capabilities.compilers:
+            module, reference, ((rows, _),) = network().to(accel.device), network(), batches(1)
+            try:
+                compiled = accel.compiler.compile(module, {"backend": name})
+            except AccelError as refusal:
+                raise AssertionError(f"compilers declares {name}, which is refused") from refusal
+            assert error(compiled.module(rows.to(accel.device)), reference(rows)) < 1e-4, name
+            assert compiled.compiled or compiled.reason, f"{name} runs eagerly, and does not say why"
 
     def test_failure_falls_back_once(self, accel: Backend, caplog: pytest.LogCaptureFixture) -> None:
         """Where compilation fails the module runs eagerly, with the right result, one report and the reason."""
@@ -76,9 +122,10 @@ class TestCompiler:
                     pytest.skip("this compiler takes no backend that could be made to fail")
                 for rows, _ in batches(3):
                     assert error(compiled.module(rows.to(accel.device)), reference(rows)) < 1e-4
-            assert not compiled.compiled
-            assert compiled.reason
-            assert len([record for record in caplog.records if "eager" in record.getMessage()]) == 1
+            assert not compiled.compiled, "it says that it runs compiled, with a compiler that failed"
+            assert compiled.reason, "it does not say why it runs eagerly"
+            said = [record for record in caplog.records if "eager" in record.getMessage()]
+            assert len(said) == 1, f"the log says it {len(said)} times"
 
     def test_unknown_option(self, accel: Backend) -> None:
         """An option that the compiler does not know is refused when it is given."""

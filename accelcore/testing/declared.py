@@ -37,6 +37,8 @@ def declared(condition: bool, what: str) -> Iterator[None]:
         yield
     except UnsupportedError as refusal:
         pytest.skip(NOT_DECLARED + f"{what} ({refusal.what})")
+    except AssertionError as error:
+        raise AssertionError(f"unexpected success: {what} is not declared, and is not refused") from error
     except Exception as error:
         raise AssertionError(
             f"{what} is not declared, and asking for it raised {type(error).__name__} instead of UnsupportedError"

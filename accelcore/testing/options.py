@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["EVERY", "LR", "OPTIONS", "ORACLES", "gradients", "parameters", "step"]
+__all__ = ["EVERY", "LR", "OPTIONS", "ORACLES", "STEPS", "gradients", "parameters", "step"]
 
 LR = 0.05
+STEPS = 8  # RAdam looks at the second moment from the sixth on
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "alpha": {"alpha": 0.6},
+    "alpha": {"alpha": 0.3, "lambd": 1.0},
     "amsgrad": {"amsgrad": True},
     "betas": {"betas": (0.5, 0.7)},
     "centered": {"centered": True},
     "dampening": {"dampening": 0.5, "momentum": 0.9},
     "decoupled_weight_decay": {"decoupled_weight_decay": True, "weight_decay": 0.1},
-    "eps": {"eps": 0.1},
+    "eps": {"eps": 0.5},
     "etas": {"etas": (0.3, 1.5)},
     "initial_accumulator_value": {"initial_accumulator_value": 0.5},
     "lambd": {"lambd": 0.1},
@@ -33,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "t0": {"t0": 2.0},
     "weight_decay": {"weight_decay": 0.1},
 }
-"""A value of each option that is not its default, with the options it needs."""
+"""A value of each option that is not its default, with what shows it in an optimizer that has that option, too."""
 
 _CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {  # with several of its options together
     "adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1, "rho": 0.8}),
@@ -51,8 +52,9 @@ _CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {  # with several of its optio
 
 
 def _variants(kind: Any, together: dict[str, Any]) -> list[dict[str, Any]]:
-    given = [OPTIONS[name] for name in inspect.signature(kind).parameters if name in OPTIONS]
-    return [{}, *given, together]
+    taken = inspect.signature(kind).parameters
+    each = [{key: value for key, value in OPTIONS[name].items() if key in taken} for name in taken if name in OPTIONS]
+    return [{}, *each, together]
 
 
 ORACLES: dict[str, tuple[Any, list[dict[str, Any]]]] = {

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["batches", "eps", "error", "network", "weights"]
+__all__ = ["Stateful", "batches", "buffers", "eps", "error", "evaluated", "network", "weights"]
 
 
 def eps(dtype: torch.dtype) -> float:
@@ -31,6 +31,57 @@ def network(*, dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 4))
+
+
+class Stateful(nn.Module):
+    """The classifier of `network` with every kind of state that a model may have, all of which its answers depend on.
+
+    Running statistics of two batch norms, a buffer that is updated in forward and is in no `state_dict`, a weight that
+    two layers share, a channels-last convolution, dropout, a parameter that is frozen. The same for the same seed, on
+    the CPU.
+    """
+
+    shift: Tensor
+
+    def __init__(self, *, dropout: float = 0.0, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.entry = nn.Linear(8, 16)
+            self.image = nn.Conv2d(4, 4, 3, padding=1)
+            self.image_norm, self.norm = nn.BatchNorm2d(4), nn.BatchNorm1d(16)
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.second.weight = self.first.weight
+            self.drop, self.exit = nn.Dropout(dropout), nn.Linear(16, 4)
+        self.image.weight.data = self.image.weight.data.contiguous(memory_format=torch.channels_last)
+        self.exit.bias.requires_grad_(False)
+        self.register_buffer("shift", torch.zeros(16), persistent=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Logits of 4 classes."""
+        image = self.entry(rows).view(-1, 4, 2, 2).contiguous(memory_format=torch.channels_last)
+        hidden = self.norm(nn.functional.gelu(self.image_norm(self.image(image))).flatten(1))
+        hidden = nn.functional.gelu(self.first(hidden))
+        if self.training:
+            with torch.no_grad():
+                self.shift += 0.1 * (hidden.to(self.shift.dtype).mean(0) - self.shift)
+        logits: Tensor = self.exit(self.drop(self.second(hidden - self.shift.to(hidden.dtype))))
+        return logits
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all buffers by name, those in no `state_dict`, too, on the CPU in float64."""
+    return {name: buffer.detach().cpu().double().clone() for name, buffer in model.named_buffers()}
+
+
+def evaluated(model: nn.Module, device: torch.device) -> Tensor:
+    """The logits of a model in evaluation, on data that was not trained on, on the CPU in float64."""
+    training, dtype = model.training, next(model.parameters()).dtype
+    model.eval()
+    with torch.no_grad():
+        logits = [model(rows.to(device, dtype)).cpu().double() for rows, _ in batches(4, 32, seed=99)]
+    model.train(training)
+    return torch.cat(logits)
 
 
 def batches(count: int, rows: int = 16, *, seed: int = 1) -> list[tuple[Tensor, Tensor]]:

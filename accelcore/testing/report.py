@@ -85,7 +85,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report: pytest.TestReport = yield
     if report.when == "call" or not report.passed:
         outcome, why = _judged(report)
-        item.stash[_END] = {"outcome": outcome, "why": why, "seconds": round(report.duration, 3)}
+        where = _places(report) if outcome == "failed" else []
+        traceback = report.longreprtext[-_LONGEST:] if outcome == "failed" else ""
+        seconds = round(report.duration, 3)
+        item.stash[_END] = {
+            "outcome": outcome, "why": why, "where": where, "traceback": traceback, "seconds": seconds
+        }  # fmt: skip
     return report
 
 
@@ -108,6 +113,14 @@ def _judged(report: pytest.TestReport) -> tuple[str, str]:
         return "passed", ""
     crash = getattr(report.longrepr, "reprcrash", None)
     return "failed", (crash.message if crash else report.longreprtext)[:_LONGEST]
+
+
+def _places(report: pytest.TestReport) -> list[str]:
+    """File and line of each call on the way to what failed, from the test down."""
+    entries = getattr(getattr(report.longrepr, "reprtraceback", None), "reprentries", [])
+    places = [getattr(entry, "reprfileloc", None) for entry in entries]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return [f"{place.path}:{place.lineno}" for place in (*places, *([] if any(places) else [crash])) if place]
 
 
 def _write(config: pytest.Config, **entry: object) -> None:

@@ -62,9 +62,9 @@ class TestRuntime:
         first = draw(accel)
         assert draw(accel) != first
         accel.runtime.seed(1)
-        assert draw(accel) == first
+        assert draw(accel) == first, "the same seed gives other numbers"
         accel.runtime.seed(2)
-        assert draw(accel) != first
+        assert draw(accel) != first, "another seed gives the same numbers"
 
     def test_seed_deterministic(self, accel: Backend) -> None:
         """`deterministic=True` makes torch refuse operators that are not deterministic; a seed alone does not."""
@@ -88,7 +88,7 @@ class TestRuntime:
         for _ in range(2):  # a state can be used again
             draw(accel)
             assert accel.runtime.set_rng_state(state) == []
-            assert draw(accel) == expected
+            assert draw(accel) == expected, "a state that was put back does not repeat the numbers drawn since"
 
     def test_random_state_can_be_saved(self, accel: Backend) -> None:
         """A random state is CPU tensors by name, and neither drawing nor another one changes it."""
@@ -106,7 +106,7 @@ class TestRuntime:
         state = accel.runtime.rng_state()
         expected = draw(accel)
         unknown = accel.runtime.set_rng_state({**state, "a generator of another device": torch.zeros(8)})
-        assert unknown == ["a generator of another device"]
+        assert unknown == ["a generator of another device"], "what could not be restored is not reported"
         assert draw(accel) == expected
 
     @pytest.mark.parametrize("kind", CONTAINERS)
@@ -147,7 +147,7 @@ class TestRuntime:
     def test_no_needless_copy(self, accel: Backend) -> None:
         """A tensor that is already there is not copied."""
         there = torch.ones(3, device=accel.device)
-        assert accel.runtime.to_device([there])[0].data_ptr() == there.data_ptr()
+        assert accel.runtime.to_device([there])[0].data_ptr() == there.data_ptr(), "it was copied"
 
     def test_synchronize(self, accel: Backend) -> None:
         """Where work is queued, synchronize returns when it is done."""
@@ -166,8 +166,8 @@ class TestRuntime:
         held = torch.ones(64 * MEBIBYTE // 4, device=accel.device)
         accel.runtime.synchronize()
         after = accel.runtime.memory()
-        assert 0 <= before.used <= before.peak <= before.total
-        assert 0 < after.used <= after.peak <= after.total
+        for memory in (before, after):
+            assert 0 <= memory.used <= memory.peak <= memory.total, f"the figures contradict each other: {memory}"
         assert after.total == before.total
         assert after.peak >= before.peak
         assert after.used - before.used > 48 * MEBIBYTE, "64 MiB were allocated, and the figure did not follow"
@@ -182,11 +182,13 @@ class TestRuntime:
             batch: Any = ready()
             assert batch["rows"].device == accel.device
             doubled = batch["rows"] * 2
-            assert (batch["n"], doubled.sum().item()) == (n, 8192.0 * n)
+            assert (batch["n"], doubled.sum().item()) == (n, 8192.0 * n), "it is not the batch that was prefetched"
 
     def test_side_stream(self, accel: Backend) -> None:
         """What is computed on a side stream can be used after it, in order."""
         with declared(accel.capabilities.streams, "side streams"):
+            with accel.runtime.side_stream():
+                pass
             module = torch.get_device_module(accel.device)
             outer = module.current_stream()
             with accel.runtime.side_stream():
@@ -215,7 +217,7 @@ class TestRuntime:
         with declared(accel.capabilities.pinned_memory, "pinned memory"):
             tensor = torch.arange(1024.0)
             pinned = accel.runtime.pin(tensor)
-            assert pinned.is_pinned()
+            assert pinned.is_pinned(), "it is not pinned"
             assert torch.equal(pinned, tensor)
             moved = accel.runtime.to_device(pinned)
             accel.runtime.synchronize()

@@ -116,15 +116,33 @@ def verify(*arguments):
     return result.returncode, result.stdout, result.stderr
 
 
-def test_the_scorecard_names_the_lie(liars):
-    code, out, err = verify("memory_that_is_always_nothing", "--only", "runtime", "--json")
+def test_the_scorecard_names_the_lie_and_the_lines(liars):
+    code, out, err = verify("memory_that_cannot_be_read", "--only", "runtime", "--json")
     assert code == 1, err
     card = json.loads(out)
     assert card["conforms"] is False
-    assert [test["name"] for test in card["tests"] if test["outcome"] == "failed"] == ["test_memory"]
-    assert card["roles"] == {"runtime": {"passed": 9, "failed": 1, "not declared": 2, "not tried": 0}}
-    assert card["backend"]["name"] == "memory_that_is_always_nothing"
+    (failed,) = (test for test in card["tests"] if test["outcome"] == "failed")
+    assert failed["name"] == "test_memory"
+    assert "the driver cannot be asked" in failed["why"]
+    line = inspect.getsource(lies.runtime).splitlines().index('        raise OSError("the driver cannot be asked")') + 1
+    first, *_, last = failed["where"]
+    assert first.rpartition(":")[0].endswith("accelcore/testing/runtime.py")
+    assert last.endswith(f"lies/runtime.py:{line}")
+    assert 'raise OSError("the driver cannot be asked")' in failed["traceback"]
+    assert all(test["where"] == [] and test["traceback"] == "" for test in card["tests"] if test != failed)
+    counts = card["roles"]["runtime"]
+    assert counts["failed"] == 1
+    assert sum(counts.values()) == len(card["tests"])
+    assert card["backend"]["name"] == "memory_that_cannot_be_read"
     assert card["backend"]["emulated"] is False
+
+
+def test_the_text_says_where_and_with_debug_how_it_came_there(liars):
+    code, out, err = verify("memory_that_cannot_be_read", "--only", "runtime", "--debug")
+    assert code == 1, err
+    assert "accelcore/testing/runtime.py:" in out
+    assert "lies/runtime.py:" in out
+    assert 'raise OSError("the driver cannot be asked")' in out, "the traceback is not shown"
 
 
 @pytest.mark.parametrize(("name", "said"), [("device_that_crashes", "SIGSEGV"), ("device_that_hangs", "10 seconds")])

@@ -72,3 +72,11 @@ def pinned_memory_that_is_not_pinned(backend):
 @lie("TestRuntime.test_no_needless_copy")
 def transfer_that_always_copies(backend):
     return replaced(backend, "runtime", to_device=lambda honest, batch: [batch[0].clone()])
+
+
+@lie("TestRuntime.test_memory", says="the driver cannot be asked")
+def memory_that_cannot_be_read(backend):
+    def memory(honest):
+        raise OSError("the driver cannot be asked")
+
+    return replaced(backend, "runtime", memory=memory)

@@ -1,0 +1,94 @@
+"""What the suite compares with must depend on what it is to show."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from accelcore.testing.options import LR, OPTIONS, ORACLES, STEPS, parameters, step
+from accelcore.testing.oracles import Stateful, batches, buffers, error, evaluated
+
+HOST = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def trained():
+    model = Stateful(dropout=0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    torch.manual_seed(0)
+    losses = []
+    for rows, classes in batches(40):
+        loss = cross_entropy(model(rows), classes)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5]), "it does not learn"
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name, _ in Stateful().named_buffers() if "tracked" not in name])
+def test_its_answers_depend_on_every_buffer(trained, name):
+    spoiled = copy.deepcopy(trained)
+    fresh = dict(Stateful().named_buffers())
+    dict(spoiled.named_buffers())[name].copy_(fresh[name])
+    assert error(evaluated(spoiled, HOST), evaluated(trained, HOST)) > 0.01
+
+
+def test_it_has_every_kind_of_state(trained):
+    assert set(buffers(trained)) - set(trained.state_dict()) == {"shift"}
+    assert trained.second.weight is trained.first.weight
+    assert trained.image.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not trained.image.weight.is_contiguous()
+    assert [name for name, parameter in trained.named_parameters() if not parameter.requires_grad] == ["exit.bias"]
+
+
+def test_it_is_the_same_for_the_same_seed_and_draws_nothing_of_the_tests():
+    state = torch.get_rng_state()
+    one, same, other = Stateful(seed=3), Stateful(seed=3), Stateful(seed=4)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(evaluated(one, HOST), evaluated(same, HOST))
+    assert not torch.equal(evaluated(one, HOST), evaluated(other, HOST))
+
+
+def run(name, options):
+    members = parameters(HOST, torch.float64)
+    optimizer = ORACLES[name][0](members, foreach=False, lr=LR, **options)
+    for number in range(STEPS):
+        step(optimizer, members, number)
+    entries = enumerate(optimizer.state_dict()["state"].values())
+    state = {
+        (number, key): torch.as_tensor(value)
+        for number, entry in entries
+        for key, value in entry.items()
+        if value is not None
+    }
+    return members, state
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [(name, option) for name in ORACLES for option in OPTIONS if option in inspect.signature(ORACLES[name][0]).parameters],
+)
+def test_every_option_shows_in_what_is_compared(name, option):
+    """What ignored it would be off by ten times the tolerance of the suite, in a parameter or in a state."""
+    kind, variants = ORACLES[name]
+    taken = inspect.signature(kind).parameters
+    given = {key: value for key, value in OPTIONS[option].items() if key in taken}
+    assert given in variants
+    (members, state), (others, plain) = run(name, given), run(name, {key: given[key] for key in given if key != option})
+    assert (
+        state.keys() != plain.keys()
+        or max(map(error, members, others)) > 2e-4
+        or max(error(state[key], plain[key]) for key in state) > 1e-3
+    )
+
+
+def test_no_option_of_torchs_is_left_out():
+    ways = {"params", "lr", "foreach", "fused", "capturable", "differentiable"}
+    for kind, _ in ORACLES.values():
+        assert set(inspect.signature(kind).parameters) - ways <= set(OPTIONS)
