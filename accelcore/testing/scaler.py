@@ -41,7 +41,9 @@ def _parameters(accel: Backend, *sizes: int) -> list[nn.Parameter]:
 
 
 def _backward(accel: Backend, scaler: object, parameters: list[nn.Parameter], factor: float = 1.0) -> None:
-    """Gradients of half the sum of squares, which are the parameters themselves, times `factor`."""
+    """New gradients: of half the sum of squares, which are the parameters themselves, times `factor`."""
+    for parameter in parameters:
+        parameter.grad = None
     loss = torch.stack([parameter.square().sum() / 2 for parameter in parameters]).sum()
     scaled: Tensor = scaler.scale(loss * factor)  # type: ignore[attr-defined]
     scaled.backward()  # type: ignore[no-untyped-call]
@@ -81,7 +83,6 @@ class TestScaler:
         assert all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True)), "it was not skipped"
         assert scaler.state_dict()["scale"] == 512.0, "the scale was not halved"
         assert scaler.skipped == 1, "what was skipped is not counted"
-        optimizer.zero_grad()
         _backward(accel, scaler, parameters)
         _update(scaler, optimizer)
         after = weights(parameters)
@@ -109,7 +110,6 @@ class TestScaler:
         optimizer, scaler = make(accel, parameters), accel.scaler.create(init=1024.0)
         for overflow in (False, True):
             before, state = weights(parameters), copy.deepcopy(optimizer.state_dict()["state"])
-            optimizer.zero_grad()
             _backward(accel, scaler, parameters)
             if overflow:
                 _spoil(parameters[0], math.inf)
@@ -140,7 +140,6 @@ class TestScaler:
             parameters = _parameters(accel)
             optimizer = make(accel, parameters)
             for _ in range(3):
-                optimizer.zero_grad()
                 _backward(accel, scaler, parameters)
                 _update(scaler, optimizer)
             results.append(weights(parameters))
@@ -180,7 +179,6 @@ class TestScaler:
         scaler = accel.scaler.create(init=4.0, growth=2.0, interval=2, max=16.0)
         scales = []
         for step in range(9):
-            optimizer.zero_grad()
             _backward(accel, scaler, parameters, 1e-3)
             if step == 3:
                 _spoil(parameters[0], math.inf)
@@ -193,13 +191,11 @@ class TestScaler:
         parameters = _parameters(accel)
         optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=8.0, min=1.0)
         for _ in range(12):
-            optimizer.zero_grad()
             _backward(accel, scaler, parameters)
             _spoil(parameters[0], math.inf)
             _update(scaler, optimizer)
         assert scaler.state_dict()["scale"] == 1.0, "the scale fell below its floor"
         assert scaler.skipped == 12
-        optimizer.zero_grad()
         _backward(accel, scaler, parameters)
         _update(scaler, optimizer)
         assert all(bool(weight.isfinite().all()) for weight in weights(parameters))
@@ -240,7 +236,8 @@ class TestScaler:
         assert scaler.state_dict()["scale"] == 32.0
         for optimizer, (parameter,) in ((first, left), (second, right)):
             _spoil(parameter, math.inf)
-            _update(scaler, optimizer)
+            scaler.step(optimizer)
+        scaler.update()
         assert scaler.state_dict()["scale"] == 16.0, "the scale fell once an optimizer, not once a step"
         assert scaler.skipped == 2
 
@@ -260,7 +257,6 @@ class TestScaler:
         parameters = _parameters(accel)
         optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=16.0, interval=3)
         for step in range(3):
-            optimizer.zero_grad()
             _backward(accel, scaler, parameters, 1e-3)
             if step == 0:
                 _spoil(parameters[0], math.nan)
@@ -269,7 +265,6 @@ class TestScaler:
         twin.load_state_dict(scaler.state_dict())
         assert twin.skipped == scaler.skipped == 1
         for scaler_ in (scaler, twin):
-            optimizer.zero_grad()
             _backward(accel, scaler_, parameters, 1e-3)
             scaler_.step(optimizer)
             scaler_.update()
