@@ -124,7 +124,7 @@ class TestCollectives:
     def test_barrier(self, accel: Backend) -> None:
         """No rank leaves a barrier before every rank has come to it."""
         first, _ = _job(accel)
-        assert first["waited"]
+        assert first["waited"], "a rank left the barrier before the other had come"
 
     def test_job_is_closed(self, accel: Backend) -> None:
         """Behind `distributed()` the process group that it formed is gone, and another can be formed."""

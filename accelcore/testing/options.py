@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["EVERY", "LR", "OPTIONS", "ORACLES", "STEPS", "gradients", "parameters", "step"]
+__all__ = ["EVERY", "LR", "OPTIONS", "ORACLES", "STEPS", "gradients", "options_of", "parameters", "step"]
 
 LR = 0.05
 STEPS = 8  # RAdam looks at the second moment from the sixth on
@@ -51,14 +51,18 @@ _CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {  # with several of its optio
 }
 
 
-def _variants(kind: Any, together: dict[str, Any]) -> list[dict[str, Any]]:
-    taken = inspect.signature(kind).parameters
-    each = [{key: value for key, value in OPTIONS[name].items() if key in taken} for name in taken if name in OPTIONS]
-    return [{}, *each, together]
+def options_of(name: str) -> dict[str, dict[str, Any]]:
+    """What to give torch's class of that name to see each of its options."""
+    taken = inspect.signature(_CLASSES[name][0]).parameters
+    return {
+        option: {key: value for key, value in OPTIONS[option].items() if key in taken}
+        for option in taken
+        if option in OPTIONS
+    }
 
 
 ORACLES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
-    name: (kind, _variants(kind, together)) for name, (kind, together) in _CLASSES.items()
+    name: (kind, [{}, *options_of(name).values(), together]) for name, (kind, together) in _CLASSES.items()
 }
 """torch's class for each name, and the options it is compared with: none, each alone, several together (last)."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from accelcore.testing.options import LR, OPTIONS, ORACLES, STEPS, parameters, step
+from accelcore.testing.options import LR, OPTIONS, ORACLES, STEPS, options_of, parameters, step
 from accelcore.testing.oracles import Stateful, batches, buffers, error, evaluated
 
 HOST = torch.device("cpu")
@@ -72,14 +72,12 @@ def run(name, options):
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [(name, option) for name in ORACLES for option in OPTIONS if option in inspect.signature(ORACLES[name][0]).parameters],
+    [(name, option) for name in ORACLES for option in options_of(name)],
 )
 def test_every_option_shows_in_what_is_compared(name, option):
     """What ignored it would be off by ten times the tolerance of the suite, in a parameter or in a state."""
-    kind, variants = ORACLES[name]
-    taken = inspect.signature(kind).parameters
-    given = {key: value for key, value in OPTIONS[option].items() if key in taken}
-    assert given in variants
+    given = options_of(name)[option]
+    assert given in ORACLES[name][1]
     (members, state), (others, plain) = run(name, given), run(name, {key: given[key] for key in given if key != option})
     assert (
         state.keys() != plain.keys()

@@ -15,6 +15,6 @@ from lies import (  # noqa: F401  # each adds its own to LIES
     training,
     verify,
 )
-from lies.lie import LIES
+from lies.lie import LIES, Lie  # noqa: F401
 
 globals().update(LIES)

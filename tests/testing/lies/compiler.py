@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 
+import torch
+
 from accelcore.roles.compiler import Compiled
 from lies.lie import declaring, lie, replaced
 
 
-@lie("TestCompiler.test_compiled_is_the_same")
+@lie("TestCompiler.test_compiled_is_the_same", says="something else than its module was compiled")
 def compiler_that_trains_a_copy(backend):
     return replaced(
         backend, "compiler", compile=lambda honest, module, options: Compiled(copy.deepcopy(module), compiled=True)
     )
 
 
-@lie("TestCompiler.test_compiled_is_the_same")
+@lie("TestCompiler.test_compiled_is_the_same", says="computes something else")
 def compiler_that_changes_results(backend):
     def compile(honest, module, options):
         return Compiled(lambda rows: module(rows) * 1.01, compiled=True)
@@ -23,19 +25,19 @@ def compiler_that_changes_results(backend):
     return replaced(backend, "compiler", compile=compile)
 
 
-@lie("TestCompiler.test_failure_falls_back_once")
+@lie("TestCompiler.test_failure_falls_back_once", says="with a compiler that failed")
 def compiler_that_fails_in_silence(backend):
     return replaced(
         backend, "compiler", compile=lambda honest, module, options: Compiled(module, compiled=True)
     )  # fmt: skip
 
 
-@lie("TestCompiler.test_compiled_is_the_same")
+@lie("TestCompiler.test_compiled_is_the_same", says="unexpected success: a compiler")
 def compiler_that_is_not_declared(backend):
     return declaring(backend, compilers=())
 
 
-@lie("TestCompiler.test_compiled_follows_its_module")
+@lie("TestCompiler.test_compiled_follows_its_module", says="does not count")
 def compiler_that_drops_named_arguments(backend):
     def compile(honest, module, options):
         return Compiled(lambda rows, **named: module(rows), compiled=True)
@@ -43,7 +45,7 @@ def compiler_that_drops_named_arguments(backend):
     return replaced(backend, "compiler", compile=compile)
 
 
-@lie("TestTraining.test_compile")
+@lie("TestTraining.test_compile", says="error(")
 def compiler_whose_gradients_are_overwritten_unsaid(backend):
     def compile(honest, module, options):
         def run(rows):
@@ -53,5 +55,18 @@ def compiler_whose_gradients_are_overwritten_unsaid(backend):
             return module(rows)
 
         return Compiled(run, compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)
+
+
+@lie("TestCompiler.test_every_compiler_is_there", says="compilers declares zzz, which is refused")
+def compiler_that_does_not_exist(backend):
+    return declaring(backend, compilers=("inductor", "zzz"))
+
+
+@lie("TestCompiler.test_backward_is_outside_autocast", says="compiled as if it ran under autocast")
+def compiler_of_another_backward(backend):
+    def compile(honest, module, options):
+        return Compiled(torch.compile(module, backend="aot_eager"), compiled=True)
 
     return replaced(backend, "compiler", compile=compile)

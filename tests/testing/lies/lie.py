@@ -21,15 +21,15 @@ class Lie:
         name: what it is called.
         tell: makes the lying backend out of an honest one.
         test: `Class.test` of the suite that notices.
+        says: what it has to say.
         arguments: the parameters with which it does.
-        says: what the failure has to say.
     """
 
     name: str
     tell: object
     test: str
+    says: str
     arguments: dict = field(default_factory=dict)
-    says: str = ""
 
     @hookimpl
     def accelcore_probe(self):
@@ -40,9 +40,9 @@ class Lie:
         return dataclasses.replace(self.tell(create()), name=name) if name == self.name else None
 
 
-def lie(test, *, says="", **arguments):
+def lie(test, *, says, **arguments):
     def note(tell):
-        LIES[tell.__name__] = Lie(tell.__name__, tell, test, arguments, says)
+        LIES[tell.__name__] = Lie(tell.__name__, tell, test, says, arguments)
         return LIES[tell.__name__]
 
     return note

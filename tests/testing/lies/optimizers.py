@@ -8,6 +8,7 @@ import torch
 
 from accelcore.optim.torch_optimizers import register_torch_optimizers
 from accelcore.roles.optimizers import Optimizers
+from accelcore.testing.options import ORACLES
 from lies.lie import LIES, Lie, declaring, lie
 
 
@@ -82,24 +83,81 @@ def adam_for_adamw(params, **options):
     return torch.optim.Adam(params, **options)
 
 
-for _name, _kinds, _test, _arguments in (
-    ("adamw_that_is_adam", {"adamw": adam_for_adamw}, "test_numerics", {"name": "adamw"}),
-    ("optimizer_that_ignores_schedules", {"sgd": _FixedRate}, "test_changes_between_steps", {"name": "sgd"}),
-    ("state_dict_that_loses_momentum", {"sgd": _LosesMomentum}, "test_state_round_trip", {"name": "sgd"}),
-    ("optimizer_that_uses_old_gradients", {"sgd": _KeepsGradients}, "test_no_gradient_is_no_update", {"name": "sgd"}),
-    ("optimizer_that_ignores_latecomers", {"sgd": _IgnoresLatecomers}, "test_no_gradient_is_no_update",
+class _OnlyTheFirstGroups(torch.optim.SGD):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._first = len(self.param_groups)
+
+    def step(self, closure=None):
+        late, self.param_groups = self.param_groups[self._first :], self.param_groups[: self._first]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups += late
+
+
+class _NoClosure(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+
+
+class _ReadsNobodys(torch.optim.AdamW):
+    def load_state_dict(self, state_dict):
+        super().load_state_dict({**state_dict, "state": {}})
+
+
+def ignoring(name, option):
+    """A backend whose optimizer takes an option of torch's, and does without it."""
+    kind = getattr(torch.optim, ORACLES[name][0].__name__)
+
+    def make(params, **options):
+        return kind(params, **{key: value for key, value in options.items() if key != option})
+
+    return registry(**{name: make})
+
+
+def foreach_rmsprop(params, **options):
+    return torch.optim.RMSprop(params, foreach=True, **options)
+
+
+for _name, _kinds, _test, _says, _arguments in (
+    ("adamw_that_is_adam", {"adamw": adam_for_adamw}, "test_numerics", "route lying with", {"name": "adamw"}),
+    ("optimizer_that_ignores_schedules", {"sgd": _FixedRate}, "test_changes_between_steps", "when it was made",
      {"name": "sgd"}),
-    ("state_that_nobody_else_can_read", {"adamw": _OwnLayout}, "test_state_layout", {"name": "adamw"}),
-    ("bf16_update_of_some_elements", {"sgd": _SkipsSome}, "test_model_dtypes", {"name": "sgd", "dtype": "bfloat16"}),
+    ("state_dict_that_loses_momentum", {"sgd": _LosesMomentum}, "test_state_round_trip", "the state was not restored",
+     {"name": "sgd"}),
+    ("state_of_others_that_is_dropped", {"adamw": _ReadsNobodys}, "test_state_layout", "do not go on alike",
+     {"name": "adamw"}),
+    ("optimizer_that_uses_old_gradients", {"sgd": _KeepsGradients}, "test_no_gradient_is_no_update", "used again",
+     {"name": "sgd"}),
+    ("optimizer_that_ignores_latecomers", {"sgd": _IgnoresLatecomers}, "test_no_gradient_is_no_update", "came late",
+     {"name": "sgd"}),
+    ("optimizer_of_the_first_groups", {"sgd": _OnlyTheFirstGroups}, "test_group_added_later", "a group added later",
+     {"name": "sgd"}),
+    ("optimizer_without_closures", {"sgd": _NoClosure}, "test_closure", "route lying returns None", {"name": "sgd"}),
+    ("state_that_nobody_else_can_read", {"adamw": _OwnLayout}, "test_state_layout", "the state is ['my_step'",
+     {"name": "adamw"}),
+    ("bf16_update_of_some_elements", {"sgd": _SkipsSome}, "test_model_dtypes", "some elements are off",
+     {"name": "sgd", "dtype": "bfloat16"}),
 ):  # fmt: skip
-    LIES[_name] = Lie(_name, registry(**_kinds), f"TestOptimizers.{_test}", _arguments)
+    LIES[_name] = Lie(_name, registry(**_kinds), f"TestOptimizers.{_test}", _says, _arguments)
 
 
-@lie("TestOptimizers.test_native", name="rmsprop")
+@lie("TestOptimizers.test_native", says="operators for 4 parameters", name="rmsprop")
 def native_optimizer_that_is_a_loop(backend):
     return declaring(backend, native_optimizers=(*backend.capabilities.native_optimizers, "rmsprop"))
 
 
-@lie("TestOptimizers.test_native", name="adam")
+@lie("TestOptimizers.test_native", says="what torch's foreach loop does", name="rmsprop")
+def native_optimizer_that_is_foreach(backend):
+    return native_optimizer_that_is_a_loop.tell(registry(rmsprop=foreach_rmsprop)(backend))
+
+
+@lie("TestOptimizers.test_every_native_is_there", says="native_optimizers declares zzz, which cannot be made")
+def native_optimizer_that_is_not_there(backend):
+    return declaring(backend, native_optimizers=("adamw", "zzz"))
+
+
+@lie("TestOptimizers.test_native", says="unexpected success: a native adam", name="adam")
 def native_optimizer_that_is_not_declared(backend):
     return declaring(backend, native_optimizers=("sgd",))

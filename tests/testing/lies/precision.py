@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
+from accelcore.roles.precision import TorchPrecision
 from lies.lie import LIES, Lie, declaring, lie, replaced
 
 
-@lie("TestPrecision.test_autocast_computes_in_its_dtype", name="bfloat16")
+@lie("TestPrecision.test_autocast_computes_in_its_dtype", says="a product is torch.float32", name="bfloat16")
 def claims_bf16_and_computes_fp32(backend):
     return replaced(backend, "precision", autocast=lambda honest, *args, **kwargs: nullcontext())
 
@@ -17,15 +19,15 @@ def claims_bf16_and_computes_fp32(backend):
 class _RoundsLate(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        return result.to(torch.bfloat16) if function is torch.Tensor.__matmul__ else result
+        return result.to(torch.bfloat16) if function.__name__ == "matmul" else result
 
 
-@lie("TestPrecision.test_autocast_computes_in_its_dtype", name="bfloat16")
+@lie("TestPrecision.test_autocast_computes_in_its_dtype", says="in more precision than bfloat16", name="bfloat16")
 def computes_fp32_and_rounds_afterwards(backend):
     return replaced(backend, "precision", autocast=lambda honest, *args, **kwargs: _RoundsLate())
 
 
-@lie("TestPrecision.test_autocast_ends")
+@lie("TestPrecision.test_autocast_ends", says="changed the dtype of the outer one")
 def autocast_that_never_ends(backend):
     def autocast(honest, dtype=None, *, enabled=True, table="torch"):
         context = honest.autocast(dtype, enabled=enabled, table=table)
@@ -48,12 +50,12 @@ class _NeverLeft:
         torch.set_autocast_dtype("cpu", dtype)
 
 
-@lie("TestPrecision.test_autocast_computes_in_its_dtype", name="float16")
+@lie("TestPrecision.test_autocast_computes_in_its_dtype", says="unexpected success: autocast", name="float16")
 def does_fp16_without_declaring_it(backend):
     return declaring(backend, autocast_dtypes=("bfloat16",))
 
 
-@lie("TestPrecision.test_fp32_is_put_back_after_an_error")
+@lie("TestPrecision.test_fp32_is_put_back_after_an_error", says="was not put back", before="highest")
 def fp32_setting_that_stays_after_an_error(backend):
     @contextmanager
     def fp32(honest, mode):
@@ -63,12 +65,12 @@ def fp32_setting_that_stays_after_an_error(backend):
     return replaced(backend, "precision", fp32=fp32)
 
 
-@lie("TestPrecision.test_fp32", mode="fast")
+@lie("TestPrecision.test_fast_fp32", says="fp32='fast' is not available")
 def declares_a_fast_fp32_that_it_refuses(backend):
     return declaring(backend, fast_fp32="tf32")
 
 
-@lie("TestPrecision.test_autocast_refuses_other_dtypes", dtype=torch.float64)
+@lie("TestPrecision.test_autocast_refuses_other_dtypes", says="unexpected success", dtype=torch.float64)
 def takes_any_dtype_for_low_precision(backend):
     return replaced(backend, "precision", autocast=lambda honest, dtype=None, **kwargs: nullcontext())
 
@@ -96,5 +98,87 @@ def _fp32_convolutions(function):
 
 LIES["convolutions_in_fp32"] = Lie(
     "convolutions_in_fp32", _operators_of_its_own(_fp32_convolutions), "TestPrecision.test_autocast_reaches",
-    {"name": "bfloat16", "operator": "convolution"},
+    "it is torch.float32", {"name": "bfloat16", "operator": "convolution"},
 )  # fmt: skip
+
+
+@lie("TestPrecision.test_autocast_is_entered_again", says="not one that @contextmanager makes")
+def autocast_that_is_entered_once(backend):
+    @contextmanager
+    def autocast(honest, *args, **kwargs):
+        with honest.autocast(*args, **kwargs):
+            yield
+
+    return replaced(backend, "precision", autocast=autocast)
+
+
+def _trusting(backend, **declaration):
+    """A backend that declares more, with torch's own precision behind it."""
+    backend = declaring(backend, **declaration)
+    return dataclasses.replace(backend, precision=TorchPrecision("cpu", backend.capabilities, "AutocastCPU"))
+
+
+@lie("TestPrecision.test_o1_keeps_exact", says="table O1 leaves softmax in torch.bfloat16", operator="softmax")
+def table_o1_that_is_torchs(backend):
+    return _trusting(backend, autocast_tables=("torch", "O1"))
+
+
+@lie("TestPrecision.test_tables", says="and intercepts", table="torch")
+def table_that_names_too_much(backend):
+    return replaced(backend, "precision", table=lambda honest, name="torch": honest.table(name) | {"aten::relu"})
+
+
+@lie("TestPrecision.test_tables", says="and intercepts", table="torch")
+def table_that_names_too_little(backend):
+    return replaced(backend, "precision", table=lambda honest, name="torch": frozenset({"aten::mm", "aten::addmm"}))
+
+
+@lie("TestPrecision.test_fast_fp32", says="tf32 keeps 10 to 10 bits, and a product kept 16")
+def fast_fp32_that_changes_nothing(backend):
+    @contextmanager
+    def fp32(honest, mode):
+        yield
+
+    return declaring(replaced(backend, "precision", fp32=fp32), fast_fp32="tf32")
+
+
+class _Rounds(torch.overrides.TorchFunctionMode):
+    """Matrix products of factors that keep some bits of their fraction, as hardware with a fast fp32 computes them."""
+
+    def __init__(self, bits):
+        super().__init__()
+        self._bits = bits
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not torch.mm:
+            return function(*args, **(kwargs or {}))
+        low = -1 << (23 - self._bits())
+        return function(*((factor.view(torch.int32) & low).view(torch.float32) for factor in args))
+
+
+def fast_by_rounding(backend, bits, *, puts_back=True):
+    """A backend that declares TF32; its products in `fast` keep so many bits, those in `ieee` all of them."""
+    modes = []
+
+    @contextmanager
+    def fp32(honest, mode):
+        before = list(modes)
+        modes.append(mode)
+        try:
+            with honest.fp32("ieee"), _Rounds(lambda: bits if modes[-1] == "fast" else 23):
+                yield
+        finally:
+            if puts_back:
+                modes[:] = before
+
+    return declaring(replaced(backend, "precision", fp32=fp32), fast_fp32="tf32")
+
+
+@lie("TestPrecision.test_fast_fp32", says="tf32 keeps 10 to 10 bits, and a product kept 7")
+def fast_fp32_that_is_bf16(backend):
+    return fast_by_rounding(backend, 7)
+
+
+@lie("TestPrecision.test_fp32_modes_nest", says="was not put back after an error in ieee")
+def fast_fp32_that_ieee_ends(backend):
+    return fast_by_rounding(backend, 10, puts_back=False)

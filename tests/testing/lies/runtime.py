@@ -10,7 +10,7 @@ from accelcore.roles.runtime import Memory
 from lies.lie import declaring, lie, replaced
 
 
-@lie("TestRuntime.test_random_state_replays")
+@lie("TestRuntime.test_random_state_replays", says="does not repeat the numbers")
 def random_state_without_numpy(backend):
     def rng_state(honest):
         return {name: value for name, value in honest.rng_state().items() if not name.startswith("numpy")}
@@ -18,7 +18,7 @@ def random_state_without_numpy(backend):
     return replaced(backend, "runtime", rng_state=rng_state)
 
 
-@lie("TestRuntime.test_transfers_keep_values")
+@lie("TestRuntime.test_transfers_keep_values", says="float64 arrived as torch.float32")
 def transfer_that_casts_fp64(backend):
     def to_device(honest, batch):
         return batch.float() if batch.dtype == torch.float64 else honest.to_device(batch)
@@ -26,17 +26,17 @@ def transfer_that_casts_fp64(backend):
     return replaced(backend, "runtime", to_device=to_device)
 
 
-@lie("TestRuntime.test_random_state_replays")
+@lie("TestRuntime.test_random_state_replays", says="does not repeat the numbers")
 def random_state_that_is_not_restored(backend):
     return replaced(backend, "runtime", set_rng_state=lambda honest, state: [])
 
 
-@lie("TestRuntime.test_seed")
+@lie("TestRuntime.test_seed", says="the same seed gives other numbers")
 def seed_that_is_ignored(backend):
     return replaced(backend, "runtime", seed=lambda honest, n, deterministic=False: None)
 
 
-@lie("TestRuntime.test_random_state_of_another_device")
+@lie("TestRuntime.test_random_state_of_another_device", says="is not reported")
 def unknown_random_state_in_silence(backend):
     def set_rng_state(honest, state):
         honest.set_rng_state(state)
@@ -45,7 +45,7 @@ def unknown_random_state_in_silence(backend):
     return replaced(backend, "runtime", set_rng_state=set_rng_state)
 
 
-@lie("TestRuntime.test_batches_move_whole")
+@lie("TestRuntime.test_batches_move_whole", says="stayed on cpu", kind="list", way="to_device")
 def silent_cpu_tensor(backend):
     """Its device is another than the host, and tensors stay on the host."""
     backend = replaced(backend, "runtime", to_device=lambda honest, batch: batch)
@@ -53,30 +53,73 @@ def silent_cpu_tensor(backend):
     return backend
 
 
-@lie("TestRuntime.test_memory")
+@lie("TestRuntime.test_memory", says="the figure did not follow")
 def memory_that_is_always_nothing(backend):
     return replaced(backend, "runtime", memory=lambda honest: Memory(0, 0, 1))
 
 
-@lie("TestRuntime.test_side_stream")
+@lie("TestRuntime.test_side_stream", says="unexpected success: side streams")
 def side_stream_that_is_not_declared(backend):
     return replaced(backend, "runtime", side_stream=lambda honest: nullcontext())
 
 
-@lie("TestRuntime.test_pinned_memory")
+@lie("TestRuntime.test_pinned_memory", says="it is not pinned")
 def pinned_memory_that_is_not_pinned(backend):
     backend = replaced(backend, "runtime", pin=lambda honest, tensor: tensor)
     return declaring(backend, pinned_memory=True)
 
 
-@lie("TestRuntime.test_no_needless_copy")
+@lie("TestRuntime.test_no_needless_copy", says="it was copied")
 def transfer_that_always_copies(backend):
     return replaced(backend, "runtime", to_device=lambda honest, batch: [batch[0].clone()])
 
 
-@lie("TestRuntime.test_memory", says="the driver cannot be asked")
-def memory_that_cannot_be_read(backend):
-    def memory(honest):
-        raise OSError("the driver cannot be asked")
+@lie("TestRuntime.test_batches_move_whole", says="a Pair arrived as a tuple", kind="namedtuple", way="prefetch")
+def prefetch_that_forgets_names(backend):
+    def prefetch(honest, batch):
+        return lambda: tuple(batch) if isinstance(batch, tuple) else honest.to_device(batch)
 
-    return replaced(backend, "runtime", memory=memory)
+    return replaced(backend, "runtime", prefetch=prefetch)
+
+
+@lie("TestRuntime.test_prefetch", says="not the batch that was prefetched")
+def prefetch_into_one_buffer(backend):
+    buffer = {}
+
+    def prefetch(honest, batch):
+        buffer.update(batch)
+        return lambda: buffer
+
+    return replaced(backend, "runtime", prefetch=prefetch)
+
+
+@lie("TestRuntime.test_views_keep_values", says="False", kind="column")
+def transfer_of_neighbours(backend):
+    """Takes the memory from a view's first element on, whatever its strides."""
+
+    def to_device(honest, batch):
+        return batch.as_strided(batch.shape, torch.empty(batch.shape).stride())
+
+    return replaced(backend, "runtime", to_device=to_device)
+
+
+@lie("TestRuntime.test_seed_deterministic", says="deterministic=True was ignored")
+def seed_that_is_not_deterministic(backend):
+    return replaced(backend, "runtime", seed=lambda honest, n, deterministic=False: honest.seed(n))
+
+
+@lie("TestRuntime.test_side_stream", says="queued on the stream outside")
+def side_stream_that_is_none(backend):
+    return declaring(replaced(backend, "runtime", side_stream=lambda honest: nullcontext()), streams=True)
+
+
+@lie("TestRuntime.test_capture", says="a launch did something else than the work")
+def graph_that_is_a_stub(backend):
+    """What a launch does not do, training does not notice either: its clipping, say."""
+    stub = replaced(backend, "runtime", capture=lambda honest, work: (work(), lambda: None))
+    return declaring(stub, graphs=True)
+
+
+@lie("TestRuntime.test_capture", says="unexpected success: graphs")
+def graph_that_is_not_declared(backend):
+    return replaced(backend, "runtime", capture=lambda honest, work: (work(), work))

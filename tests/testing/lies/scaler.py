@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from accelcore.roles.scaler import GradScaler, Scalers
-from lies.lie import LIES, Lie
+from lies.lie import LIES, Lie, declaring, lie
 
 
 class _FirstGroup(GradScaler):
@@ -66,6 +66,11 @@ class _AllowsTwo(GradScaler):
         super().unscale_(optimizer)
 
 
+class _SeesFlags(GradScaler):
+    def _check(self, optimizer, multiplier):
+        return super()._check(optimizer, multiplier).fill_(1.0)
+
+
 def _scalers(kind):
     class Lying(Scalers):
         def create(self, **options):
@@ -88,15 +93,37 @@ def _own(accel, parameters):
     return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
 
-for _name, _kind, _test, _arguments in (
-    ("scaler_that_never_skips", _NeverSkips, "test_overflow_skips_and_halves", {**OVERFLOW, "make": _plain}),
-    ("scaler_that_never_halves", _NeverHalves, "test_overflow_skips_and_halves", {**OVERFLOW, "make": _plain}),
-    ("scaler_that_never_unscales", _NeverUnscales, "test_unscale_then_clip", {"make": _plain}),
-    ("scaler_that_changes_updates", _NeverUnscales, "test_scaling_changes_no_update", {"make": _plain}),
-    ("scale_that_falls_to_nothing", _NoFloor, "test_endless_overflow_has_a_floor", {}),
-    ("scaler_that_forgets_its_count", _ForgetsItsCount, "test_state_round_trip", {}),
-    ("scaler_of_the_first_group", _FirstGroup, "test_overflow_anywhere", {"group": 1, "element": 0}),
-    ("scaler_that_steps_with_zeroes", _ZeroesGradients, "test_overflow_ages_no_state", {"make": _own}),
-    ("scaler_that_unscales_twice", _AllowsTwo, "test_calls_out_of_order", {}),
-):
-    LIES[_name] = Lie(_name, _scalers(_kind), f"TestScaler.{_test}", _arguments)
+for _name, _kind, _test, _says, _arguments in (
+    ("scaler_that_never_skips", _NeverSkips, "test_overflow_skips_and_halves", "it was not skipped",
+     {**OVERFLOW, "make": _plain}),
+    ("scaler_that_never_halves", _NeverHalves, "test_overflow_skips_and_halves", "the scale was not halved",
+     {**OVERFLOW, "make": _plain}),
+    ("scaler_that_never_unscales", _NeverUnscales, "test_unscale_then_clip", "were not unscaled", {"make": _plain}),
+    ("scaler_that_changes_updates", _NeverUnscales, "test_scaling_changes_no_update", "the scale changed an update",
+     {"make": _plain}),
+    ("scale_that_falls_to_nothing", _NoFloor, "test_endless_overflow_has_a_floor", "below its floor", {}),
+    ("scaler_that_forgets_its_count", _ForgetsItsCount, "test_state_round_trip", "does not go on as the saved", {}),
+    ("scaler_of_the_first_group", _FirstGroup, "test_overflow_anywhere", "an overflow was not found",
+     {"group": 1, "element": 0}),
+    ("scaler_that_steps_with_zeroes", _ZeroesGradients, "test_overflow_ages_no_state", "skipped update changed",
+     {"make": _own}),
+    ("scaler_that_unscales_twice", _AllowsTwo, "test_calls_out_of_order", "out of order was not refused", {}),
+    ("scaler_of_an_undeclared_flag", _SeesFlags, "test_overflow_flag", "declares no overflow flag", {}),
+):  # fmt: skip
+    LIES[_name] = Lie(_name, _scalers(_kind), f"TestScaler.{_test}", _says, _arguments)
+
+
+@lie("TestScaler.test_overflow_flag", says="declares an overflow flag")
+def flag_that_nobody_reads(backend):
+    return declaring(backend, overflow_flag=True)
+
+
+@lie("TestScaler.test_scale_is_on_the_device", says="the scaler is off")
+def scaler_that_turns_itself_off(backend):
+    """As torch.amp.GradScaler() does, which is for CUDA unless it is told (pytorch#196195)."""
+
+    class Off(Scalers):
+        def create(self, **options):
+            return self.none()
+
+    return dataclasses.replace(backend, scaler=Off(backend.device))
