@@ -24,10 +24,7 @@ lies = import_module("lies")
 sys.path.remove(str(HERE))
 
 FATAL = tuple(name for name, lie in lies.LIES.items() if lie.tell.__module__ == "lies.verify")
-ALONE = ("TestCollectives.test_process_groups", "TestCollectives.test_declared_process_groups")
-OF_TWO_RANKS = tuple(
-    name for name, lie in lies.LIES.items() if lie.test.startswith("TestCollectives") and lie.test not in ALONE
-)
+OF_TWO_RANKS = tuple(name for name, lie in lies.LIES.items() if lie.told_by)
 
 
 @pytest.fixture
@@ -100,7 +97,7 @@ def forked_jobs(fork, monkeypatch):
 
 @pytest.mark.parametrize("name", OF_TWO_RANKS)
 def test_a_lie_between_ranks_is_caught_and_named(name, liars, forked_jobs, request):
-    assert lies.LIES[name].says in caught(lies.LIES[name], accelcore.select(name), request)
+    assert lies.LIES[name].says in caught(lies.LIES[name], accelcore.select(lies.LIES[name].told_by), request)
 
 
 @pytest.mark.parametrize(

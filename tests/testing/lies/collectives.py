@@ -4,82 +4,54 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 import torch.distributed as dist
 
 from accelcore.roles.collectives import TorchCollectives
 from lies.lie import LIES, Lie, declaring, lie
 
 
-class _ForgetsToSum(TorchCollectives):
-    def all_reduce(self, tensor, op="sum"):
-        return tensor if op == "sum" else super().all_reduce(tensor, op)
+class _Disagreeing(TorchCollectives):
+    """A fault for each kind of tensor, so that one job of two ranks tells them all."""
 
-
-class _SumsForAverage(TorchCollectives):
     def all_reduce(self, tensor, op="sum"):
+        if op == "sum" and (tensor.dim() == 0 or tensor.numel() > 100_000):
+            return tensor
+        if op == "avg" and tensor.dtype == torch.float16:  # added before it is divided
+            return super().all_reduce(tensor, "sum").div_(self.world_size)
+        if op == "avg" and not tensor.is_contiguous():
+            return super().all_reduce(tensor.contiguous(), op)
         return super().all_reduce(tensor, "sum" if op == "avg" else op)
 
-
-class _AlwaysFromZero(TorchCollectives):
     def broadcast(self, tensor, src=0):
-        return super().broadcast(tensor, 0)
+        if tensor.numel() == 1:
+            return super().broadcast(tensor, 0)
+        if tensor.is_contiguous():
+            return super().broadcast(tensor.clone(), src)
+        dist.broadcast(tensor, src)  # gloo takes the memory from the first element on (pytorch#192920)
+        return tensor
 
-
-class _BroadcastsACopy(TorchCollectives):
-    def broadcast(self, tensor, src=0):
-        return super().broadcast(tensor.clone(), src)
-
-
-class _ForgetsScalars(TorchCollectives):
-    def all_reduce(self, tensor, op="sum"):
-        return super().all_reduce(tensor, op) if tensor.dim() else tensor
-
-
-class _NeverWaits(TorchCollectives):
     def barrier(self):
         pass
 
 
-class _AveragesACopy(TorchCollectives):
-    def all_reduce(self, tensor, op="sum"):
-        return super().all_reduce(tensor if op != "avg" or tensor.is_contiguous() else tensor.contiguous(), op)
+def _disagreeing(backend):
+    return dataclasses.replace(backend, collectives=_Disagreeing(backend.device, "gloo"))
 
 
-class _AddsBeforeItDivides(TorchCollectives):
-    def all_reduce(self, tensor, op="sum"):
-        super().all_reduce(tensor, "sum" if op == "avg" else op)
-        return tensor.div_(self.world_size) if op == "avg" else tensor
-
-
-class _TakesNeighbours(TorchCollectives):
-    """What gloo does with a view (pytorch#192920)."""
-
-    def broadcast(self, tensor, src=0):
-        dist.broadcast(tensor, src)
-        return tensor
-
-
-_VIEW = "not what was asked for"
-
-for _name, _kind, _test, _says, _arguments in (
-    ("broadcast_of_a_copy", _BroadcastsACopy, "test_views", "another tensor",
-     {"operation": "broadcast", "kind": "row"}),
-    ("broadcast_of_neighbours", _TakesNeighbours, "test_views", _VIEW, {"operation": "broadcast", "kind": "column"}),
-    ("all_reduce_that_forgets_scalars", _ForgetsScalars, "test_views", _VIEW, {"operation": "sum", "kind": "element"}),
-    ("average_that_is_a_sum", _SumsForAverage, "test_views", _VIEW, {"operation": "avg", "kind": "whole"}),
-    ("average_of_a_copy", _AveragesACopy, "test_views", "another tensor", {"operation": "avg", "kind": "transposed"}),
-    ("average_that_overflows", _AddsBeforeItDivides, "test_low_precision", "average is none", {"dtype": "float16"}),
-    ("barrier_that_does_not_wait", _NeverWaits, "test_barrier", "left the barrier", {}),
-    ("all_reduce_that_forgets_to_sum", _ForgetsToSum, "test_all_reduce", "than the sum",
-     {"what": "large", "expected": [3.0]}),
-    ("broadcast_always_from_zero", _AlwaysFromZero, "test_broadcast", "another rank's tensor", {}),
-):  # fmt: skip
+for _name, _test, _says, _arguments in (
+    ("all_reduce_that_forgets_to_sum", "test_all_reduce", "than the sum", {"what": "large", "expected": [3.0]}),
+    ("all_reduce_that_forgets_scalars", "test_views", "not what was asked", {"operation": "sum", "kind": "element"}),
+    ("average_that_is_a_sum", "test_views", "not what was asked", {"operation": "avg", "kind": "whole"}),
+    ("average_of_a_copy", "test_views", "another tensor", {"operation": "avg", "kind": "transposed"}),
+    ("average_that_overflows", "test_low_precision", "average is none", {"dtype": "float16"}),
+    ("broadcast_of_a_copy", "test_views", "another tensor", {"operation": "broadcast", "kind": "row"}),
+    ("broadcast_of_neighbours", "test_views", "not what was asked", {"operation": "broadcast", "kind": "column"}),
+    ("broadcast_always_from_zero", "test_broadcast", "another rank's tensor", {}),
+    ("barrier_that_does_not_wait", "test_barrier", "left the barrier", {}),
+):
     LIES[_name] = Lie(
-        _name,
-        lambda backend, kind=_kind: dataclasses.replace(backend, collectives=kind(backend.device, "gloo")),
-        f"TestCollectives.{_test}",
-        _says,
-        _arguments,
+        _name, _disagreeing, f"TestCollectives.{_test}", _says, _arguments, told_by="barrier_that_does_not_wait"
     )
 
 

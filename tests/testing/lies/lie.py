@@ -23,6 +23,7 @@ class Lie:
         test: `Class.test` of the suite that notices.
         says: what it has to say.
         arguments: the parameters with which it does.
+        told_by: the installed backend that tells it to several ranks; empty where one process is enough.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Lie:
     test: str
     says: str
     arguments: dict = field(default_factory=dict)
+    told_by: str = ""
 
     @hookimpl
     def accelcore_probe(self):
