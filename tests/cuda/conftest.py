@@ -1,7 +1,8 @@
 """Tests that need a GPU. Without one each is skipped, and says that it was not run on hardware.
 
-They need torch and pytest. Where accelcore is not installed the tree is used, and where a package is not installed that
-it, or an example, needs beside torch, a stand-in takes its place; the report's header names them. Run
+They need torch and pytest. Where accelcore is not installed the tree is used. Where rich, matplotlib or psutil is not
+installed, which only show things, a stand-in takes its place, and the report's header names it; a test that needs
+another package, whose stand-in would be what is tested, is skipped and says so. Run
 `pytest --confcutdir tests/cuda tests/cuda` from the root of the tree.
 """
 
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -26,6 +27,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+_PACKAGES = ("safetensors", "sklearn")  # what tests need beside torch, and nothing can stand in for
 _ELSEWHERE = ("ACCEL_DEVICE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _WARNINGS = (
     # What torch says to itself when it compiles fp32 products for a GPU that has TF32.
@@ -106,6 +108,30 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
         module: pytest.Module = _NotRun.from_parent(parent, path=module_path)
         return module
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Skip, and say so, what fails for want of a package."""
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if HERE in pyfuncitem.path.parents and package in _PACKAGES:
+            pytest.skip(f"NOT RUN: {package} is not installed")
+        raise
+
+
+@pytest.fixture
+def needs() -> Callable[..., None]:
+    """Skips a test whose child processes need packages, where one of them is not installed."""
+
+    def check(*packages: str) -> None:
+        for package in packages:
+            if find_spec(package) is None:
+                pytest.skip(f"NOT RUN: {package} is not installed")
+
+    return check
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

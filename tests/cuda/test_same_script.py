@@ -42,7 +42,8 @@ def column(entries, name):
     return [entry[name] for entry in entries if name in entry]
 
 
-def test_gpt(run):
+def test_gpt(run, needs):
+    needs("safetensors")
     entries, summary = run("cuda", "train_gpt.py", *GPT)
     expected, wanted = run("cpu", "train_gpt.py", *GPT)
     assert column(entries, "loss")[0] == pytest.approx(column(expected, "loss")[0], rel=1e-4)
@@ -52,8 +53,9 @@ def test_gpt(run):
     assert summary["bigram_loss"] == wanted["bigram_loss"]
 
 
-def test_digits(run):
+def test_digits(run, needs):
     """Its dropout draws from the device's own generator, so the losses are alike and not equal."""
+    needs("sklearn")
     entries, summary = run("cuda", "train_digits.py", "--epochs", "4")
     expected, wanted = run("cpu", "train_digits.py", "--epochs", "4")
     assert column(entries, "train_loss") == pytest.approx(column(expected, "train_loss"), rel=0.25, abs=0.02)
@@ -61,7 +63,8 @@ def test_digits(run):
 
 
 @pytest.mark.parametrize(("precision", "near"), [("fp32", 2e-3), ("bf16", 0.1), ("fp16", 0.05)])
-def test_own_loop(run, precision, near):
+def test_own_loop(run, needs, precision, near):
+    needs("sklearn")
     entries, summary = run("cuda", "own_loop.py", "--epochs", "8", "--precision", precision)
     expected, wanted = run("cpu", "own_loop.py", "--epochs", "8")
     for name in ("reconstruction_loss", "classification_loss"):

@@ -47,10 +47,6 @@ def metrics(folder):
     return entries, last["summary"]
 
 
-def test_there_are_three():
-    assert SCRIPTS == ["own_loop.py", "train_digits.py", "train_gpt.py"]
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_names_no_device(script):
     text = (EXAMPLES / script).read_text(encoding="utf-8")

@@ -63,7 +63,8 @@ def test_its_own_test_module_runs_the_suite(hostchip):
     module = PACKAGE / "tests" / "test_conformance.py"
     done = hostchip("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestBackend or TestRuntime", str(module))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "16 passed, 2 skipped" in done.stdout
+    assert re.search(r"\d+ passed, \d+ skipped", done.stdout), done.stdout
+    assert "failed" not in done.stdout
 
 
 def test_it_trains_an_example_unchanged(hostchip, tmp_path):

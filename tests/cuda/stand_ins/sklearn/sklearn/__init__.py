@@ -1,1 +1,0 @@
-"""Stands in for scikit-learn where that is not installed: other images, alike for every device."""
