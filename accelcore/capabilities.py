@@ -15,17 +15,18 @@ class Capabilities:
 
     Attributes:
         autocast_dtypes: dtypes that `autocast` takes, preferred first (`"bfloat16"`).
-        autocast_tables: op tables that `autocast` takes (`"torch"`: the lists of `torch.autocast`).
+        autocast_tables: op tables that `autocast` takes (`"torch"`: the lists of `torch.autocast`; `"O1"`: apex's).
         model_dtypes: dtypes a whole model can be held and trained in.
-        fast_fp32: the reduced-precision format behind `fp32="fast"` (a name such as `"tf32"`), or None.
+        fast_fp32: the reduced-precision format behind `fp32="fast"` (`"tf32"`, `"hf32"` or `"bf16"`), or None.
         native_optimizers: optimizers with a kernel of this device's own (one launch for many parameters).
-        compilers: compilers that `compile` can use.
-        process_groups: torch.distributed backends the collectives run on.
+        compilers: compilers that `compile` can use; `{"backend": name}` asks for one.
+        process_groups: torch.distributed backends the collectives run on; each can form a group by its name.
         parallel: data-parallel strategies the trainer offers here.
         streams: work can be queued on side streams (`runtime.side_stream`).
         graphs: a whole step can be captured and launched as one (`trainer(..., graph=True)`).
         pinned_memory: host memory can be pinned for faster transfers (`runtime.pin`).
-        overflow_flag: the device reports overflow by a flag, beside inf and nan in the gradients.
+        overflow_flag: the device reports overflow by a flag, and the scaler skips a step for which it was raised, even
+            where all gradients are finite.
     """
 
     autocast_dtypes: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from accelcore import Backend, CheckpointError, ConfigurationError, TrainingError
 from accelcore.testing.oracles import error, weights
+from accelcore.testing.overflow import overflow, spoil
 
 __all__ = ["TestScaler"]
 
@@ -49,18 +50,6 @@ def _backward(accel: Backend, scaler: object, parameters: list[nn.Parameter], fa
     scaled.backward()  # type: ignore[no-untyped-call]
 
 
-def _overflow(device: torch.device) -> Tensor:
-    """Too large for the device: inf, or on one that clamps its largest number, and the flag that it raises then."""
-    largest = torch.full((), torch.finfo(torch.float32).max, device=device)
-    return largest * largest
-
-
-def _spoil(parameter: nn.Parameter, value: float, element: int = -1) -> None:
-    assert parameter.grad is not None
-    overflow = _overflow(parameter.device)
-    parameter.grad[element] = overflow - overflow if math.isnan(value) else math.copysign(1.0, value) * overflow
-
-
 def _update(scaler: Any, optimizer: Optimizer) -> None:
     scaler.step(optimizer)
     scaler.update()
@@ -85,7 +74,7 @@ class TestScaler:
         optimizer, scaler = make(accel, parameters), accel.scaler.create(init=1024.0)
         before = weights(parameters)
         _backward(accel, scaler, parameters)
-        _spoil(parameters[1], value)
+        spoil(parameters[1], value)
         _update(scaler, optimizer)
         assert all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True)), "it was not skipped"
         assert scaler.state_dict()["scale"] == 512.0, "the scale was not halved"
@@ -104,7 +93,7 @@ class TestScaler:
         optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr=0.5, foreach=False)
         scaler, before = accel.scaler.create(init=1024.0), weights(parameters)
         _backward(accel, scaler, parameters, 1e-3)
-        _spoil(parameters[group], math.inf, element)
+        spoil(parameters[group], math.inf, element)
         _update(scaler, optimizer)
         assert scaler.skipped == 1, "an overflow was not found"
         assert all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True))
@@ -118,7 +107,7 @@ class TestScaler:
             before, state = weights(parameters), copy.deepcopy(optimizer.state_dict()["state"])
             _backward(accel, scaler, parameters)
             if overflow:
-                _spoil(parameters[0], math.inf)
+                spoil(parameters[0], math.inf)
             _update(scaler, optimizer)
         same = all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True))
         assert same, "a skipped update changed a weight"
@@ -168,7 +157,7 @@ class TestScaler:
         flagged, parameters = accel.capabilities.overflow_flag, _parameters(accel)
         optimizer, scaler, before = _plain(accel, parameters), accel.scaler.create(init=64.0), weights(parameters)
         _backward(accel, scaler, parameters)
-        assert _overflow(accel.device).item() > 0
+        assert overflow(accel.device).item() > 0
         _update(scaler, optimizer)
         skipped = all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True))
         if flagged:
@@ -185,7 +174,7 @@ class TestScaler:
         for step in range(9):
             _backward(accel, scaler, parameters, 1e-3)
             if step == 3:
-                _spoil(parameters[0], math.inf)
+                spoil(parameters[0], math.inf)
             _update(scaler, optimizer)
             scales.append(scaler.state_dict()["scale"])
         assert scales == [4.0, 8.0, 8.0, 4.0, 4.0, 8.0, 8.0, 16.0, 16.0]
@@ -196,7 +185,7 @@ class TestScaler:
         optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=8.0, min=1.0)
         for _ in range(12):
             _backward(accel, scaler, parameters)
-            _spoil(parameters[0], math.inf)
+            spoil(parameters[0], math.inf)
             _update(scaler, optimizer)
         assert scaler.state_dict()["scale"] == 1.0, "the scale fell below its floor"
         assert scaler.skipped == 12
@@ -229,7 +218,7 @@ class TestScaler:
         first, second = _plain(accel, left), _plain(accel, right)
         scaler = accel.scaler.create(init=64.0)
         _backward(accel, scaler, [*left, *right])
-        _spoil(left[0], math.inf)
+        spoil(left[0], math.inf)
         before = weights([*left, *right])
         scaler.step(first)
         scaler.step(second)
@@ -239,7 +228,7 @@ class TestScaler:
         assert not torch.equal(after[1], before[1])
         assert scaler.state_dict()["scale"] == 32.0
         for optimizer, (parameter,) in ((first, left), (second, right)):
-            _spoil(parameter, math.inf)
+            spoil(parameter, math.inf)
             scaler.step(optimizer)
         scaler.update()
         assert scaler.state_dict()["scale"] == 16.0, "the scale fell once an optimizer, not once a step"
@@ -263,7 +252,7 @@ class TestScaler:
         for step in range(3):
             _backward(accel, scaler, parameters, 1e-3)
             if step == 0:
-                _spoil(parameters[0], math.nan)
+                spoil(parameters[0], math.nan)
             _update(scaler, optimizer)
         twin = accel.scaler.create(init=2.0, interval=7)
         twin.load_state_dict(scaler.state_dict())
