@@ -103,10 +103,10 @@ class TestScaler:
         """A skipped update leaves momentum and step counts as they were: it is not a step with gradients of zero."""
         parameters = _parameters(accel)
         optimizer, scaler = make(accel, parameters), accel.scaler.create(init=1024.0)
-        for overflow in (False, True):
+        for spoilt in (False, True):
             before, state = weights(parameters), copy.deepcopy(optimizer.state_dict()["state"])
             _backward(accel, scaler, parameters)
-            if overflow:
+            if spoilt:
                 spoil(parameters[0], math.inf)
             _update(scaler, optimizer)
         same = all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True))
