@@ -98,7 +98,7 @@ class TestCompiler:
             found, expected = module.head.weight.grad, reference.head.weight.grad
             assert found is not None
             assert expected is not None
-            assert error(found, expected) < 1e-5, "backward was compiled as if it ran under autocast"
+            assert error(found, expected) < 1e-4, "backward was compiled as if it ran under autocast"
 
     def test_every_compiler_is_there(self, accel: Backend) -> None:
         """Each compiler that is declared can be asked for by `{"backend": name}`, and computes what the module does."""

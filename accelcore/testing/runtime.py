@@ -47,7 +47,7 @@ def _busy(accel: Backend) -> Any:
     for count in (16, 128, 1024):
         for _ in range(count):
             matrix = matrix @ matrix
-        event.record()
+        event.record(module.current_stream(accel.device))
         if not event.query() or accel.emulated:
             break
     return event
@@ -190,10 +190,10 @@ class TestRuntime:
             with accel.runtime.side_stream():
                 pass
             module = torch.get_device_module(accel.device)
-            outer = module.current_stream()
+            outer = module.current_stream(accel.device)
             with accel.runtime.side_stream():
-                assert module.current_stream() != outer, "its work is queued on the stream outside it"
-            assert module.current_stream() == outer, "later work is queued on the side stream, too"
+                assert module.current_stream(accel.device) != outer, "its work is queued on the stream outside it"
+            assert module.current_stream(accel.device) == outer, "later work is queued on the side stream, too"
             total = torch.zeros(1024, device=accel.device)
             for _ in range(8):
                 with accel.runtime.side_stream():

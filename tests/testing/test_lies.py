@@ -121,7 +121,7 @@ class Behind:
 
     waited = False
 
-    def record(self):
+    def record(self, stream):
         type(self).waited = False
 
     def query(self):
