@@ -84,10 +84,10 @@ class TestCollectives:
 
     @pytest.mark.parametrize(
         ("what", "expected"),
-        [("large", [3.0]), ("integers", [2**41 + 1]), ("inf", [True])],
+        [("large", [3.0]), ("integers", [2**41 + 1]), ("inf", [True]), ("parameter", [3.0])],
     )
     def test_all_reduce(self, accel: Backend, what: str, expected: list[float]) -> None:
-        """all_reduce adds up long tensors, 64-bit integers exactly, and hides no inf."""
+        """all_reduce adds up long tensors, parameters, 64-bit integers exactly, and hides no inf."""
         for rank in _job(accel):
             assert rank[what] == expected, "all_reduce gave something else than the sum over all ranks"
 

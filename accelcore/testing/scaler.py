@@ -150,7 +150,7 @@ class TestScaler:
         assert scaled.device == accel.device
         assert scaled.dtype == loss.dtype
         assert scaled.item() != loss.item(), "the scaler is off: it left the loss as it was"
-        assert scaled.item() == 128 * 100_003.0
+        assert scaled.item() == 128 * 100_003.0, "the scale is not the one that was asked for"
 
     def test_overflow_flag(self, accel: Backend) -> None:
         """An overflow that no gradient shows skips the step where the device reports it by a flag, and only there."""
@@ -166,10 +166,10 @@ class TestScaler:
             assert not skipped, "it declares no overflow flag, and skipped a step whose gradients are finite"
 
     def test_growth(self, accel: Backend) -> None:
-        """After `interval` clean steps the scale grows, and stops at `max`; an overflow starts the count again."""
+        """After `interval` clean steps the scale grows, up to `max`; an overflow shrinks it and restarts the count."""
         parameters = _parameters(accel)
         optimizer = _plain(accel, parameters)
-        scaler = accel.scaler.create(init=4.0, growth=2.0, interval=2, max=16.0)
+        scaler = accel.scaler.create(init=4.0, growth=4.0, backoff=0.25, interval=2, max=32.0)
         scales = []
         for step in range(9):
             _backward(accel, scaler, parameters, 1e-3)
@@ -177,17 +177,17 @@ class TestScaler:
                 spoil(parameters[0], math.inf)
             _update(scaler, optimizer)
             scales.append(scaler.state_dict()["scale"])
-        assert scales == [4.0, 8.0, 8.0, 4.0, 4.0, 8.0, 8.0, 16.0, 16.0]
+        assert scales == [4.0, 16.0, 16.0, 4.0, 4.0, 16.0, 16.0, 32.0, 32.0], "the scale does not move as it was told"
 
     def test_endless_overflow_has_a_floor(self, accel: Backend) -> None:
         """The scale never falls below `min`, however long gradients overflow, and training recovers."""
         parameters = _parameters(accel)
-        optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=8.0, min=1.0)
+        optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=8.0, min=2.0)
         for _ in range(12):
             _backward(accel, scaler, parameters)
             spoil(parameters[0], math.inf)
             _update(scaler, optimizer)
-        assert scaler.state_dict()["scale"] == 1.0, "the scale fell below its floor"
+        assert scaler.state_dict()["scale"] == 2.0, "the scale fell below its floor"
         assert scaler.skipped == 12
         _backward(accel, scaler, parameters)
         _update(scaler, optimizer)

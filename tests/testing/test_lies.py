@@ -109,6 +109,15 @@ def test_an_option_that_is_ignored_is_caught_and_named(name, option, request):
     assert lie.says in caught(lie, lies.optimizers.ignoring(name, option)(create()), request)
 
 
+@pytest.mark.parametrize("option", ["init", "growth", "backoff", "interval", "min", "max"])
+def test_a_scaler_that_ignores_an_option_is_caught_and_named(option, request):
+    test, says = (
+        ("test_endless_overflow_has_a_floor", "floor") if option == "min" else ("test_growth", "as it was told")
+    )
+    backend = lies.scaler.without(option)(create())
+    assert says in caught(lies.Lie("ignored", None, f"TestScaler.{test}", says), backend, request)
+
+
 def test_rounding_that_is_declared_passes(request):
     """A fast fp32 that does what its format says, on a device that has one."""
     backend = lies.precision.fast_by_rounding(create(), 10)

@@ -82,6 +82,16 @@ def _scalers(kind):
     return lambda backend: dataclasses.replace(backend, scaler=Lying(backend.device))
 
 
+def without(option):
+    """A backend whose scaler does without what it is told in an option."""
+
+    class Lying(Scalers):
+        def create(self, **options):
+            return super().create(**{key: value for key, value in options.items() if key != option})
+
+    return lambda backend: dataclasses.replace(backend, scaler=Lying(backend.device))
+
+
 OVERFLOW = {"value": float("inf")}
 
 
