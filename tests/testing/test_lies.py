@@ -109,11 +109,15 @@ def test_an_option_that_is_ignored_is_caught_and_named(name, option, request):
     assert lie.says in caught(lie, lies.optimizers.ignoring(name, option)(create()), request)
 
 
-@pytest.mark.parametrize("option", ["init", "growth", "backoff", "interval", "min", "max"])
-def test_a_scaler_that_ignores_an_option_is_caught_and_named(option, request):
-    test, says = (
-        ("test_endless_overflow_has_a_floor", "floor") if option == "min" else ("test_growth", "as it was told")
-    )
+@pytest.mark.parametrize(
+    ("option", "test", "says"),
+    [
+        ("init", "test_scale_is_on_the_device", "not the one that was asked for"),
+        ("min", "test_endless_overflow_has_a_floor", "below its floor"),
+        *((option, "test_growth", "as it was told") for option in ("growth", "backoff", "interval", "max")),
+    ],
+)
+def test_a_scaler_that_ignores_an_option_is_caught_and_named(option, test, says, request):
     backend = lies.scaler.without(option)(create())
     assert says in caught(lies.Lie("ignored", None, f"TestScaler.{test}", says), backend, request)
 
