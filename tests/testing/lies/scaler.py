@@ -11,9 +11,8 @@ from lies.lie import LIES, Lie, declaring, lie
 
 
 class _FirstGroup(GradScaler):
-    def _check(self, optimizer, multiplier):
-        found = super()._check(optimizer, multiplier)
-        return found.fill_(not all(p.grad.isfinite().all() for p in optimizer.param_groups[0]["params"]))
+    def _check(self, gradients, multiplier):
+        return super()._check(gradients, multiplier).fill_(not gradients[0].isfinite().all())
 
 
 class _ZeroesGradients(GradScaler):
@@ -39,8 +38,8 @@ class _NeverHalves(GradScaler):
 
 
 class _NeverUnscales(GradScaler):
-    def unscale_(self, optimizer):
-        super().unscale_(optimizer)
+    def unscale_(self, optimizer, *arguments):
+        super().unscale_(optimizer, *arguments)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad *= self._scale
@@ -67,8 +66,8 @@ class _AllowsTwo(GradScaler):
 
 
 class _SeesFlags(GradScaler):
-    def _check(self, optimizer, multiplier):
-        return super()._check(optimizer, multiplier).fill_(1.0)
+    def _check(self, gradients, multiplier):
+        return super()._check(gradients, multiplier).fill_(1.0)
 
 
 def _scalers(kind):
