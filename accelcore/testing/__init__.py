@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import pytest
 
-_ROLES = ("backend", "collectives", "compiler", "optimizers", "precision", "runtime", "scaler", "training")
+_ROLES = ("backend", "collectives", "compiler", "optimizers", "parallel", "precision", "runtime", "scaler", "training")
 pytest.register_assert_rewrite(*(f"accelcore.testing.{role}" for role in _ROLES))  # before they are imported
 
 from accelcore.testing.backend import TestBackend
 from accelcore.testing.collectives import TestCollectives
 from accelcore.testing.compiler import TestCompiler
 from accelcore.testing.optimizers import TestOptimizers
+from accelcore.testing.parallel import TestParallel
 from accelcore.testing.precision import TestPrecision
 from accelcore.testing.runtime import TestRuntime
 from accelcore.testing.scaler import TestScaler
@@ -37,6 +38,7 @@ __all__ = [
     "TestCollectives",
     "TestCompiler",
     "TestOptimizers",
+    "TestParallel",
     "TestPrecision",
     "TestRuntime",
     "TestScaler",

@@ -25,7 +25,7 @@ _LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 def two_ranks(accel: Backend, part: str) -> list[dict[str, Any]]:
-    """What each of two ranks found in a part of the job: `"collectives"`, `"ddp"`, `"accumulated"`.
+    """What each of two ranks found in a part of the job: `"collectives"`, or a strategy's name.
 
     Skips where there are fewer than two devices and ranks cannot share one.
     """

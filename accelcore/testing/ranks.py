@@ -20,9 +20,9 @@ from torch import nn
 import accelcore
 from accelcore.testing.declared import LOW_PRECISION
 from accelcore.testing.kinds import VIEWS
-from accelcore.testing.oracles import batches, network
+from accelcore.testing.oracles import Stateful, batches, buffers, evaluated
 
-__all__ = ["OPERATIONS", "ROWS", "STEPS", "base_of", "main", "reduced"]
+__all__ = ["OPERATIONS", "ROWS", "STEPS", "VARIANTS", "Partly", "base_of", "main", "reduced", "share", "uses"]
 
 ROWS, STEPS = 16, 4
 OPERATIONS = ("sum", "avg", "min", "max", "broadcast")
@@ -88,32 +88,61 @@ def base_of(rank: int) -> torch.Tensor:
     return ((torch.arange(24.0) + 1) * (rank + 1) * signs).reshape(4, 6)
 
 
-def _shares(job: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    half = ROWS // job.world_size
-    part = slice(job.rank * half, (job.rank + 1) * half)
+def share(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A rank's batches: its half of each."""
+    part = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
     return [(rows[part], classes[part]) for rows, classes in batches(STEPS, ROWS)]
 
 
-def _loss(model: Any, batch: Any) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+class Partly(Stateful):
+    """The model that is trained: one of its layers goes unused in some batches, another in all."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed=seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.sometimes, self.never = nn.Linear(4, 4), nn.Linear(2, 2)
+
+    def forward(self, rows: torch.Tensor, use: bool = False) -> torch.Tensor:
+        """Logits; `use`: through the layer that may go unused."""
+        logits = super().forward(rows)
+        return logits + self.sometimes(logits) if use else logits
 
 
-def _training(accel: accelcore.Backend, job: Any, accumulate: int) -> dict[str, Any]:
-    """The weights after `STEPS` micro-batches; ranks start apart, and must not stay so."""
-    model = network(seed=job.rank)
-    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
-    trainer = accel.trainer(model, optimizer, loss=_loss, parallel="ddp", accumulate=accumulate)
+def uses(rank: int, number: int) -> bool:
+    """Rank 0 uses the layer in its first batch, rank 1 in every other."""
+    return number == 0 if rank == 0 else number % 2 == 1
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"accumulate": 2},
+    "short": {"accumulate": 3},
+    "flat": {"accumulate": 2, "flat": True},
+}
+"""Ways in which two ranks train one model, by name."""
+
+
+def _trained(accel: accelcore.Backend, job: Any, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What a rank has after `STEPS` micro-batches; ranks start apart, and must not stay so."""
+    model = Partly(seed=job.rank)
+    optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.5)
+    trainer = accel.trainer(model, optimizer, parallel=strategy, **options)
     local: list[list[float]] = []
-    for batch in _shares(job):
+    for number, batch in enumerate(share(job.rank)):
+        rows, classes = accel.runtime.to_device(batch)
         with trainer.autocast():
-            loss = _loss(trainer.forward, accel.runtime.to_device(batch))
+            loss = nn.functional.cross_entropy(trainer.forward(rows, uses(job.rank, number)), classes)
         trainer.backward(loss)
-        gradient = next(model.parameters()).grad
+        gradient = model.entry.weight.grad
         assert gradient is not None, "backward left no gradient"
         local.append(gradient.flatten()[:4].tolist())
         trainer.update()
+    trainer.flush()
     return {
-        "weights": [parameter.detach().cpu().flatten().tolist() for parameter in model.parameters()],
+        "weights": {name: parameter.detach().cpu().tolist() for name, parameter in model.named_parameters()},
+        "buffers": {name: buffer.tolist() for name, buffer in buffers(model).items()},
+        "evaluated": evaluated(model, accel.device).tolist(),
         "gradients": local,
         "steps": trainer.steps,
     }
@@ -128,9 +157,9 @@ def main() -> None:
     found: dict[str, Any] = {}
     with accel.distributed(rank=rank, world_size=2, init_method=meet, timeout=timedelta(seconds=60)) as job:
         found["collectives"] = _collectives(accel, job, folder)
-        if "ddp" in accel.capabilities.parallel:
-            found["ddp"] = _training(accel, job, 1)
-            found["accumulated"] = _training(accel, job, 2)
+        for strategy in accel.capabilities.parallel:
+            if strategy != "none":
+                found[strategy] = {name: _trained(accel, job, strategy, options) for name, options in VARIANTS.items()}
     found["collectives"]["open"] = dist.is_initialized()
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 

@@ -122,7 +122,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.05}
     ids=str,
 )
 def test_each_route_updates_every_element_in_each_dtype(accel, name, route, dtype):
-    assert {str(dtype).removeprefix("torch.") for dtype in TOLERANCE} == set(accel.capabilities.model_dtypes)
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in TOLERANCE}
+    assert {*dtypes, "float16"} == set(accel.capabilities.model_dtypes), "fp16 is trained by masters, which are fp32"
     generator = torch.Generator().manual_seed(3)
     weights = [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
     gradients = [[torch.randn(size, generator=generator).to(dtype) for size in SIZES] for _ in range(3)]

@@ -6,8 +6,9 @@ import dataclasses
 
 import torch
 
-from accelcore import Backend
-from lies.lie import declaring, lie, replaced
+from accelcore import Backend, Policy
+from accelcore.roles.collectives import NoCollectives, TorchCollectives
+from lies.lie import LIES, declaring, lie, replaced
 from lies.optimizers import adam_for_adamw, registry
 
 
@@ -63,3 +64,84 @@ def fast_fp32_that_nobody_knows(backend):
 @lie("TestBackend.test_declaration_is_readable", says="streams is 'yes', neither True nor False")
 def streams_that_are_a_word(backend):
     return declaring(backend, streams="yes")
+
+
+class _Apart(Backend):
+    """Trains each rank by itself, whatever strategy is asked for."""
+
+    def trainer(self, model, optimizer, **options):
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Backend(**{**fields, "collectives": NoCollectives()}).trainer(
+            model, optimizer, **{**options, "parallel": "none"}
+        )
+
+
+@lie("TestParallel.test_two_ranks_train_one_model", says="the ranks trained apart", strategy="ddp", variant="plain")
+def strategy_that_does_nothing(backend):
+    return _Apart(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
+
+
+LIES["combined_strategy_that_does_nothing"] = dataclasses.replace(
+    strategy_that_does_nothing,
+    name="combined_strategy_that_does_nothing",
+    arguments={"strategy": "combine_ddp", "variant": "flat"},
+    told_by="strategy_that_does_nothing",
+)
+strategy_that_does_nothing.told_by = "strategy_that_does_nothing"
+
+
+class _ForgetsBytes(TorchCollectives):
+    def broadcast(self, tensor, src=0):
+        return tensor if tensor.dtype == torch.uint8 else super().broadcast(tensor, src)
+
+
+@lie("TestParallel.test_buffers_are_one", says="the ranks' buffers are apart", strategy="ddp", variant="plain")
+def broadcast_that_forgets_bytes(backend):
+    return dataclasses.replace(backend, collectives=_ForgetsBytes(backend.device, "gloo"))
+
+
+broadcast_that_forgets_bytes.told_by = "broadcast_that_forgets_bytes"
+
+
+class _KeepsLow(Backend):
+    def trainer(self, model, optimizer, **options):
+        policy = options.get("precision")
+        if isinstance(policy, Policy):
+            options = {**options, "precision": dataclasses.replace(policy, masters=False, loss_scale=None)}
+        return super().trainer(model, optimizer, **options)
+
+
+@lie("TestTraining.test_masters", says="updates are lost", dtype="bfloat16", flat=False)
+def masters_that_are_none(backend):
+    return _KeepsLow(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
+
+
+@lie("TestTraining.test_every_optimizer_flat", says="is another one in flat memory", name="sgd")
+def route_that_is_not_elementwise(backend):
+    """It divides each gradient by its norm, which is another one for many parameters together."""
+
+    class ByNorm(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for tensor in group["params"]:
+                    if tensor.grad is not None:
+                        tensor.grad = tensor.grad / tensor.grad.norm()
+            return super().step(closure)
+
+    backend.optimizers.register("sgd", "by_norm", ByNorm, priority=99, memory="any")
+    return backend
+
+
+class _ForgetsStatistics(Backend):
+    """BatchNorm normalizes with each batch's statistics, and keeps none."""
+
+    def trainer(self, model, optimizer, **options):
+        for module in model.modules():
+            if hasattr(module, "momentum"):
+                module.momentum = 0.0
+        return super().trainer(model, optimizer, **options)
+
+
+@lie("TestTraining.test_every_kind_of_state", says="is another one than by hand", flat=False, options={})
+def statistics_that_are_lost(backend):
+    return _ForgetsStatistics(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
