@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
+from torch.utils import dlpack
 
 from accelcore.errors import TrainingError
 
@@ -231,8 +231,11 @@ def _copy(views: list[Tensor], gradients: list[Any]) -> None:
 
 def _own_storage(view: Tensor) -> Tensor:
     """The same memory as a tensor whose storage ends where it ends, where the device can exchange memory so."""
+    if not view.numel():
+        return view
+    elements = view.as_strided((view.numel(),), (1,), view.storage_offset())  # 1-D, which every exporter describes well
     try:
-        # A dimension of one element comes back with a stride of its own choosing.
-        return from_dlpack(view).as_strided(view.shape, view.stride()) if view.numel() else view
-    except (BufferError, RuntimeError, NotImplementedError, TypeError):
+        # Looked up now, because a device's package may teach this function about its memory when it is imported.
+        return dlpack.from_dlpack(elements).as_strided(view.shape, view.stride())
+    except (BufferError, RuntimeError, NotImplementedError, TypeError, ValueError):
         return view  # right all the same: only what is saved with torch.save then drags the whole piece along

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accelcore.errors import ConfigurationError, PluginError, TrainingError
 from accelcore.optim.memory import FlatMemory, Run, Slot, lay_flat
-from accelcore.optim.route import Request, Route
+from accelcore.optim.route import Memory, Request, Route
 from accelcore.optim.slot_state import Entry, by_parameter, divide, pour
 
 __all__ = ["SWITCHES", "Optimizer"]
@@ -73,15 +73,19 @@ class Optimizer(torch.optim.Optimizer):
         """Whether its route can update many parameters as one piece of memory."""
         return self._route.memory != "tensors"
 
-    @property
-    def needs_flat(self) -> bool:
-        """Whether its route updates nothing else."""
-        return self._route.memory == "flat"
+    def memory_for(self, dtypes: Iterable[torch.dtype], *, flat: bool) -> Memory:
+        """What the route can be given that it would take for these.
 
-    def check_dtype(self, dtype: torch.dtype) -> None:
-        """Raise UnsupportedError where no route supports parameters of this dtype."""
-        tensors = tuple(torch.empty(0, dtype=dtype) for _ in self.param_groups)
-        self._choose(replace(self._request, parameters=tensors, groups=_options_of(self.param_groups)))
+        Args:
+            dtypes: of what is trained.
+            flat: whether that may lie in flat memory.
+
+        Raises:
+            UnsupportedError: no route supports it.
+        """
+        tensors = tuple(torch.empty(0, dtype=dtype) for dtype in dtypes)
+        groups = _options_of(self.param_groups)
+        return self._choose(replace(self._request, parameters=tensors, groups=groups, flat=flat)).memory
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -119,12 +123,12 @@ class Optimizer(torch.optim.Optimizer):
         self._after[handle.id] = hook
         return handle
 
-    def bind(self, runs: Sequence[Run], *, flat: bool) -> None:
+    def bind(self, runs: Sequence[Run]) -> None:
         """Train these from now on, each parameter's state with it. Who binds sets the gradients before each step.
 
         Args:
-            runs: of every parameter that is trained; each belongs to one group.
-            flat: whether a run may be a stretch of flat memory.
+            runs: of every parameter that is trained; each belongs to one group. All are stretches of flat memory, or
+                none is.
 
         Raises:
             UnsupportedError: no route supports what it is to train.
@@ -134,9 +138,8 @@ class Optimizer(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             options = {key: value for key, value in group.items() if key not in ("foreach", "fused", "param_names")}
             groups.append({**options, "params": [run.value for run in runs if run.group == number]})
-        request = replace(
-            self._request, parameters=tuple(run.value for run in runs), groups=_options_of(groups), flat=flat
-        )
+        values, flat = tuple(run.value for run in runs), all(run.memory is not None for run in runs)
+        request = replace(self._request, parameters=values, groups=_options_of(groups), flat=flat)
         self._take_route(request, groups)
         for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
             group.update({key: engine_group[key] for key in ("foreach", "fused") if key in engine_group})
@@ -268,9 +271,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._route.memory == "flat":
             if not self._memories:
                 memories = lay_flat(self._slots())
-                self.bind(
-                    list(chain.from_iterable(each.runs(each.values, each.gradients) for each in memories)), flat=True
-                )
+                self.bind(list(chain.from_iterable(each.runs(each.values, each.gradients) for each in memories)))
                 self._memories = memories
             for memory in self._memories:
                 memory.follow()

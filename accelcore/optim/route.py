@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
+from accelcore.optim.memory import unfit
+
 __all__ = ["Choice", "Factory", "Memory", "Request", "Route", "choose"]
 
 Factory = Callable[..., Optimizer]
@@ -26,7 +28,7 @@ class Request:
         parameters: every parameter of every group; empty where the registry is only asked to explain.
         groups: what each parameter group says in place of `options`.
         route: `"auto"`, or the one route that may serve it.
-        flat: False where parameters have to stay in tensors of their own.
+        flat: False where each parameter is a tensor of its own, and has to stay that.
     """
 
     name: str
@@ -78,8 +80,9 @@ def choose(routes: Sequence[Route], request: Request) -> tuple[Choice, ...]:
         elif taken:
             choices.append(Choice(route.name, False, "a better route serves this request"))
         else:
-            reason = "it needs flat memory, and flat=False" if route.memory == "flat" and not request.flat else None
-            reason = reason or route.supports(request)
+            reason = route.supports(request)
+            if reason is None and route.memory == "flat":
+                reason = unfit(request.parameters) if request.flat else "it updates flat memory only"
             taken = reason is None
             choices.append(Choice(route.name, taken, reason or ""))
     return tuple(choices)

@@ -65,9 +65,11 @@ def divide(run: Run, parts: Sequence[Run], state: MutableMapping[Tensor, Entry])
 
 
 def _seen(run: Run, key: str, value: Any) -> Sequence[Any]:
-    if run.memory is not None and isinstance(value, Tensor) and value.shape == run.value.shape:
+    if run.memory is None or not isinstance(value, Tensor):
+        return [value] * len(run.slots)
+    if value.shape == run.value.shape:
         return run.parts(value)
-    return [value] * len(run.slots)
+    return value.expand(len(run.slots), *value.shape).clone().unbind()  # each its own: torch counts them up one by one
 
 
 def _history(entry: Entry) -> dict[str, Any]:

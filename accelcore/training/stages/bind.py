@@ -18,7 +18,7 @@ class Bind:
 
     def apply(self, plan: Plan) -> None:
         if isinstance(plan.optimizer, Optimizer):
-            plan.optimizer.bind(plan.gradients.trained_runs(), flat=plan.options["flat"] is not False)
+            plan.optimizer.bind(plan.gradients.trained_runs())
             return
         trained = {id(slot.parameter): slot.trained for slot in plan.gradients.slots}
         for group in plan.optimizer.param_groups:

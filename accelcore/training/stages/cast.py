@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from accelcore.errors import UnsupportedError
-from accelcore.optim.optimizer import Optimizer
 from accelcore.training.contexts import Contexts
 from accelcore.training.plan import Plan
 from accelcore.training.policy import LOW, choose_policy
@@ -34,7 +33,6 @@ class Cast:
                     available=", ".join(declared),
                     remedy='keep the parameters in fp32 and say precision="bf16" or "fp16"',
                 )
-        _check_route(plan)
 
     def apply(self, plan: Plan) -> None:
         if plan.policy.model_dtype is not None:
@@ -50,10 +48,3 @@ class Cast:
 
 def _is_low(parameter: nn.Parameter) -> bool:
     return parameter.requires_grad and parameter.dtype in LOW
-
-
-def _check_route(plan: Plan) -> None:
-    """See now that the optimizer has a route for parameters in the dtype they will be trained in."""
-    if isinstance(plan.optimizer, Optimizer) and plan.policy.model_dtype is not None:
-        dtype = getattr(torch, plan.policy.model_dtype)
-        plan.optimizer.check_dtype(torch.float32 if dtype in LOW and plan.policy.masters else dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from accelcore.errors import ConfigurationError
@@ -27,6 +28,8 @@ class Flatten:
             raise ConfigurationError(f"flat={flat!r} is neither yes nor no", available="True, False, or None to choose")
         if flat and reason is not None:
             raise ConfigurationError(f"flat=True cannot be done: {reason}", remedy="leave flat out")
+        if isinstance(plan.optimizer, Optimizer):  # refuses now what no route can update
+            plan.optimizer.memory_for(_dtypes(plan), flat=flat is not False and reason is None)
 
     def apply(self, plan: Plan) -> None:
         slots = _slots(plan)
@@ -51,13 +54,19 @@ def _slots(plan: Plan) -> list[Slot]:
     ]
 
 
+def _dtypes(plan: Plan) -> set[torch.dtype]:
+    """The dtypes that are trained in: a parameter's own, or its master's."""
+    name, masters = plan.policy.model_dtype, plan.policy.masters
+    dtypes = {getattr(torch, name) if name else parameter.dtype for parameter in _trained(plan)}
+    return {torch.float32 if masters and dtype in LOW else dtype for dtype in dtypes}
+
+
 def _lies_flat(plan: Plan) -> bool:
     flat, trained, optimizer = plan.options["flat"], _trained(plan), plan.optimizer
     if flat is not None:
         return flat
     if not isinstance(optimizer, Optimizer) or unfit(trained) is not None:
         return False
-    if optimizer.needs_flat:
-        return True
+    memory = optimizer.memory_for(_dtypes(plan), flat=True)
     small = sum(parameter.numel() for parameter in trained) < _WORTH * len(trained)
-    return optimizer.takes_flat and plan.strategy.prefers_flat and small
+    return memory == "flat" or (memory == "any" and plan.strategy.prefers_flat and small)

@@ -1,4 +1,4 @@
-"""torch_npu's nine fused optimizers with their arithmetic kept and their traps closed.
+"""torch_npu's nine fused optimizers: their arithmetic, on the core's flat memory.
 
 Five of them exist in torch, too; these take torch's arguments, check them as torch does, and have torch's parameter
 groups and state, so that a checkpoint goes from one device to another. The other four check their arguments here.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch_npu import optim
 
-from accelcore_npu.flat import FlatOptimizer
+from accelcore_npu.flat import FlatOptimizer, PartedOptimizer
 
 __all__ = ["FUSED"]
 
@@ -126,13 +127,13 @@ class RMSpropTF(_OldSignatures, optim.NpuFusedRMSpropTF):  # type: ignore[misc]
         )
 
 
-class AdamP(_OldSignatures, optim.NpuFusedAdamP):  # type: ignore[misc]
+class AdamP(_OldSignatures, PartedOptimizer, optim.NpuFusedAdamP):  # type: ignore[misc]
     """AdamP: the part of the update that would only grow a weight's norm is projected out."""
 
-    temporaries = {  # noqa: RUF012
-        "perturb": ("perturb_lists_indexed_by_group", "combined_perturb_lists_indexed_by_group"),
-        "wd_ratio": ("wd_ratio_lists_indexed_by_group", "combined_wd_ratio_lists_indexed_by_group"),
-    }
+    temporaries = (
+        ("perturb_lists_indexed_by_group", "combined_perturb_lists_indexed_by_group"),
+        ("wd_ratio_lists_indexed_by_group", "combined_wd_ratio_lists_indexed_by_group"),
+    )
 
     def __init__(
         self,
@@ -166,23 +167,24 @@ class AdamP(_OldSignatures, optim.NpuFusedAdamP):  # type: ignore[misc]
     def _projection(
         self, p: Tensor, grad: Tensor, perturb: Tensor, delta: float, wd_ratio: float, eps: float
     ) -> tuple[Tensor, float]:
-        # torch_npu views the gradient as a matrix, which one with strides of its own does not allow; and has no largest
-        # cosine of no rows.
+        # torch_npu views all three as matrices, which tensors with strides of their own do not allow; and has no
+        # largest cosine of no rows.
         if not p.numel():
             return perturb, 1.0
-        projected: tuple[Tensor, float] = super()._projection(p, grad.contiguous(), perturb, delta, wd_ratio, eps)
+        dense = (tensor.contiguous() for tensor in (p, grad, perturb))
+        projected: tuple[Tensor, float] = super()._projection(*dense, delta, wd_ratio, eps)
         return projected
 
 
-class Lamb(FlatOptimizer, optim.NpuFusedLamb):  # type: ignore[misc]
+class Lamb(PartedOptimizer, optim.NpuFusedLamb):  # type: ignore[misc]
     """LAMB without bias correction: the step of each tensor is scaled by the ratio of its norm to the update's."""
 
     initial_state = AdamP.initial_state
-    temporaries = {  # noqa: RUF012
-        "trust_ratio": ("trust_ratio_lists_indexed_by_group", "combined_trust_ratios_indexed_by_group"),
-        "param_pow": ("param_pow_lists_indexed_by_group", "combined_param_pows_indexed_by_group"),
-        "adam_step_pow": ("adam_step_pow_lists_indexed_by_group", "combined_adam_step_pows_indexed_by_group"),
-    }
+    temporaries = (
+        ("trust_ratio_lists_indexed_by_group", "combined_trust_ratios_indexed_by_group"),
+        ("param_pow_lists_indexed_by_group", "combined_param_pows_indexed_by_group"),
+        ("adam_step_pow_lists_indexed_by_group", "combined_adam_step_pows_indexed_by_group"),
+    )
 
     def __init__(
         self,
@@ -201,11 +203,11 @@ class Lamb(FlatOptimizer, optim.NpuFusedLamb):  # type: ignore[misc]
         self.global_grad_norm = torch.ones(())  # on the host, because torch_npu reads it there for every group
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    def _gather(self) -> None:
-        super()._gather()
-        gradients = [bucket.gradient for group in self._buckets.values() for bucket in group]
+    def _combine(self) -> None:
+        super()._combine()
+        gradients = list(chain.from_iterable(self.combined_grads_indexed_by_group))
         if self.use_global_grad_norm and gradients:
-            self.global_grad_norm = torch.stack(torch._foreach_norm(gradients)).norm()
+            self.global_grad_norm = torch.stack(torch._foreach_norm(gradients)).norm().cpu()
 
 
 class BertAdam(FlatOptimizer, optim.NpuFusedBertAdam):  # type: ignore[misc]
@@ -252,22 +254,22 @@ class BertAdam(FlatOptimizer, optim.NpuFusedBertAdam):  # type: ignore[misc]
         )
 
     def _group_step(self, group_index: int) -> None:
-        group, buckets = self.param_groups[group_index], self._buckets[group_index]
-        if group["max_grad_norm"] > 0 and buckets:
-            gradients = [bucket.gradient for bucket in buckets]
+        group = self.param_groups[group_index]
+        values = self.combined_params_indexed_by_group[group_index]
+        gradients = self.combined_grads_indexed_by_group[group_index]
+        states = self.combined_param_states_indexed_by_group[group_index]
+        if group["max_grad_norm"] > 0 and gradients:
             norm = torch.stack(torch._foreach_norm(gradients)).norm()
             torch._foreach_mul_(gradients, (group["max_grad_norm"] / (norm + 1e-6)).clamp(max=1.0))
-        for bucket in buckets:
-            mean, square = bucket.states["exp_avg"], bucket.states["exp_avg_sq"]
-            mean.mul_(group["b1"]).add_(bucket.gradient, alpha=1 - group["b1"])
-            square.mul_(group["b2"]).addcmul_(bucket.gradient, bucket.gradient, value=1 - group["b2"])
+        for value, gradient, state in zip(values, gradients, states, strict=True):
+            mean, square = state["exp_avg"], state["exp_avg_sq"]
+            mean.mul_(group["b1"]).add_(gradient, alpha=1 - group["b1"])
+            square.mul_(group["b2"]).addcmul_(gradient, gradient, value=1 - group["b2"])
             update = mean / square.sqrt().add_(group["e"])
             if group["weight_decay"] > 0:
-                update.add_(bucket.flat, alpha=group["weight_decay"])
-            bucket.flat.add_(update, alpha=-group["lr"] * _schedule(group, bucket.states["step"]))
-            bucket.states["step"] += 1
-            for parameter in bucket.parameters:
-                self.state[parameter]["step"] += 1
+                update.add_(value, alpha=group["weight_decay"])
+            value.add_(update, alpha=-group["lr"] * _schedule(group, state["step"]))
+            self.state[value]["step"] += 1
 
 
 def _schedule(group: dict[str, Any], updates: int) -> float:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from accelcore.optim.torch_optimizers import register_torch_optimizers
 from accelcore.roles.optimizers import Optimizers, Request
-from accelcore_npu.flat import overlapping, unfit
 from accelcore_npu.fused import FUSED
 
 __all__ = ["create_optimizers"]
@@ -20,7 +20,7 @@ def create_optimizers() -> Optimizers:
     """The registry of an NPU backend."""
     registry = Optimizers()
     for name, kind in FUSED.items():
-        registry.register(name, "npu_fused", kind, priority=_PRIORITY, supports=_supports)
+        registry.register(name, "npu_fused", kind, priority=_PRIORITY, supports=_supports, memory="flat")
     register_torch_optimizers(registry, fused=_TORCH_FUSED)
     return registry
 
@@ -37,10 +37,8 @@ def _supports(request: Request) -> str | None:
         return "options must be numbers, not tensors, which the host would have to wait for"
     if request.name == "sgd" and any(request.values("momentum", 0)) and any(request.values("dampening", 0)):
         return "torch_npu decides for all parameters at once whether a step is their first, which is not dampened"
-    for parameter in request.parameters:
-        reason = unfit(parameter)
-        if reason is not None:
-            return f"a parameter does not fit: {reason}"
-    if overlapping(request.parameters):
-        return "two parameters share memory, and the flat layout would give each its own"
+    others = sorted({str(parameter.dtype) for parameter in request.parameters if parameter.dtype != torch.float32})
+    if others:
+        # fp16 moments lose eps=1e-8 to zero and divide by it; bf16 torch_npu refuses itself.
+        return f"a parameter is {', '.join(others).replace('torch.', '')}, and the moments are safe in float32 only"
     return None
