@@ -34,6 +34,7 @@ _SUBJECTS = Path(__file__).parent / "subjects"
 _WITHOUT_TORCH_NPU = {"test_compatibility.py", "test_install.py", "test_libraries.py", "test_probe.py"}
 
 collect_ignore = ["subjects"]
+sys.path.insert(0, str(Path(__file__).parent))  # where tests find what they share
 
 if find_spec("torch_npu") is not None:
     from accelcore_npu.emulator import activate
