@@ -31,12 +31,12 @@ def declare(compute: Compute, *, rocm: bool, nccl: bool, fused: Iterable[str]) -
     low = ("bfloat16", "float16") if native else ("float16", "bfloat16")
     return Capabilities(
         autocast_dtypes=low if half else (),
-        model_dtypes=("float32", "float64", "bfloat16") if native else ("float32", "float64"),
+        model_dtypes=("float32", "float64", *(["bfloat16"] if native else []), *(["float16"] if half else [])),
         fast_fp32="tf32" if native and not rocm else None,
         native_optimizers=tuple(sorted(fused)),
         compilers=("inductor", "cudagraphs") if rocm or compute >= _TRITON else ("cudagraphs",),
         process_groups=("nccl", "gloo") if nccl else (),
-        parallel=("none", "ddp") if nccl else ("none",),
+        parallel=("none", "ddp", "combine_ddp") if nccl else ("none",),
         streams=True,
         graphs=True,
         pinned_memory=True,

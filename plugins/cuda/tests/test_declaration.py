@@ -29,6 +29,7 @@ def test_each_generation_declares_what_it_has(compute):
     found = declare(compute, rocm=False, nccl=True, fused=FUSED)
     assert found.autocast_dtypes == autocast
     assert ("bfloat16" in found.model_dtypes) is low_models
+    assert ("float16" in found.model_dtypes) is ("float16" in autocast)
     assert {"float32", "float64"} <= set(found.model_dtypes)
     assert found.fast_fp32 == fast
     assert ("inductor" in found.compilers) is inductor
@@ -40,7 +41,7 @@ def test_each_generation_declares_what_it_has(compute):
 def test_rocm_has_bf16_and_no_fast_fp32_whatever_its_number(compute):
     found = declare(compute, rocm=True, nccl=True, fused=FUSED)
     assert found.autocast_dtypes == ("bfloat16", "float16")
-    assert "bfloat16" in found.model_dtypes
+    assert {"bfloat16", "float16"} <= set(found.model_dtypes)
     assert found.fast_fp32 is None
     assert "inductor" in found.compilers
     assert not emulates_bfloat16(compute, rocm=True)
@@ -50,7 +51,7 @@ def test_without_nccl_there_is_one_process():
     found = declare((9, 0), rocm=False, nccl=False, fused=())
     assert (found.process_groups, found.parallel) == ((), ("none",))
     found = declare((9, 0), rocm=False, nccl=True, fused=())
-    assert (found.process_groups, found.parallel) == (("nccl", "gloo"), ("none", "ddp"))
+    assert (found.process_groups, found.parallel) == (("nccl", "gloo"), ("none", "ddp", "combine_ddp"))
 
 
 def test_fused_kernels_are_declared_in_order_and_no_others():

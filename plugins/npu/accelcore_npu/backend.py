@@ -96,12 +96,12 @@ def _capabilities() -> Capabilities:
     bf16 = torch_npu.npu.is_bf16_supported()
     return Capabilities(
         autocast_dtypes=("bfloat16", "float16") if bf16 else ("float16",),
-        model_dtypes=("float32", "bfloat16") if bf16 else ("float32",),
+        model_dtypes=("float32", "bfloat16", "float16") if bf16 else ("float32", "float16"),
         fast_fp32=None if saturates else "hf32",
         native_optimizers=tuple(sorted(FUSED)),
         compilers=installed_compilers(),
         process_groups=("hccl", "gloo"),
-        parallel=("none", "ddp"),
+        parallel=("none", "ddp", "combine_ddp"),
         streams=True,
         pinned_memory=True,
         overflow_flag=saturates,

@@ -115,7 +115,7 @@ def saturating_ranks(job):
 
 def test_a_part_that_saturates_declares_its_flag_and_neither_bf16_nor_hf32(saturating_ranks):
     for rank in saturating_ranks:
-        assert rank["declared"] == [True, None, ["float16"], ["float32"]]
+        assert rank["declared"] == [True, None, ["float16"], ["float32", "float16"]]
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(saturating_ranks):
