@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import os
 from datetime import timedelta
 
 import torch
@@ -9,9 +12,15 @@ import torch.distributed as dist
 import torch_npu
 
 from accelcore.environment import Launch
+from accelcore.errors import ConfigurationError
 from accelcore.roles.collectives import TorchCollectives
 
 __all__ = ["NpuCollectives"]
+
+logger = logging.getLogger("accelcore")
+
+_EXEC_TIMEOUT = "HCCL_EXEC_TIMEOUT"
+"""How many seconds hccl lets a collective wait; it reads this when it connects ranks, and torch's timeout never."""
 
 
 class NpuCollectives(TorchCollectives):
@@ -20,10 +29,17 @@ class NpuCollectives(TorchCollectives):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, "cpu:gloo,npu:hccl")
         self._host_group: dist.ProcessGroup | None = None
+        self._sets_timeout = False
 
     def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
         torch_npu.npu.set_device(self._device)  # hccl binds a rank to the device that is current when it starts
-        super().init(launch, timeout=timeout)
+        if launch is not None and not dist.is_initialized():
+            self._limit(timeout)
+        try:
+            super().init(launch, timeout=timeout)
+        except BaseException:
+            self._lift_limit()
+            raise
         if dist.is_initialized() and self._host_group is None and "cpu:" not in dist.get_backend_config():
             self._host_group = dist.new_group(backend="gloo", timeout=timeout)
 
@@ -35,3 +51,27 @@ class NpuCollectives(TorchCollectives):
             dist.destroy_process_group(self._host_group)
             self._host_group = None
         super().close()
+        self._lift_limit()
+
+    def _limit(self, timeout: timedelta | None) -> None:
+        """Let hccl wait as long, unless the user has said how long in hccl's own way."""
+        own = os.environ.get(_EXEC_TIMEOUT)
+        if own is not None and not (own.isascii() and own.isdigit()):
+            raise ConfigurationError(
+                f"{_EXEC_TIMEOUT}={own!a} is not a number of seconds",
+                remedy="give a whole number, 0 for no limit; or unset it, and say accel.distributed(timeout=...)",
+            )
+        if timeout is None:
+            return
+        seconds = str(max(1, math.ceil(timeout.total_seconds())))  # 0 would be no limit
+        if own is None:
+            os.environ[_EXEC_TIMEOUT], self._sets_timeout = seconds, True
+        elif int(own) != int(seconds):
+            logger.warning(
+                "hccl lets collectives wait %s s, as %s says, and not timeout=%s", own, _EXEC_TIMEOUT, timeout
+            )
+
+    def _lift_limit(self) -> None:
+        if self._sets_timeout and not dist.is_initialized():
+            os.environ.pop(_EXEC_TIMEOUT, None)
+            self._sets_timeout = False

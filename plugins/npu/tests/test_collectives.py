@@ -1,0 +1,51 @@
+"""How long hccl waits for other ranks, as the user says it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+
+from accelcore.errors import ConfigurationError, DistributedError
+
+
+@pytest.fixture
+def alone(accel, tmp_path, monkeypatch):
+    """Forms a job of one rank."""
+    monkeypatch.delenv("HCCL_EXEC_TIMEOUT", raising=False)
+    return lambda **options: accel.distributed(
+        rank=0, world_size=1, init_method=f"file://{tmp_path}/{len(list(tmp_path.iterdir()))}", **options
+    )
+
+
+def test_the_timeout_reaches_hccl_in_whole_seconds_for_the_length_of_a_job(accel, alone):
+    for timeout, seconds in ((timedelta(minutes=2), "120"), (timedelta(seconds=0.3), "1")):
+        with alone(timeout=timeout):
+            assert os.environ["HCCL_EXEC_TIMEOUT"] == seconds
+            with accel.distributed(timeout=timedelta(hours=1)):
+                pass
+            with pytest.raises(DistributedError), accel.distributed(rank=1, world_size=2):
+                pass
+            assert os.environ["HCCL_EXEC_TIMEOUT"] == seconds, "the job that stands is not another"
+        assert "HCCL_EXEC_TIMEOUT" not in os.environ
+    with alone():
+        assert "HCCL_EXEC_TIMEOUT" not in os.environ
+
+
+def test_a_users_own_setting_wins_and_says_so(alone, monkeypatch, caplog):
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "90")
+    with alone(timeout=timedelta(seconds=90)):
+        assert not caplog.messages
+    with alone(timeout=timedelta(seconds=60)):
+        assert os.environ["HCCL_EXEC_TIMEOUT"] == "90"
+    assert os.environ["HCCL_EXEC_TIMEOUT"] == "90"
+    (message,) = caplog.messages
+    assert "90 s, as HCCL_EXEC_TIMEOUT says" in message
+
+
+@pytest.mark.parametrize("rubbish", ["soon", "-1", "1.5", "", "\u0663"])
+def test_a_setting_that_makes_no_sense_is_named(alone, monkeypatch, rubbish):
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", rubbish)
+    with pytest.raises(ConfigurationError, match="HCCL_EXEC_TIMEOUT"), alone():
+        pass
