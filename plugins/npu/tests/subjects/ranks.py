@@ -54,10 +54,10 @@ def collect(accel, collectives):
     return found
 
 
-def train(accel, collectives, **options):
+def train(accel, collectives, parallel="ddp", **options):
     module = model()
     optimizer = accel.optimizers.create("adamw", module.parameters(), lr=0.05)
-    trainer = accel.trainer(module, optimizer, loss=loss, parallel="ddp", **options)
+    trainer = accel.trainer(module, optimizer, loss=loss, parallel=parallel, **options)
     losses = []
     for step in range(STEPS):
         value = trainer(accel.runtime.to_device(data(collectives, step)))
@@ -80,7 +80,7 @@ def train_sharded(accel, collectives):
         losses.append(collectives.all_reduce(value.detach().clone(), "avg").item())
     local = sum(parameter.to_local().numel() for parameter in module.parameters())
     whole = sum(parameter.numel() for parameter in module.parameters())
-    return {"losses": losses, "route": type(optimizer).__module__, "local": local, "whole": whole}
+    return {"losses": losses, "route": optimizer.route, "local": local, "whole": whole}
 
 
 def adopted(accel, folder, rank, world_size):
@@ -105,8 +105,10 @@ def main():
         found["collectives"] = collect(accel, collectives)
         found["fp32"] = train(accel, collectives)
         found["accumulated"] = train(accel, collectives, accumulate=2, clip_norm=0.5)
+        found["combined"] = train(accel, collectives, "combine_ddp", accumulate=2, clip_norm=0.5)
         found["bf16"] = train(accel, collectives, precision="bf16")
         found["fp16"] = train(accel, collectives, precision="fp16", accumulate=2, clip_norm=1.0)
+        found["combined fp16"] = train(accel, collectives, "combine_ddp", precision="fp16", comm_dtype="float16")
         found["sharded"] = train_sharded(accel, collectives)
         place = collectives.rank, collectives.world_size
     found["left"] = not dist.is_initialized()

@@ -26,6 +26,23 @@ def step(accel, scaler, optimizer, weight, *, overflows):
     return {"finite": finite, "weight": weight[0].item(), "scale": scaler.state_dict()["scale"]}
 
 
+def clipped(accel, precision):
+    """How far two clipped steps go, where an operator overflowed before each."""
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=1.0)
+    trainer = accel.trainer(
+        model, optimizer, loss=lambda model, batch: model(batch).float().sum(), precision=precision, clip_norm=1.0,
+        loss_scale=128.0 if precision == "fp16" else None, parallel="ddp",
+    )  # fmt: skip
+    lengths = []
+    for _ in range(2):
+        overflow(accel)
+        before = model.weight.detach().clone()
+        trainer(torch.full((2, 4), 8.0, device=accel.device))
+        lengths.append((model.weight.detach() - before).norm().item())
+    return lengths
+
+
 def main():
     accel = accelcore.select("npu")
     able = accel.capabilities
@@ -38,6 +55,7 @@ def main():
         found["after"] = step(accel, scaler, optimizer, weight, overflows=False)
         overflow(accel)  # of evaluation, say, between two windows
         found["before"] = step(accel, scaler, optimizer, weight, overflows=False)
+        found["clipped"] = {precision: clipped(accel, precision) for precision in ("fp32", "fp16")}
         Path(sys.argv[1], f"rank-{collectives.rank}.json").write_text(json.dumps(found))
 
 
