@@ -121,7 +121,7 @@ class TestTraining:
                 trainer = accel.trainer(model, optimizer, flat=flat)
                 for number, (rows, classes) in enumerate(batches(5)):
                     rows, classes = accel.runtime.to_device((rows, classes))
-                    hidden = trainer.forward[:3](rows) if number in (0, 2) else None  # the last layer goes unused
+                    hidden = model[:3](rows) if number in (0, 2) else None  # the last layer goes unused
                     logits = trainer.forward(rows) if hidden is None else hidden[:, :4]
                     trainer.backward(cross_entropy(logits, classes))
                     trainer.update()
