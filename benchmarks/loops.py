@@ -23,6 +23,7 @@ __all__ = [
     "Loop",
     "Task",
     "accelcore_calls",
+    "accelcore_tensors",
     "accelcore_trainer",
     "accelerate",
     "accelerate_accumulate",
@@ -93,14 +94,16 @@ def by_hand(task: Task, model: nn.Module, optimizer: Optimizer, batches: Batches
     return bf16 if task.precision == "bf16" else plain
 
 
-def accelcore_trainer(task: Task, model: nn.Module, optimizer: Optimizer, batches: Batches) -> Pass:
-    """`trainer(batch)`."""
+def accelcore_trainer(
+    task: Task, model: nn.Module, optimizer: Optimizer, batches: Batches, *, flat: bool | None = None
+) -> Pass:
+    """`trainer(batch)`; `flat=None` lets the trainer choose."""
 
     def loss(model: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, targets = batch
         return cross_entropy(model(inputs), targets)
 
-    trainer = _trainer(task, model, optimizer, loss)
+    trainer = _trainer(task, model, optimizer, loss, flat=flat)
 
     def train() -> None:
         for batch in batches:
@@ -109,9 +112,14 @@ def accelcore_trainer(task: Task, model: nn.Module, optimizer: Optimizer, batche
     return train
 
 
+def accelcore_tensors(task: Task, model: nn.Module, optimizer: Optimizer, batches: Batches) -> Pass:
+    """`trainer(batch)`, each parameter in a tensor of its own."""
+    return accelcore_trainer(task, model, optimizer, batches, flat=False)
+
+
 def accelcore_calls(task: Task, model: nn.Module, optimizer: Optimizer, batches: Batches) -> Pass:
     """The three calls that `trainer(batch)` is short for."""
-    trainer = _trainer(task, model, optimizer, None)
+    trainer = _trainer(task, model, optimizer, None, flat=None)
 
     def train() -> None:
         for inputs, targets in batches:
@@ -179,7 +187,7 @@ def fabric(task: Task, model: nn.Module, optimizer: Optimizer, batches: Batches)
 
 
 def _trainer(
-    task: Task, model: nn.Module, optimizer: Optimizer, loss: Callable[..., Tensor] | None
+    task: Task, model: nn.Module, optimizer: Optimizer, loss: Callable[..., Tensor] | None, *, flat: bool | None
 ) -> accelcore.Trainer:
     return accelcore.select("cpu").trainer(
         model,
@@ -188,6 +196,7 @@ def _trainer(
         precision=task.precision,
         accumulate=task.accumulate,
         clip_norm=task.clip_norm,
+        flat=flat,
     )
 
 
