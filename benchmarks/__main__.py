@@ -14,8 +14,10 @@ from benchmarks.report import print_table, write_results
 # Each is a module here, with DISTRIBUTIONS, whose versions matter, and run(quick), which yields a table at a time.
 _BENCHMARKS = {
     "cli": "what accelcore doctor and accelcore run cost next to importing torch",
+    "flat": "what flat parameters and gradients do to a step, and that the trainer's choice never harms",
     "launches": "what a step launches on an emulated NPU next to the loop by hand",
     "overhead": "what a training step costs over the same step written by hand",
+    "parallel": "what a step of two ranks costs over torch's DistributedDataParallel by hand",
     "startup": "what an import costs next to importing torch",
 }
 _RESULTS = Path(__file__).parent / "results"
