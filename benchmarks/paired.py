@@ -58,6 +58,7 @@ def sample(
     seconds: float = 0.0,
     per: int = 1,
     clock: Clock = perf_counter,
+    ready: Callable[[], object] | None = None,
     seed: int = 0,
 ) -> Samples:
     """Time every case once a round, without the garbage collector.
@@ -69,11 +70,14 @@ def sample(
         per: how many units of work one call does.
         clock: `time.process_time` where all the work is this process's own and none of it waits: other programs'
             turns on the processor are then no part of a sample.
+        ready: called before each sample, outside it; what lets several processes that call this alike begin at once.
+            Then `seconds` has to be 0: they would not repeat a case as often.
         seed: of the order of the cases.
 
     Returns:
         For each case the seconds per unit of work, round by round.
     """
+    assert ready is None or seconds == 0, "processes that time together cannot choose their repeats alone"
     repeats = {name: _repeats(case, seconds, clock) for name, case in cases.items()}
     samples: dict[str, list[float]] = {name: [] for name in cases}
     order = list(cases)
@@ -83,6 +87,8 @@ def sample(
             if number % len(order) == 0:
                 shuffle(order)
             for name in order:
+                if ready is not None:
+                    ready()
                 samples[name].append(_time(cases[name], repeats[name], clock) / (repeats[name] * per))
             order.append(order.pop(0))  # in as many rounds as there are cases, each has every place once
             gc.collect()
