@@ -96,7 +96,7 @@ class TestTraining:
         plain = torch.optim.AdamW(reference.parameters(), lr=0.01, eps=1e-3)
         for number, (rows, classes) in enumerate(data, 1):
             trainer(accel.runtime.to_device((rows, classes)))
-            (cross_entropy(reference(rows.double()), classes) / accumulate).backward()  # type: ignore[no-untyped-call]
+            (cross_entropy(reference(rows.double()), classes) / accumulate).backward()
             if number % accumulate == 0:
                 if "clip_norm" in options:
                     nn.utils.clip_grad_norm_(reference.parameters(), options["clip_norm"])

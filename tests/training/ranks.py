@@ -132,32 +132,6 @@ def around_after_evaluation(accel, folder):
     return {"refused": None}
 
 
-def unused_parameter(accel, folder):
-    """In use in the first micro-batch of the window only, so that its gradient is not None."""
-    model = nn.ModuleDict({"always": nn.Linear(4, 1), "sometimes": nn.Linear(4, 1)})
-    calls = iter(range(9))
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = model
-
-        def forward(self, x):
-            output = self.parts["always"](x)
-            return output + self.parts["sometimes"](x) if next(calls) == 0 else output
-
-    whole = Model()
-    optimizer = accel.optimizers.create("sgd", whole.parameters(), lr=0.1)
-    trainer = accel.trainer(whole, optimizer, loss=loss_of, parallel="ddp", accumulate=2)
-    before = weights(whole)
-    try:
-        for batch in trainer.batches(DataLoader(rows(8), 2)):
-            trainer(batch)
-    except accelcore.TrainingError as error:
-        return {"refused": str(error), "unchanged": weights(whole) == before}
-    return {"refused": None}
-
-
 def failed_save(accel, folder):
     """Rank 0 cannot write: every rank is told, and none waits."""
     model = net()

@@ -101,12 +101,6 @@ def test_an_evaluation_does_not_excuse_a_step_around_the_replicas(start):
         assert "trainer.forward" in found["refused"]
 
 
-def test_a_parameter_left_out_of_the_last_backward_is_trained_as_by_hand(start):
-    for found in start("unused_parameter"):
-        assert "parts.sometimes.weight" in found["refused"]
-        assert found["unchanged"]
-
-
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_job_goes_on(start):
     first, second = start("failed_save")
     assert "could be saved" in first["refused"]
