@@ -114,12 +114,15 @@ class TorchCollectives(Collectives):
 
     Args:
         device: where this rank's tensors are.
-        backend: torch.distributed's backend for it, such as `"gloo"`, or a pair that serves the CPU too.
+        backend: torch.distributed's backend for it, or a pair that serves the CPU too.
+        host: that for CPU tensors, of which a group is formed beside one that was adopted and takes none; None where
+            every group takes them.
     """
 
-    def __init__(self, device: torch.device, backend: str) -> None:
+    def __init__(self, device: torch.device, backend: str, host: str | None = None) -> None:
         self._device = device
-        self._backend = backend
+        self._backend, self._host = backend, host
+        self._host_group: dist.ProcessGroup | None = None
         self._entered: list[bool] = []  # one for each init that was not closed: whether it formed the group
 
     @property
@@ -150,6 +153,9 @@ class TorchCollectives(Collectives):
                     remedy="see that every rank was started, that the address is right and its port is free",
                 ) from error
         self._entered.append(forms)
+        needs_host = self._host is not None and self._host_group is None and dist.is_initialized()
+        if needs_host and "cpu:" not in dist.get_backend_config():
+            self._host_group = dist.new_group(backend=self._host, timeout=timeout)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         _check_reduction(tensor, op)
@@ -178,9 +184,12 @@ class TorchCollectives(Collectives):
             dist.barrier()
 
     def cpu_group(self) -> dist.ProcessGroup | None:
-        return dist.group.WORLD if dist.is_initialized() else None
+        return self._host_group or (dist.group.WORLD if dist.is_initialized() else None)
 
     def close(self) -> None:
+        if self._host_group is not None and len(self._entered) == 1:
+            dist.destroy_process_group(self._host_group)
+            self._host_group = None
         if self._entered and self._entered.pop() and dist.is_initialized():
             # A reduction begun in backward holds a Python object, which a thread of the group drops when it gets to
             # it; if that is while the interpreter shuts down, the process aborts (pytorch#190489). Nothing tells when

@@ -37,7 +37,7 @@ class Stateful(nn.Module):
     """The classifier of `network` with every kind of state that a model may have, all of which its answers depend on.
 
     Running statistics of two batch norms, a buffer that is updated in forward and is in no `state_dict`, a weight that
-    two layers share, a channels-last convolution, dropout, a parameter that is frozen. The same for the same seed, on
+    two layers share, a convolution, dropout, a parameter that is frozen. The same for the same seed, on
     the CPU.
     """
 
@@ -53,13 +53,12 @@ class Stateful(nn.Module):
             self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
             self.second.weight = self.first.weight
             self.drop, self.exit = nn.Dropout(dropout), nn.Linear(16, 4)
-        self.image.weight.data = self.image.weight.data.contiguous(memory_format=torch.channels_last)
         self.exit.bias.requires_grad_(False)
         self.register_buffer("shift", torch.zeros(16), persistent=False)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Logits of 4 classes."""
-        image = self.entry(rows).view(-1, 4, 2, 2).contiguous(memory_format=torch.channels_last)
+        image = self.entry(rows).view(-1, 4, 2, 2)
         hidden = self.norm(nn.functional.gelu(self.image_norm(self.image(image))).flatten(1))
         hidden = nn.functional.gelu(self.first(hidden))
         if self.training:

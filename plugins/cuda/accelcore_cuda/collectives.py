@@ -22,25 +22,13 @@ class CudaCollectives(TorchCollectives):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device, "cpu:gloo,cuda:nccl")
-        self._host_group: dist.ProcessGroup | None = None
+        super().__init__(device, "cpu:gloo,cuda:nccl", host="gloo")
 
     def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
         if launch is not None or dist.is_initialized():
             torch.cuda.set_device(self._device)  # or ranks that share a host all make a context on its first GPU
         super().init(launch, timeout=timeout)
-        if dist.is_initialized() and self._host_group is None and "cpu:" not in dist.get_backend_config():
-            self._host_group = dist.new_group(backend="gloo", timeout=timeout)
 
     def barrier(self) -> None:
         if dist.is_initialized():
             dist.barrier(device_ids=[self._device.index])
-
-    def cpu_group(self) -> dist.ProcessGroup | None:
-        return self._host_group or super().cpu_group()
-
-    def close(self) -> None:
-        if self._host_group is not None and len(self._entered) == 1:
-            dist.destroy_process_group(self._host_group)
-            self._host_group = None
-        super().close()

@@ -27,8 +27,7 @@ class NpuCollectives(TorchCollectives):
     """The default group takes tensors of either kind; one that the script formed for hccl alone gets gloo beside it."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device, "cpu:gloo,npu:hccl")
-        self._host_group: dist.ProcessGroup | None = None
+        super().__init__(device, "cpu:gloo,npu:hccl", host="gloo")
         self._sets_timeout = False
 
     def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
@@ -40,16 +39,8 @@ class NpuCollectives(TorchCollectives):
         except BaseException:
             self._lift_limit()
             raise
-        if dist.is_initialized() and self._host_group is None and "cpu:" not in dist.get_backend_config():
-            self._host_group = dist.new_group(backend="gloo", timeout=timeout)
-
-    def cpu_group(self) -> dist.ProcessGroup | None:
-        return self._host_group or super().cpu_group()
 
     def close(self) -> None:
-        if self._host_group is not None and len(self._entered) == 1:
-            dist.destroy_process_group(self._host_group)
-            self._host_group = None
         super().close()
         self._lift_limit()
 
