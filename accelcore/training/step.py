@@ -76,6 +76,12 @@ class Step:
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
 
+    def open(self) -> None:
+        """Clear what others left behind before a window, such as another trainer of a module that both train."""
+        if not self._open:
+            self._gradients.clear()
+            self._open = True
+
     def forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
         """The loss of one micro-batch and what came beside it; its gradients are added to the window's."""
         with self._region:
@@ -101,9 +107,7 @@ class Step:
 
     def _add(self, loss: Tensor, share: float | Tensor | None, *, outlast: bool) -> None:
         scaled = self._scaler.scale(loss)
-        if not self._open:  # what others left behind, such as another trainer's backward pass through a shared module
-            self._gradients.clear()
-            self._open = True
+        self.open()
         # What backward starts from. Multiplying the loss instead costs an operator here, and one in backward.
         start: Tensor | None
         if isinstance(share, Tensor):

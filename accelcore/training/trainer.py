@@ -297,6 +297,7 @@ class Trainer:
     def _launch(self, batch: Any) -> Tensor:
         last, captured = self._window.is_last, self._plan.captured
         assert captured is not None
+        self._step.open()  # not in a graph, which serves the later micro-batches of a window, too
         loss, self.aux = captured(
             batch, self._step.forward_backward, self._step.work, first=self._window.micro == 0, last=last
         )  # fmt: skip
