@@ -6,9 +6,7 @@ groups and state, so that a checkpoint goes from one device to another. The othe
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -16,6 +14,8 @@ import torch
 from torch import Tensor
 from torch_npu import optim
 
+from accelcore_npu.arguments import fractions, not_negative
+from accelcore_npu.bertadam import BertAdam
 from accelcore_npu.flat import FlatOptimizer, PartedOptimizer
 
 __all__ = ["FUSED"]
@@ -27,7 +27,7 @@ class _Twin(FlatOptimizer):
     torch_class: type[torch.optim.Optimizer]
 
     def __init__(self, params: Any, **options: Any) -> None:
-        _not_negative(lr=options.get("lr", 0))  # torch's SGD takes one that is not a number
+        not_negative(lr=options.get("lr", 0))  # torch's SGD takes one that is not a number
         twin = self.torch_class([torch.zeros(())], **options)
         super().__init__(params, twin.defaults)
 
@@ -111,7 +111,7 @@ class RMSpropTF(_OldSignatures, optim.NpuFusedRMSpropTF):  # type: ignore[misc]
         decoupled_decay: bool = False,
         lr_in_momentum: bool = True,
     ) -> None:
-        _not_negative(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
+        not_negative(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
         super().__init__(
             params,
             {
@@ -146,8 +146,8 @@ class AdamP(_OldSignatures, PartedOptimizer, optim.NpuFusedAdamP):  # type: igno
         wd_ratio: float = 0.1,
         nesterov: bool = False,
     ) -> None:
-        _not_negative(lr=lr, eps=eps, weight_decay=weight_decay, delta=delta, wd_ratio=wd_ratio)
-        _fractions(**{"betas[0]": betas[0], "betas[1]": betas[1]})
+        not_negative(lr=lr, eps=eps, weight_decay=weight_decay, delta=delta, wd_ratio=wd_ratio)
+        fractions(**{"betas[0]": betas[0], "betas[1]": betas[1]})
         super().__init__(
             params,
             {
@@ -196,8 +196,8 @@ class Lamb(PartedOptimizer, optim.NpuFusedLamb):  # type: ignore[misc]
         adam: bool = False,
         use_global_grad_norm: bool = False,
     ) -> None:
-        _not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        _fractions(**{"betas[0]": betas[0], "betas[1]": betas[1]})
+        not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        fractions(**{"betas[0]": betas[0], "betas[1]": betas[1]})
         self.adam = adam
         self.use_global_grad_norm = use_global_grad_norm
         self.global_grad_norm = torch.ones(())  # on the host, because torch_npu reads it there for every group
@@ -208,95 +208,6 @@ class Lamb(PartedOptimizer, optim.NpuFusedLamb):  # type: ignore[misc]
         gradients = list(chain.from_iterable(self.combined_grads_indexed_by_group))
         if self.use_global_grad_norm and gradients:
             self.global_grad_norm = torch.stack(torch._foreach_norm(gradients)).norm().cpu()
-
-
-class BertAdam(FlatOptimizer, optim.NpuFusedBertAdam):  # type: ignore[misc]
-    """Adam without bias correction, with a schedule of its own.
-
-    The arithmetic is written out here, because in torch_npu's own the cosine schedule raises, the polynomial one
-    becomes complex after `t_total`, the clipping norm of later groups is ignored, and the state counts no updates.
-    """
-
-    initial_state = AdamP.initial_state
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        warmup: float = -1,
-        t_total: int = -1,
-        schedule: str = "warmup_linear",
-        b1: float = 0.9,
-        b2: float = 0.999,
-        e: float = 1e-6,
-        weight_decay: float = 0.01,
-        max_grad_norm: float = 1.0,
-    ) -> None:
-        _not_negative(lr=lr, e=e, weight_decay=weight_decay)
-        _fractions(b1=b1, b2=b2)
-        if warmup != -1:
-            _fractions(warmup=warmup)
-        if schedule not in _SCHEDULES:
-            raise ValueError(f"there is no schedule {schedule!r}, only {', '.join(_SCHEDULES)}")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "schedule": schedule,
-                "warmup": warmup,
-                "t_total": t_total,
-                "b1": b1,
-                "b2": b2,
-                "e": e,
-                "weight_decay": weight_decay,
-                "max_grad_norm": max_grad_norm,
-            },
-        )
-
-    def _group_step(self, group_index: int) -> None:
-        group = self.param_groups[group_index]
-        values = self.combined_params_indexed_by_group[group_index]
-        gradients = self.combined_grads_indexed_by_group[group_index]
-        states = self.combined_param_states_indexed_by_group[group_index]
-        if group["max_grad_norm"] > 0 and gradients:
-            norm = torch.stack(torch._foreach_norm(gradients)).norm()
-            torch._foreach_mul_(gradients, (group["max_grad_norm"] / (norm + 1e-6)).clamp(max=1.0))
-        for value, gradient, state in zip(values, gradients, states, strict=True):
-            mean, square = state["exp_avg"], state["exp_avg_sq"]
-            mean.mul_(group["b1"]).add_(gradient, alpha=1 - group["b1"])
-            square.mul_(group["b2"]).addcmul_(gradient, gradient, value=1 - group["b2"])
-            update = mean / square.sqrt().add_(group["e"])
-            if group["weight_decay"] > 0:
-                update.add_(value, alpha=group["weight_decay"])
-            value.add_(update, alpha=-group["lr"] * _schedule(group, state["step"]))
-            self.state[value]["step"] += 1
-
-
-def _schedule(group: dict[str, Any], updates: int) -> float:
-    if group["t_total"] == -1:
-        return 1.0
-    progress, warmup = updates / group["t_total"], group["warmup"]
-    return progress / warmup if progress < warmup else _SCHEDULES[group["schedule"]](progress, warmup)
-
-
-_SCHEDULES: dict[str, Callable[[float, float], float]] = {
-    "warmup_constant": lambda progress, warmup: 1.0,
-    "warmup_cosine": lambda progress, warmup: 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0))),
-    "warmup_linear": lambda progress, warmup: max((progress - 1.0) / (warmup - 1.0), 0.0),
-    "warmup_poly": lambda progress, warmup: max(1.0 - progress, 0.0) ** 0.5,
-}
-
-
-def _not_negative(**values: float) -> None:
-    for name, value in values.items():
-        if not value >= 0:  # not a number, too
-            raise ValueError(f"{name}={value} makes no sense: it must be 0 or more")
-
-
-def _fractions(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"{name}={value} makes no sense: it must be at least 0 and below 1")
 
 
 FUSED: dict[str, type[FlatOptimizer]] = {
