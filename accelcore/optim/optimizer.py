@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -52,8 +52,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, request: Request, groups: Iterable[Any], choose: Callable[[Request], Route]) -> None:
         self._request, self._choose = request, choose
-        self._before: dict[int, Callable[..., Any]] = {}
-        self._after: dict[int, Callable[..., Any]] = {}
+        self._before: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._after: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._take_route(request, groups)
         super().__init__(self.engine.param_groups, self.engine.defaults)
         self._share_groups()
@@ -156,8 +156,9 @@ class Optimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         if self._skips:
             return None
+        arguments = (self,) if closure is None else (self, closure)
         for hook in list(self._before.values()):
-            hook(self, () if closure is None else (closure,), {})
+            hook(self, arguments, {})
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -184,7 +185,7 @@ class Optimizer(torch.optim.Optimizer):
             finally:
                 del engine.found_inf, engine.grad_scale
         for hook in list(self._after.values()):
-            hook(self, () if closure is None else (closure,), {})
+            hook(self, arguments, {})
         return loss
 
     def skip(self) -> None:
@@ -237,7 +238,7 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({"defaults": state["defaults"], "param_groups": state["param_groups"]})
         self._request, self._choose = state["request"], state["choose"]
-        self._before, self._after = {}, {}
+        self._before, self._after = OrderedDict(), OrderedDict()
         self._start_anew(state["entries"])
 
     def _take_route(self, request: Request, groups: Iterable[Any]) -> None:

@@ -84,28 +84,32 @@ class Step:
 
     def forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
         """The loss of one micro-batch and what came beside it; its gradients are added to the window's."""
-        with self._region:
-            loss = self._loss(self._forward, batch)
-        aux = None
-        if type(loss) is tuple:
-            loss, aux = loss
-        weight = None if self._weight is None else self._weight(batch)
-        self.backward(loss, weight, outlast=not self._window.is_last)
+        try:
+            with self._region:
+                loss = self._loss(self._forward, batch)
+            aux = None
+            if type(loss) is tuple:
+                loss, aux = loss
+            weight = None if self._weight is None else self._weight(batch)
+            self._add(loss, weight, outlast=not self._window.is_last)
+        except BaseException as error:
+            self._drop(error)
+            raise
         return loss, aux
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool) -> None:
         """Add the gradients of a loss; `outlast`: they have to outlast the next forward pass."""
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise _no_loss(loss)
-        self._strategy.before_backward()
-        share = self._window.share(weight, self._strategy)
         try:
-            self._add(loss, share, outlast=outlast)
+            self._add(loss, weight, outlast=outlast)
         except BaseException as error:
             self._drop(error)
             raise
 
-    def _add(self, loss: Tensor, share: float | Tensor | None, *, outlast: bool) -> None:
+    def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise _no_loss(loss)
+        self._strategy.before_backward()
+        share = self._window.share(weight, self._strategy)
         scaled = self._scaler.scale(loss)
         self.open()
         # What backward starts from. Multiplying the loss instead costs an operator here, and one in backward.

@@ -1,0 +1,356 @@
+"""Whatever raises in a step, its window is lost and nothing else: what follows equals a loop that never saw it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import accelcore
+from accelcore.training.observers import Observer
+from accelcore.training.policy import Policy
+
+FAULTY = 2  # the window in which something is raised, of
+WINDOWS = 6
+
+
+class Trap:
+    """Raises once, at a place, in the FAULTY window, in the last of its micro-batches or in the one before."""
+
+    def __init__(self, place, error, micro):
+        self.place, self.error, self.micro = place, error, micro
+        self.now = (0, 0)
+
+    def __call__(self, place):
+        if place == self.place and self.now == (FAULTY, self.micro):
+            self.place = None
+            raise self.error("planted")
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, trap):
+        ctx.trap = trap
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.trap("backward")
+        return gradient, None
+
+
+class Model(nn.Module):
+    def __init__(self, trap=lambda place: None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.trap = nn.Linear(3, 5), nn.Linear(5, 2), trap
+
+    def forward(self, x):
+        return self.last(torch.tanh(Backward.apply(self.first(x), self.trap)))
+
+
+class Foreign(torch.optim.SGD):
+    trap = None
+
+    def step(self, closure=None):
+        self.trap("step")
+        return super().step(closure)
+
+
+class Watching(Observer):
+    def __init__(self, trap):
+        self.trap = trap
+
+    def loss(self, loss):
+        self.trap("observer of losses")
+
+    def gradient_norm(self, norm):
+        self.trap("observer of norms")
+
+    def step(self, steps):
+        self.trap("observer of steps")
+
+    def output(self, module, output):
+        self.trap("observer of outputs")
+
+
+def data(accumulate, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    one = lambda: (torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator))  # noqa: E731
+    return [[one() for _ in range(accumulate)] for _ in range(WINDOWS)]
+
+
+def loss_of(model, batch):
+    dtype = next(model.parameters()).dtype
+    return mse_loss(model(batch[0].to(dtype)).float(), batch[1])
+
+
+CONFIGS = {
+    "plain": {},
+    "accumulating": {"accumulate": 3},
+    "flat": {"flat": True, "accumulate": 3},
+    "static scale": {"loss_scale": 128.0, "flat": False},
+    "dynamic scale, clipping": {"loss_scale": "dynamic", "clip_norm": 0.1, "accumulate": 3},
+    "fp16": {"precision": "fp16", "clip_norm": 0.1},
+    "masters": {"precision": Policy(model_dtype="bfloat16"), "flat": False, "clip_norm": 0.1},
+    "all": {
+        "precision": Policy(model_dtype="bfloat16"), "loss_scale": "dynamic", "flat": True, "accumulate": 3,
+        "clip_norm": 0.1,
+    },
+}  # fmt: skip
+# Where something is raised, and whether the window's update has been made by then.
+PLACES = {
+    "loss": False,
+    "backward": False,
+    "clipping": False,
+    "step": False,
+    "schedule": True,
+    "observer of losses": True,
+    "observer of norms": True,
+    "observer of steps": True,
+    "observer of outputs": False,
+}
+
+
+def make(accel, trap, options, *, foreign):
+    model = Model(trap)
+    if foreign:
+        optimizer = Foreign(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.trap = trap
+    else:
+        optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.05, eps=1e-3)
+        optimizer.register_step_pre_hook(lambda *_: trap("step"))
+
+    def rate(step):
+        trap("schedule")
+        return 0.9**step
+
+    def loss(m, batch):
+        trap("loss")
+        return loss_of(m, batch)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    observers = [Watching(trap)] if (trap.place or "").startswith("observer") else []
+    return accel.trainer(model, optimizer, loss=loss, scheduler=schedule, observers=observers, **options)
+
+
+class Hand:
+    """The same training, written by hand in torch; windows can be left out."""
+
+    def __init__(self, options, *, foreign):
+        self.model, self.options = Model(), options
+        policy = options.get("precision")
+        if isinstance(policy, Policy):
+            self.model.bfloat16()
+        self.trained = [nn.Parameter(parameter.detach().float()) for parameter in self.model.parameters()]
+        if foreign:
+            self.optimizer = torch.optim.SGD(self.trained, lr=0.1, momentum=0.9)
+        else:
+            self.optimizer = torch.optim.AdamW(self.trained, lr=0.05, eps=1e-3, fused=True)
+        self.broken_schedule = False
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate)
+        scale = "dynamic" if policy == "fp16" else options.get("loss_scale")
+        init = scale if isinstance(scale, float) else 65536.0
+        self.scaler = torch.amp.GradScaler("cpu", enabled=scale is not None, init_scale=init)
+
+    def rate(self, step):
+        if self.broken_schedule:
+            raise ArithmeticError
+        return 0.9**step
+
+    def window(self, batches, *, broken_schedule=False):
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
+        for batch in batches:
+            with torch.autocast("cpu", torch.float16, enabled=self.options.get("precision") == "fp16"):
+                loss = loss_of(self.model, batch)
+            self.scaler.scale(loss / len(batches)).backward()
+        for master, parameter in zip(self.trained, self.model.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+        self.scaler.unscale_(self.optimizer)
+        if "clip_norm" in self.options:
+            nn.utils.clip_grad_norm_(self.trained, self.options["clip_norm"])
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.broken_schedule = broken_schedule
+        with contextlib.suppress(ArithmeticError):
+            self.schedule.step()
+        with torch.no_grad():
+            for master, parameter in zip(self.trained, self.model.parameters(), strict=True):
+                parameter.copy_(master)
+
+
+def train(trainer, trap, windows, first=0):
+    """Train on windows; one in which something is raised is left at that point. How often that was."""
+    caught = 0
+    for number, batches in enumerate(windows, start=first):
+        for micro, batch in enumerate(batches):
+            trap.now = (number, len(batches) - 1 - micro)
+            try:
+                trainer(batch)
+            except trap.error:
+                caught += 1
+                assert all(parameter.grad is None for parameter in trainer.model.parameters())
+                break
+    return caught
+
+
+def same(trainer, hand):
+    for one, other in zip(trainer.model.parameters(), hand.model.parameters(), strict=True):
+        tolerance = 2**-7 if one.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=1e-6)
+    if hand.scaler.is_enabled() and "dynamic" in (hand.options.get("loss_scale", "dynamic"),):
+        state = trainer.scaler.state_dict()
+        assert (state["scale"], state["_growth_tracker"]) == (
+            hand.scaler.get_scale(),
+            hand.scaler._get_growth_tracker(),
+        )
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_window_in_which_something_is_raised_is_lost_and_nothing_else(
+    accel, monkeypatch, tmp_path, config, place, error
+):
+    options = dict(CONFIGS[config])
+    if place == "clipping":
+        options["clip_norm"] = 0.1
+    foreign = place == "step" and error is KeyboardInterrupt
+    early = options.get("accumulate", 1) > 1 and place in ("loss", "backward", "observer of outputs")
+    trap = Trap(place, error, micro=1 if early else 0)
+    norms = torch._foreach_norm
+    if place == "clipping":
+        monkeypatch.setattr(torch, "_foreach_norm", lambda *given: (trap("clipping"), norms(*given))[1])
+
+    windows = data(options.get("accumulate", 1))
+    trainer, hand = make(accel, trap, options, foreign=foreign), Hand(options, foreign=foreign)
+    assert train(trainer, trap, windows[:-2]) == 1
+    monkeypatch.undo()
+    made = [number for number in range(WINDOWS - 2) if number != FAULTY or PLACES[place]]
+    for number in made:
+        hand.window(windows[number], broken_schedule=place == "schedule" and number == FAULTY)
+    assert trainer.steps == len(made)
+    same(trainer, hand)
+
+    trainer.save(tmp_path)
+    resumed = make(accel, Trap(None, error, 0), options, foreign=foreign)
+    resumed.resume(tmp_path)
+    for each in (trainer, resumed):
+        assert train(each, trap, windows[-2:], first=FAULTY + 1) == 0
+        assert each.steps == len(made) + 2
+    for window in windows[-2:]:
+        hand.window(window)
+    same(trainer, hand)
+    same(resumed, hand)
+
+
+def test_a_schedule_past_its_end_raises_at_each_window_and_training_goes_on_at_its_last_rate(accel, tmp_path):
+    def make(parameters, create):
+        optimizer = create(parameters)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3, cycle_momentum=False)
+
+    model, hand = Model(), Model()
+    optimizer, schedule = make(model.parameters(), lambda p: accel.optimizers.create("adamw", p, eps=1e-3))
+    trainer = accel.trainer(model, optimizer, loss=loss_of, scheduler=schedule, accumulate=2)
+    theirs, other = make(hand.parameters(), lambda p: torch.optim.AdamW(p, eps=1e-3, fused=True))
+    windows = data(2)
+    for number, window in enumerate(windows, start=1):
+        theirs.zero_grad()
+        for batch in window:
+            (loss_of(hand, batch) / 2).backward()
+        theirs.step()
+        trainer(window[0])
+        if number < 4:
+            other.step()
+            trainer(window[1])
+        else:
+            with pytest.raises(ValueError, match="Tried to step"):
+                trainer(window[1])
+        assert trainer.steps == number
+        for one, its in zip(model.parameters(), hand.parameters(), strict=True):
+            torch.testing.assert_close(one, its)
+    fresh = Model()
+    optimizer, schedule = make(fresh.parameters(), lambda p: accel.optimizers.create("adamw", p, eps=1e-3))
+    resumed = accel.trainer(fresh, optimizer, loss=loss_of, scheduler=schedule, accumulate=2)
+    trainer.save(tmp_path)
+    resumed.resume(tmp_path)
+    assert torch.equal(fresh.first.weight, model.first.weight)
+    with pytest.raises(ValueError, match="Tried to step"):
+        for batch in windows[0]:
+            resumed(batch)
+    assert resumed.steps == len(windows) + 1
+
+
+def test_a_disk_that_is_full_leaves_training_and_older_checkpoints_as_they_were(accel, tmp_path, monkeypatch):
+    options = {"accumulate": 2, "loss_scale": "dynamic"}
+    trap = Trap(None, OSError, 0)
+    trainer, hand = make(accel, trap, options, foreign=False), Hand(options, foreign=False)
+    windows = data(2)
+    trainer(windows[0][0])
+    whole = trainer.save(tmp_path)
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(accelcore.CheckpointError, match="No space left"):
+            trainer.save(tmp_path)
+    assert list(tmp_path.iterdir()) == [whole]
+    trainer(windows[0][1])  # the window that was open goes on
+    train(trainer, trap, windows[1:])
+    for window in windows:
+        hand.window(window)
+    same(trainer, hand)
+    resumed = make(accel, trap, options, foreign=False)
+    assert resumed.resume(tmp_path) == whole
+
+
+@pytest.mark.parametrize("place", ["forward", "reduce"])
+def test_in_a_job_a_rank_that_failed_alone_does_not_go_on(accel, place):
+    """The others may have stepped without it, and its next all_reduce would meet another of theirs."""
+
+    class Two(type(accel.collectives)):
+        rank, world_size = 0, 2
+        broken = False
+
+        def all_reduce(self, tensor, op="sum"):
+            if self.broken:
+                raise torch.OutOfMemoryError("planted")
+            return tensor if op != "sum" else tensor.mul_(2)  # the other rank has the same
+
+        def broadcast(self, tensor, src=0):
+            return tensor
+
+        def barrier(self):
+            pass
+
+    def loss(model, batch):
+        if broken and place == "forward":
+            raise torch.OutOfMemoryError("planted")
+        return loss_of(model, batch)
+
+    broken = False
+    two, declared = Two(accel.device, "gloo"), dataclasses.replace(accel.capabilities, parallel=("none", "combine_ddp"))
+    job = dataclasses.replace(accel, collectives=two, capabilities=declared)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = job.trainer(model, optimizer, loss=loss, parallel="combine_ddp")
+    batch = data(1)[0][0]
+    trainer(batch)
+    broken, two.broken = True, place == "reduce"
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer(batch)
+    broken, two.broken = False, False
+    with pytest.raises(accelcore.TrainingError, match="cannot go on"):
+        trainer(batch)
+    with pytest.raises(accelcore.TrainingError, match="cannot go on"):
+        trainer.backward(loss_of(trainer.forward, batch))
+    assert trainer.steps == 1
