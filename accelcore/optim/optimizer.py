@@ -94,10 +94,11 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """The state of each parameter, under torch's keys."""
-        if self._runs is None:
+        if self._runs is None and not self._aside:
             return self._unbound
         found: defaultdict[Tensor, Any] = defaultdict(dict)
-        found.update(by_parameter(self._runs, self.engine.state))
+        found.update(self._unbound if self._runs is None else by_parameter(self._runs, self.engine.state))
+        found.update(self._aside)
         return found
 
     @state.setter
@@ -143,7 +144,7 @@ class Optimizer(torch.optim.Optimizer):
         self._take_route(request, groups)
         for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
             group.update({key: engine_group[key] for key in ("foreach", "fused") if key in engine_group})
-        self._runs = pour(entries, runs, self.engine)
+        self._pour(entries, runs)
         self._members = [len(group["params"]) for group in self.param_groups]
         self._place_runs()
 
@@ -223,7 +224,7 @@ class Optimizer(torch.optim.Optimizer):
         else:
             assert self._runs is not None
             self.engine.state.clear()
-            self._runs = pour(entries, self._runs, self.engine)
+            self._pour(entries, self._runs)
             self._place_runs()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -249,6 +250,7 @@ class Optimizer(torch.optim.Optimizer):
         self._on_leaves = True
         self._memories = []
         self._unbound = self.engine.state
+        self._aside: dict[Tensor, Entry] = {}
 
     def _share_groups(self) -> None:
         """Unbound, the engine's groups are these very dicts, so that a change of an option needs no copy."""
@@ -263,7 +265,13 @@ class Optimizer(torch.optim.Optimizer):
         for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
             group.update({key: value for key, value in engine_group.items() if key != "params"})
         self._share_groups()
-        pour(entries, [Run([slot], slot.parameter) for slot in self._slots()], self.engine)
+        self._aside = entries  # as it is until the first step: a trainer may yet make masters that are more exact
+
+    def _pour(self, entries: dict[Tensor, Entry], runs: Sequence[Run]) -> None:
+        """Give runs their state. That of parameters which are not trained now, such as frozen ones, is kept aside."""
+        self._runs = pour(entries, runs, self.engine)
+        trained = {slot.parameter for run in runs for slot in run.slots}
+        self._aside = {parameter: entry for parameter, entry in entries.items() if parameter not in trained}
 
     def _prepare_alone(self) -> None:
         """In a loop of one's own: see that the route is still the one for these parameters, and their memory right."""
@@ -277,6 +285,9 @@ class Optimizer(torch.optim.Optimizer):
             for memory in self._memories:
                 memory.follow()
                 memory.gather()
+        elif self._aside:
+            pour(self._aside, [Run([slot], slot.parameter) for slot in self._slots()], self.engine)
+            self._aside = {}
 
     def _slots(self) -> list[Slot]:
         return [

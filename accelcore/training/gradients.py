@@ -40,6 +40,9 @@ class Gradients(ABC):
         self._parameters = [slot.parameter for slot in slots]
         self._held: list[Tensor] = []
 
+    def follow(self) -> None:  # noqa: B027  # most have nothing to do
+        """Take over what others wrote to the parameters since the last update."""
+
     @abstractmethod
     def gather(self) -> None:
         """The backward passes of a window are done: see where their gradients are."""
@@ -74,7 +77,7 @@ class Gradients(ABC):
         """What an optimizer is made of."""
         return self.runs(self.values, self.cells())
 
-    def expose(self) -> None:  # noqa: B027  # most have nothing to do
+    def expose(self) -> None:  # noqa: B027
         """See that each trained tensor has its gradient as `grad`, for an optimizer that knows nothing of slots."""
 
     def promote(self) -> None:  # noqa: B027
@@ -167,9 +170,13 @@ class Flat(Gradients):
         self.values = [memory.values for memory in self._memories]
         self._cells = [memory.gradients for memory in self._memories]
 
-    def gather(self) -> None:
+    def follow(self) -> None:
         for memory in self._memories:
             memory.follow()
+
+    def gather(self) -> None:
+        self.follow()
+        for memory in self._memories:
             memory.gather()
         self._look()
 
@@ -214,8 +221,8 @@ class Flat(Gradients):
 class Masters(Gradients):
     """fp32 masters of parameters held in bf16 or fp16, and fp32 gradients for them; the rest as `inner` has it.
 
-    A parameter that was written to by others since its last update (`load_state_dict`, an initialisation) is noticed
-    by its version, and its master takes the new value before the next one.
+    A parameter that was written to by others since its last update (`load_state_dict`, an initialisation, other memory
+    as its `data`) is noticed by its version and its address, and its master takes the new value before the next one.
 
     Args:
         inner: the gradients that backward leaves.
@@ -224,28 +231,39 @@ class Masters(Gradients):
 
     def __init__(self, inner: Gradients, before: Gradients) -> None:
         self._inner = inner
-        low = [value.dtype in LOW for value in inner.values]
-        with torch.no_grad():
-            pairs = list(zip(inner.values, low, strict=True))
-            self.values = [value.detach().float() if is_low else value for value, is_low in pairs]
-            self._gradients = [torch.zeros_like(value) for value in self.values]
-        self._low = [number for number, is_low in enumerate(low) if is_low]
-        trained = inner.trained(self.values)
-        super().__init__([slot._replace(trained=master) for slot, master in zip(inner.slots, trained, strict=True)])
-        self._gradients_by_slot = inner.trained(self._gradients)
+        self._low = [number for number, value in enumerate(inner.values) if value.dtype in LOW]
+        self.values = [value.detach().float() if value.dtype in LOW else value for value in inner.values]
+        self._gradients = list(self.values)
+        for number in self._low:
+            self._gradients[number] = torch.zeros_like(self.values[number])
+        by_slot = zip(inner.slots, inner.trained(self.values), inner.trained(self._gradients), strict=True)
+        masters = [
+            (slot._replace(trained=m), g) if slot.parameter.dtype in LOW else (slot, None) for slot, m, g in by_slot
+        ]
+        super().__init__([slot for slot, _ in masters])
+        self._gradients_by_slot = [gradient for _, gradient in masters]
         exact = {id(slot.parameter): slot.trained for slot in before.slots if slot.trained is not slot.parameter}
         with torch.no_grad():
             for slot in self.slots:
-                if id(slot.parameter) in exact:
+                if slot.trained is not slot.parameter and id(slot.parameter) in exact:
                     slot.trained.copy_(exact[id(slot.parameter)])
         self.note()
 
+    def follow(self) -> None:
+        now = self._look()
+        if now == self._seen:
+            return
+        self._inner.follow()
+        with torch.no_grad():
+            for slot, before, after in zip(self.slots, self._seen, now, strict=True):
+                if before != after and slot.trained is not slot.parameter:
+                    slot.trained.copy_(slot.parameter)
+        self.note()
+
     def gather(self) -> None:
+        self.follow()
         self._inner.gather()
         self.received = self._inner.received
-        if self._versions != (versions := self._look()):
-            pairs = enumerate(zip(self._versions, versions, strict=True))
-            self._take_over([number for number, (before, now) in pairs if before != now])
 
     def cells(self) -> Sequence[Tensor | None]:
         cells = list(self._inner.cells())
@@ -274,7 +292,7 @@ class Masters(Gradients):
     def expose(self) -> None:
         self._inner.expose()
         for slot, gradient, received in zip(self.slots, self._gradients_by_slot, self.received, strict=True):
-            if slot.trained is not slot.parameter:
+            if gradient is not None:
                 slot.trained.grad = gradient if received else None
 
     def promote(self) -> None:
@@ -292,17 +310,10 @@ class Masters(Gradients):
         self.note()
 
     def note(self) -> None:
-        self._versions = self._look()
+        self._seen = self._look()
 
-    @torch.no_grad()
-    def _take_over(self, numbers: Sequence[int]) -> None:
-        for slot in (self.slots[number] for number in numbers):
-            if slot.trained is not slot.parameter:
-                slot.trained.copy_(slot.parameter)
-        self.note()
-
-    def _look(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
+    def _look(self) -> list[tuple[int, int]]:
+        return [(parameter._version, parameter.data_ptr()) for parameter in self._parameters]
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.roles.compiler import Compiled
@@ -32,6 +32,7 @@ class Plan:
         strategy: how ranks share the work.
         telling: who is told what.
         gradients: the owner of what is trained; at first of nothing.
+        masters: for each master in the optimizer's groups, by its id, whose it is.
         forward: the model to call.
         compiled: what became of `compile`; None where it was not asked for.
         captured: captures steps; None where that was not asked for.
@@ -46,9 +47,18 @@ class Plan:
     strategy: Strategy = field(init=False)
     telling: Telling = field(init=False)
     gradients: Gradients = field(default_factory=lambda: PerTensor([]))
+    masters: dict[int, nn.Parameter] = field(default_factory=dict)
     forward: Callable[..., Any] = field(init=False)
     compiled: Compiled | None = None
     captured: CapturedStep | None = None
+
+    def of_model(self, held: Tensor) -> Tensor:
+        """The model's parameter for what an optimizer holds: the same, unless that is its master."""
+        return self.masters.get(id(held), held)
+
+    def groups(self) -> list[list[Tensor]]:
+        """The parameters in the optimizer's groups, as the model has them."""
+        return [[self.of_model(held) for held in group["params"]] for group in self.optimizer.param_groups]
 
 
 class Stage(Protocol):

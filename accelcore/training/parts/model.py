@@ -29,6 +29,7 @@ class MastersPart:
         self._gradients = gradients
 
     def state(self) -> dict[str, Tensor]:
+        self._gradients.follow()
         return {slot.name: slot.trained for slot in self._gradients.slots if slot.trained is not slot.parameter}
 
     def prepare(self, saved: Saved) -> Change:
@@ -76,6 +77,7 @@ class ModelPart:
 
         def undo() -> None:
             self._model.load_state_dict(before)
+            self._gradients.note()
 
         return Change(commit, undo if runs_code else None)
 

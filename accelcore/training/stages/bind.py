@@ -21,13 +21,17 @@ class Bind:
             plan.optimizer.bind(plan.gradients.trained_runs())
             return
         trained = {id(slot.parameter): slot.trained for slot in plan.gradients.slots}
-        for group in plan.optimizer.param_groups:
-            group["params"] = [trained.get(id(parameter), parameter) for parameter in group["params"]]
-        for parameter in list(plan.optimizer.state):
-            master = trained.get(id(parameter), parameter)
-            if master is not parameter:
-                entry = plan.optimizer.state.pop(parameter)
-                plan.optimizer.state[master] = {key: _as_master(value, master) for key, value in entry.items()}
+        members, state = plan.groups(), plan.optimizer.state
+        for held in list(state):
+            parameter = plan.of_model(held)
+            target = trained.get(id(parameter), parameter)
+            if target is not held:
+                entry = state.pop(held)
+                state[target] = entry if target is parameter else {k: _as_master(v, target) for k, v in entry.items()}
+        for group, parameters in zip(plan.optimizer.param_groups, members, strict=True):
+            group["params"] = [trained.get(id(parameter), parameter) for parameter in parameters]
+        swapped = [slot for slot in plan.gradients.slots if slot.trained is not slot.parameter]
+        plan.masters = {id(slot.trained): slot.parameter for slot in swapped}
 
 
 def _as_master(value: object, master: Tensor) -> object:

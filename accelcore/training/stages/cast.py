@@ -20,6 +20,9 @@ logger = logging.getLogger("accelcore")
 class Cast:
     """Casts floating-point parameters and buffers to the policy's `model_dtype`."""
 
+    def __init__(self) -> None:
+        self._warned = False
+
     def check(self, plan: Plan) -> None:
         options = plan.options
         plan.policy = choose_policy(options["precision"], options["loss_scale"])
@@ -38,7 +41,8 @@ class Cast:
         if plan.policy.model_dtype is not None:
             plan.model.to(getattr(torch, plan.policy.model_dtype))
         low = [name for name, parameter in plan.model.named_parameters() if _is_low(parameter)]
-        if low and not plan.policy.masters:
+        if low and not plan.policy.masters and not self._warned:
+            self._warned = True
             logger.warning(
                 "%d parameters, such as %s, are held in low precision without fp32 masters: small updates are lost",
                 len(low),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from accelcore.errors import ConfigurationError
 from accelcore.optim.memory import Slot, unfit
@@ -32,6 +32,7 @@ class Flatten:
             plan.optimizer.memory_for(_dtypes(plan), flat=flat is not False and reason is None)
 
     def apply(self, plan: Plan) -> None:
+        plan.gradients.follow()
         slots = _slots(plan)
         gradients: Gradients = Flat(slots) if slots and _lies_flat(plan) else PerTensor(slots)
         if plan.policy.masters and any(slot.parameter.dtype in LOW for slot in slots):
@@ -39,18 +40,17 @@ class Flatten:
         plan.gradients = gradients
 
 
-def _trained(plan: Plan) -> list[nn.Parameter]:
-    groups = plan.optimizer.param_groups
-    return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+def _trained(plan: Plan) -> list[Tensor]:
+    return [parameter for parameters in plan.groups() for parameter in parameters if parameter.requires_grad]
 
 
 def _slots(plan: Plan) -> list[Slot]:
-    names = {id(parameter): name for name, parameter in plan.model.named_parameters()}
+    known = {id(parameter): (name, parameter) for name, parameter in plan.model.named_parameters()}
     return [
-        Slot(names[id(parameter)], number, parameter, parameter)
-        for number, group in enumerate(plan.optimizer.param_groups)
-        for parameter in group["params"]
-        if parameter.requires_grad
+        Slot(known[id(member)][0], number, known[id(member)][1], member)
+        for number, members in enumerate(plan.groups())
+        for member in members
+        if member.requires_grad
     ]
 
 

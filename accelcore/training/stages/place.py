@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from accelcore.errors import ConfigurationError
 from accelcore.optim.optimizer import Optimizer
@@ -21,8 +22,7 @@ class Place:
                 remedy='give the bare module and say parallel="ddp"',
             )
         names = {id(parameter) for parameter in plan.model.parameters()}
-        groups = plan.optimizer.param_groups
-        strangers = sum(id(parameter) not in names for group in groups for parameter in group["params"])
+        strangers = sum(id(parameter) not in names for members in plan.groups() for parameter in members)
         if strangers:
             raise ConfigurationError(
                 f"{strangers} of the optimizer's parameters are not in the model",
@@ -33,5 +33,11 @@ class Place:
     def apply(self, plan: Plan) -> None:
         plan.model.to(plan.backend.device)
         optimizer = plan.optimizer
-        if optimizer.state and not isinstance(optimizer, Optimizer):  # made with it, before the parameters were moved
+        if not isinstance(optimizer, Optimizer) and _has_state_elsewhere(optimizer, plan.backend.device):
             optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _has_state_elsewhere(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether it made state before the parameters were moved. Counts of steps may be on the host."""
+    values = [value for entry in optimizer.state.values() for value in entry.values()]
+    return any(isinstance(value, Tensor) and value.dim() > 0 and value.device != device for value in values)

@@ -1,0 +1,363 @@
+"""An optimizer that a trainer has bound, flat or not, against torch's own class and the same gradients."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import accelcore
+
+# Each optimizer under torch's own name, with options that leave no term of its formula out.
+CASES = {
+    "adadelta": (torch.optim.Adadelta, {"lr": 0.5, "rho": 0.8, "weight_decay": 0.1}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.2}),
+    "adam": (torch.optim.Adam, {"lr": 0.1, "betas": (0.7, 0.8), "weight_decay": 0.1, "amsgrad": True, "eps": 1e-3}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-3}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.1, "betas": (0.7, 0.8), "weight_decay": 0.1, "eps": 1e-3}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.1, "t0": 1.0, "weight_decay": 0.1}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-3}),
+    "radam": (torch.optim.RAdam, {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-3}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.5, "centered": True, "eps": 1e-3}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.1, "etas": (0.6, 1.1)}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5, "nesterov": True, "weight_decay": 0.1}),
+}
+FUSED = {"adagrad", "adam", "adamw", "sgd"}
+ROUTED = [
+    (name, route) for name in CASES for route in ("fused", "loop", "foreach") if route != "fused" or name in FUSED
+]
+EACH_ROUTE = pytest.mark.parametrize(("name", "route"), ROUTED)
+FLAT = pytest.mark.parametrize("flat", [True, False], ids=["flat", "per tensor"])
+
+
+class Model(nn.Module):
+    """Tied weights, a frozen parameter, one that is used late, one never, and one laid out channels_last."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.other.weight = self.one.weight
+        self.frozen, self.late, self.never = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 2)
+        self.frozen.requires_grad_(False)
+        self.image = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+
+    def forward(self, x, late):
+        x = self.frozen(torch.tanh(self.other(torch.tanh(self.one(x)))))
+        x = x + self.image(x.reshape(-1, 1, 1, 3).expand(-1, 2, 3, 3)[..., :2, :2]).flatten(1)
+        return (x.square().mean() + self.late(x).square().mean()) if late else x.square().mean()
+
+
+def batches(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(4, 3, generator=generator), number >= 2) for number in range(count)]
+
+
+def groups(model, options):
+    """Two groups, of which one has options of its own."""
+    rest = [parameter for name, parameter in model.named_parameters() if not name.startswith("one")]
+    return [{"params": list(model.one.parameters())}, {"params": rest, "lr": options["lr"] / 2}]
+
+
+def oracle(name, model):
+    kind, options = CASES[name]
+    return kind(groups(model, options), foreach=False, **options)
+
+
+def by_hand(model, optimizer, feed):
+    for batch in feed:
+        optimizer.zero_grad()
+        model(*batch).backward()
+        optimizer.step()
+
+
+def make(accel, name, route, model, **options):
+    optimizer = accel.optimizers.create(name, groups(model, CASES[name][1]), route=route, **CASES[name][1])
+    return optimizer, accel.trainer(model, optimizer, **options)
+
+
+def train(trainer, feed):
+    for batch in feed:
+        trainer(batch)
+
+
+def same(model, other, *, rtol=1e-5, atol=1e-5):
+    for (name, one), (_, its) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(one, its, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def same_state(model, optimizer, other, theirs):
+    for one, its in zip(model.parameters(), other.parameters(), strict=True):
+        mine = optimizer.state[one]
+        for key, value in theirs.state[its].items():
+            if key == "momentum_buffer" and value is None:
+                continue
+            torch.testing.assert_close(
+                torch.as_tensor(mine[key]).float(), torch.as_tensor(value).float(), rtol=1e-5, atol=1e-5
+            )
+        assert its in theirs.state or not mine
+
+
+@EACH_ROUTE
+@FLAT
+def test_tied_frozen_late_and_unused_parameters_are_trained_as_by_torch(accel, name, route, flat):
+    model, other = Model(), Model()
+    optimizer, trainer = make(accel, name, route, model, flat=flat)
+    theirs = oracle(name, other)
+    train(trainer, batches(5))
+    by_hand(other, theirs, batches(5))
+    same(model, other)
+    same_state(model, optimizer, other, theirs)
+    assert optimizer.route == route
+    assert model.other.weight is model.one.weight
+    assert torch.equal(model.never.weight, Model().never.weight)
+
+
+@EACH_ROUTE
+@FLAT
+def test_a_state_moves_to_torch_and_back_in_mid_training(accel, name, route, flat):
+    """Ours, then torch's class from our state, then ours from its state, then ours from ours."""
+    model, other = Model(), Model()
+    theirs = oracle(name, other)
+    by_hand(other, theirs, batches(9))
+
+    feed = batches(9)
+    optimizer, trainer = make(accel, name, route, model, flat=flat)
+    train(trainer, feed[:3])
+    between = oracle(name, model)
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)  # a pickle, as users keep it
+    saved.seek(0)
+    between.load_state_dict(torch.load(saved))
+    by_hand(model, between, feed[3:5])
+    optimizer.load_state_dict(between.state_dict())  # bound, with steps behind it
+    train(trainer, feed[5:7])
+    fresh, trainer = make(accel, name, route, model, flat=flat)
+    fresh.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    train(trainer, feed[7:])
+    same(model, other, rtol=1e-4, atol=1e-4)
+    same_state(model, fresh, other, theirs)
+
+
+@EACH_ROUTE
+@FLAT
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_group_is_added_before_and_after_the_first_steps(accel, name, route, flat, steps):
+    model, other = Model(), Model()
+    kind, options = CASES[name]
+    optimizer = accel.optimizers.create(name, model.one.parameters(), route=route, **options)
+    trainer = accel.trainer(model, optimizer, flat=flat)
+    theirs = kind(other.one.parameters(), foreach=False, **options)
+    feed = batches(7)
+    train(trainer, feed[:steps])
+    by_hand(other, theirs, feed[:steps])
+    for one, its in ((model, optimizer), (other, theirs)):
+        its.add_param_group({"params": [*one.late.parameters(), one.image.weight], "lr": 0.05})
+    train(trainer, feed[steps:])
+    by_hand_of = [parameter for group in theirs.param_groups for parameter in group["params"]]
+    for batch in feed[steps:]:
+        other.zero_grad()
+        other(*batch).backward()
+        assert by_hand_of
+        theirs.step()
+    same(model, other)
+    same_state(model, optimizer, other, theirs)
+
+
+@FLAT
+@pytest.mark.parametrize("name", ["adamw", "sgd", "rmsprop"])
+def test_options_changed_between_steps_hold_from_the_next_step_on(accel, name, flat):
+    model, other = Model(), Model()
+    optimizer, trainer = make(accel, name, "auto", model, flat=flat)
+    theirs = oracle(name, other)
+    feed = batches(6)
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.7) for each in (optimizer, theirs)]
+    for number, batch in enumerate(feed):
+        trainer(batch)
+        by_hand(other, theirs, [batch])
+        for each in (optimizer, theirs):
+            each.param_groups[0]["weight_decay"] = 0.1 * number
+            if number == 3:
+                each.param_groups[1]["maximize"] = True
+        for schedule in schedules:
+            schedule.step()
+    same(model, other)
+
+
+@FLAT
+@pytest.mark.parametrize("copied", ["model and optimizer", "optimizer alone"])
+def test_a_copy_goes_its_own_way(accel, flat, copied):
+    model, other = Model(), Model()
+    optimizer, trainer = make(accel, "adamw", "auto", model, flat=flat)
+    theirs = oracle("adamw", other)
+    feed = batches(6)
+    train(trainer, feed[:3])
+    by_hand(other, theirs, feed[:3])
+    if copied == "optimizer alone":
+        before = copy.deepcopy(model.state_dict())
+        twin = copy.deepcopy(optimizer)
+        assert twin.param_groups[0]["params"][0] is not model.one.weight
+        train(trainer, feed[3:])
+        by_hand(other, theirs, feed[3:])
+        torch.testing.assert_close(twin.param_groups[0]["params"][0].detach(), before["one.weight"])
+    else:
+        twin, its = copy.deepcopy((model, optimizer))
+        train(trainer, feed[3:4])  # the copy has memory of its own
+        train(accel.trainer(twin, its, flat=flat), feed[3:])
+        by_hand(other, theirs, feed[3:])
+        same(twin, other)
+        same_state(twin, its, other, theirs)
+    assert model.one.weight is not twin
+
+
+@FLAT
+@pytest.mark.parametrize("change", ["to", "data", "assign", "load_state_dict", "to another dtype"])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_memory_that_is_replaced_after_a_trainer_was_made_is_followed_or_refused(accel, name, flat, change):
+    model, other = Model(), Model()
+    _, trainer = make(accel, name, "auto", model, flat=flat)
+    theirs = oracle(name, other)
+    feed = batches(5)
+    train(trainer, feed[:2])
+    by_hand(other, theirs, feed[:2])
+    if change == "to":
+        model.to("meta").to_empty(device="cpu")
+        model.load_state_dict(other.state_dict())
+    elif change == "data":
+        with torch.no_grad():
+            model.one.bias.data = torch.full((3,), 0.5)
+            other.one.bias.fill_(0.5)
+    elif change == "assign":
+        model.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
+    elif change == "load_state_dict":
+        with torch.no_grad():
+            other.image.weight.mul_(2)
+        model.load_state_dict(other.state_dict())
+    else:
+        model.double()
+    try:
+        train(trainer, [(x.to(model.one.weight.dtype), late) for x, late in feed[2:]])
+    except accelcore.TrainingError:
+        assert change in ("assign", "to another dtype")
+        return
+    by_hand(other, theirs, feed[2:])
+    if change == "to another dtype":
+        model.float()
+    same(model, other)
+
+
+def test_a_parameter_that_lies_flat_is_saved_by_itself(accel):
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(2, 2))
+    accel.trainer(model, accel.optimizers.create("adamw", model.parameters()), flat=True)
+    saved = io.BytesIO()
+    torch.save(model[1].weight, saved)
+    assert len(saved.getvalue()) < 5000
+    assert model[1].weight.untyped_storage().nbytes() == 16
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_complex_parameters_are_trained_as_by_torch(accel, flat):
+    def model():
+        torch.manual_seed(0)
+        return nn.ParameterList([torch.randn(3, dtype=torch.complex64), torch.randn(2)])
+
+    one, other = model(), model()
+    optimizer = accel.optimizers.create("adamw", one.parameters(), lr=0.1)
+    trainer = accel.trainer(one, optimizer, loss=lambda m, _: (m[0] * m[1].sum()).abs().square().sum(), flat=flat)
+    theirs = torch.optim.AdamW(other.parameters(), lr=0.1)
+    for _ in range(4):
+        trainer(None)
+        theirs.zero_grad()
+        (other[0] * other[1].sum()).abs().square().sum().backward()
+        theirs.step()
+    same(one, other)
+
+
+def test_sparse_gradients_take_the_loop_and_the_error_says_so(accel):
+    def embedding():
+        torch.manual_seed(0)
+        return nn.Embedding(5, 2, sparse=True)
+
+    tokens = [torch.tensor([1, 1, 4]), torch.tensor([0, 4, 4])]
+    for clip_norm in (None, 0.1):
+        model, other = embedding(), embedding()
+        optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.5, route="loop")
+        trainer = accel.trainer(model, optimizer, loss=lambda m, b: m(b).square().mean(), clip_norm=clip_norm)
+        theirs = torch.optim.SGD(other.parameters(), lr=0.5)
+        for batch in tokens:
+            trainer(batch)
+            theirs.zero_grad()
+            other(batch).square().mean().backward()
+            other.weight.grad = other.weight.grad.to_dense()
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(other.parameters(), clip_norm)
+            theirs.step()
+        same(model, other)
+    for options in ({}, {"flat": True}):
+        model = embedding()
+        trainer = accel.trainer(
+            model, accel.optimizers.create("sgd", model.parameters()), loss=lambda m, b: m(b).sum(), **options
+        )
+        with pytest.raises(accelcore.TrainingError, match='route="loop"'):
+            trainer(tokens[0])
+        assert torch.equal(model.weight, embedding().weight)
+
+
+@FLAT
+def test_step_hooks_run_in_order_around_the_update(accel, flat):
+    model = Model()
+    optimizer, trainer = make(accel, "adamw", "auto", model, flat=flat)
+    seen, first = [], model.one.weight.detach().clone()
+
+    def note(what):
+        def hook(*given):
+            assert given[0] is optimizer
+            seen.append((what, torch.equal(model.one.weight, first)))
+
+        return hook
+
+    optimizer.register_step_pre_hook(note("before"))
+    handle = optimizer.register_step_post_hook(note("after"))
+    train(trainer, batches(1))
+    handle.remove()
+    first = model.one.weight.detach().clone()
+    train(trainer, batches(1))
+    assert seen == [("before", True), ("after", False), ("before", True)]
+
+
+@FLAT
+def test_fp32_moments_of_bf16_parameters_stay_fp32_however_they_are_loaded(accel, flat):
+    from accelcore.training.policy import Policy
+
+    def made():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).bfloat16()
+        return model, accel.optimizers.create("adamw", model.parameters(), lr=0.1)
+
+    def prepare(model, optimizer):
+        return accel.trainer(model, optimizer, loss=lambda m, b: m(b).float().square().mean(), precision=BF16, flat=flat)
+
+    BF16 = Policy(model_dtype="bfloat16")
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(3)).bfloat16()
+    model, optimizer = made()
+    trainer = prepare(model, optimizer)
+    for _ in range(3):
+        trainer(x)
+    state = optimizer.state_dict()
+    moments = state["state"][0]["exp_avg"]
+    assert moments.dtype == torch.float32
+    assert not torch.equal(moments, moments.bfloat16().float())
+    for late in (False, True):
+        other, loaded = made()
+        if not late:
+            loaded.load_state_dict(state)
+        prepare(other, loaded)
+        if late:
+            loaded.load_state_dict(state)
+        assert torch.equal(loaded.state_dict()["state"][0]["exp_avg"], moments)
+    twin = copy.deepcopy(optimizer)
+    assert torch.equal(twin.state_dict()["state"][0]["exp_avg"], moments)

@@ -1,0 +1,192 @@
+"""fp32 masters: what low precision would lose, they keep, whoever writes to the model and whatever changes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import accelcore
+from accelcore.training.policy import Policy
+
+BF16 = Policy(model_dtype="bfloat16")
+
+
+def foreign(parameters, **options):
+    return torch.optim.AdamW(parameters, **options)
+
+
+def ours(parameters, **options):
+    return accelcore.select("cpu").optimizers.create("adamw", parameters, **options)
+
+
+KINDS = pytest.mark.parametrize("create", [ours, foreign], ids=["ours", "torch's"])
+FLAT = pytest.mark.parametrize("flat", [True, False], ids=["flat", "per tensor"])
+
+
+class Ones(nn.Module):
+    """Two layers of ones, so that bf16, whose numbers lie 2**-7 apart here, loses any update below 2**-8."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3, bias=False), nn.Linear(4, 2, bias=False)
+        nn.init.ones_(self.a.weight)
+        nn.init.ones_(self.b.weight)
+
+    def forward(self, x):
+        x = x.to(self.a.weight.dtype)
+        return self.a(x).float().sum() + self.b(x).float().sum()
+
+
+def make(accel, create, *, precision=BF16, model=None, **options):
+    model = model or Ones()
+    optimizer = create(model.parameters(), lr=1e-4, weight_decay=0.0, eps=1e-12)
+    return accel.trainer(model, optimizer, precision=precision, **options)
+
+
+X = torch.ones(1, 4)
+
+
+@KINDS
+@FLAT
+@pytest.mark.parametrize("precision", [BF16, "fp32"], ids=["masters", "fp32"])
+def test_a_hundred_small_steps_are_not_lost(accel, create, flat, precision):
+    trainer = make(accel, create, precision=precision, flat=flat)
+    for _ in range(100):
+        trainer(X)
+    # Adam with equal gradients moves by lr each step: 1 - 100 * 1e-4, in bf16 the nearest number.
+    expected = torch.tensor(0.99).to(trainer.model.a.weight.dtype)
+    torch.testing.assert_close(trainer.model.a.weight, expected.expand(3, 4), rtol=1e-5, atol=0)
+    for parameter, entry in trainer.optimizer.state.items():
+        assert entry["exp_avg"].dtype == torch.float32, parameter.dtype
+
+
+@KINDS
+@FLAT
+def test_without_masters_small_steps_are_lost_and_it_is_said_once(accel, create, flat, caplog):
+    with caplog.at_level(logging.WARNING, "accelcore"):
+        trainer = make(accel, create, precision=Policy(model_dtype="bfloat16", masters=False), flat=flat)
+        for _ in range(100):
+            trainer(X)
+        trainer.model.b.weight.requires_grad_(False)
+        trainer(X)
+    assert trainer.model.a.weight.eq(1).all()
+    assert sum("without fp32 masters" in record.message for record in caplog.records) == 1
+
+
+@KINDS
+@FLAT
+def test_masters_survive_a_stay_in_fp32(accel, tmp_path, create, flat):
+    """60 steps of 1e-4 in bf16, 20 in fp32, 20 in bf16: as 100 in fp32, up to the last rounding."""
+    for number, (steps, precision) in enumerate([(60, BF16), (20, "fp32"), (20, BF16), (0, "fp32")]):
+        trainer = make(accel, create, precision=precision, flat=flat)
+        if number:
+            trainer.resume(tmp_path)
+        for _ in range(steps):
+            trainer(X)
+        trainer.save(tmp_path)
+    torch.testing.assert_close(trainer.model.a.weight, torch.full((3, 4), 0.99), rtol=1e-5, atol=0)
+
+
+@KINDS
+@FLAT
+@pytest.mark.parametrize("then", ["train", "freeze", "save"])
+@pytest.mark.parametrize("write", ["load_state_dict", "in place", "data"])
+def test_what_is_written_into_the_model_is_what_its_masters_go_on_from(accel, tmp_path, create, flat, then, write):
+    trainer = make(accel, create, flat=flat)
+    trainer(X)
+    weight = torch.full((3, 4), 2.0, dtype=torch.bfloat16)
+    model = trainer.model
+    if write == "load_state_dict":
+        model.load_state_dict({"a.weight": weight, "b.weight": model.b.weight.detach()})
+    elif write == "in place":
+        with torch.no_grad():
+            model.a.weight.copy_(weight)
+    else:
+        model.a.weight.data = weight.clone()
+    if then == "save":
+        trainer.save(tmp_path)
+        trainer = make(accel, create, flat=flat)
+        trainer.resume(tmp_path)
+    if then == "freeze":
+        trainer.model.b.weight.requires_grad_(False)
+    for _ in range(200):  # fewer would be below bf16's spacing at 2
+        trainer(X)
+    torch.testing.assert_close(trainer.model.a.weight, torch.full((3, 4), 1.98, dtype=torch.bfloat16), rtol=0, atol=0)
+
+
+@KINDS
+@FLAT
+def test_freezing_unfreezing_and_adding_keep_the_masters_of_the_others_exact(accel, tmp_path, create, flat):
+    """Each change comes when the masters are between two numbers of bf16."""
+    model = Ones()
+    trainer = make(accel, create, flat=flat, model=model)
+    for _ in range(10):
+        trainer(X)
+    model.b.weight.requires_grad_(False)
+    for _ in range(10):
+        trainer(X)
+    model.b.weight.requires_grad_(True)
+    for _ in range(10):
+        trainer(X)
+    model.c = nn.Linear(4, 3, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.c.weight)
+    trainer.optimizer.add_param_group({"params": [model.c.weight]})
+    model.forward = lambda x: Ones.forward(model, x) + model.c(x.bfloat16()).float().sum()
+    for _ in range(30):
+        trainer(X)
+    trainer.save(tmp_path)
+
+    whole = Ones()
+    whole.c = nn.Linear(4, 3, bias=False)
+    optimizer = create([whole.a.weight, whole.b.weight], lr=1e-4, weight_decay=0.0, eps=1e-12)
+    optimizer.add_param_group({"params": [whole.c.weight]})
+    exact = accel.trainer(whole, optimizer)
+    exact.resume(tmp_path)
+    torch.testing.assert_close(whole.a.weight, torch.full((3, 4), 1 - 60e-4), rtol=1e-5, atol=0)
+    torch.testing.assert_close(whole.c.weight, torch.full((3, 4), 1 - 30e-4), rtol=1e-5, atol=0)
+
+
+@KINDS
+@FLAT
+def test_a_model_of_several_dtypes_has_masters_only_where_they_are_needed(accel, tmp_path, create, flat):
+    model = Ones()
+    model.a.bfloat16()
+    model.forward = lambda x: model.a(x.bfloat16()).float().sum() + model.b(x).sum()
+    trainer = make(accel, create, precision="fp32", flat=flat, model=model)
+    for _ in range(100):
+        trainer(X)
+    torch.testing.assert_close(model.a.weight, torch.full((3, 4), 0.99, dtype=torch.bfloat16), rtol=0, atol=0)
+    torch.testing.assert_close(model.b.weight, torch.full((2, 4), 0.99), rtol=1e-5, atol=0)
+    trainer.save(tmp_path)
+    trainer.resume(tmp_path)
+    trainer(X)
+    torch.testing.assert_close(model.b.weight, torch.full((2, 4), 0.9899), rtol=1e-5, atol=0)
+
+
+@KINDS
+@FLAT
+def test_a_refused_resume_leaves_masters_exact(accel, tmp_path, create, flat):
+    class Moody(Ones):
+        broken = False
+
+        def get_extra_state(self):
+            return {}
+
+        def set_extra_state(self, state):
+            if self.broken:
+                self.broken = False
+                raise ValueError("not today")
+
+    trainer = make(accel, create, flat=flat, model=Moody())
+    trainer.save(tmp_path)
+    for _ in range(10):
+        trainer(X)
+    trainer.model.broken = True
+    with pytest.raises(accelcore.CheckpointError, match="not today"):
+        trainer.resume(tmp_path)
+    for _ in range(90):
+        trainer(X)
+    torch.testing.assert_close(trainer.model.a.weight, torch.full((3, 4), 0.99, dtype=torch.bfloat16), rtol=0, atol=0)
