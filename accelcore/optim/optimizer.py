@@ -296,8 +296,8 @@ class Optimizer(torch.optim.Optimizer):
             for parameter in group["params"]
         ]
 
-    def _look(self) -> list[tuple[torch.dtype, torch.device]]:
-        return [(parameter.dtype, parameter.device) for group in self.param_groups for parameter in group["params"]]
+    def _look(self) -> list[tuple[Any, ...]]:
+        return [(p.dtype, p.device, p.stride()) for group in self.param_groups for p in group["params"]]
 
     def _follow_groups(self) -> None:
         if [len(group["params"]) for group in self.param_groups] != self._members:

@@ -76,6 +76,10 @@ def _fused_supports(request: Request) -> str | None:
     dtypes = {parameter.dtype for parameter in request.parameters if not parameter.is_floating_point()}
     if dtypes:
         return f"the fused kernel takes floating-point parameters, not {', '.join(sorted(map(str, dtypes)))}"
+    if any(
+        torch.empty_like(parameter, device="meta").stride() != parameter.stride() for parameter in request.parameters
+    ):
+        return "the fused kernel takes parameters without gaps in their memory"
     if request.name == "sgd" and any(request.values("momentum", 0)) and any(request.values("dampening", 0)):
         return "the fused kernel would dampen the first step too"
     return _own_switches(request)

@@ -40,6 +40,9 @@ class Compiled:
 class Compiler(ABC):
     """How a backend compiles."""
 
+    def check(self, options: Mapping[str, Any]) -> None:  # noqa: B027  # most can tell only when they compile
+        """Raise ConfigurationError for options that `compile` would refuse."""
+
     @abstractmethod
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
         """Compile `module` with `options` of the compiler (for torch.compile: `mode`, `dynamic`, `fullgraph`...).
@@ -76,20 +79,29 @@ class TorchCompiler(Compiler):
     def __init__(self, missing: Callable[[], str | None] = lambda: None) -> None:
         self._missing = missing
 
+    def check(self, options: Mapping[str, Any]) -> None:
+        if self._missing() is None:
+            _compile(nn.Identity(), options)
+
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
         reason = self._missing()
         if reason is not None:
             logger.warning("the model runs eagerly, not compiled: %s", reason)
             return Compiled(module, compiled=False, reason=reason)
-        try:
-            compiled = torch.compile(module, **options)
-        except Exception as error:
-            raise ConfigurationError(
-                f"torch.compile refuses the options {dict(options)!r}", why=f"{type(error).__name__}: {error}"
-            ) from error
+        compiled = _compile(module, options)
         result = Compiled(module, compiled=True)
         result.module = _Guarded(module, compiled, result)
         return result
+
+
+def _compile(module: nn.Module, options: Mapping[str, Any]) -> Callable[..., Any]:
+    try:
+        compiled: Callable[..., Any] = torch.compile(module, **options)
+    except Exception as error:
+        raise ConfigurationError(
+            f"torch.compile refuses the options {dict(options)!r}", why=f"{type(error).__name__}: {error}"
+        ) from error
+    return compiled
 
 
 class _Guarded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +29,7 @@ class Policy:
             3.1). Without them an update smaller than half the spacing of numbers there is lost.
 
     Raises:
-        ConfigurationError: there is no such dtype, or a loss scale that is neither a number nor `"dynamic"`.
+        ConfigurationError: there is no such dtype, or a loss scale that is neither a number > 0 nor `"dynamic"`.
     """
 
     autocast: str | None = None
@@ -45,11 +46,11 @@ class Policy:
                     available='"bfloat16", "float16", "float32", "float64"; what of these a device takes, it declares',
                 )
         scale = self.loss_scale
-        number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        number = isinstance(scale, int | float) and not isinstance(scale, bool) and 0 < scale < math.inf
         if scale is not None and scale != "dynamic" and not number:
             raise ConfigurationError(
                 f"loss_scale={scale!r} is not a loss scale",
-                available='a number, "dynamic", or None for the precision\'s own',
+                available='a number > 0, "dynamic", or None for the precision\'s own',
             )
 
 
@@ -64,7 +65,7 @@ def choose_policy(precision: str | Policy, loss_scale: float | str | None) -> Po
     """The policy a trainer was asked for, with `loss_scale` in place of the policy's own where it is given.
 
     Raises:
-        ConfigurationError: there is no such precision, or a loss scale that is neither a number nor `"dynamic"`.
+        ConfigurationError: there is no such precision, or a loss scale that is neither a number > 0 nor `"dynamic"`.
     """
     policy = precision if isinstance(precision, Policy) else _POLICIES.get(str(precision))
     if policy is None:

@@ -44,6 +44,7 @@ class Step:
 
     Attributes:
         failure: what failed in a step, where that may have parted the ranks of a job.
+        is_open: whether there are gradients of a window.
     """
 
     def __init__(
@@ -72,15 +73,15 @@ class Step:
         self._overwrites, self._exposes, self._world_size = overwrites, exposes, world_size
         self.failure: BaseException | None = None
         self._reads_gradients = clip is not None or bool(telling.gradient_norm)
-        self._open = False
+        self.is_open = False
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
 
     def open(self) -> None:
         """Clear what others left behind before a window, such as another trainer of a module that both train."""
-        if not self._open:
+        if not self.is_open:
             self._gradients.clear()
-            self._open = True
+            self.is_open = True
 
     def forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
         """The loss of one micro-batch and what came beside it; its gradients are added to the window's."""
@@ -189,7 +190,7 @@ class Step:
 
     def begin(self, *, opened: bool = False) -> None:
         """A window begins, or one that was `opened` before goes on."""
-        self._open = opened
+        self.is_open = opened
         if not opened:
             self._window.reset()
         self._strategy.micro(self._window.is_last)

@@ -184,6 +184,8 @@ class Trainer:
                 not `trainer.forward` in a job of several ranks.
         """
         self._check_able()
+        if not self._step.is_open:  # the forward pass may have gone around `forward`
+            self._follow()
         if weight is None and self._options["weight"] is not None:
             raise TrainingError(
                 "this trainer weighs micro-batches, and backward was given no weight",

@@ -35,18 +35,23 @@ class Watch:
         self._of_model = dict(model.named_parameters())
         self._parameters = list(self._of_model.values())
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
+        self._matrices = [parameter for parameter in self._parameters if parameter.dim() > 1]
+        self._strides = [parameter.stride() for parameter in self._matrices]
 
     def changed(self) -> bool:
-        """Whether a parameter was frozen, unfrozen, or added to the optimizer since.
+        """Whether a parameter was frozen, unfrozen, added to the optimizer, or laid out in another way since.
+
+        Kernels walk through a parameter and its state side by side, and count on the same strides.
 
         Raises:
             TrainingError: parameters of the model were replaced, or new ones are in it that nobody trains.
         """
         if self._registrations != _registrations[0]:
-            self._registrations = _registrations[0]
             self.check()
+            self._registrations = _registrations[0]
         return (
             self._trainable != [parameter.requires_grad for parameter in self._parameters]
+            or self._strides != [parameter.stride() for parameter in self._matrices]
             or _members(self._optimizer) != self._members
         )
 

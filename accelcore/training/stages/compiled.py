@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -24,10 +25,16 @@ class Compile:
             )
         if wanted is not False and not plan.backend.capabilities.compilers:
             raise UnsupportedError(f"{plan.backend.name} declares no compiler", remedy="leave compile out")
+        if plan.compiled is None and wanted is not False:
+            plan.backend.compiler.check(_options(wanted))
 
     def apply(self, plan: Plan) -> None:
         wanted = plan.options["compile"]
         if wanted is not False:
             assert isinstance(plan.forward, nn.Module), "nothing before this stage makes anything else"
-            plan.compiled = plan.backend.compiler.compile(plan.forward, {} if wanted is True else wanted)
+            plan.compiled = plan.backend.compiler.compile(plan.forward, _options(wanted))
             plan.forward = plan.compiled.module
+
+
+def _options(wanted: bool | Mapping[str, Any]) -> Mapping[str, Any]:
+    return wanted if isinstance(wanted, Mapping) else {}

@@ -68,5 +68,6 @@ def _lies_flat(plan: Plan) -> bool:
     if not isinstance(optimizer, Optimizer) or unfit(trained) is not None:
         return False
     memory = optimizer.memory_for(_dtypes(plan), flat=True)
+    sparse = any(getattr(module, "sparse", False) is True for module in plan.model.modules())  # torch's embeddings
     small = sum(parameter.numel() for parameter in trained) < _WORTH * len(trained)
-    return memory == "flat" or (memory == "any" and plan.strategy.prefers_flat and small)
+    return memory == "flat" or (memory == "any" and plan.strategy.prefers_flat and small and not sparse)

@@ -1,0 +1,313 @@
+"""What changes after a trainer was made is followed with the right numbers, or refused at once."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import accelcore
+from accelcore.training.policy import Policy
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = torch.tanh(self.middle(torch.tanh(self.first(x))))
+        return self.last(x + self.added(x) if hasattr(self, "added") else x)
+
+
+def data(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(count)]
+
+
+def loss_of(model, batch):
+    return mse_loss(model(batch[0]), batch[1])
+
+
+KINDS = {
+    "ours": lambda accel, parameters: accel.optimizers.create("adamw", parameters, lr=0.05, eps=1e-3),
+    "torch's": lambda accel, parameters: torch.optim.AdamW(parameters, lr=0.05, eps=1e-3),
+}
+HOW = pytest.mark.parametrize("kind", KINDS)
+FLAT = pytest.mark.parametrize("flat", [True, False], ids=["flat", "per tensor"])
+ACCUMULATE = 2
+
+
+def make(accel, kind, flat, **options):
+    model = Model()
+    optimizer = KINDS[kind](accel, model.parameters())
+    return accel.trainer(model, optimizer, loss=loss_of, accumulate=ACCUMULATE, flat=flat, **options)
+
+
+class Hand:
+    def __init__(self):
+        self.model = Model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05, eps=1e-3, fused=True)
+
+    def train(self, batches):
+        for number, batch in enumerate(batches):
+            if number % ACCUMULATE == 0:
+                self.optimizer.zero_grad()
+            (loss_of(self.model, batch) / ACCUMULATE).backward()
+            if number % ACCUMULATE == ACCUMULATE - 1:
+                self.optimizer.step()
+
+
+def train(trainer, batches, *, calls=1):
+    for batch in batches:
+        if calls == 1:
+            trainer(batch)
+        else:
+            trainer.backward(loss_of(trainer.forward if calls == 3 else trainer.model, batch))
+            trainer.update()
+
+
+def same(one, other):
+    for (name, mine), (_, its) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def freeze(model, optimizer):
+    model.middle.requires_grad_(False)
+
+
+def unfreeze(model, optimizer):
+    model.middle.requires_grad_(True)
+
+
+def add(model, optimizer):
+    torch.manual_seed(9)
+    model.added = nn.Linear(4, 4)
+    optimizer.add_param_group({"params": model.added.parameters(), "lr": 0.01})
+
+
+@HOW
+@FLAT
+@pytest.mark.parametrize("calls", [1, 3, 4], ids=["one call", "three calls", "around trainer.forward"])
+@pytest.mark.parametrize(
+    "changes",
+    [[freeze], [freeze, unfreeze], [add], [freeze, add, unfreeze]],
+    ids=lambda changes: ", ".join(each.__name__ for each in changes),
+)
+def test_what_is_frozen_unfrozen_or_added_is_followed(accel, tmp_path, kind, flat, calls, changes):
+    trainer, hand = make(accel, kind, flat), Hand()
+    feed = data(4 * (len(changes) + 1))
+    train(trainer, feed[:4], calls=calls)
+    hand.train(feed[:4])
+    for number, change in enumerate(changes, start=1):
+        change(trainer.model, trainer.optimizer)
+        change(hand.model, hand.optimizer)
+        train(trainer, feed[4 * number : 4 * number + 4], calls=calls)
+        hand.train(feed[4 * number : 4 * number + 4])
+    same(trainer.model, hand.model)
+
+    # Also what was saved of it, whatever is frozen by then.
+    trainer.save(tmp_path)
+    resumed = make(accel, kind, flat)
+    for change in changes:
+        change(resumed.model, resumed.optimizer)
+    resumed.resume(tmp_path)
+    unfreeze(resumed.model, None)
+    unfreeze(hand.model, None)
+    train(resumed, feed[:4], calls=calls)
+    hand.train(feed[:4])
+    same(resumed.model, hand.model)
+
+
+@HOW
+@FLAT
+def test_a_change_within_a_window_is_followed_from_the_next_one_on(accel, kind, flat):
+    trainer, hand = make(accel, kind, flat), Hand()
+    feed = data(6)
+    train(trainer, feed[:1])
+    loss_of(hand.model, feed[0]).div(2).backward()
+    freeze(trainer.model, None)
+    freeze(hand.model, None)
+    train(trainer, feed[1:])
+    loss_of(hand.model, feed[1]).div(2).backward()
+    hand.optimizer.step()
+    hand.train(feed[2:])
+    same(trainer.model, hand.model)
+
+
+@HOW
+@FLAT
+@pytest.mark.parametrize("change", ["replaced", "new and trained by nobody", "another parameter", "assigned"])
+def test_another_model_is_refused_at_once_and_nothing_moves(accel, tmp_path, kind, flat, change):
+    trainer = make(accel, kind, flat)
+    model = trainer.model
+    train(trainer, data(2))
+    if change == "replaced":
+        model.middle = nn.Linear(4, 4)
+    elif change == "another parameter":
+        model.middle.weight = nn.Parameter(torch.zeros(4, 4))
+    elif change == "assigned":
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    else:
+        model.added = nn.Linear(4, 4)
+    before = copy.deepcopy(model.state_dict())
+    calls = (
+        lambda: train(trainer, data(2)),
+        lambda: train(trainer, data(2), calls=3),
+        lambda: train(trainer, data(2), calls=4),
+        lambda: trainer.save(tmp_path),
+        lambda: trainer.resume(tmp_path),
+    )
+    for call in calls * 2:
+        with pytest.raises(accelcore.TrainingError, match="have changed since its trainer was made"):
+            call()
+    assert trainer.steps == 1
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+
+
+@HOW
+@FLAT
+def test_a_deleted_layer_is_no_longer_trained_and_cannot_be_saved(accel, tmp_path, kind, flat):
+    trainer, hand = make(accel, kind, flat), Hand()
+    train(trainer, data(2))
+    hand.train(data(2))
+    for model in (trainer.model, hand.model):
+        model.forward = lambda x, model=model: model.last(torch.tanh(model.first(x)))
+        del model.middle
+    train(trainer, data(2, seed=3))
+    hand.train(data(2, seed=3))
+    same(trainer.model, hand.model)
+    with pytest.raises(accelcore.TrainingError, match=r"middle\.weight"):
+        trainer.save(tmp_path)
+
+
+@HOW
+@FLAT
+@pytest.mark.parametrize("change", [freeze, add], ids=["freeze", "add"])
+def test_a_rollback_after_a_change_restores_what_was_saved_or_is_refused(accel, tmp_path, kind, flat, change):
+    trainer, hand = make(accel, kind, flat), Hand()
+    feed = data(8)
+    train(trainer, feed[:4])
+    hand.train(feed[:4])
+    trainer.save(tmp_path)
+    change(trainer.model, trainer.optimizer)
+    if change is add:
+        with pytest.raises(accelcore.CheckpointError):
+            trainer.resume(tmp_path)
+        train(trainer, feed[4:])
+        change(hand.model, hand.optimizer)
+        hand.train(feed[4:])
+    else:
+        train(trainer, feed[4:])
+        unfreeze(trainer.model, None)
+        trainer.resume(tmp_path)
+        train(trainer, feed[4:])
+        hand.train(feed[4:])
+    same(trainer.model, hand.model)
+
+
+@HOW
+@FLAT
+def test_a_resume_right_after_a_group_was_added_restores_its_state_too(accel, tmp_path, kind, flat):
+    trainer, hand = make(accel, kind, flat), Hand()
+    train(trainer, data(2))
+    hand.train(data(2))
+    for model, optimizer in ((trainer.model, trainer.optimizer), (hand.model, hand.optimizer)):
+        add(model, optimizer)
+    assert trainer.save(tmp_path).is_dir()  # also before the first step of what was added
+    train(trainer, data(4))
+    hand.train(data(4))
+    trainer.save(tmp_path)
+    resumed = make(accel, kind, flat)
+    train(resumed, data(1))  # and within a window
+    add(resumed.model, resumed.optimizer)
+    resumed.resume(tmp_path)
+    train(resumed, data(4, seed=2))
+    hand.train(data(4, seed=2))
+    same(resumed.model, hand.model)
+
+
+def everything(model, optimizer):
+    """What a refused option must leave as it is."""
+    parameters = [
+        (name, id(p), p.dtype, p.device, p.data_ptr(), p.stride(), p.requires_grad, p.grad, p.detach().tolist())
+        for name, p in model.named_parameters()
+    ]
+    groups = [{**group, "params": [id(p) for p in group["params"]]} for group in optimizer.param_groups]
+    state = {id(p): {k: (id(v), str(v)) for k, v in entry.items()} for p, entry in dict(optimizer.state).items()}
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    return parameters, groups, state, hooks
+
+
+REFUSED = [
+    {"precision": "fp8"},
+    {"loss_scale": "high"},
+    {"loss_scale": -1.0},
+    {"loss_scale": float("nan")},
+    {"loss_scale": True},
+    {"fp32": "fast"},
+    {"accumulate": 0},
+    {"clip_norm": True},
+    {"clip_norm": -1},
+    {"parallel": "fsdp"},
+    {"comm_dtype": "float16"},
+    {"flat": "yes"},
+    {"compile": "max-autotune"},
+    {"compile": {"mode": "no such mode"}},
+    {"compile": {"no_such_option": 1}},
+    {"graph": True},
+    {"observers": [print]},
+    {"observer": []},
+    {"precision": Policy(model_dtype="float16", masters=False)},
+    {"precision": Policy(model_dtype="int8")},
+    {"precision": Policy(autocast="float64")},
+]
+
+
+@HOW
+@pytest.mark.parametrize("option", REFUSED, ids=str)
+def test_a_refused_option_leaves_model_and_optimizer_as_they_were(accel, kind, option):
+    model = Model()
+    optimizer = KINDS[kind](accel, model.parameters())
+    loss_of(model, data(1)[0]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = everything(model, optimizer)
+    # With options that would change both, were they carried out.
+    options = {"precision": Policy(model_dtype="bfloat16"), "flat": True, **option}
+    with pytest.raises((accelcore.ConfigurationError, accelcore.UnsupportedError)):
+        accel.trainer(model, optimizer, loss=loss_of, **options)
+    assert everything(model, optimizer) == before
+
+
+@pytest.mark.parametrize("what", ["other model", "wrapped", "scheduler", "metric", "shared memory", "all frozen, flat"])
+def test_a_refused_model_optimizer_or_schedule_is_left_as_it_was(accel, what):
+    model = Model()
+    optimizer = accel.optimizers.create("adamw", model.parameters())
+    given, options = model, {"precision": Policy(model_dtype="bfloat16"), "flat": True}
+    if what == "other model":
+        given = Model()
+    elif what == "wrapped":
+        given = nn.DataParallel(model)
+    elif what == "scheduler":
+        other = torch.optim.SGD(model.parameters())
+        options["scheduler"] = torch.optim.lr_scheduler.StepLR(other, 1)
+    elif what == "metric":
+        options["scheduler"] = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    elif what == "shared memory":
+        model.middle.bias.data = model.first.bias.data
+    else:
+        model.requires_grad_(False)
+    before = everything(model, optimizer), everything(given, optimizer)
+    if what == "all frozen, flat":
+        trainer = accel.trainer(given, optimizer, loss=lambda m, b: m(b[0].bfloat16()).sum(), **options)
+        with pytest.raises(accelcore.TrainingError, match="frozen"):
+            trainer(data(1)[0])
+        return
+    with pytest.raises(accelcore.ConfigurationError):
+        accel.trainer(given, optimizer, **options)
+    assert (everything(model, optimizer), everything(given, optimizer)) == before
