@@ -32,7 +32,7 @@ class Window:
     def __init__(self, accumulate: int, device: torch.device, *, tensors_only: bool = False) -> None:
         self.accumulate, self._device, self._tensors_only = accumulate, device, tensors_only
         self.micro = 0
-        self._weighted = False
+        self._weighted: bool | None = None  # not known before the first backward pass
         self._unit: float | None = None
         self._total: Tensor | None = None  # one memory for all windows: captured steps add to it
         self._whole_share = None if accumulate == 1 else 1 / accumulate
@@ -51,7 +51,7 @@ class Window:
         Raises:
             TrainingError: a weight that is none, or only some micro-batches of a window have one.
         """
-        if self.micro and self._weighted != (weight is not None):
+        if self._weighted not in (None, weight is not None):
             raise TrainingError(
                 "some micro-batches of this window have a weight, and others have none",
                 remedy="give each backward(loss, weight=...) one, or none",
@@ -84,7 +84,7 @@ class Window:
     def reset(self) -> None:
         """Begin anew."""
         self.micro = 0
-        self._weighted = False
+        self._weighted = None
         self.forget_weights()
 
     def state(self) -> dict[str, Tensor | int | float | None]:
@@ -103,8 +103,8 @@ class Window:
         self.reset()
         self.micro = micro
         self._unit = None if unit is None else float(unit)
+        self._weighted = isinstance(total, Tensor) if micro else None
         if isinstance(total, Tensor):
-            self._weighted = True
             self._total = torch.zeros((), device=self._device).copy_(total)
 
     def _checked(self, weight: float | Tensor) -> Tensor:

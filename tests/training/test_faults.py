@@ -282,9 +282,9 @@ def test_a_schedule_past_its_end_raises_at_each_window_and_training_goes_on_at_i
     trainer.save(tmp_path)
     resumed.resume(tmp_path)
     assert torch.equal(fresh.first.weight, model.first.weight)
+    resumed(windows[0][0])
     with pytest.raises(ValueError, match="Tried to step"):
-        for batch in windows[0]:
-            resumed(batch)
+        resumed(windows[0][1])
     assert resumed.steps == len(windows) + 1
 
 

@@ -41,6 +41,9 @@ class NpuCompiler(TorchCompiler):
         super().__init__()
         self._device = device
 
+    def check(self, options: Mapping[str, Any]) -> None:
+        super().check({"backend": next(iter(installed_compilers()), "eager"), **options})
+
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
         wanted = options.get("backend")
         if wanted is not None and wanted not in _BACKENDS:
