@@ -256,7 +256,7 @@ class Trainer:
                 OptimizerPart(self.model, self.optimizer, plan.gradients),
                 ScalerPart(self.scaler),
                 WindowPart(self.model, self._window, plan.gradients),
-                FeedsPart(self._feeds),
+                FeedsPart(self._feeds, self._backend.runtime),
                 RandomPart(self._backend.runtime),
             ],
             run=self._run,

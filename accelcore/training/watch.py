@@ -32,6 +32,7 @@ class Watch:
         self._model, self._optimizer = model, optimizer
         self._registrations = _registrations[0]
         self._members = _members(optimizer)
+        self._held = _held(optimizer)
         self._of_model = dict(model.named_parameters())
         self._parameters = list(self._of_model.values())
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
@@ -59,9 +60,16 @@ class Watch:
         """Raise TrainingError where the model's parameters are not those that its trainer was made for."""
         now = dict(self._model.named_parameters())
         gone = [name for name, parameter in self._of_model.items() if now.get(name) is not parameter]
-        known = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        known |= set(map(id, self._of_model.values()))
+        held = _held(self._optimizer)
+        known = held | set(map(id, self._of_model.values()))
         strange = [name for name, parameter in now.items() if id(parameter) not in known and parameter.requires_grad]
+        if held - self._held - set(map(id, now.values())):
+            raise TrainingError(
+                "parameters were put into the optimizer that are not in the model",
+                why="they would be neither moved to the device, nor reduced over ranks, nor saved",
+                remedy="make what else is trained a submodule of the model; fp32 masters are the trainer's to make: "
+                'precision=Policy(model_dtype="bfloat16")',
+            )
         if gone or strange:
             what = (
                 f"{gone[0]!r} is gone or another one" if gone else f"{strange[0]!r} is new, and in no parameter group"
@@ -76,3 +84,7 @@ class Watch:
 
 def _members(optimizer: Optimizer) -> list[int]:
     return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    return {id(held) for group in optimizer.param_groups for held in group["params"]}

@@ -67,8 +67,13 @@ class OptimizerPart:
         if strange := [name for name in entries if name not in numbers]:
             raise _another(f"it has a state of {strange[0]!r}, which this one does not train")
         elementwise = isinstance(self._optimizer, LateBound) and self._optimizer.takes_flat
-        for name, entry in entries.items():
-            _check_entry(name, table(entry, f"state of {name}"), shapes[name], strict=elementwise)
+        for group in self._optimizer.param_groups:
+            known = [name for name in self._members(group) if name in entries]
+            strict = elementwise or bool(group.get("fused"))
+            for name in known:
+                _check_entry(name, table(entries[name], f"state of {name}"), shapes[name], strict=strict)
+                if strict and entries[name].keys() != entries[known[0]].keys():
+                    raise CheckpointError(f"the checkpoint's states of {name!r} and {known[0]!r} are of other kinds")
         state = {"state": {numbers[name]: entry for name, entry in entries.items()}, "param_groups": groups}
 
         def commit() -> None:

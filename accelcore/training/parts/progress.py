@@ -139,8 +139,8 @@ class FeedsPart:
     name = "feeds"
     scope: Literal["rank"] = "rank"
 
-    def __init__(self, feeds: Feeds) -> None:
-        self._feeds = feeds
+    def __init__(self, feeds: Feeds, runtime: Runtime) -> None:
+        self._feeds, self._runtime = feeds, runtime
 
     def state(self) -> Any:
         return self._feeds.state_dict()
@@ -154,6 +154,8 @@ class FeedsPart:
             states = [*entry["start"].values(), *_list(entry["generators"])]
             if not all(isinstance(state, Tensor) for state in states):
                 raise CheckpointError(f"the checkpoint's place in {name!r} holds a random state that is no tensor")
+            if entry["start"]:
+                _try(self._runtime, entry["start"])
             if entry["seed"] is not None:
                 number(entry["seed"], "seed")
         return Change(lambda: self._feeds.load_state_dict(theirs))
@@ -186,6 +188,15 @@ class RandomPart:
                 logger.warning("the checkpoint has no random state for %s: they go on as they are", ", ".join(missing))
 
         return Change(commit, lambda: _put_back(self._runtime, before))
+
+
+def _try(runtime: Runtime, state: dict[str, Tensor]) -> None:
+    """See that these are random states; they are needed when the stream is read, which is too late to refuse them."""
+    before = runtime.rng_state()
+    try:
+        runtime.set_rng_state(state)
+    finally:
+        runtime.set_rng_state(before)
 
 
 def _put_back(runtime: Runtime, state: dict[str, Tensor]) -> None:
