@@ -17,7 +17,7 @@ from torch.utils import dlpack
 
 from accelcore.errors import TrainingError
 
-__all__ = ["FlatMemory", "Layout", "Run", "Slot", "lay_flat", "unfit"]
+__all__ = ["FlatMemory", "GradientMemory", "Layout", "Run", "Slot", "by_kind", "lay_flat", "unfit"]
 
 _ALIGNMENT = 512
 """Bytes. What allocators of accelerators align a tensor to, and a multiple of a CPU's cache line."""
@@ -111,34 +111,79 @@ class Run:
         return part
 
 
-class FlatMemory:
-    """Parameters of one dtype and device in one piece of memory, and their gradients in another.
+class GradientMemory:
+    """The gradients of parameters of one dtype and device in one piece of memory.
 
-    Backward leaves gradients where it likes; `gather` copies them into their piece. So a gradient that is None stays
+    Backward leaves gradients where it likes; `gather` copies them into the piece. So a gradient that is None stays
     that, which an optimizer tells from zero.
+
+    Attributes:
+        parameters: whose they are.
+        layout: of the piece.
+        gradients: the piece.
+        views: it, seen parameter by parameter.
+        received: for each parameter, whether it has a gradient.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        # As they would be laid out densely, which most are.
+        self.layout = Layout([torch.empty_like(parameter, device="meta") for parameter in parameters])
+        like, total = parameters[0], self.layout.offsets[-1]
+        self._packed = torch.zeros(total + len(parameters), dtype=like.dtype, device=like.device)
+        self._flags = self._packed[total:]
+        self.gradients = self._packed[:total]
+        self.views = self.layout.views(self.gradients)
+        self.received = [False] * len(parameters)
+        self._has_gaps = total > sum(parameter.numel() for parameter in parameters)
+
+    def gather(self) -> None:
+        """Copy the gradients into their piece; zeros where there is none."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        self.received = received = [gradient is not None for gradient in gradients]
+        whole = all(received)
+        if self._has_gaps or not whole:
+            self.gradients.zero_()  # the gaps, too: an overflow that was clipped is nan everywhere
+        if whole:
+            _copy(self.views, gradients)
+        elif any(received):
+            pairs = [pair for pair in zip(self.views, gradients, strict=True) if pair[1] is not None]
+            _copy([view for view, _ in pairs], [gradient for _, gradient in pairs])
+
+    def pack(self) -> Tensor:
+        """The piece, and behind it for each parameter a 1 where it has a gradient: what ranks exchange."""
+        if all(self.received):
+            self._flags.fill_(1)
+        else:
+            self._flags.copy_(torch.tensor(self.received))
+        return self._packed
+
+    def unpack(self) -> None:
+        """Ranks have made what `pack` gave their mean: a parameter has a gradient where it had one on any of them."""
+        if not all(self.received):  # only then the host has to wait
+            self.received = (self._flags > 0).tolist()
+
+    def expose(self, tensors: Iterable[Tensor]) -> None:
+        """Give each of as many tensors its gradient as `grad`, or None."""
+        for tensor, view, received in zip(tensors, self.views, self.received, strict=True):
+            tensor.grad = view if received else None
+
+
+class FlatMemory(GradientMemory):
+    """Parameters of one dtype and device in one piece of memory, and their gradients in another, laid out alike.
 
     Args:
         slots: in the order of their groups. Each parameter's memory is replaced by its place in the piece.
 
     Attributes:
-        layout: of both pieces.
-        values, gradients: the pieces.
-        received: for each slot, whether `gather` found a gradient.
-        packed: `gradients`, and behind it one more element for each slot: what ranks exchange.
+        values: the piece of the parameters.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
+        super().__init__([slot.parameter for slot in slots])
         self.slots = slots
-        self._parameters = [slot.parameter for slot in slots]
-        self.layout = Layout(self._parameters)
-        like, total = self._parameters[0], self.layout.offsets[-1]
-        self.values = torch.zeros(total, dtype=like.dtype, device=like.device)
-        self.packed = torch.zeros(total + len(slots), dtype=like.dtype, device=like.device)
-        self.gradients = self.packed[:total]
-        self.flags = self.packed[total:]
-        self._gradient_views = self.layout.views(self.gradients)
+        self.values = torch.zeros_like(self.gradients)
         self._places = [_own_storage(view) for view in self.layout.views(self.values)]
-        self.received = [False] * len(slots)
         self._take_in(range(len(slots)))
 
     def follow(self) -> bool:
@@ -150,28 +195,12 @@ class FlatMemory:
         Raises:
             TrainingError: it has another dtype, device or shape now.
         """
-        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        addresses = [parameter.data_ptr() for parameter in self.parameters]
         if addresses == self._addresses:
             return False
         pairs = enumerate(zip(addresses, self._addresses, strict=True))
         self._take_in([number for number, (now, before) in pairs if now != before])
         return True
-
-    def gather(self) -> None:
-        """Copy the gradients into their piece; zeros where there is none."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        self.received = received = [gradient is not None for gradient in gradients]
-        self.gradients.zero_()  # also what is between them: an overflow that was clipped is nan everywhere
-        if all(received):
-            _copy(self._gradient_views, gradients)
-        elif any(received):
-            pairs = [pair for pair in zip(self._gradient_views, gradients, strict=True) if pair[1] is not None]
-            _copy([view for view, _ in pairs], [gradient for _, gradient in pairs])
-
-    def expose(self) -> None:
-        """Give each trained tensor its gradient as `grad`, for an optimizer that is not made of runs."""
-        for slot, view, received in zip(self.slots, self._gradient_views, self.received, strict=True):
-            slot.trained.grad = view if received else None
 
     def runs(self, values: Tensor, gradients: Tensor) -> list[Run]:
         """A run for each group, over pieces that are laid out as these."""
@@ -180,7 +209,7 @@ class FlatMemory:
 
     def _take_in(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            parameter, place = self._parameters[number], self._places[number]
+            parameter, place = self.parameters[number], self._places[number]
             if (parameter.dtype, parameter.device, parameter.shape) != (place.dtype, place.device, place.shape):
                 raise TrainingError(
                     f"the parameter {self.slots[number].name!r} is {parameter.dtype} of shape {tuple(parameter.shape)} "
@@ -190,16 +219,21 @@ class FlatMemory:
                 )
             place.copy_(parameter.detach())
             parameter.data = place
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 
 
 def lay_flat(slots: Sequence[Slot]) -> list[FlatMemory]:
     """One piece of memory for each dtype and device among the parameters."""
+    with torch.no_grad():
+        return [FlatMemory(sorted(alike, key=lambda slot: slot.group)) for alike in by_kind(slots)]
+
+
+def by_kind(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Those of one dtype and device together."""
     alike: dict[tuple[torch.dtype, torch.device], list[Slot]] = defaultdict(list)
     for slot in slots:
         alike[slot.parameter.dtype, slot.parameter.device].append(slot)
-    with torch.no_grad():
-        return [FlatMemory(sorted(each, key=lambda slot: slot.group)) for each in alike.values()]
+    return list(alike.values())
 
 
 def unfit(parameters: Sequence[Tensor]) -> str | None:

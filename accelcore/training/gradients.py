@@ -8,15 +8,14 @@ them walks `buffers`, and never the model or the optimizer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accelcore.errors import TrainingError
-from accelcore.optim.memory import FlatMemory, Run, Slot, lay_flat
+from accelcore.optim.memory import FlatMemory, GradientMemory, Run, Slot, by_kind, lay_flat
 from accelcore.training.policy import LOW
 
 __all__ = ["Flat", "Gradients", "Masters", "PerTensor"]
@@ -58,12 +57,12 @@ class Gradients(ABC):
     @abstractmethod
     def pack(self) -> list[Tensor]:
         """For each dtype and device one 1-D tensor: the gradients of all slots, zeros where there is none, and behind
-        them for each slot a 1 where it has one.
+        them for each slot a 1 where it has one. Ranks make it their mean, in place.
         """
 
     @abstractmethod
-    def unpack(self, packed: Sequence[Tensor]) -> None:
-        """Take over the mean over ranks of what `pack` gave: a slot has a gradient now where it had one on any rank."""
+    def unpack(self) -> None:
+        """Take over what was made of what `pack` gave: a slot has a gradient now where it had one on any rank."""
 
     @abstractmethod
     def runs(self, values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Run]:
@@ -125,6 +124,7 @@ class PerTensor(Gradients):
     def __init__(self, slots: Sequence[Slot]) -> None:
         super().__init__(slots)
         self.values = self._parameters
+        self._memories: list[GradientMemory] = []
 
     def gather(self) -> None:
         self.received = [parameter.grad is not None for parameter in self._parameters]
@@ -136,29 +136,28 @@ class PerTensor(Gradients):
         return [parameter.grad for parameter in self._parameters]
 
     def pack(self) -> list[Tensor]:
-        return [_packed([self._parameters[number] for number in numbers]) for numbers in self._alike()]
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in self._parameters):
+            raise TrainingError(
+                "a gradient is sparse, and this way of exchanging gradients takes dense ones",
+                remedy='say parallel="ddp", or make the embedding with sparse=False',
+            )
+        if not self._memories:
+            self._memories = [GradientMemory([slot.parameter for slot in alike]) for alike in by_kind(self.slots)]
+        for memory in self._memories:
+            memory.gather()
+        return [memory.pack() for memory in self._memories]
 
-    def unpack(self, packed: Sequence[Tensor]) -> None:
-        for numbers, flat in zip(self._alike(), packed, strict=True):
-            parameters = [self._parameters[number] for number in numbers]
-            *parts, flags = torch.split(flat, [*(parameter.numel() for parameter in parameters), len(parameters)])
-            anywhere = [True] * len(numbers) if all(self.received[n] for n in numbers) else (flags > 0).tolist()
-            for number, parameter, part, there in zip(numbers, parameters, parts, anywhere, strict=True):
-                self.received[number] = there
-                if there:
-                    parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))
+    def unpack(self) -> None:
+        for memory in self._memories:
+            memory.unpack()
+            memory.expose(memory.parameters)
+        self.gather()
 
     def runs(self, values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Run]:
         return [Run([slot], value) for slot, value in zip(self.slots, values, strict=True)]
 
     def trained(self, values: Sequence[Tensor]) -> list[Tensor]:
         return list(values)
-
-    def _alike(self) -> list[list[int]]:
-        alike: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-        for number, parameter in enumerate(self._parameters):
-            alike[parameter.dtype, parameter.device].append(number)
-        return list(alike.values())
 
 
 class Flat(Gradients):
@@ -184,19 +183,11 @@ class Flat(Gradients):
         return self._cells
 
     def pack(self) -> list[Tensor]:
-        for memory in self._memories:
-            if all(memory.received):
-                memory.flags.fill_(1)
-            else:
-                memory.flags.copy_(torch.tensor(memory.received))
-        return [memory.packed for memory in self._memories]
+        return [memory.pack() for memory in self._memories]
 
-    def unpack(self, packed: Sequence[Tensor]) -> None:
-        for memory, flat in zip(self._memories, packed, strict=True):
-            if flat is not memory.packed:
-                memory.packed.copy_(flat)
-            if not all(memory.received):
-                memory.received = (memory.flags > 0).tolist()
+    def unpack(self) -> None:
+        for memory in self._memories:
+            memory.unpack()
         self._look()
 
     def runs(self, values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Run]:
@@ -211,7 +202,7 @@ class Flat(Gradients):
 
     def expose(self) -> None:
         for memory in self._memories:
-            memory.expose()
+            memory.expose(slot.trained for slot in memory.slots)
 
     def _look(self) -> None:
         first, *others = self._memories
@@ -274,8 +265,8 @@ class Masters(Gradients):
     def pack(self) -> list[Tensor]:
         return self._inner.pack()
 
-    def unpack(self, packed: Sequence[Tensor]) -> None:
-        self._inner.unpack(packed)
+    def unpack(self) -> None:
+        self._inner.unpack()
         self.received = self._inner.received
 
     def runs(self, values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Run]:
@@ -318,17 +309,3 @@ class Masters(Gradients):
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.values() if gradient.is_sparse else gradient
-
-
-def _packed(parameters: Sequence[nn.Parameter]) -> Tensor:
-    parts = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse:
-            raise TrainingError(
-                "a gradient is sparse, and this way of exchanging gradients takes dense ones",
-                remedy='say parallel="ddp", or make the embedding with sparse=False',
-            )
-        parts.append((torch.zeros_like(parameter) if gradient is None else gradient).detach().reshape(-1))
-    flags = torch.tensor([parameter.grad is not None for parameter in parameters])
-    return torch.cat([*parts, flags.to(parts[0])])

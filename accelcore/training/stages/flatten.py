@@ -69,5 +69,8 @@ def _lies_flat(plan: Plan) -> bool:
         return False
     memory = optimizer.memory_for(_dtypes(plan), flat=True)
     sparse = any(getattr(module, "sparse", False) is True for module in plan.model.modules())  # torch's embeddings
-    small = sum(parameter.numel() for parameter in trained) < _WORTH * len(trained)
-    return memory == "flat" or (memory == "any" and plan.strategy.prefers_flat and small and not sparse)
+    if memory != "any" or sparse:
+        return memory == "flat"
+    if plan.strategy.prefers_flat is not None:
+        return plan.strategy.prefers_flat
+    return sum(parameter.numel() for parameter in trained) < _WORTH * len(trained)

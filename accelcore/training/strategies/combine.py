@@ -53,12 +53,13 @@ class CombineDDP(Strategy):
 
 def average(collectives: Collectives, gradients: Gradients, comm_dtype: torch.dtype | None = None) -> None:
     """Make gradients, and who has one, their mean over ranks."""
-    packed = []
     for own in gradients.pack():
         own /= collectives.world_size  # before they are summed: the sum of many ranks may be beyond a low precision
-        sent = own if comm_dtype is None else own.to(comm_dtype)
-        packed.append(collectives.all_reduce(sent).to(own.dtype))
-    gradients.unpack(packed)
+        if comm_dtype is None or comm_dtype == own.dtype:
+            collectives.all_reduce(own)
+        else:
+            own.copy_(collectives.all_reduce(own.to(comm_dtype)))
+    gradients.unpack()
 
 
 def share_buffers(collectives: Collectives, model: nn.Module) -> None:

@@ -25,8 +25,9 @@ class Strategy(ABC):
         options: the trainer's.
     """
 
-    prefers_flat = True
-    """Whether gradients in one piece of memory serve it; where torch keeps them in buckets of its own they do not."""
+    prefers_flat: bool | None = None
+    """Whether gradients should lie in one piece of memory: True where it packs them anyhow, False where torch keeps
+    them in buckets of its own, None where it does not matter."""
 
     def __init__(self, backend: Roles, options: TrainerOptions) -> None:
         self._collectives = backend.collectives
