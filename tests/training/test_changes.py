@@ -262,7 +262,7 @@ REFUSED = [
     {"graph": True},
     {"observers": [print]},
     {"observer": []},
-    {"precision": Policy(model_dtype="float16", masters=False)},
+    {"precision": Policy(model_dtype="float8_e5m2")},
     {"precision": Policy(model_dtype="int8")},
     {"precision": Policy(autocast="float64")},
 ]
