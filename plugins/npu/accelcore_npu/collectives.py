@@ -54,10 +54,13 @@ class NpuCollectives(TorchCollectives):
             )
         if timeout is None:
             return
-        seconds = str(max(1, math.ceil(timeout.total_seconds())))  # 0 would be no limit
+        limit = timeout.total_seconds()
+        seconds = max(
+            1, math.ceil(limit) - 1
+        )  # below torch's own, which ends the process and names no rank; 0: no limit
         if own is None:
-            os.environ[_EXEC_TIMEOUT], self._sets_timeout = seconds, True
-        elif int(own) != int(seconds):
+            os.environ[_EXEC_TIMEOUT], self._sets_timeout = str(seconds), True
+        elif not seconds <= int(own) <= limit:
             logger.warning(
                 "hccl lets collectives wait %s s, as %s says, and not timeout=%s", own, _EXEC_TIMEOUT, timeout
             )

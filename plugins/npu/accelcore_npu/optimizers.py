@@ -35,6 +35,8 @@ def _supports(request: Request) -> str | None:
     numbers = [*request.options.values(), *(value for group in request.groups for value in group.values())]
     if any(isinstance(value, Tensor) for value in numbers):
         return "options must be numbers, not tensors, which the host would have to wait for"
+    if request.name == "adam" and any(request.values("decoupled_weight_decay", False)):
+        return "torch_npu's Adam couples weight decay to the gradient; its AdamW does not"
     if request.name == "sgd" and any(request.values("momentum", 0)) and any(request.values("dampening", 0)):
         return "torch_npu decides for all parameters at once whether a step is their first, which is not dampened"
     others = sorted({str(parameter.dtype) for parameter in request.parameters if parameter.dtype != torch.float32})

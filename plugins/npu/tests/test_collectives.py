@@ -20,7 +20,12 @@ def alone(accel, tmp_path, monkeypatch):
 
 
 def test_the_timeout_reaches_hccl_in_whole_seconds_for_the_length_of_a_job(accel, alone):
-    for timeout, seconds in ((timedelta(minutes=2), "120"), (timedelta(seconds=0.3), "1")):
+    # The largest whole number below, so that hccl, which names the rank that is missing, is the first to end the wait.
+    for timeout, seconds in (
+        (timedelta(minutes=2), "119"),
+        (timedelta(seconds=2.5), "2"),
+        (timedelta(seconds=0.3), "1"),
+    ):
         with alone(timeout=timeout):
             assert os.environ["HCCL_EXEC_TIMEOUT"] == seconds
             with accel.distributed(timeout=timedelta(hours=1)):

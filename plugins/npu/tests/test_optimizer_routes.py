@@ -151,6 +151,7 @@ def test_the_routes_of_each_optimizer(accel):
         ("adam", {"maximize": True}, "maximize"),
         ("adamw", {"capturable": True}, "capturable"),
         ("sgd", {"differentiable": True}, "differentiable"),
+        ("adam", {"decoupled_weight_decay": True}, "couples weight decay"),
         ("sgd", {"momentum": 0.9, "dampening": 0.1}, "dampened"),
         ("adam", {"lr": torch.tensor(0.1)}, "tensor"),
         ("adam", {"fused": True}, "route="),

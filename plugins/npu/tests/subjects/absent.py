@@ -14,7 +14,7 @@ import accelcore
 
 def main():
     accel = accelcore.select("npu")
-    with accel.distributed(timeout=timedelta(seconds=1.2)) as collectives:
+    with accel.distributed(timeout=timedelta(seconds=3)) as collectives:
         found = {"limit": os.environ.get("HCCL_EXEC_TIMEOUT")}
         collectives.all_reduce(torch.ones(1, device=accel.device))
         store = dist.distributed_c10d._get_default_store()
@@ -25,8 +25,10 @@ def main():
             except RuntimeError as error:
                 found["error"] = str(error).strip()
             store.set("told", "1")
+            store.wait(["heard"])  # this rank holds the store, and must not leave before the other
         else:
             store.wait(["told"])
+            store.set("heard", "1")
         Path(sys.argv[1], f"rank-{collectives.rank}.json").write_text(json.dumps(found))
         sys.stdout.flush()
         os._exit(0)  # what hccl was left in cannot be left in order
