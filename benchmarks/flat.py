@@ -58,6 +58,9 @@ def _sizes(widths: Sequence[int], rounds: int) -> Table:
     rows = []
     for width in widths:
         trainings = {name: _Training(*_chain(width), ANSWERS[name]) for name in (TENSORS, FLAT)}
+        for training in trainings.values():
+            training.step()
+            training.freeze()
         gradients = [torch.full_like(weight, 1e-3) for weight in trainings[TENSORS].weights]
         # Small ones are done so soon that they can be measured more often.
         more = rounds * max(1, 128 // width)

@@ -8,7 +8,7 @@ dampening is 0 the updates are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,22 +26,23 @@ class _Fused(torch.optim.Optimizer):
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, fused=True, **options)  # type: ignore[call-arg]  # torch's class comes next
+        self._ones: dict[torch.device, Tensor] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._ones = {}
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         """Update what has a gradient, after dividing it by `grad_scale`; nothing where `found_inf` is 1."""
         for group in self.param_groups:
-            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-            for tensor in group["params"]:
-                if tensor.grad is not None:
-                    alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-            for tensors in alike.values():
-                entries = [self.state[tensor] or self._begin(tensor, group) for tensor in tensors]
-                gradients = [tensor.grad for tensor in tensors]
-                if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+            for tensors in _alike([tensor for tensor in group["params"] if tensor.grad is not None]):
+                gradients: list[Any] = [tensor.grad for tensor in tensors]
+                if True in [gradient.is_sparse for gradient in gradients]:
                     raise TrainingError(
                         "a gradient is sparse, and the fused kernel would take its memory for a dense one",
                         remedy='make the optimizer by route="loop", or the embedding with sparse=False',
                     )
+                entries = [self.state[tensor] or self._begin(tensor, group) for tensor in tensors]
                 self._launch(group, tensors, gradients, entries, {"found_inf": found_inf, "grad_scale": grad_scale})
 
     @torch.no_grad()
@@ -62,6 +63,19 @@ class _Fused(torch.optim.Optimizer):
     ) -> None:
         raise NotImplementedError
 
+    def _counted(self, entries: Entries, found_inf: Tensor | None) -> list[Tensor]:
+        """The numbers of steps, this one included where it is not skipped."""
+        steps: list[Tensor] = [entry["step"] for entry in entries]
+        device = steps[0].device
+        if device not in self._ones:  # a number would be made a tensor again and again
+            self._ones[device] = torch.ones((), device=device)
+        one = self._ones[device] if found_inf is None else 1 - found_inf
+        if len(steps) == 1:  # a list of one is slower than the one
+            steps[0].add_(one)
+        else:
+            torch._foreach_add_(steps, [one] * len(steps))
+        return steps
+
 
 class _Adam(_Fused):
     def _begin(self, tensor: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +95,7 @@ class _Adam(_Fused):
             [entry["exp_avg"] for entry in entries],
             [entry["exp_avg_sq"] for entry in entries],
             [entry["max_exp_avg_sq"] for entry in entries] if group["amsgrad"] else [],
-            _counted(entries, scaling["found_inf"]),
+            self._counted(entries, scaling["found_inf"]),
             lr=_there(group["lr"], tensors[0]),
             beta1=_number(beta1),
             beta2=_number(beta2),
@@ -107,7 +121,7 @@ class _Adagrad(_Fused):
             tensors,
             gradients,
             [entry["sum"] for entry in entries],
-            _counted(entries, scaling["found_inf"]),
+            self._counted(entries, scaling["found_inf"]),
             lr=_there(group["lr"], tensors[0]),
             lr_decay=group["lr_decay"],
             weight_decay=group["weight_decay"],
@@ -167,16 +181,14 @@ FUSED: dict[str, type[torch.optim.Optimizer]] = {
 """By the registry's name."""
 
 
-def _counted(entries: Entries, found_inf: Tensor | None) -> list[Tensor]:
-    """The numbers of steps, this one included where it is not skipped."""
-    steps: list[Tensor] = [entry["step"] for entry in entries]
-    if len(steps) == 1:  # a list of one is slower than the one
-        steps[0].add_(1 if found_inf is None else 1 - found_inf)
-    elif found_inf is None:
-        torch._foreach_add_(steps, 1)
-    else:
-        torch._foreach_add_(steps, [1 - found_inf] * len(steps))
-    return steps
+def _alike(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Those of one device and dtype together."""
+    if len(tensors) == 1:
+        return (tensors,)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return alike.values()
 
 
 def _there(lr: float | Tensor, tensor: Tensor) -> Any:

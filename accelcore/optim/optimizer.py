@@ -157,9 +157,8 @@ class Optimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         if self._skips:
             return None
-        arguments = (self,) if closure is None else (self, closure)
-        for hook in list(self._before.values()):
-            hook(self, arguments, {})
+        if self._before:
+            self._call(self._before, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -170,23 +169,15 @@ class Optimizer(torch.optim.Optimizer):
             self._follow_groups()
             self._present(self._runs)
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if self._update is not None:
-            if self._on_leaves:
-                with torch.no_grad():
-                    self._update(found_inf, grad_scale)
-            else:  # a context costs more than the kernel of a small update
+        if self._update is None:
+            self._step_engine(found_inf, grad_scale)
+        elif self._on_leaves:
+            with torch.no_grad():
                 self._update(found_inf, grad_scale)
-        elif found_inf is None and grad_scale is None:
-            self.engine.step()
-        else:
-            engine: Any = self.engine
-            engine.found_inf, engine.grad_scale = found_inf, grad_scale
-            try:
-                engine.step()
-            finally:
-                del engine.found_inf, engine.grad_scale
-        for hook in list(self._after.values()):
-            hook(self, arguments, {})
+        else:  # a context costs more than the kernel of a small update
+            self._update(found_inf, grad_scale)
+        if self._after:
+            self._call(self._after, closure)
         return loss
 
     def skip(self) -> None:
@@ -241,6 +232,22 @@ class Optimizer(torch.optim.Optimizer):
         self._request, self._choose = state["request"], state["choose"]
         self._before, self._after = OrderedDict(), OrderedDict()
         self._start_anew(state["entries"])
+
+    def _call(self, hooks: dict[int, Callable[..., Any]], closure: Callable[[], Any] | None) -> None:
+        arguments = (self,) if closure is None else (self, closure)
+        for hook in list(hooks.values()):
+            hook(self, arguments, {})
+
+    def _step_engine(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
+        engine: Any = self.engine
+        if found_inf is None and grad_scale is None:
+            engine.step()
+            return
+        engine.found_inf, engine.grad_scale = found_inf, grad_scale
+        try:
+            engine.step()
+        finally:
+            del engine.found_inf, engine.grad_scale
 
     def _take_route(self, request: Request, groups: Iterable[Any]) -> None:
         self._route = self._choose(request)
@@ -300,14 +307,18 @@ class Optimizer(torch.optim.Optimizer):
         return [(p.dtype, p.device, p.stride()) for group in self.param_groups for p in group["params"]]
 
     def _follow_groups(self) -> None:
-        if [len(group["params"]) for group in self.param_groups] != self._members:
-            raise TrainingError(
-                "parameters were added to the optimizer since it was bound", remedy="let the trainer that bound it step"
-            )
-        for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
+        added = len(self.param_groups) != len(self._members)
+        for group, engine_group, members in zip(
+            self.param_groups, self.engine.param_groups, self._members, strict=not added
+        ):
+            added = added or len(group["params"]) != members
             trained = engine_group["params"]
             engine_group.update(group)
             engine_group["params"] = trained
+        if added:
+            raise TrainingError(
+                "parameters were added to the optimizer since it was bound", remedy="let the trainer that bound it step"
+            )
 
     def _present(self, runs: Sequence[Run]) -> None:
         """Give each run its gradient, or none; where only a part of it has one, that part is a run of its own now."""

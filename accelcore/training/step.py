@@ -120,7 +120,7 @@ class Step:
         else:
             start = None if share is None else torch.full_like(scaled, share)
         with self._arithmetic:
-            scaled.backward(start)  # type: ignore[no-untyped-call]
+            torch.autograd.backward(scaled, start)
         if self._window.is_last:
             self._strategy.exchange()
         if self._overwrites and outlast:

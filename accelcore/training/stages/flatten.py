@@ -14,9 +14,10 @@ from accelcore.training.policy import LOW
 
 __all__ = ["Flatten"]
 
-_WORTH = 1 << 16
-"""Elements. With more to a parameter on average, what a kernel costs is its memory traffic, flat or not (measured on a
-CPU: benchmarks/overhead.py, benchmarks/flat.py)."""
+_WORTH = 1 << 14
+"""Elements. With more to a parameter on average, copying gradients costs more than calling kernels for each saves: the
+update of 400 parameters of one size is as fast either way at 2^14, and flat up to 1.4 times slower beyond (measured on
+a CPU, by benchmarks/flat.py; AdamW by torch's fused kernel)."""
 
 
 class Flatten:
