@@ -136,6 +136,12 @@ class GradientMemory:
         self.views = self.layout.views(self.gradients)
         self.received = [False] * len(parameters)
         self._has_gaps = total > sum(parameter.numel() for parameter in parameters)
+        self._kinds = self._look()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the parameters still have the dtype, device and strides that it was laid out for."""
+        return self._kinds == self._look()
 
     def gather(self) -> None:
         """Copy the gradients into their piece; zeros where there is none."""
@@ -167,6 +173,9 @@ class GradientMemory:
         """Give each of as many tensors its gradient as `grad`, or None."""
         for tensor, view, received in zip(tensors, self.views, self.received, strict=True):
             tensor.grad = view if received else None
+
+    def _look(self) -> list[tuple[Any, ...]]:
+        return [(parameter.dtype, parameter.device, parameter.stride()) for parameter in self.parameters]
 
 
 class FlatMemory(GradientMemory):

@@ -141,7 +141,7 @@ class PerTensor(Gradients):
                 "a gradient is sparse, and this way of exchanging gradients takes dense ones",
                 remedy='say parallel="ddp", or make the embedding with sparse=False',
             )
-        if not self._memories:
+        if not self._memories or not all(memory.fits for memory in self._memories):
             self._memories = [GradientMemory([slot.parameter for slot in alike]) for alike in by_kind(self.slots)]
         for memory in self._memories:
             memory.gather()
