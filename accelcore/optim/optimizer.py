@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from accelcore.errors import ConfigurationError, PluginError, TrainingError
+from accelcore.errors import TrainingError
+from accelcore.optim.hooks import StepHooks
 from accelcore.optim.memory import FlatMemory, Run, Slot, lay_flat
 from accelcore.optim.route import Memory, Request, Route
-from accelcore.optim.slot_state import Entry, by_parameter, divide, pour
+from accelcore.optim.slot_state import Entry, by_parameter, check_shapes, copied, divide, pour
 
 __all__ = ["SWITCHES", "Optimizer"]
 
@@ -23,7 +23,7 @@ SWITCHES = ("foreach", "fused", "capturable", "differentiable", "param_names")
 """Options of a group that say how an update is computed, not what it computes: loading state leaves them alone."""
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(StepHooks):
     """An optimizer by name, bound late: it takes its route when it knows what it trains.
 
     That is at its first step, or when a trainer binds it, after the model was moved, cast, laid flat or given fp32
@@ -46,14 +46,12 @@ class Optimizer(torch.optim.Optimizer):
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    _skips = False
     _runs: list[Run] | None
     _memories: list[FlatMemory]
 
     def __init__(self, request: Request, groups: Iterable[Any], choose: Callable[[Request], Route]) -> None:
         self._request, self._choose = request, choose
-        self._before: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self._after: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self.forget_hooks()
         self._take_route(request, groups)
         super().__init__(self.engine.param_groups, self.engine.defaults)
         self._share_groups()
@@ -106,24 +104,6 @@ class Optimizer(torch.optim.Optimizer):
         # torch's constructor sets it to nothing, when the route's own may already hold something.
         assert not value
 
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch wraps `step` in, to run hooks and to label profiles; not here, where `step` runs the hooks itself.
-
-        The label alone takes a fifth of the time of a small step.
-        """
-        return func
-
-    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        handle = RemovableHandle(self._before)
-        self._before[handle.id] = hook
-        return handle
-
-    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        handle = RemovableHandle(self._after)
-        self._after[handle.id] = hook
-        return handle
-
     def bind(self, runs: Sequence[Run]) -> None:
         """Train these from now on, each parameter's state with it. Who binds sets the gradients before each step.
 
@@ -155,10 +135,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
-        if self._skips:
+        if self.skips:
             return None
-        if self._before:
-            self._call(self._before, closure)
+        self.call_before(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -176,17 +155,8 @@ class Optimizer(torch.optim.Optimizer):
                 self._update(found_inf, grad_scale)
         else:  # a context costs more than the kernel of a small update
             self._update(found_inf, grad_scale)
-        if self._after:
-            self._call(self._after, closure)
+        self.call_after(closure)
         return loss
-
-    def skip(self) -> None:
-        """What a scaler does with a step that overflowed: update nothing, as a step that a schedule can see."""
-        self._skips = True
-        try:
-            self.step()
-        finally:
-            self._skips = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -205,9 +175,9 @@ class Optimizer(torch.optim.Optimizer):
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         numbers = chain.from_iterable(group["params"] for group in theirs)
         by_number = dict(zip(numbers, parameters, strict=True))
-        entries = {by_number[number]: _copied(entry) for number, entry in state_dict["state"].items()}
+        entries = {by_number[number]: copied(entry) for number, entry in state_dict["state"].items()}
         for parameter, entry in entries.items():
-            _check_shapes(parameter, entry)
+            check_shapes(parameter, entry)
         for group, saved in zip(self.param_groups, theirs, strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", *SWITCHES)})
         if self.bound is None:
@@ -230,13 +200,8 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({"defaults": state["defaults"], "param_groups": state["param_groups"]})
         self._request, self._choose = state["request"], state["choose"]
-        self._before, self._after = OrderedDict(), OrderedDict()
+        self.forget_hooks()
         self._start_anew(state["entries"])
-
-    def _call(self, hooks: dict[int, Callable[..., Any]], closure: Callable[[], Any] | None) -> None:
-        arguments = (self,) if closure is None else (self, closure)
-        for hook in list(hooks.values()):
-            hook(self, arguments, {})
 
     def _step_engine(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         engine: Any = self.engine
@@ -251,7 +216,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _take_route(self, request: Request, groups: Iterable[Any]) -> None:
         self._route = self._choose(request)
-        self.engine = _make(self._route, request, groups)
+        self.engine = self._route.make(request, groups)
         self._update: Callable[[Tensor | None, Tensor | None], None] | None = getattr(self.engine, "update", None)
         self._runs = None
         self._on_leaves = True
@@ -358,33 +323,5 @@ class Optimizer(torch.optim.Optimizer):
             place(self._runs)
 
 
-def _make(route: Route, request: Request, groups: Iterable[Any]) -> torch.optim.Optimizer:
-    try:
-        engine = route.factory(groups, **request.options)
-    except (TypeError, ValueError, KeyError) as error:
-        raise ConfigurationError(
-            f"optimizer {request.name!r} (route {route.name!r}) refuses these arguments", why=str(error)
-        ) from error
-    if not isinstance(engine, torch.optim.Optimizer):
-        raise PluginError(
-            f"route {route.name!r} of optimizer {request.name!r} made a {type(engine).__name__}",
-            why="the factory that a route is registered with has to return a torch.optim.Optimizer",
-            remedy="tell its author, or take another route",
-        )
-    return engine
-
-
 def _options_of(groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     return tuple({**group, "params": None} for group in groups)
-
-
-def _copied(entry: Entry) -> Entry:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
-
-
-def _check_shapes(parameter: Tensor, entry: Entry) -> None:
-    for key, value in entry.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
-            raise ValueError(
-                f"the state {key!r} has shape {tuple(value.shape)}, and its parameter {tuple(parameter.shape)}"
-            )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
+from accelcore.errors import ConfigurationError, PluginError
 from accelcore.optim.memory import unfit
 
 __all__ = ["Choice", "Factory", "Memory", "Request", "Route", "choose"]
@@ -68,6 +69,27 @@ class Route:
     priority: int
     memory: Memory
     supports: Callable[[Request], str | None] = field(repr=False)
+
+    def make(self, request: Request, groups: Iterable[Any]) -> Optimizer:
+        """The optimizer that computes the updates.
+
+        Raises:
+            ConfigurationError: it refuses its arguments.
+            PluginError: the factory made something else.
+        """
+        try:
+            engine = self.factory(groups, **request.options)
+        except (TypeError, ValueError, KeyError) as error:
+            raise ConfigurationError(
+                f"optimizer {request.name!r} (route {self.name!r}) refuses these arguments", why=str(error)
+            ) from error
+        if not isinstance(engine, Optimizer):
+            raise PluginError(
+                f"route {self.name!r} of optimizer {request.name!r} made a {type(engine).__name__}",
+                why="the factory that a route is registered with has to return a torch.optim.Optimizer",
+                remedy="tell its author, or take another route",
+            )
+        return engine
 
 
 def choose(routes: Sequence[Route], request: Request) -> tuple[Choice, ...]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from accelcore.optim.memory import Run
 
-__all__ = ["COUNTERS", "Entry", "by_parameter", "divide", "pour"]
+__all__ = ["COUNTERS", "Entry", "by_parameter", "check_shapes", "copied", "divide", "pour"]
 
 Entry = dict[str, Any]
 
@@ -97,3 +97,17 @@ def _poured(entries: Sequence[Entry], run: Run, counts_there: bool) -> Entry:
             torch._foreach_copy_(run.parts(tensor), [entry[key] for entry in entries])
             poured[key] = tensor
     return poured
+
+
+def copied(entry: Entry) -> Entry:
+    """An entry that shares no tensor with this one."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
+
+
+def check_shapes(parameter: Tensor, entry: Entry) -> None:
+    """Raise ValueError for state of another parameter's shape."""
+    for key, value in entry.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+            raise ValueError(
+                f"the state {key!r} has shape {tuple(value.shape)}, and its parameter {tuple(parameter.shape)}"
+            )

@@ -13,7 +13,7 @@ from accelcore.errors import ConfigurationError
 from accelcore.training.observers import Observer
 from accelcore.training.policy import Policy
 
-__all__ = ["DEFAULTS", "Loss", "TrainerOptions", "Weight", "check_numbers", "complete"]
+__all__ = ["DEFAULTS", "Loss", "TrainerOptions", "Weight", "check_numbers", "complete", "loss_of_model"]
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], float | Tensor]
@@ -111,3 +111,12 @@ def check_numbers(options: TrainerOptions) -> None:
         isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0
     ):
         raise ConfigurationError(f"clip_norm={clip_norm!r} is not a norm", remedy="give a number > 0, or None")
+
+
+def loss_of_model(model: Callable[..., Any], batch: Any) -> Any:
+    """The loss where none is given: what the model itself returns."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, list | tuple):
+        return model(*batch)
+    return model(batch)

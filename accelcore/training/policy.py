@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from accelcore.errors import ConfigurationError
+from accelcore.roles.scaler import LossScaler, Scalers
 
-__all__ = ["LOW", "Policy", "choose_policy"]
+__all__ = ["LOW", "Policy", "choose_policy", "create_scaler"]
 
 LOW = (torch.bfloat16, torch.float16)
 """Dtypes too coarse to add up small updates in."""
@@ -71,3 +72,12 @@ def choose_policy(precision: str | Policy, loss_scale: float | str | None) -> Po
     if policy is None:
         raise ConfigurationError(f"there is no precision {precision!r}", available=", ".join(_POLICIES))
     return policy if loss_scale is None else replace(policy, loss_scale=loss_scale)
+
+
+def create_scaler(scalers: Scalers, policy: Policy) -> LossScaler:
+    """The loss scaler of a policy; one that does nothing where it has no loss scale."""
+    if policy.loss_scale is None:
+        return scalers.none()
+    if policy.loss_scale == "dynamic":
+        return scalers.create()
+    return scalers.create(init=float(policy.loss_scale), dynamic=False)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from accelcore.errors import AccelError, TrainingError
+from accelcore.optim.optimizer import Optimizer as LateBound
 from accelcore.roles.scaler import LossScaler
 from accelcore.training.clipping import Clipping
-from accelcore.training.gradients import Gradients
-from accelcore.training.observers import Telling
-from accelcore.training.options import Loss, Weight
-from accelcore.training.strategies.strategy import Strategy
+from accelcore.training.options import loss_of_model
+from accelcore.training.plan import Plan
 from accelcore.training.window import Window
 
 __all__ = ["Step"]
@@ -31,48 +27,27 @@ class Step:
     Everything it needs was bound when it was made: it walks neither the model nor the optimizer's groups.
 
     Args:
-        forward: the model to call.
-        loss, weight: the trainer's options.
-        region: the context of forward pass and loss; entered again and again.
-        arithmetic: the context of a backward pass; entered again and again.
-        gradients, optimizer, scaler, strategy, window: what it composes.
+        plan: what the training is made of.
+        scaler, window: what it composes with that.
         clip: clips the gradients; None: they are not clipped.
-        telling: who is told what.
-        overwrites: whether what the model returns, and gradients it gives, are memory that its next call writes anew.
-        exposes: whether the optimizer has to be given its gradients as `grad`, because it knows nothing of slots.
-        world_size: of the job.
 
     Attributes:
+        overwrites: whether what the model returns, and gradients it gives, are memory that its next call writes anew.
         failure: what failed in a step, where that may have parted the ranks of a job.
         is_open: whether there are gradients of a window.
     """
 
-    def __init__(
-        self,
-        *,
-        forward: Callable[..., Any],
-        loss: Loss,
-        weight: Weight | None,
-        region: AbstractContextManager[object],
-        arithmetic: AbstractContextManager[object],
-        gradients: Gradients,
-        optimizer: Optimizer,
-        scaler: LossScaler,
-        strategy: Strategy,
-        window: Window,
-        clip: Clipping | None,
-        telling: Telling,
-        overwrites: bool,
-        exposes: bool,
-        world_size: int,
-    ) -> None:
-        self._forward, self._loss, self._weight = forward, loss, weight
-        self._region, self._arithmetic = region, arithmetic
-        self._gradients, self._optimizer, self._scaler = gradients, optimizer, scaler
-        self._strategy, self._window, self._clip, self._telling = strategy, window, clip, telling
-        self._overwrites, self._exposes, self._world_size = overwrites, exposes, world_size
+    def __init__(self, plan: Plan, *, scaler: LossScaler, window: Window, clip: Clipping | None) -> None:
+        self._forward, self._telling = plan.forward, plan.telling
+        self._loss, self._weight = plan.options["loss"] or loss_of_model, plan.options["weight"]
+        self._region, self._arithmetic = plan.contexts.region, plan.contexts.arithmetic
+        self._gradients, self._optimizer, self._strategy = plan.gradients, plan.optimizer, plan.strategy
+        self._scaler, self._window, self._clip = scaler, window, clip
+        self._exposes = not isinstance(plan.optimizer, LateBound)  # others know nothing of slots
+        self._world_size = plan.backend.collectives.world_size
+        self.overwrites = plan.compiled is not None and plan.compiled.overwrites
         self.failure: BaseException | None = None
-        self._reads_gradients = clip is not None or bool(telling.gradient_norm)
+        self._reads_gradients = clip is not None or bool(plan.telling.gradient_norm)
         self.is_open = False
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
@@ -123,7 +98,7 @@ class Step:
             torch.autograd.backward(scaled, start)
         if self._window.is_last:
             self._strategy.exchange()
-        if self._overwrites and outlast:
+        if self.overwrites and outlast:
             self._gradients.load_state(self._gradients.state())
 
     def count(self) -> bool:

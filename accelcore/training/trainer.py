@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,17 +13,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.errors import DistributedError, TrainingError
-from accelcore.optim.optimizer import Optimizer as LateBound
 from accelcore.roles.compiler import Compiled
 from accelcore.roles.composition import Roles
-from accelcore.roles.scaler import LossScaler
 from accelcore.training.batches import Feeds
 from accelcore.training.clipping import Clipping
 from accelcore.training.options import TrainerOptions, check_numbers, complete
-from accelcore.training.parts.model import MastersPart, ModelPart
-from accelcore.training.parts.optimizer import OptimizerPart
-from accelcore.training.parts.progress import FeedsPart, RandomPart, ScalerPart, SchedulePart, WindowPart
+from accelcore.training.parts.every import every_part
 from accelcore.training.plan import Plan
+from accelcore.training.policy import create_scaler
 from accelcore.training.schedule import Schedule
 from accelcore.training.stages.order import Preparation
 from accelcore.training.state import TrainingState, resume, save
@@ -83,7 +80,7 @@ class Trainer:
         self._plan = Plan(backend, model, optimizer, given)
         self._preparation = Preparation(self._plan)
         self.model, self.optimizer = model, optimizer
-        self.scaler = _scaler(backend, self._plan.policy.loss_scale)
+        self.scaler = create_scaler(backend.scaler, self._plan.policy)
         clip_norm = given["clip_norm"]
         flagged = backend.capabilities.overflow_flag
         self._clip = None if clip_norm is None else Clipping(clip_norm, flagged=flagged)
@@ -161,7 +158,7 @@ class Trainer:
             return self._launch(batch)
         loss, self.aux = self._step.forward_backward(batch)
         loss = loss.detach()
-        if self._overwrites:
+        if self._step.overwrites:
             loss = loss.clone()
         self.update()
         for listener in self._plan.telling.loss:
@@ -249,40 +246,22 @@ class Trainer:
         plan = self._plan
         return TrainingState(
             backend=self._backend,
-            parts=[
-                ModelPart(self.model, plan.gradients),
-                MastersPart(plan.gradients),
-                SchedulePart(self.scheduler),
-                OptimizerPart(self.model, self.optimizer, plan.gradients),
-                ScalerPart(self.scaler),
-                WindowPart(self.model, self._window, plan.gradients),
-                FeedsPart(self._feeds, self._backend.runtime),
-                RandomPart(self._backend.runtime),
-            ],
+            parts=every_part(
+                self.model,
+                self.optimizer,
+                scaler=self.scaler,
+                scheduler=self.scheduler,
+                gradients=plan.gradients,
+                window=self._window,
+                feeds=self._feeds,
+                runtime=self._backend.runtime,
+            ),
             run=self._run,
         )
 
     def _compose(self) -> None:
-        plan, options = self._plan, self._options
-        self._overwrites = plan.compiled is not None and plan.compiled.overwrites
         self._watch = Watch(self.model, self.optimizer)
-        self._step = Step(
-            forward=plan.forward,
-            loss=options["loss"] or _loss_of_model,
-            weight=options["weight"],
-            region=plan.contexts.region,
-            arithmetic=plan.contexts.arithmetic,
-            gradients=plan.gradients,
-            optimizer=self.optimizer,
-            scaler=self.scaler,
-            strategy=plan.strategy,
-            window=self._window,
-            clip=self._clip,
-            telling=plan.telling,
-            overwrites=self._overwrites,
-            exposes=not isinstance(self.optimizer, LateBound),
-            world_size=self._world_size,
-        )
+        self._step = Step(self._plan, scaler=self.scaler, window=self._window, clip=self._clip)
 
     def _begin_window(self, batch: Any) -> None:
         self._step.check()
@@ -327,19 +306,3 @@ class Trainer:
                 f"{self._backend.collectives.world_size} ranks",
                 remedy="make the trainer, and use it, inside one `with accel.distributed():`",
             )
-
-
-def _loss_of_model(model: Callable[..., Any], batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, list | tuple):
-        return model(*batch)
-    return model(batch)
-
-
-def _scaler(backend: Roles, loss_scale: float | str | None) -> LossScaler:
-    if loss_scale is None:
-        return backend.scaler.none()
-    if loss_scale == "dynamic":
-        return backend.scaler.create()
-    return backend.scaler.create(init=float(loss_scale), dynamic=False)

@@ -8,7 +8,8 @@ from torch import Tensor
 from accelcore.errors import ConfigurationError
 from accelcore.optim.memory import Slot, unfit
 from accelcore.optim.optimizer import Optimizer
-from accelcore.training.gradients import Flat, Gradients, Masters, PerTensor
+from accelcore.training.gradients import Flat, Gradients, PerTensor
+from accelcore.training.masters import Masters
 from accelcore.training.plan import Plan
 from accelcore.training.policy import LOW
 

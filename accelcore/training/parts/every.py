@@ -1,0 +1,45 @@
+"""Every part of a training, in the order in which they are restored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from accelcore.roles.runtime import Runtime
+from accelcore.roles.scaler import LossScaler
+from accelcore.training.batches import Feeds
+from accelcore.training.gradients import Gradients
+from accelcore.training.parts.model import MastersPart, ModelPart
+from accelcore.training.parts.optimizer import OptimizerPart
+from accelcore.training.parts.part import Part
+from accelcore.training.parts.progress import FeedsPart, RandomPart, ScalerPart, SchedulePart, WindowPart
+from accelcore.training.window import Window
+
+__all__ = ["every_part"]
+
+
+def every_part(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    scaler: LossScaler,
+    scheduler: LRScheduler | None,
+    gradients: Gradients,
+    window: Window,
+    feeds: Feeds,
+    runtime: Runtime,
+) -> Sequence[Part]:
+    """What a checkpoint is made of. A new kind of state is one more of these."""
+    return [
+        ModelPart(model, gradients),
+        MastersPart(gradients),
+        SchedulePart(scheduler),
+        OptimizerPart(model, optimizer, gradients),
+        ScalerPart(scaler),
+        WindowPart(model, window, gradients),
+        FeedsPart(feeds, runtime),
+        RandomPart(runtime),
+    ]
