@@ -14,8 +14,9 @@ from torch import Tensor
 from accelcore.errors import TrainingError
 from accelcore.optim.hooks import StepHooks
 from accelcore.optim.memory import FlatMemory, Run, Slot, lay_flat
+from accelcore.optim.present import present
 from accelcore.optim.route import Memory, Request, Route
-from accelcore.optim.slot_state import Entry, by_parameter, check_shapes, copied, divide, pour
+from accelcore.optim.slot_state import Entry, by_parameter, check_shapes, copied, pour
 
 __all__ = ["SWITCHES", "Optimizer"]
 
@@ -146,7 +147,11 @@ class Optimizer(StepHooks):
             self._prepare_alone()
         if self._runs is not None:
             self._follow_groups()
-            self._present(self._runs)
+            divided = present(self._runs, self.engine.state)
+            if divided is not None:
+                self._runs = divided
+                self._place_runs()
+                present(divided, self.engine.state)
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if self._update is None:
             self._step_engine(found_inf, grad_scale)
@@ -272,46 +277,15 @@ class Optimizer(StepHooks):
         return [(p.dtype, p.device, p.stride()) for group in self.param_groups for p in group["params"]]
 
     def _follow_groups(self) -> None:
-        added = len(self.param_groups) != len(self._members)
-        for group, engine_group, members in zip(
-            self.param_groups, self.engine.param_groups, self._members, strict=not added
-        ):
-            added = added or len(group["params"]) != members
-            trained = engine_group["params"]
-            engine_group.update(group)
-            engine_group["params"] = trained
-        if added:
+        """Give the engine the options of each group, as they are now."""
+        if [len(group["params"]) for group in self.param_groups] != self._members:
             raise TrainingError(
                 "parameters were added to the optimizer since it was bound", remedy="let the trainer that bound it step"
             )
-
-    def _present(self, runs: Sequence[Run]) -> None:
-        """Give each run its gradient, or none; where only a part of it has one, that part is a run of its own now."""
-        divided = False
-        for run in runs:
-            if run.memory is None:
-                continue
-            received = run.received
-            if all(received):
-                if run.value.grad is not run.gradient:
-                    run.value.grad = run.gradient
-            elif not any(received):
-                run.value.grad = None
-            else:
-                divided = True
-        if divided:
-            self._runs = list(chain.from_iterable(map(self._divided, runs)))
-            self._place_runs()
-            self._present(self._runs)
-
-    def _divided(self, run: Run) -> list[Run]:
-        received = run.received
-        edges = [run.first + n for n in range(1, len(received)) if received[n] != received[n - 1]]
-        if not edges:
-            return [run]
-        parts = run.split(edges)
-        divide(run, parts, self.engine.state)
-        return parts
+        for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
+            trained = engine_group["params"]
+            engine_group.update(group)
+            engine_group["params"] = trained
 
     def _place_runs(self) -> None:
         assert self._runs is not None

@@ -10,7 +10,6 @@ from uuid import uuid4
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.errors import DistributedError, TrainingError
 from accelcore.roles.compiler import Compiled
@@ -79,7 +78,7 @@ class Trainer:
         self._schedule = Schedule(given["scheduler"], optimizer)
         self._plan = Plan(backend, model, optimizer, given)
         self._preparation = Preparation(self._plan)
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.scheduler = model, optimizer, given["scheduler"]
         self.scaler = create_scaler(backend.scaler, self._plan.policy)
         clip_norm = given["clip_norm"]
         flagged = backend.capabilities.overflow_flag
@@ -92,10 +91,6 @@ class Trainer:
         self.steps = 0
         self._compose()
         self._step.begin()
-
-    @property
-    def scheduler(self) -> LRScheduler | None:
-        return self._options["scheduler"]
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -151,8 +146,7 @@ class Trainer:
 
     def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch; the loss, detached and unscaled. Does not wait for the device."""
-        window = self._window
-        if window.micro == 0:
+        if self._window.micro == 0:
             self._begin_window(batch)
         if self._plan.captured is not None:
             return self._launch(batch)
@@ -194,16 +188,18 @@ class Trainer:
 
     def update(self) -> bool:
         """Count a micro-batch; at the end of a window, update the parameters. True when a window was closed."""
-        if self._step.count():
-            self._close(full=True)
-            return True
-        return False
+        full = self._step.count()
+        if full:
+            self._step.update(full=True)
+            self._end_window()
+        return full
 
     def flush(self) -> None:
         """Close a window that is not full, as the mean of the micro-batches it has; nothing where there is none."""
         if self._window.micro:
             self._check_able()
-            self._close(full=False)
+            self._step.update(full=False)
+            self._end_window()
 
     def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
         """Save all that is needed to go on as if nothing had happened, as a new checkpoint in `folder`.
@@ -288,10 +284,6 @@ class Trainer:
         for listener in self._plan.telling.loss:
             listener(loss)
         return loss
-
-    def _close(self, *, full: bool) -> None:
-        self._step.update(full=full)
-        self._end_window()
 
     def _end_window(self) -> None:
         self.steps += 1
