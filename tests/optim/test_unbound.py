@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -197,5 +198,35 @@ def test_groups_added_after_steps_and_options_changed_hold_from_the_next_step_on
         train(model, optimizer, feed(2))
         schedule.step()
         train(model, optimizer, feed(2))
+        results.append(model)
+    same(*results)
+
+
+@NAMES
+@ROUTES
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_group_of_another_dtype_is_trained_beside_the_first(accel, name, route, bound):
+    results = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double()])
+        make = partial(accel.optimizers.create, name, route=route) if ours else partial(THEIRS[name], foreach=False)
+        optimizer = make(model[0].parameters(), **OPTIONS[name])
+
+        def loss_of(m, x):
+            return m[0](x).square().mean() + m[1](x.double()).square().mean()
+
+        def step(x, model=model, optimizer=optimizer, loss_of=loss_of):
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            optimizer.step()
+
+        if ours and bound:
+            step = accel.trainer(model, optimizer, loss=loss_of)
+        step(torch.ones(1, 2))
+        model[1].zero_grad()
+        optimizer.add_param_group({"params": model[1].parameters()})
+        step(torch.ones(1, 2))
+        step(torch.ones(1, 2))
         results.append(model)
     same(*results)

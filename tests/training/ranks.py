@@ -5,6 +5,7 @@ Each rank writes what it found to FOLDER/SCENARIO-RANK.json.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import accelcore
@@ -179,6 +181,33 @@ def resumed(accel, folder):
     trainer, loader = start()
     path = trainer.resume(folder / "checkpoints")
     return {"expected": expected, "losses": losses + run(trainer, loader), "path": str(path)}
+
+
+def dropped(accel, folder):
+    """What is left of trainers that are gone: hooks on the parameters, and replicas; alive and dropped, in turn."""
+
+    def left():
+        gc.collect()
+        hooks = [len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters()]
+        return {"hooks": max(hooks), "replicas": sum(type(each) is DDP for each in gc.get_objects())}
+
+    model = net()
+    found = {}
+    for parallel in accel.capabilities.parallel:
+        if parallel == "none":
+            continue
+        for _ in range(3):
+            trainer = accel.trainer(
+                model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, parallel=parallel
+            )
+            trainer(rows()[:2])
+        model[0].requires_grad_(False)
+        trainer(rows()[:2])  # prepares anew
+        model[0].requires_grad_(True)
+        alive = left()
+        del trainer
+        found[parallel] = [alive, left()]
+    return found
 
 
 def main() -> None:

@@ -120,3 +120,11 @@ def test_two_ranks_resume_bit_same_in_the_middle_of_a_window(start):
     assert found[0]["path"] == found[1]["path"]
     parts = store.Checkpoint(Path(found[0]["path"])).manifest["files"]
     assert sorted(parts) == ["model", "rank-00000", "rank-00001", "training"]
+
+
+def test_a_trainer_that_is_dropped_leaves_no_hook_and_no_replica(start):
+    for found in start("dropped"):
+        assert {"ddp", "combine_ddp"} & set(found)
+        for parallel, (alive, gone) in found.items():
+            assert alive["replicas"] == (parallel == "ddp"), "one trainer lives, of which the others were made before"
+            assert gone == {"hooks": 0, "replicas": 0}

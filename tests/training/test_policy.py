@@ -1,0 +1,62 @@
+"""Precision policies: what is none is refused with what there is, and small gradients survive their scale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import accelcore
+from accelcore.training.policy import Policy
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"autocast": "bf16"},
+        {"autocast": "float99"},
+        {"autocast": "nn"},
+        {"autocast": 16},
+        {"model_dtype": "half precision"},
+        {"model_dtype": torch.bfloat16},
+        {"loss_scale": "static"},
+        {"loss_scale": 0},
+        {"loss_scale": -2.0},
+        {"loss_scale": float("inf")},
+        {"loss_scale": float("nan")},
+        {"loss_scale": True},
+    ],
+    ids=str,
+)
+def test_what_is_no_policy_is_refused_when_it_is_made(options):
+    with pytest.raises(accelcore.ConfigurationError, match=next(iter(options))):
+        Policy(**options)
+
+
+@pytest.mark.parametrize("loss_scale", [1024.0, "dynamic"])
+def test_small_fp16_gradients_are_divided_by_their_scale_in_fp32_or_not_at_all(accel, loss_scale):
+    """3e-6 / 1024 is 0 in fp16: masters get it in fp32, and without them the step is refused."""
+
+    def made(masters):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        return accel.trainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1e6),
+            loss=lambda m, x: m(x).float().sum() * 3e-9,
+            precision=Policy(model_dtype="float16", loss_scale=loss_scale, masters=masters),
+        )
+
+    if "float16" not in accel.capabilities.model_dtypes:
+        pytest.skip("this device holds no parameters in fp16")
+    x = torch.ones(1, 1, dtype=torch.float16)
+    trainer = made(masters=True)
+    scale = trainer.scaler.state_dict()["scale"]
+    trainer(x)
+    gradient = torch.tensor(3e-9 * scale).half().double() / scale
+    torch.testing.assert_close(trainer.model.weight.double(), (1 - 1e6 * gradient).view(1, 1), rtol=1e-3, atol=0)
+    assert trainer.model.weight != 1
+    refused = made(masters=False)
+    with pytest.raises(accelcore.TrainingError, match="would lose the small ones"):
+        refused(x)
+    assert refused.model.weight == 1

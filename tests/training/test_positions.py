@@ -1,0 +1,98 @@
+"""Places in the data: after a break, a rollback, a resume at any moment, the rows that come are the right ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accelcore
+
+
+def make(accel):
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    trainer = accel.trainer(
+        model, accel.optimizers.create("sgd", model.parameters(), lr=0.01), loss=lambda m, b: m(b[0]).square().mean()
+    )
+    return trainer, DataLoader(TensorDataset(torch.arange(12.0).view(12, 1)), 2, shuffle=True)
+
+
+def rows(batch):
+    return batch[0].flatten().tolist()
+
+
+def test_an_epoch_left_by_break_is_over_in_one_run_and_after_a_resume(accel, tmp_path):
+    """Twice: once straight through, once saved after the break, and resumed. Then once saved in the loop."""
+
+    def run(*, save=None, resume=False):
+        trainer, loader = make(accel)
+        seen, places = [], []
+        if resume:
+            trainer.resume(tmp_path / save)
+        for epoch in range(trainer.epoch, 3):
+            for number, batch in enumerate(trainer.batches(loader)):
+                trainer(batch)
+                seen.append(rows(batch))
+                if save == "in the loop" and not resume and (epoch, number) == (1, 2):
+                    trainer.save(tmp_path / save)
+                if epoch == 1 and number == 2 and not (resume and save == "in the loop"):
+                    break
+            places.append(trainer.epoch)
+            if save == "after the break" and epoch == 1 and not resume:
+                trainer.save(tmp_path / save)
+        return seen, places
+
+    straight, places = run()
+    assert places == [1, 2, 3]
+    assert [len(straight), len({row for batch in straight[:6] for row in batch})] == [6 + 3 + 6, 12]
+    assert run(save="after the break")[0] == straight
+    assert run(save="after the break", resume=True) == (straight[9:], [3])
+    assert run(save="in the loop")[0] == straight
+    rest, places = run(save="in the loop", resume=True)
+    assert places == [2, 3]  # what was saved in the loop is in the middle of the epoch, whose rest comes first
+    assert sorted(row for batch in straight[6:9] + rest[:3] for row in batch) == list(range(12))
+
+
+@pytest.mark.parametrize("rolled_back_to", ["before the first batch", "in mid-epoch", "in the next epoch"])
+def test_a_rollback_within_a_loop_ends_it_and_a_new_loop_is_where_the_checkpoint_is(accel, tmp_path, rolled_back_to):
+    trainer, loader = make(accel)
+    trainer.save(tmp_path / "before the first batch")
+    loop = trainer.batches(loader)
+    first = [next(loop) for _ in range(3)]
+    for batch in first:
+        trainer(batch)
+    trainer.save(tmp_path / "in mid-epoch")
+    rest = list(loop)
+    following = trainer.batches(loader)
+    next(following)
+    trainer.save(tmp_path / "in the next epoch")
+    second = [next(following) for _ in range(2)]
+
+    trainer.resume(tmp_path / rolled_back_to)
+    with pytest.raises(accelcore.TrainingError, match="not at its place"):
+        next(following)
+    with pytest.raises(StopIteration):
+        next(following)
+    assert trainer.epoch == (rolled_back_to == "in the next epoch")
+    assert trainer.steps == {"before the first batch": 0}.get(rolled_back_to, 3)
+    again = list(map(rows, trainer.batches(loader)))
+    if rolled_back_to == "in mid-epoch":
+        assert again == list(map(rows, rest))
+    elif rolled_back_to == "in the next epoch":
+        assert again[:2] == list(map(rows, second))
+        assert len(again) == 5
+    else:
+        assert again == list(map(rows, first + rest))
+
+
+def test_a_second_loop_over_one_stream_ends_the_first(accel):
+    trainer, loader = make(accel)
+    outer = trainer.batches(loader)
+    next(outer)
+    inner = list(trainer.batches(loader))
+    assert len(inner) == 6
+    with pytest.raises(accelcore.TrainingError, match="another loop"):
+        next(outer)
+    assert trainer.epoch == 2
