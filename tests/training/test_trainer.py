@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
 import gc
-import logging
 import weakref
 
 import pytest
@@ -17,7 +15,6 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accelcore
-from accelcore.roles.compiler import Compiled, Compiler
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -220,77 +217,6 @@ def test_frozen_and_unused_parameters_keep_no_gradient_and_do_not_move(accel):
     assert not torch.equal(before["used.weight"], model["used"].weight)
 
 
-def test_compiled_training_equals_eager_training(accel):
-    eager, compiled = net(), net()
-    for model, compile_ in ((eager, False), (compiled, {"dynamic": False})):
-        trainer = accel.trainer(
-            model, accel.optimizers.create("sgd", model.parameters(), lr=0.1), loss=loss_of, compile=compile_
-        )
-        for batch in data(3):
-            trainer(batch)
-    assert trainer.compiled is not None
-    assert trainer.compiled.compiled, trainer.compiled.reason
-    for one, other in zip(eager.state_dict().values(), compiled.state_dict().values(), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-class InGraphs(torch.autograd.Function):
-    """A linear map as CUDA graphs compute it: outputs and gradients are the same memory at each call."""
-
-    memory = tuple(torch.empty(shape) for shape in ((4, 2), (2, 6), (2,)))
-
-    @staticmethod
-    def forward(ctx, rows, weight, bias):
-        ctx.save_for_backward(rows)
-        InGraphs.memory[0].copy_(rows @ weight.t() + bias)
-        return InGraphs.memory[0].detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (rows,) = ctx.saved_tensors
-        InGraphs.memory[1].copy_(gradient.t() @ rows)
-        InGraphs.memory[2].copy_(gradient.sum(0))
-        return None, InGraphs.memory[1].detach(), InGraphs.memory[2].detach()
-
-
-class GraphCompiler(Compiler):
-    def compile(self, module, options):
-        def run(rows):
-            return InGraphs.apply(rows, module.weight, module.bias)
-
-        return Compiled(run, compiled=True, overwrites=True)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_memory_that_a_compiled_model_writes_anew_is_copied(accel, accumulate):
-    found = []
-    for compile_ in (False, True):
-        torch.manual_seed(0)
-        model = nn.Linear(6, 2)
-        trainer = dataclasses.replace(accel, compiler=GraphCompiler()).trainer(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            loss=lambda forward, batch: forward(batch).select(0, 0).select(0, 0),  # a view of the output
-            accumulate=accumulate,
-            compile=compile_,
-        )
-        losses = [trainer(torch.full((4, 6), float(number))) for number in range(1, 8)]
-        trainer.flush()
-        found.append((torch.stack(losses), model.weight.detach().clone(), model.bias.detach().clone()))
-    for eager, compiled in zip(*found, strict=True):
-        torch.testing.assert_close(compiled, eager)
-
-
-def test_gradients_of_two_backward_passes_add_up_although_a_compiled_model_writes_them_anew(accel):
-    model = nn.Linear(6, 2)
-    trainer = dataclasses.replace(accel, compiler=GraphCompiler()).trainer(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), compile=True
-    )
-    for number in (1.0, 2.0):
-        trainer.backward(trainer.forward(torch.full((4, 6), number)).sum())
-    assert model.weight.grad.tolist() == [[12.0] * 6] * 2
-
-
 @pytest.mark.parametrize("options", [{}, {"fp32": "ieee"}, {"precision": "bf16", "fp32": "ieee"}])
 def test_a_trainer_that_is_dropped_is_gone(accel, options):
     gc.disable()  # what only the collector finds holds the device's memory until then
@@ -340,25 +266,6 @@ def test_fp32_mode_holds_in_forward_and_backward_and_nowhere_else(accel):
         torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize(
-    ("loss", "says"),
-    [
-        (lambda m, b: m(b[0]), "shape"),
-        (lambda m, b: 3.0, "float"),
-        (lambda m, b: loss_of(m, b).detach(), "depends on no parameter"),
-        (lambda m, b: None, "NoneType"),
-    ],
-)
-def test_what_is_no_loss_is_refused_and_nothing_changes(accel, loss, says):
-    model = net()
-    before = copy.deepcopy(list(model.parameters()))
-    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss)
-    with pytest.raises(accelcore.TrainingError, match=says):
-        trainer(data(1)[0])
-    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
-    assert trainer.steps == 0
-
-
 def test_a_loader_that_raises_loses_nothing(accel):
     def loader():
         yield from data(2)
@@ -371,57 +278,6 @@ def test_a_loader_that_raises_loses_nothing(accel):
     assert trainer.steps == 2
     trainer(data(1)[0])
     assert trainer.steps == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"precision": "fp8"}, accelcore.ConfigurationError, "fp32, bf16, fp16"),
-        ({"accumulate": 0}, accelcore.ConfigurationError, "accumulate"),
-        ({"accumulate": True}, accelcore.ConfigurationError, "accumulate"),
-        ({"accumulate": 1.5}, accelcore.ConfigurationError, "accumulate"),
-        ({"clip_norm": 0}, accelcore.ConfigurationError, "clip_norm"),
-        ({"clip_norm": float("nan")}, accelcore.ConfigurationError, "clip_norm"),
-        ({"loss_scale": "high"}, accelcore.ConfigurationError, "loss_scale"),
-        ({"loss_scale": -1.0}, accelcore.ConfigurationError, "loss scale"),
-        ({"parallel": "fsdp"}, accelcore.UnsupportedError, "parallel='none', parallel='ddp'"),
-        ({"compile": "max-autotune"}, accelcore.ConfigurationError, "compile"),
-        ({"clip_norm": "1"}, accelcore.ConfigurationError, "clip_norm"),
-        ({"precision": []}, accelcore.ConfigurationError, "fp32, bf16, fp16"),
-        ({"fp32": "fast"}, accelcore.UnsupportedError, "ieee"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused_before_training(accel, options, error, says):
-    model = net()
-    with pytest.raises(error, match=says):
-        accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, **options)
-
-
-def test_an_optimizer_of_other_parameters_is_refused(accel):
-    with pytest.raises(accelcore.ConfigurationError, match="not in the model"):
-        accel.trainer(net(), accel.optimizers.create("sgd", net().parameters()))
-
-
-def test_a_wrapped_model_and_a_schedule_that_needs_a_metric_are_refused(accel):
-    model = net()
-    optimizer = accel.optimizers.create("sgd", model.parameters())
-    with pytest.raises(accelcore.ConfigurationError, match="bare module"):
-        accel.trainer(nn.DataParallel(model), optimizer)
-    with pytest.raises(accelcore.ConfigurationError, match="metric"):
-        accel.trainer(model, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
-
-
-def test_slow_low_precision_is_said_once(accel, caplog):
-    from accelcore_cpu import backend
-
-    if torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        pytest.skip("this CPU has fp16 kernels: there is nothing to say")
-    backend._warn_if_slow.cache_clear()
-    model = net()
-    with caplog.at_level(logging.WARNING, "accelcore"):
-        for _ in range(2):
-            accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), precision="fp16")
-    assert sum("float16" in record.message for record in caplog.records) == 1
 
 
 def test_clipping_looks_at_what_the_optimizer_has_and_nothing_else(accel):
@@ -452,34 +308,6 @@ def test_a_position_of_another_stream_leaves_the_window_open(accel):
     assert trainer.steps == 1
 
 
-def test_a_window_without_any_gradient_is_refused_and_the_next_one_is_right(accel):
-    model = net()
-    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, accumulate=2)
-    trainer.update()
-    with pytest.raises(accelcore.TrainingError, match="no parameter received a gradient"):
-        trainer.flush()
-    assert trainer.steps == 0
-    for batch in data(2):
-        trainer(batch)
-    assert trainer.steps == 1
-
-
-def test_a_dtype_that_is_not_declared_is_refused(accel):
-    model = net().half()
-    fewer = dataclasses.replace(accel.capabilities, model_dtypes=("float32",))
-    with pytest.raises(accelcore.UnsupportedError, match="float16"):
-        dataclasses.replace(accel, capabilities=fewer).trainer(
-            model, accel.optimizers.create("sgd", model.parameters())
-        )
-
-
-def test_another_optimizers_schedule_is_refused(accel):
-    model = net()
-    mine, other = (accel.optimizers.create("sgd", model.parameters()) for _ in range(2))
-    with pytest.raises(accelcore.ConfigurationError, match="another optimizer"):
-        accel.trainer(model, mine, scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
-
-
 def test_aux_is_of_the_last_loss(accel):
     model = net()
     answers = iter([True, False])
@@ -492,32 +320,3 @@ def test_aux_is_of_the_last_loss(accel):
     assert trainer.aux == "first"
     trainer(data(1)[0])
     assert trainer.aux is None
-
-
-def test_a_compiled_model_keeps_its_other_methods(accel):
-    class Model(nn.Linear):
-        def own_loss(self, batch):
-            return self(batch[0]).square().mean()
-
-    model = Model(6, 2)
-    trainer = accel.trainer(
-        model,
-        accel.optimizers.create("sgd", model.parameters()),
-        loss=lambda m, b: m.own_loss(b),
-        compile={"backend": "eager"},
-    )
-    assert trainer(data(1)[0]).ndim == 0
-
-
-def test_ranks_that_have_not_met_are_refused(accel, monkeypatch):
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "h",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    model = net()
-    with pytest.raises(accelcore.DistributedError, match=r"accel\.distributed"):
-        accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), parallel="ddp")

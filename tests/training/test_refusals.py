@@ -1,0 +1,140 @@
+"""What cannot be trained is refused, by a message that says what could be."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import accelcore
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 2))
+
+
+def data(count: int, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(count)]
+
+
+def loss_of(model, batch):
+    return mse_loss(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda m, b: m(b[0]), "shape"),
+        (lambda m, b: 3.0, "float"),
+        (lambda m, b: loss_of(m, b).detach(), "depends on no parameter"),
+        (lambda m, b: None, "NoneType"),
+    ],
+)
+def test_what_is_no_loss_is_refused_and_nothing_changes(accel, loss, says):
+    model = net()
+    before = copy.deepcopy(list(model.parameters()))
+    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss)
+    with pytest.raises(accelcore.TrainingError, match=says):
+        trainer(data(1)[0])
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert trainer.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"precision": "fp8"}, accelcore.ConfigurationError, "fp32, bf16, fp16"),
+        ({"accumulate": 0}, accelcore.ConfigurationError, "accumulate"),
+        ({"accumulate": True}, accelcore.ConfigurationError, "accumulate"),
+        ({"accumulate": 1.5}, accelcore.ConfigurationError, "accumulate"),
+        ({"clip_norm": 0}, accelcore.ConfigurationError, "clip_norm"),
+        ({"clip_norm": float("nan")}, accelcore.ConfigurationError, "clip_norm"),
+        ({"loss_scale": "high"}, accelcore.ConfigurationError, "loss_scale"),
+        ({"loss_scale": -1.0}, accelcore.ConfigurationError, "loss scale"),
+        ({"parallel": "fsdp"}, accelcore.UnsupportedError, "parallel='none', parallel='ddp'"),
+        ({"compile": "max-autotune"}, accelcore.ConfigurationError, "compile"),
+        ({"clip_norm": "1"}, accelcore.ConfigurationError, "clip_norm"),
+        ({"precision": []}, accelcore.ConfigurationError, "fp32, bf16, fp16"),
+        ({"fp32": "fast"}, accelcore.UnsupportedError, "ieee"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_training(accel, options, error, says):
+    model = net()
+    with pytest.raises(error, match=says):
+        accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, **options)
+
+
+def test_an_optimizer_of_other_parameters_is_refused(accel):
+    with pytest.raises(accelcore.ConfigurationError, match="not in the model"):
+        accel.trainer(net(), accel.optimizers.create("sgd", net().parameters()))
+
+
+def test_a_wrapped_model_and_a_schedule_that_needs_a_metric_are_refused(accel):
+    model = net()
+    optimizer = accel.optimizers.create("sgd", model.parameters())
+    with pytest.raises(accelcore.ConfigurationError, match="bare module"):
+        accel.trainer(nn.DataParallel(model), optimizer)
+    with pytest.raises(accelcore.ConfigurationError, match="metric"):
+        accel.trainer(model, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
+def test_slow_low_precision_is_said_once(accel, caplog):
+    from accelcore_cpu import backend
+
+    if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        pytest.skip("this CPU has fp16 kernels: there is nothing to say")
+    backend._warn_if_slow.cache_clear()
+    model = net()
+    with caplog.at_level(logging.WARNING, "accelcore"):
+        for _ in range(2):
+            accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), precision="fp16")
+    assert sum("float16" in record.message for record in caplog.records) == 1
+
+
+def test_a_window_without_any_gradient_is_refused_and_the_next_one_is_right(accel):
+    model = net()
+    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, accumulate=2)
+    trainer.update()
+    with pytest.raises(accelcore.TrainingError, match="no parameter received a gradient"):
+        trainer.flush()
+    assert trainer.steps == 0
+    for batch in data(2):
+        trainer(batch)
+    assert trainer.steps == 1
+
+
+def test_a_dtype_that_is_not_declared_is_refused(accel):
+    model = net().half()
+    fewer = dataclasses.replace(accel.capabilities, model_dtypes=("float32",))
+    with pytest.raises(accelcore.UnsupportedError, match="float16"):
+        dataclasses.replace(accel, capabilities=fewer).trainer(
+            model, accel.optimizers.create("sgd", model.parameters())
+        )
+
+
+def test_another_optimizers_schedule_is_refused(accel):
+    model = net()
+    mine, other = (accel.optimizers.create("sgd", model.parameters()) for _ in range(2))
+    with pytest.raises(accelcore.ConfigurationError, match="another optimizer"):
+        accel.trainer(model, mine, scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
+
+
+def test_ranks_that_have_not_met_are_refused(accel, monkeypatch):
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    model = net()
+    with pytest.raises(accelcore.DistributedError, match=r"accel\.distributed"):
+        accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), parallel="ddp")
