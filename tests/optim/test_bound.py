@@ -250,63 +250,6 @@ def test_memory_that_is_replaced_after_a_trainer_was_made_is_followed_or_refused
     same(model, other)
 
 
-def test_a_parameter_that_lies_flat_is_saved_by_itself(accel):
-    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(2, 2))
-    accel.trainer(model, accel.optimizers.create("adamw", model.parameters()), flat=True)
-    saved = io.BytesIO()
-    torch.save(model[1].weight, saved)
-    assert len(saved.getvalue()) < 5000
-    assert model[1].weight.untyped_storage().nbytes() == 16
-
-
-@pytest.mark.parametrize("flat", [True, False])
-def test_complex_parameters_are_trained_as_by_torch(accel, flat):
-    def model():
-        torch.manual_seed(0)
-        return nn.ParameterList([torch.randn(3, dtype=torch.complex64), torch.randn(2)])
-
-    one, other = model(), model()
-    optimizer = accel.optimizers.create("adamw", one.parameters(), lr=0.1)
-    trainer = accel.trainer(one, optimizer, loss=lambda m, _: (m[0] * m[1].sum()).abs().square().sum(), flat=flat)
-    theirs = torch.optim.AdamW(other.parameters(), lr=0.1)
-    for _ in range(4):
-        trainer(None)
-        theirs.zero_grad()
-        (other[0] * other[1].sum()).abs().square().sum().backward()
-        theirs.step()
-    same(one, other)
-
-
-def test_sparse_gradients_take_the_loop_and_the_error_says_so(accel):
-    def embedding():
-        torch.manual_seed(0)
-        return nn.Embedding(5, 2, sparse=True)
-
-    tokens = [torch.tensor([1, 1, 4]), torch.tensor([0, 4, 4])]
-    for clip_norm in (None, 0.1):
-        model, other = embedding(), embedding()
-        optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.5, route="loop")
-        trainer = accel.trainer(model, optimizer, loss=lambda m, b: m(b).square().mean(), clip_norm=clip_norm)
-        theirs = torch.optim.SGD(other.parameters(), lr=0.5)
-        for batch in tokens:
-            trainer(batch)
-            theirs.zero_grad()
-            other(batch).square().mean().backward()
-            other.weight.grad = other.weight.grad.to_dense()
-            if clip_norm is not None:
-                nn.utils.clip_grad_norm_(other.parameters(), clip_norm)
-            theirs.step()
-        same(model, other)
-    for options in ({}, {"flat": True}):
-        model = embedding()
-        trainer = accel.trainer(
-            model, accel.optimizers.create("sgd", model.parameters()), loss=lambda m, b: m(b).sum(), **options
-        )
-        with pytest.raises(accelcore.TrainingError, match='route="loop"'):
-            trainer(tokens[0])
-        assert torch.equal(model.weight, embedding().weight)
-
-
 @FLAT
 def test_step_hooks_run_in_order_around_the_update(accel, flat):
     model = Model()
@@ -327,39 +270,3 @@ def test_step_hooks_run_in_order_around_the_update(accel, flat):
     first = model.one.weight.detach().clone()
     train(trainer, batches(1))
     assert seen == [("before", True), ("after", False), ("before", True)]
-
-
-@FLAT
-def test_fp32_moments_of_bf16_parameters_stay_fp32_however_they_are_loaded(accel, flat):
-    from accelcore.training.policy import Policy
-
-    def made():
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2).bfloat16()
-        return model, accel.optimizers.create("adamw", model.parameters(), lr=0.1)
-
-    def prepare(model, optimizer):
-        return accel.trainer(
-            model, optimizer, loss=lambda m, b: m(b).float().square().mean(), precision=BF16, flat=flat
-        )
-
-    BF16 = Policy(model_dtype="bfloat16")
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(3)).bfloat16()
-    model, optimizer = made()
-    trainer = prepare(model, optimizer)
-    for _ in range(3):
-        trainer(x)
-    state = optimizer.state_dict()
-    moments = state["state"][0]["exp_avg"]
-    assert moments.dtype == torch.float32
-    assert not torch.equal(moments, moments.bfloat16().float())
-    for late in (False, True):
-        other, loaded = made()
-        if not late:
-            loaded.load_state_dict(state)
-        prepare(other, loaded)
-        if late:
-            loaded.load_state_dict(state)
-        assert torch.equal(loaded.state_dict()["state"][0]["exp_avg"], moments)
-    twin = copy.deepcopy(optimizer)
-    assert torch.equal(twin.state_dict()["state"][0]["exp_avg"], moments)

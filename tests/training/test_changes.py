@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accelcore
-from accelcore.training.policy import Policy
 
 
 class Model(nn.Module):
@@ -229,85 +228,3 @@ def test_a_resume_right_after_a_group_was_added_restores_its_state_too(accel, tm
     train(resumed, data(4, seed=2))
     hand.train(data(4, seed=2))
     same(resumed.model, hand.model)
-
-
-def everything(model, optimizer):
-    """What a refused option must leave as it is."""
-    parameters = [
-        (name, id(p), p.dtype, p.device, p.data_ptr(), p.stride(), p.requires_grad, p.grad, p.detach().tolist())
-        for name, p in model.named_parameters()
-    ]
-    groups = [{**group, "params": [id(p) for p in group["params"]]} for group in optimizer.param_groups]
-    state = {id(p): {k: (id(v), str(v)) for k, v in entry.items()} for p, entry in dict(optimizer.state).items()}
-    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    return parameters, groups, state, hooks
-
-
-REFUSED = [
-    {"precision": "fp8"},
-    {"loss_scale": "high"},
-    {"loss_scale": -1.0},
-    {"loss_scale": float("nan")},
-    {"loss_scale": True},
-    {"fp32": "fast"},
-    {"accumulate": 0},
-    {"clip_norm": True},
-    {"clip_norm": -1},
-    {"parallel": "fsdp"},
-    {"comm_dtype": "float16"},
-    {"flat": "yes"},
-    {"compile": "max-autotune"},
-    {"compile": {"mode": "no such mode"}},
-    {"compile": {"no_such_option": 1}},
-    {"graph": True},
-    {"observers": [print]},
-    {"observer": []},
-    {"precision": Policy(model_dtype="float8_e5m2")},
-    {"precision": Policy(model_dtype="int8")},
-    {"precision": Policy(autocast="float64")},
-]
-
-
-@HOW
-@pytest.mark.parametrize("option", REFUSED, ids=str)
-def test_a_refused_option_leaves_model_and_optimizer_as_they_were(accel, kind, option):
-    model = Model()
-    optimizer = KINDS[kind](accel, model.parameters())
-    loss_of(model, data(1)[0]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    before = everything(model, optimizer)
-    # With options that would change both, were they carried out.
-    options = {"precision": Policy(model_dtype="bfloat16"), "flat": True, **option}
-    with pytest.raises((accelcore.ConfigurationError, accelcore.UnsupportedError)):
-        accel.trainer(model, optimizer, loss=loss_of, **options)
-    assert everything(model, optimizer) == before
-
-
-@pytest.mark.parametrize("what", ["other model", "wrapped", "scheduler", "metric", "shared memory", "all frozen, flat"])
-def test_a_refused_model_optimizer_or_schedule_is_left_as_it_was(accel, what):
-    model = Model()
-    optimizer = accel.optimizers.create("adamw", model.parameters())
-    given, options = model, {"precision": Policy(model_dtype="bfloat16"), "flat": True}
-    if what == "other model":
-        given = Model()
-    elif what == "wrapped":
-        given = nn.DataParallel(model)
-    elif what == "scheduler":
-        other = torch.optim.SGD(model.parameters())
-        options["scheduler"] = torch.optim.lr_scheduler.StepLR(other, 1)
-    elif what == "metric":
-        options["scheduler"] = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    elif what == "shared memory":
-        model.middle.bias.data = model.first.bias.data
-    else:
-        model.requires_grad_(False)
-    before = everything(model, optimizer), everything(given, optimizer)
-    if what == "all frozen, flat":
-        trainer = accel.trainer(given, optimizer, loss=lambda m, b: m(b[0].bfloat16()).sum(), **options)
-        with pytest.raises(accelcore.TrainingError, match="frozen"):
-            trainer(data(1)[0])
-        return
-    with pytest.raises(accelcore.ConfigurationError):
-        accel.trainer(given, optimizer, **options)
-    assert (everything(model, optimizer), everything(given, optimizer)) == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import os
 
@@ -251,43 +250,6 @@ def test_a_window_in_which_something_is_raised_is_lost_and_nothing_else(
     same(resumed, hand)
 
 
-def test_a_schedule_past_its_end_raises_at_each_window_and_training_goes_on_at_its_last_rate(accel, tmp_path):
-    def make(parameters, create):
-        optimizer = create(parameters)
-        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3, cycle_momentum=False)
-
-    model, hand = Model(), Model()
-    optimizer, schedule = make(model.parameters(), lambda p: accel.optimizers.create("adamw", p, eps=1e-3))
-    trainer = accel.trainer(model, optimizer, loss=loss_of, scheduler=schedule, accumulate=2)
-    theirs, other = make(hand.parameters(), lambda p: torch.optim.AdamW(p, eps=1e-3, fused=True))
-    windows = data(2)
-    for number, window in enumerate(windows, start=1):
-        theirs.zero_grad()
-        for batch in window:
-            (loss_of(hand, batch) / 2).backward()
-        theirs.step()
-        trainer(window[0])
-        if number < 4:
-            other.step()
-            trainer(window[1])
-        else:
-            with pytest.raises(ValueError, match="Tried to step"):
-                trainer(window[1])
-        assert trainer.steps == number
-        for one, its in zip(model.parameters(), hand.parameters(), strict=True):
-            torch.testing.assert_close(one, its)
-    fresh = Model()
-    optimizer, schedule = make(fresh.parameters(), lambda p: accel.optimizers.create("adamw", p, eps=1e-3))
-    resumed = accel.trainer(fresh, optimizer, loss=loss_of, scheduler=schedule, accumulate=2)
-    trainer.save(tmp_path)
-    resumed.resume(tmp_path)
-    assert torch.equal(fresh.first.weight, model.first.weight)
-    resumed(windows[0][0])
-    with pytest.raises(ValueError, match="Tried to step"):
-        resumed(windows[0][1])
-    assert resumed.steps == len(windows) + 1
-
-
 def test_a_disk_that_is_full_leaves_training_and_older_checkpoints_as_they_were(accel, tmp_path, monkeypatch):
     options = {"accumulate": 2, "loss_scale": "dynamic"}
     trap = Trap(None, OSError, 0)
@@ -311,46 +273,3 @@ def test_a_disk_that_is_full_leaves_training_and_older_checkpoints_as_they_were(
     same(trainer, hand)
     resumed = make(accel, trap, options, foreign=False)
     assert resumed.resume(tmp_path) == whole
-
-
-@pytest.mark.parametrize("place", ["forward", "reduce"])
-def test_in_a_job_a_rank_that_failed_alone_does_not_go_on(accel, place):
-    """The others may have stepped without it, and its next all_reduce would meet another of theirs."""
-
-    class Two(type(accel.collectives)):
-        rank, world_size = 0, 2
-        broken = False
-
-        def all_reduce(self, tensor, op="sum"):
-            if self.broken:
-                raise torch.OutOfMemoryError("planted")
-            return tensor if op != "sum" else tensor.mul_(2)  # the other rank has the same
-
-        def broadcast(self, tensor, src=0):
-            return tensor
-
-        def barrier(self):
-            pass
-
-    def loss(model, batch):
-        if broken and place == "forward":
-            raise torch.OutOfMemoryError("planted")
-        return loss_of(model, batch)
-
-    broken = False
-    two, declared = Two(accel.device, "gloo"), dataclasses.replace(accel.capabilities, parallel=("none", "combine_ddp"))
-    job = dataclasses.replace(accel, collectives=two, capabilities=declared)
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = job.trainer(model, optimizer, loss=loss, parallel="combine_ddp")
-    batch = data(1)[0][0]
-    trainer(batch)
-    broken, two.broken = True, place == "reduce"
-    with pytest.raises(torch.OutOfMemoryError):
-        trainer(batch)
-    broken, two.broken = False, False
-    with pytest.raises(accelcore.TrainingError, match="cannot go on"):
-        trainer(batch)
-    with pytest.raises(accelcore.TrainingError, match="cannot go on"):
-        trainer.backward(loss_of(trainer.forward, batch))
-    assert trainer.steps == 1
