@@ -34,7 +34,7 @@ class Optimizer(StepHooks):
     State has the dtype of what is trained: moments of a bf16 parameter with an fp32 master are fp32, also after
     `load_state_dict`, which torch's own would round.
 
-    Made by `accel.optimizers.create`. A copy, and one that was pickled, is unbound and has the state.
+    Made by `accel.optimizers.create`. A copy is unbound and has the state. To pickle it, pickle its `state_dict`.
 
     Attributes:
         name: the optimizer's name in the registry.
