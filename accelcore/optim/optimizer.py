@@ -73,11 +73,7 @@ class Optimizer(StepHooks):
         return self._route.memory != "tensors"
 
     def memory_for(self, dtypes: Iterable[torch.dtype], *, flat: bool) -> Memory:
-        """What the route can be given that it would take for these.
-
-        Args:
-            dtypes: of what is trained.
-            flat: whether that may lie in flat memory.
+        """What the route can be given that it would take for these dtypes, which `flat` allows to lie in flat memory.
 
         Raises:
             UnsupportedError: no route supports it.

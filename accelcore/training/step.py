@@ -69,7 +69,7 @@ class Step:
             weight = None if self._weight is None else self._weight(batch)
             self._add(loss, weight, outlast=not self._window.is_last)
         except BaseException as error:
-            self._drop(error)
+            self.drop(error)
             raise
         return loss, aux
 
@@ -78,7 +78,7 @@ class Step:
         try:
             self._add(loss, weight, outlast=outlast)
         except BaseException as error:
-            self._drop(error)
+            self.drop(error)
             raise
 
     def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool) -> None:
@@ -116,7 +116,7 @@ class Step:
             self._strategy.settle()
             self.begin()
         except BaseException as error:
-            self._drop(error)
+            self.drop(error)
             raise
 
     def work(self, *, full: bool = True) -> None:
@@ -180,7 +180,7 @@ class Step:
                 "accelcore run --max-restarts 3",
             ) from self.failure
 
-    def _drop(self, error: BaseException) -> None:
+    def drop(self, error: BaseException) -> None:
         """Drop the window, because something in it failed: what there is of its gradients cannot be trusted."""
         if self._world_size > 1 and not isinstance(error, AccelError):  # ours are raised by all ranks alike
             self.failure = error

@@ -15,6 +15,7 @@ from accelcore.errors import DistributedError, TrainingError
 from accelcore.roles.compiler import Compiled
 from accelcore.roles.composition import Roles
 from accelcore.training.batches import Feeds
+from accelcore.training.captured import CapturedStep
 from accelcore.training.clipping import Clipping
 from accelcore.training.options import TrainerOptions, check_numbers, complete
 from accelcore.training.parts.every import every_part
@@ -147,9 +148,11 @@ class Trainer:
     def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch; the loss, detached and unscaled. Does not wait for the device."""
         if self._window.micro == 0:
-            self._begin_window(batch)
+            self._step.check()
+            self._follow()
+            self._feeds.check_shared(batch)
         if self._plan.captured is not None:
-            return self._launch(batch)
+            return self._launch(self._plan.captured, batch)
         loss, self.aux = self._step.forward_backward(batch)
         loss = loss.detach()
         if self._step.overwrites:
@@ -259,11 +262,6 @@ class Trainer:
         self._watch = Watch(self.model, self.optimizer)
         self._step = Step(self._plan, scaler=self.scaler, window=self._window, clip=self._clip)
 
-    def _begin_window(self, batch: Any) -> None:
-        self._step.check()
-        self._follow()
-        self._feeds.check_shared(batch)
-
     def _follow(self) -> None:
         """Prepare anew where parameters were frozen, unfrozen or added since; between windows."""
         if self._watch.changed():
@@ -271,13 +269,17 @@ class Trainer:
             self._compose()
             self._step.begin()
 
-    def _launch(self, batch: Any) -> Tensor:
-        last, captured = self._window.is_last, self._plan.captured
-        assert captured is not None
+    def _launch(self, captured: CapturedStep, batch: Any) -> Tensor:
+        last = self._window.is_last
         self._step.open()  # not in a graph, which serves the later micro-batches of a window, too
-        loss, self.aux = captured(
-            batch, self._step.forward_backward, self._step.work, first=self._window.micro == 0, last=last
-        )  # fmt: skip
+        try:
+            loss, self.aux = captured(
+                batch, self._step.forward_backward, self._step.work, first=self._window.micro == 0, last=last
+            )
+        except BaseException as error:
+            if self._step.is_open:  # else it was dropped where it was raised
+                self._step.drop(error)
+            raise
         if self._step.count():
             self._step.begin()
             self._end_window()
