@@ -39,6 +39,7 @@ class Optimizer(StepHooks):
     Attributes:
         name: the optimizer's name in the registry.
         route: the name of the route it took.
+        binding: another object after each `bind`, by which who bound it knows that nobody else has since.
         engine: the `torch.optim.Optimizer` that computes the updates; its groups hold what is trained.
         grad_scale, found_inf: float32 scalars on the device, or None: what the next step divides the gradients by, and
             1.0 where it is to be skipped. For a route whose kernel can do that (`_step_supports_amp_scaling`); torch's
@@ -47,6 +48,7 @@ class Optimizer(StepHooks):
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
+    binding: object = None
     _runs: list[Run] | None
     _memories: list[FlatMemory]
 
@@ -99,7 +101,8 @@ class Optimizer(StepHooks):
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         # torch's constructor sets it to nothing, when the route's own may already hold something.
-        assert not value
+        if hasattr(self, "param_groups"):
+            raise TrainingError("the state of this optimizer is a view", remedy="restore one by load_state_dict")
 
     def bind(self, runs: Sequence[Run]) -> None:
         """Train these from now on, each parameter's state with it. Who binds sets the gradients before each step.
@@ -124,6 +127,7 @@ class Optimizer(StepHooks):
         self._pour(entries, runs)
         self._members = [len(group["params"]) for group in self.param_groups]
         self._place_runs()
+        self.binding = object()
 
     @property
     def bound(self) -> Sequence[Run] | None:
@@ -148,6 +152,12 @@ class Optimizer(StepHooks):
                 self._runs = divided
                 self._place_runs()
                 present(divided, self.engine.state)
+            if not self._memories and all(run.value.grad is None for run in self._runs):
+                raise TrainingError(
+                    "no gradient was given to this optimizer, which a trainer has bound",
+                    why="the trainer gathers them, where it lays parameters flat or trains masters",
+                    remedy="call trainer.backward(loss) and trainer.update(), or make an optimizer without a trainer",
+                )
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if self._update is None:
             self._step_engine(found_inf, grad_scale)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -42,7 +41,7 @@ class Scalers:
             ConfigurationError: a scale, factor or interval that could never work.
         """
         if not dynamic:
-            if not 0 < init < math.inf:
+            if not 0 < init <= torch.finfo(torch.float32).max:
                 raise ConfigurationError(f"{init} is no static loss scale", remedy="give a number > 0")
             return StaticScaler(float(init))
         check_settings(init, growth, backoff, interval, min, max)

@@ -64,7 +64,7 @@ class Agreement:
         if failed.item():
             raise CheckpointError(f"another rank could not {what}", why="see that rank's error")
 
-    def same(self, value: int) -> bool:
+    def all_equal(self, value: int) -> bool:
         """Whether all ranks give the same number, below 2**62."""
         both = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
         low, high = self._collectives.all_reduce(both, "min").tolist()

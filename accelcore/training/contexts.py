@@ -18,7 +18,7 @@ Context = AbstractContextManager[object]
 
 
 class Contexts:
-    """Where a training computes what how exactly.
+    """The precision contexts of a training.
 
     Attributes:
         make_region: makes the context of a forward pass and its loss.
@@ -37,12 +37,12 @@ class Contexts:
         self.arithmetic: Context = nullcontext()
         if fp32 is not None:
             backend.precision.fp32(fp32)  # refuses here what would be refused in the first step
-            self.arithmetic = _Anew(partial(backend.precision.fp32, fp32))
+            self.arithmetic = _Reentrant(partial(backend.precision.fp32, fp32))
             self.make_region = partial(_both, self.arithmetic, self.make_region)
-            self.region = _Anew(self.make_region)
+            self.region = _Reentrant(self.make_region)
 
 
-class _Anew:
+class _Reentrant:
     """A context that is made each time it is entered, where the one made could be entered only once."""
 
     def __init__(self, make: Callable[[], Context]) -> None:

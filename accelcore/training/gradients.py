@@ -84,6 +84,9 @@ class Gradients(ABC):
     def demote(self) -> None:  # noqa: B027
         """Give the parameters the values of their masters."""
 
+    def replicated(self) -> None:  # noqa: B027
+        """All ranks have the parameters of rank 0 now: take them over, but for masters that ranks have in common."""
+
     def note(self) -> None:  # noqa: B027
         """Masters and parameters agree, whoever wrote to them last."""
 
@@ -171,6 +174,11 @@ class Flat(Gradients):
     def follow(self) -> None:
         for memory in self._memories:
             memory.follow()
+
+    def clear(self) -> None:
+        super().clear()
+        for memory in self._memories:
+            memory.received = [False] * len(memory.slots)
 
     def gather(self) -> None:
         self.follow()

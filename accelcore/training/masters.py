@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from accelcore.optim.memory import Run
-from accelcore.training.gradients import Gradients, dense
+from accelcore.training.gradients import Gradients
 from accelcore.training.policy import LOW
 
 __all__ = ["Masters"]
@@ -43,6 +44,7 @@ class Masters(Gradients):
             for slot in self.slots:
                 if slot.trained is not slot.parameter and id(slot.parameter) in exact:
                     slot.trained.copy_(exact[id(slot.parameter)])
+        self._kept = set(exact)
         self.note()
 
     def follow(self) -> None:
@@ -53,6 +55,13 @@ class Masters(Gradients):
         with torch.no_grad():
             for slot, before, after in zip(self.slots, self._seen, now, strict=True):
                 if before != after and slot.trained is not slot.parameter:
+                    slot.trained.copy_(slot.parameter)
+        self.note()
+
+    def replicated(self) -> None:
+        with torch.no_grad():
+            for slot in self.slots:
+                if slot.trained is not slot.parameter and id(slot.parameter) not in self._kept:
                     slot.trained.copy_(slot.parameter)
         self.note()
 
@@ -95,7 +104,9 @@ class Masters(Gradients):
         cells = self._inner.cells()
         pairs = [(self._gradients[n], cell) for n in self._low if (cell := cells[n]) is not None]
         if pairs:
-            torch._foreach_copy_([gradient for gradient, _ in pairs], [dense(cell) for _, cell in pairs])
+            torch._foreach_copy_(
+                [gradient for gradient, _ in pairs], [cell.to_dense() if cell.is_sparse else cell for _, cell in pairs]
+            )
         for number in self._low:  # single tensors are asked for their gradient
             self.values[number].grad = None if cells[number] is None else self._gradients[number]
 
@@ -103,6 +114,7 @@ class Masters(Gradients):
     def demote(self) -> None:
         lows, masters = [self._inner.values[n] for n in self._low], [self.values[n] for n in self._low]
         torch._foreach_copy_(lows, masters)
+        increment_version(self._parameters)  # in flat memory they would not show that they were written to
         self.note()
 
     def note(self) -> None:

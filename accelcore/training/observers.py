@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Observer", "Telling"]
+__all__ = ["Listeners", "Observer"]
 
 
 class Observer:
@@ -33,7 +33,7 @@ class Observer:
         """A module of the model, by name, returned `output` in a forward pass."""
 
 
-class Telling:
+class Listeners:
     """For each thing that can be told, who wants to hear it."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:

@@ -101,7 +101,7 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
 
 
 def check_numbers(options: TrainerOptions) -> None:
-    """Raise ConfigurationError for numbers that are none."""
+    """Raise ConfigurationError for invalid numbers."""
     accumulate, clip_norm = options["accumulate"], options["clip_norm"]
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigurationError(

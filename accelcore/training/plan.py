@@ -14,7 +14,7 @@ from accelcore.roles.composition import Roles
 from accelcore.training.captured import CapturedStep
 from accelcore.training.contexts import Contexts
 from accelcore.training.gradients import Gradients, PerTensor
-from accelcore.training.observers import Telling
+from accelcore.training.observers import Listeners
 from accelcore.training.options import TrainerOptions
 from accelcore.training.policy import Policy
 from accelcore.training.strategies.strategy import Strategy
@@ -30,7 +30,7 @@ class Plan:
         backend, model, optimizer, options: as given.
         policy, contexts: how exactly what is computed.
         strategy: how ranks share the work.
-        telling: who is told what.
+        listeners: who is told what.
         gradients: the owner of what is trained; at first of nothing.
         masters: for each master in the optimizer's groups, by its id, whose it is.
         forward: the model to call.
@@ -45,7 +45,7 @@ class Plan:
     policy: Policy = field(init=False)
     contexts: Contexts = field(init=False)
     strategy: Strategy = field(init=False)
-    telling: Telling = field(init=False)
+    listeners: Listeners = field(init=False)
     gradients: Gradients = field(default_factory=lambda: PerTensor([]))
     masters: dict[int, nn.Parameter] = field(default_factory=dict)
     forward: Callable[..., Any] = field(init=False)

@@ -93,7 +93,7 @@ def resume(training: TrainingState, folder: Path) -> tuple[Path, int, str] | Non
     except Exception as error:  # noqa: BLE001  # raised again when all ranks know
         failure = _as_checkpoint_error(error, folder)
     agreement.settle(failure, "resume")
-    if not agreement.same(0 if checkpoint is None else checkpoint.fingerprint):
+    if not agreement.all_equal(0 if checkpoint is None else checkpoint.fingerprint):
         raise CheckpointError(
             f"the ranks do not find the same checkpoint in {folder}",
             why="here it is " + ("none" if checkpoint is None else checkpoint.path.name),

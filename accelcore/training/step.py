@@ -38,16 +38,17 @@ class Step:
     """
 
     def __init__(self, plan: Plan, *, scaler: LossScaler, window: Window, clip: Clipping | None) -> None:
-        self._forward, self._telling = plan.forward, plan.telling
+        self._forward, self._listeners = plan.forward, plan.listeners
         self._loss, self._weight = plan.options["loss"] or loss_of_model, plan.options["weight"]
         self._region, self._arithmetic = plan.contexts.region, plan.contexts.arithmetic
         self._gradients, self._optimizer, self._strategy = plan.gradients, plan.optimizer, plan.strategy
         self._scaler, self._window, self._clip = scaler, window, clip
         self._exposes = not isinstance(plan.optimizer, LateBound)  # others know nothing of slots
+        self._binding = getattr(plan.optimizer, "binding", None)
         self._world_size = plan.backend.collectives.world_size
         self.overwrites = plan.compiled is not None and plan.compiled.overwrites
         self.failure: BaseException | None = None
-        self._reads_gradients = clip is not None or bool(plan.telling.gradient_norm)
+        self._reads_gradients = clip is not None or bool(plan.listeners.gradient_norm)
         self.is_open = False
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
@@ -113,7 +114,7 @@ class Step:
         """Update the parameters with the gradients of a window, a full one or a short one; the next one begins."""
         try:
             self.work(full=full)
-            self._strategy.settle()
+            self._strategy.sync_buffers()
             self.begin()
         except BaseException as error:
             self.drop(error)
@@ -122,6 +123,12 @@ class Step:
     def work(self, *, full: bool = True) -> None:
         """What the device does in an update; captured steps record it."""
         gradients, scaler = self._gradients, self._scaler
+        if getattr(self._optimizer, "binding", None) is not self._binding:
+            raise TrainingError(
+                "another trainer has bound this optimizer since",
+                why="an optimizer has one state, of what one trainer trains",
+                remedy="give each trainer an optimizer of its own",
+            )
         gradients.gather()
         self._strategy.reduce(gradients, exchanged=full)
         if True not in gradients.received:
@@ -146,21 +153,23 @@ class Step:
                 self._norm = self._clip(buffers, self._strategy.norm)
             else:
                 self._norm = self._strategy.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers))))
-        scaler.step(self._optimizer, buffers, self._strategy.agree)
-        self._overflow = scaler.overflowed if self._telling.overflow else None
+        try:
+            scaler.step(self._optimizer, buffers, self._strategy.agree)
+        finally:  # a hook may raise when the masters have been updated
+            gradients.demote()
+        self._overflow = scaler.overflowed if self._listeners.overflow else None
         scaler.update()
-        gradients.demote()
         gradients.clear()
         self._window.forget_weights()
 
     def tell(self, steps: int) -> None:
         """Tell who wants to know what became of the window, the `steps`-th."""
-        for listener in self._telling.gradient_norm:
+        for listener in self._listeners.gradient_norm:
             listener(self._norm)
         if self._overflow is not None:
-            for listener in self._telling.overflow:
+            for listener in self._listeners.overflow:
                 listener(self._overflow)
-        for listener in self._telling.step:
+        for listener in self._listeners.step:
             listener(steps)
 
     def begin(self, *, opened: bool = False) -> None:

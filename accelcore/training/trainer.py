@@ -96,7 +96,7 @@ class Trainer:
     @property
     def forward(self) -> Callable[..., Any]:
         """The model to call in a loop of one's own: compiled and replicated as asked."""
-        if self._window.micro == 0:
+        if self._window.micro == 0 and not self._step.is_open:
             self._follow()
         return self._plan.forward
 
@@ -148,7 +148,7 @@ class Trainer:
     def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch; the loss, detached and unscaled. Does not wait for the device."""
         if self._window.micro == 0:
-            self._step.check()
+            self._check_able()
             self._follow()
             self._feeds.check_shared(batch)
         if self._plan.captured is not None:
@@ -158,7 +158,7 @@ class Trainer:
         if self._step.overwrites:
             loss = loss.clone()
         self.update()
-        for listener in self._plan.telling.loss:
+        for listener in self._plan.listeners.loss:
             listener(loss)
         return loss
 
@@ -186,11 +186,12 @@ class Trainer:
                 remedy="call trainer.backward(loss, weight=...), or leave weight= out of accel.trainer(...)",
             )
         self._step.backward(loss, weight, outlast=True)
-        for listener in self._plan.telling.loss:
+        for listener in self._plan.listeners.loss:
             listener(loss.detach())
 
     def update(self) -> bool:
         """Count a micro-batch; at the end of a window, update the parameters. True when a window was closed."""
+        self._step.check()
         full = self._step.count()
         if full:
             self._step.update(full=True)
@@ -211,10 +212,7 @@ class Trainer:
         appears whole or not at all. In a job every rank calls this, with a folder that all of them share.
 
         Args:
-            keep: delete all but the newest `keep` checkpoints afterwards; None deletes nothing.
-
-        Returns:
-            The checkpoint: a folder named after the number of steps.
+            keep: delete all but the newest `keep` checkpoints of this run afterwards; None deletes nothing.
         """
         self._check_able()
         self._watch.check()
@@ -283,7 +281,7 @@ class Trainer:
         if self._step.count():
             self._step.begin()
             self._end_window()
-        for listener in self._plan.telling.loss:
+        for listener in self._plan.listeners.loss:
             listener(loss)
         return loss
 

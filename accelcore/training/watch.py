@@ -37,7 +37,7 @@ class Watch:
         self._parameters = list(self._of_model.values())
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
         self._matrices = [parameter for parameter in self._parameters if parameter.dim() > 1]
-        self._strides = [parameter.stride() for parameter in self._matrices]
+        self._laid_out = [(parameter.stride(), parameter.dtype) for parameter in self._matrices]
 
     def changed(self) -> bool:
         """Whether a parameter was frozen, unfrozen, added to the optimizer, or laid out in another way since.
@@ -50,9 +50,16 @@ class Watch:
         if self._registrations != _registrations[0]:
             self.check()
             self._registrations = _registrations[0]
+        laid_out = [(parameter.stride(), parameter.dtype) for parameter in self._matrices]
+        if laid_out != self._laid_out and [dtype for _, dtype in laid_out] != [dtype for _, dtype in self._laid_out]:
+            raise TrainingError(
+                "the model was cast after its trainer was made",
+                why="the optimizer's state, and what ranks exchange, are of the dtypes it had",
+                remedy="cast it before, or say precision=Policy(model_dtype=...); or make optimizer and trainer anew",
+            )
         return (
             self._trainable != [parameter.requires_grad for parameter in self._parameters]
-            or self._strides != [parameter.stride() for parameter in self._matrices]
+            or self._laid_out != laid_out
             or _members(self._optimizer) != self._members
         )
 

@@ -49,7 +49,7 @@ class Window:
             weight: over how many examples its loss is a mean; None where micro-batches are not weighted.
 
         Raises:
-            TrainingError: a weight that is none, or only some micro-batches of a window have one.
+            TrainingError: an invalid weight, or only some micro-batches of a window have one.
         """
         if self._weighted not in (None, weight is not None):
             raise TrainingError(
@@ -61,7 +61,8 @@ class Window:
             return self._whole_share
         weight = self._checked(weight)
         if self._unit is None:  # near 1 are the shares that leave a loss scale what it is
-            self._unit = float(strategy.mean(weight.clone())) or 1.0
+            unit = float(strategy.mean(weight.clone()))
+            self._unit = unit if 0 < unit < math.inf else 1.0
         if self._total is None:
             self._total = torch.zeros((), device=self._device)
         share = weight / (self._unit * self.accumulate)

@@ -68,18 +68,22 @@ class ModelPart:
             if changes and (own.dtype == torch.float32 or name in has_masters) and exact[name].shape == own.shape:
                 state[name] = exact[name].to(own.dtype)
         _check(self.state(), state)
-        # A module's own set_extra_state is the one thing here that can refuse.
-        runs_code = any(type(each).set_extra_state is not nn.Module.set_extra_state for each in self._model.modules())
-        before = {name: _on_host(value) for name, value in self.state().items()} if runs_code else {}
+        # What modules and hooks of others do with it may raise: there has to be a way back.
+        before = {name: _on_host(value) for name, value in self.state().items()}
 
         def commit() -> None:
             self._model.load_state_dict(state)
 
         def undo() -> None:
-            self._model.load_state_dict(before)
+            with torch.no_grad():  # past hooks, which would refuse again
+                for name, own in self.state().items():
+                    if isinstance(own, Tensor):
+                        own.copy_(before[name])
+            if not all(isinstance(value, Tensor) for value in before.values()):
+                self._model.load_state_dict(before)
             self._gradients.note()
 
-        return Change(commit, undo if runs_code else None)
+        return Change(commit, undo)
 
 
 def _exact(saved: Saved) -> dict[str, Tensor]:

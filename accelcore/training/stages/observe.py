@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelcore.errors import ConfigurationError
-from accelcore.training.observers import Observer, Telling
+from accelcore.training.observers import Listeners, Observer
 from accelcore.training.plan import Plan
 
 __all__ = ["Observe"]
@@ -29,8 +28,8 @@ class Observe:
             raise ConfigurationError(
                 f"{strange[0]!r} is no observer", remedy="derive its class from accelcore.Observer"
             )
-        plan.telling = telling = Telling(observers)
-        if plan.options["graph"] and (telling.gradient_norm or telling.overflow or telling.output):
+        plan.listeners = listeners = Listeners(observers)
+        if plan.options["graph"] and (listeners.gradient_norm or listeners.overflow or listeners.output):
             raise ConfigurationError(
                 "an observer wants to see within a step, and graph=True launches steps whole",
                 remedy="leave graph=True out while you look, or observe losses and steps only",
@@ -38,9 +37,9 @@ class Observe:
 
     def apply(self, plan: Plan) -> None:
         self.remove()
-        for listener in plan.telling.output:
+        for listener in plan.listeners.output:
             for name, module in plan.model.named_modules():
-                self._handles.append(module.register_forward_hook(partial(_tell, listener, name)))
+                self._handles.append(module.register_forward_hook(_Tell(listener, name)))
 
     def remove(self) -> None:
         """Take the hooks off again."""
@@ -52,5 +51,14 @@ class Observe:
         self.remove()
 
 
-def _tell(listener: Callable[[str, Any], None], name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-    listener(name, output)
+class _Tell:
+    """A hook that tells of a module's outputs. A copy of the model tells the same listener."""
+
+    def __init__(self, listener: Callable[[str, Any], None], name: str) -> None:
+        self._listener, self._name = listener, name
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._listener(self._name, output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Tell:
+        return self

@@ -25,5 +25,5 @@ class Alone(Strategy):
     def mean(self, value: Tensor) -> Tensor:
         return value
 
-    def settle(self) -> None:
+    def sync_buffers(self) -> None:
         pass

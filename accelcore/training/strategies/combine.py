@@ -47,7 +47,7 @@ class CombineDDP(Strategy):
     def mean(self, value: Tensor) -> Tensor:
         return self._collectives.all_reduce(value, "avg")
 
-    def settle(self) -> None:
+    def sync_buffers(self) -> None:
         share_buffers(self._collectives, self._model)
 
 

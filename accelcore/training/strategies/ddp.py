@@ -57,7 +57,7 @@ class DDP(Strategy):
         options: dict[str, Any] = {
             "device_ids": None if self._device.index is None else [self._device.index],
             "gradient_as_bucket_view": True,
-            _NO_SYNC_OF_BUFFERS: False,  # `settle` sees to them
+            _NO_SYNC_OF_BUFFERS: False,  # `sync_buffers` sees to them
         }
         self._ddp = DistributedDataParallel(self._module, **options)
         share_buffers(self._collectives, model)
@@ -104,7 +104,7 @@ class DDP(Strategy):
     def mean(self, value: Tensor) -> Tensor:
         return self._collectives.all_reduce(value, "avg")
 
-    def settle(self) -> None:
+    def sync_buffers(self) -> None:
         share_buffers(self._collectives, self._model)
 
     def _release(self) -> None:

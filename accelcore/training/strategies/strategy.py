@@ -68,5 +68,5 @@ class Strategy(ABC):
         return found
 
     @abstractmethod
-    def settle(self) -> None:
+    def sync_buffers(self) -> None:
         """A window was closed: give all ranks the buffers of rank 0."""
