@@ -147,7 +147,9 @@ def masters(accel, rank, options):
     trainer = accel.trainer(
         model, optimizer, loss=lambda m, rows: m(rows).sum(), precision=Policy(model_dtype="bfloat16"), **options
     )
-    for _ in range(200):
+    for number in range(200):
+        if number % 10 == 0:  # the trainer is prepared anew, and the masters stay exact
+            model.bias.requires_grad_(not model.bias.requires_grad)
         trainer(torch.ones(1, 4, dtype=torch.bfloat16))
     return model.weight.double().flatten().tolist()
 
