@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from operator import attrgetter
+
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -14,6 +16,8 @@ from accelcore.errors import TrainingError
 __all__ = ["Watch"]
 
 _registrations = [0]
+# Looked at in every window, of every parameter: without a frame of Python's for each.
+_TRAINABLE, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 
 
 def _note(module: nn.Module, name: str, what: object) -> None:
@@ -35,9 +39,9 @@ class Watch:
         self._held = _held(optimizer)
         self._of_model = dict(model.named_parameters())
         self._parameters = list(self._of_model.values())
-        self._trainable = [parameter.requires_grad for parameter in self._parameters]
+        self._trainable = list(map(_TRAINABLE, self._parameters))
         self._matrices = [parameter for parameter in self._parameters if parameter.dim() > 1]
-        self._laid_out = [(parameter.stride(), parameter.dtype) for parameter in self._matrices]
+        self._strides, self._dtypes = list(map(Tensor.stride, self._matrices)), list(map(_DTYPE, self._parameters))
 
     def changed(self) -> bool:
         """Whether a parameter was frozen, unfrozen, added to the optimizer, or laid out in another way since.
@@ -50,16 +54,15 @@ class Watch:
         if self._registrations != _registrations[0]:
             self.check()
             self._registrations = _registrations[0]
-        laid_out = [(parameter.stride(), parameter.dtype) for parameter in self._matrices]
-        if laid_out != self._laid_out and [dtype for _, dtype in laid_out] != [dtype for _, dtype in self._laid_out]:
+        if list(map(_DTYPE, self._parameters)) != self._dtypes:
             raise TrainingError(
                 "the model was cast after its trainer was made",
                 why="the optimizer's state, and what ranks exchange, are of the dtypes it had",
                 remedy="cast it before, or say precision=Policy(model_dtype=...); or make optimizer and trainer anew",
             )
         return (
-            self._trainable != [parameter.requires_grad for parameter in self._parameters]
-            or self._laid_out != laid_out
+            list(map(_TRAINABLE, self._parameters)) != self._trainable
+            or list(map(Tensor.stride, self._matrices)) != self._strides
             or _members(self._optimizer) != self._members
         )
 
