@@ -57,8 +57,8 @@ def test_both_loops_train_alike(device, precision):
     run = [loop(task, Mode(precision), device) for loop, task in ((by_hand, mine), (with_trainer, yours))]
     for _ in range(3):
         losses = [train() for train in run]
-        assert torch.equal(*losses)
-    assert torch.equal(mine.model.weight, yours.model.weight)
+        torch.testing.assert_close(*losses)
+    torch.testing.assert_close(mine.model.weight, yours.model.weight)  # flat: to the last bit or so
     assert not torch.equal(mine.model.weight, start)
 
 
