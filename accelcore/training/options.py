@@ -16,7 +16,7 @@ from accelcore.training.policy import Policy
 __all__ = ["DEFAULTS", "Loss", "TrainerOptions", "Weight", "check_numbers", "complete", "loss_of_model"]
 
 Loss = Callable[[Any, Any], Any]
-Weight = Callable[[Any], float | Tensor]
+Weight = Callable[[Any], "float | Tensor"]
 
 
 class TrainerOptions(TypedDict, total=False):

@@ -55,10 +55,10 @@ class Policy:
             )
 
 
-_POLICIES = {
-    "fp32": Policy(),
-    "bf16": Policy(autocast="bfloat16"),  # fp32's range: small gradients need no scale
-    "fp16": Policy(autocast="float16", loss_scale="dynamic"),
+_PRESETS: dict[str, dict[str, str]] = {
+    "fp32": {},
+    "bf16": {"autocast": "bfloat16"},  # fp32's range: small gradients need no scale
+    "fp16": {"autocast": "float16", "loss_scale": "dynamic"},
 }
 
 
@@ -68,9 +68,9 @@ def choose_policy(precision: str | Policy, loss_scale: float | str | None) -> Po
     Raises:
         ConfigurationError: there is no such precision, or a loss scale that is neither a number > 0 nor `"dynamic"`.
     """
-    policy = precision if isinstance(precision, Policy) else _POLICIES.get(str(precision))
-    if policy is None:
-        raise ConfigurationError(f"there is no precision {precision!r}", available=", ".join(_POLICIES))
+    if not isinstance(precision, Policy) and precision not in _PRESETS:
+        raise ConfigurationError(f"there is no precision {precision!r}", available=", ".join(_PRESETS))
+    policy = precision if isinstance(precision, Policy) else Policy(**_PRESETS[precision])  # type: ignore[arg-type]
     return policy if loss_scale is None else replace(policy, loss_scale=loss_scale)
 
 

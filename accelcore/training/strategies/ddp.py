@@ -19,13 +19,6 @@ from accelcore.training.strategies.strategy import Strategy
 
 __all__ = ["DDP"]
 
-# Newer versions of torch call it so, and warn of the old name.
-_NO_SYNC_OF_BUFFERS = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in inspect.signature(DistributedDataParallel.__init__).parameters
-)
-
 
 class DDP(Strategy):
     """torch's DistributedDataParallel, made once a trainer, and one thing more: parameters may go unused.
@@ -57,7 +50,7 @@ class DDP(Strategy):
         options: dict[str, Any] = {
             "device_ids": None if self._device.index is None else [self._device.index],
             "gradient_as_bucket_view": True,
-            _NO_SYNC_OF_BUFFERS: False,  # `sync_buffers` sees to them
+            _name_of_buffer_sync(): False,  # `sync_buffers` sees to them
         }
         self._ddp = DistributedDataParallel(self._module, **options)
         share_buffers(self._collectives, model)
@@ -114,6 +107,12 @@ class DDP(Strategy):
 
     def __del__(self) -> None:
         self._release()
+
+
+def _name_of_buffer_sync() -> str:
+    """DDP's option for buffers; newer versions of torch warn of its old name."""
+    options = inspect.signature(DistributedDataParallel.__init__).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
 
 
 class _WithReceived(nn.Module):
