@@ -68,9 +68,9 @@ def choose_policy(precision: str | Policy, loss_scale: float | str | None) -> Po
     Raises:
         ConfigurationError: there is no such precision, or a loss scale that is neither a number > 0 nor `"dynamic"`.
     """
-    if not isinstance(precision, Policy) and precision not in _PRESETS:
+    if not isinstance(precision, Policy) and str(precision) not in _PRESETS:
         raise ConfigurationError(f"there is no precision {precision!r}", available=", ".join(_PRESETS))
-    policy = precision if isinstance(precision, Policy) else Policy(**_PRESETS[precision])  # type: ignore[arg-type]
+    policy = precision if isinstance(precision, Policy) else Policy(**_PRESETS[str(precision)])  # type: ignore[arg-type]
     return policy if loss_scale is None else replace(policy, loss_scale=loss_scale)
 
 
