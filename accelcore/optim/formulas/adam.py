@@ -1,0 +1,47 @@
+"""Adam, and the direction that it and AdamW go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelcore.optim.formulas.formula import Formula
+
+__all__ = ["Adam", "adam_direction", "adam_state"]
+
+
+class Adam(Formula, torch.optim.Adam):
+    """p = p - lr · m̂ / (√v̂ + eps), with weight decay added to the gradient first.
+
+    Source: Kingma and Ba, "Adam" (2015); as torch.optim.Adam, whose options it has.
+    """
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return adam_state(group)
+
+    def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+        if group["decoupled_weight_decay"]:
+            value.mul_(1 - group["lr"] * group["weight_decay"])
+        elif group["weight_decay"]:
+            gradient = gradient.add(value, alpha=group["weight_decay"])
+        value.sub_(adam_direction(group, gradient, state) * group["lr"])
+
+
+def adam_state(group: dict[str, Any]) -> dict[str, float]:
+    """Both moments, and the largest second one with amsgrad."""
+    return dict.fromkeys(("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])), 0.0)
+
+
+def adam_direction(group: dict[str, Any], gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    """m̂ / (√v̂ + eps), after both moments took in the gradient."""
+    beta1, beta2 = group["betas"]
+    mean, square, updates = state["exp_avg"], state["exp_avg_sq"], state["step"].item()
+    mean.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    if group["amsgrad"]:
+        square = torch.maximum(state["max_exp_avg_sq"], square, out=state["max_exp_avg_sq"])
+    root = (square / (1 - beta2**updates)).sqrt_().add_(group["eps"])
+    direction: Tensor = mean / (1 - beta1**updates) / root
+    return direction

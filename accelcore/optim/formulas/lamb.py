@@ -1,0 +1,78 @@
+"""Lamb as Ascend's apex has it: the step of each tensor in proportion to the tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from accelcore.optim.formulas.checks import fractions, not_negative
+from accelcore.optim.formulas.formula import Formula
+
+__all__ = ["Lamb"]
+
+LARGEST_NORM = 10.0
+"""Norms of a parameter above this count as this."""
+
+
+class Lamb(Formula):
+    """p = p - lr · min(‖p‖, 10) / ‖u‖ · u, where u = m / (√v + eps) + weight_decay · p.
+
+    The ratio is 1 where either norm is 0. Source: You et al., "Large Batch Optimization for Deep Learning" (2020), in
+    the form of its first version, which Ascend's apex and torch_npu's NpuFusedLamb have: no bias correction, norms of
+    parameters cut off at 10. NVIDIA's FusedLAMB differs in both.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: share of the parameter in the update.
+        adam: the ratio is 1 for all.
+        use_global_grad_norm: gradients are divided by the norm of all of them together where that exceeds 1.
+        state_dtype: see `Formula`.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    by_element = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        adam: bool = False,
+        use_global_grad_norm: bool = False,
+        state_dtype: str | None = None,
+    ) -> None:
+        not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        fractions(**{"betas[0]": betas[0], "betas[1]": betas[1]})
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adam": adam,
+            "use_global_grad_norm": use_global_grad_norm,
+        }
+        super().__init__(params, defaults, state_dtype=state_dtype)
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+
+    def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        update = mean / square.sqrt().add_(group["eps"])
+        if group["weight_decay"]:
+            update.add_(value, alpha=group["weight_decay"])
+        if not group["adam"]:
+            norm, length = value.norm().clamp(max=LARGEST_NORM), update.norm()
+            update *= (norm / length).where((norm > 0) & (length > 0), 1.0)
+        value.sub_(update * group["lr"])
