@@ -40,8 +40,8 @@ class Watch:
         self._of_model = dict(model.named_parameters())
         self._parameters = list(self._of_model.values())
         self._trainable = list(map(_TRAINABLE, self._parameters))
-        self._matrices = [parameter for parameter in self._parameters if parameter.dim() > 1]
-        self._strides, self._dtypes = list(map(Tensor.stride, self._matrices)), list(map(_DTYPE, self._parameters))
+        self._addresses = list(map(Tensor.data_ptr, self._parameters))
+        self._dtypes, self._strides = list(map(_DTYPE, self._parameters)), list(map(Tensor.stride, self._parameters))
 
     def changed(self) -> bool:
         """Whether a parameter was frozen, unfrozen, added to the optimizer, or laid out in another way since.
@@ -49,22 +49,29 @@ class Watch:
         Kernels walk through a parameter and its state side by side, and count on the same strides.
 
         Raises:
-            TrainingError: parameters of the model were replaced, or new ones are in it that nobody trains.
+            TrainingError: parameters of the model were replaced, cast, or new ones are in it that nobody trains.
         """
         if self._registrations != _registrations[0]:
             self.check()
             self._registrations = _registrations[0]
+        addresses = list(map(Tensor.data_ptr, self._parameters))
+        moved = addresses != self._addresses
+        if moved:  # a cast or other strides come with other memory
+            self._check_dtypes()
+            self._addresses = addresses
+        return (
+            list(map(_TRAINABLE, self._parameters)) != self._trainable
+            or (moved and list(map(Tensor.stride, self._parameters)) != self._strides)
+            or _members(self._optimizer) != self._members
+        )
+
+    def _check_dtypes(self) -> None:
         if list(map(_DTYPE, self._parameters)) != self._dtypes:
             raise TrainingError(
                 "the model was cast after its trainer was made",
                 why="the optimizer's state, and what ranks exchange, are of the dtypes it had",
                 remedy="cast it before, or say precision=Policy(model_dtype=...); or make optimizer and trainer anew",
             )
-        return (
-            list(map(_TRAINABLE, self._parameters)) != self._trainable
-            or list(map(Tensor.stride, self._matrices)) != self._strides
-            or _members(self._optimizer) != self._members
-        )
 
     def check(self) -> None:
         """Raise TrainingError where the model's parameters are not those that its trainer was made for."""
