@@ -47,3 +47,21 @@ def test_a_schedule_past_its_end_raises_at_each_window_and_training_goes_on_at_i
     with pytest.raises(ValueError, match="Tried to step"):
         resumed(windows[0][1])
     assert resumed.steps == len(windows) + 1
+
+
+def test_a_scheduler_that_is_stepped_by_hand_may_be_made_after_the_resume(accel, tmp_path, caplog):
+    def make():
+        model = nn.Linear(3, 2)
+        optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.5)
+        return accel.trainer(model, optimizer, loss=loss_of), optimizer
+
+    trainer, optimizer = make()
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    trainer(torch.randn(4, 3))
+    trainer.save(tmp_path)
+    resumed, fresh = make()
+    resumed.resume(tmp_path)
+    assert "initial_lr" in caplog.text
+    assert torch.equal(resumed.model.weight, trainer.model.weight)
+    torch.optim.lr_scheduler.StepLR(fresh, 3)
+    assert fresh.param_groups[0]["initial_lr"] == 0.5

@@ -23,6 +23,8 @@ __all__ = ["OptimizerPart"]
 logger = logging.getLogger("accelcore")
 
 _TELLS_ADAM_FROM_ADAMW = "decoupled_weight_decay"
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
+"""What torch's schedulers write into the groups of their optimizer."""
 
 
 class OptimizerPart:
@@ -102,6 +104,13 @@ class OptimizerPart:
             members = self._members(live)
             own = {key: value for key, value in live.items() if key not in (*SWITCHES, "params")}
             foreign = set(theirs) - {"params"} - set(own)
+            if left := sorted(foreign & _OF_SCHEDULERS):
+                logger.warning(
+                    "the checkpoint's optimizer has a scheduler's %s, and here no scheduler was made for it yet: "
+                    "they are left out",
+                    ", ".join(left),
+                )
+                theirs, foreign = {key: theirs[key] for key in theirs if key not in left}, foreign - _OF_SCHEDULERS
             tells = _TELLS_ADAM_FROM_ADAMW
             if set(theirs["params"]) != set(members) or foreign or theirs.get(tells) != own.get(tells):
                 raise _another(
