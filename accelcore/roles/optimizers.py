@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.optim.formula_route import formula_routes
 from accelcore.optim.optimizer import Optimizer
 from accelcore.optim.route import Choice, Factory, Memory, Request, Route, choose
 
@@ -21,11 +22,12 @@ class Optimizers:
     """The registry of one backend: optimizer name -> routes, best first.
 
     A route is one implementation: torch's fused kernel, a vendor's class, a compiled formula. The backend registers
-    its own, extensions may add more, and `create` takes the one of highest priority that supports the request.
+    its own, extensions may add more, and `create` takes the one of highest priority that supports the request. The
+    optimizers of `accelcore.optim.formulas` are there from the start, by a route `"formula"` that runs on every device.
     """
 
     def __init__(self) -> None:
-        self._routes: dict[str, list[Route]] = {}
+        self._routes: dict[str, list[Route]] = formula_routes()
 
     def register(
         self,

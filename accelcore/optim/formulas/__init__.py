@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from accelcore.optim.formulas.adadelta import Adadelta
 from accelcore.optim.formulas.adam import Adam
+from accelcore.optim.formulas.adamp import AdamP
 from accelcore.optim.formulas.adamw import AdamW
+from accelcore.optim.formulas.bertadam import BertAdam
 from accelcore.optim.formulas.formula import Formula
 from accelcore.optim.formulas.lamb import Lamb
+from accelcore.optim.formulas.rmsprop import RMSprop
+from accelcore.optim.formulas.rmsproptf import RMSpropTF
+from accelcore.optim.formulas.sgd import SGD
 
 __all__ = ["FORMULAS", "Formula"]
 
-FORMULAS: dict[str, type[Formula]] = {"adam": Adam, "adamw": AdamW, "lamb": Lamb}
+FORMULAS: dict[str, type[Formula]] = {
+    "adadelta": Adadelta,
+    "adam": Adam,
+    "adamp": AdamP,
+    "adamw": AdamW,
+    "bertadam": BertAdam,
+    "lamb": Lamb,
+    "rmsprop": RMSprop,
+    "rmsproptf": RMSpropTF,
+    "sgd": SGD,
+}
 """By the registry's name."""

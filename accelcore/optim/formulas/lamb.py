@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from accelcore.optim.formulas.checks import fractions, not_negative
 from accelcore.optim.formulas.formula import Formula
+from accelcore.optim.formulas.norms import norm_of
 
 __all__ = ["Lamb"]
 
@@ -63,6 +66,11 @@ class Lamb(Formula):
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+
+    def factors(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor | None]:
+        wanted = [group["use_global_grad_norm"] for group in self.param_groups]
+        factor = 1 / norm_of(chain.from_iterable(gradients)).clamp(min=1.0) if any(wanted) else None
+        return [factor if wants else None for wants in wanted]
 
     def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]

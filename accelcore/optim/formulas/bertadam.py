@@ -1,0 +1,113 @@
+"""BertAdam: the Adam that BERT was trained with, and its schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from accelcore.optim.formulas.checks import fractions, not_negative
+from accelcore.optim.formulas.formula import Formula
+from accelcore.optim.formulas.norms import norm_of
+
+__all__ = ["BertAdam", "schedule_factor"]
+
+
+class BertAdam(Formula):
+    """p = p - lr · s · (m / (√v + e) + weight_decay · p), with a schedule s and no correction of m and v.
+
+    s is 1 unless `t_total` is set. x is the number of updates before this one, divided by t_total. Below `warmup`
+    s = x / warmup; then the schedule decides, and s stays 0 after the end (`warmup_constant`: 1).
+
+    Source: Devlin et al., "BERT" (2019), in the form of torch_npu's NpuFusedBertAdam. pytorch_pretrained_bert 0.6.2 has
+    the same, but clips each parameter by itself and begins its cosine after the warmup. Ascend's apex has other
+    defaults, b2=0.99 and max_grad_norm=-1. In torch_npu the cosine schedule raises, the polynomial one becomes complex
+    after t_total, and the state counts no updates; here a resumed run goes on within its schedule.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        warmup: share of t_total in which the rate rises from 0; -1: none, which with `warmup_linear` means
+            s = (1 - x) / 2.
+        t_total: updates that the schedule extends over; -1: no schedule.
+        schedule: `"warmup_linear"`: (1 - x) / (1 - warmup); `"warmup_constant"`: 1; `"warmup_cosine"`:
+            (1 + cos πx) / 2; `"warmup_poly"`: √(1 - x).
+        b1, b2: decay of the first and second moment.
+        e: added to the root of the second moment.
+        weight_decay: share of the parameter in the update.
+        max_grad_norm: the gradients of a group are scaled down to this norm of all of them together; -1: they are not.
+        state_dtype: see `Formula`.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        warmup: float = -1,
+        t_total: int = -1,
+        schedule: str = "warmup_linear",
+        b1: float = 0.9,
+        b2: float = 0.999,
+        e: float = 1e-6,
+        weight_decay: float = 0.01,
+        max_grad_norm: float = 1.0,
+        state_dtype: str | None = None,
+    ) -> None:
+        not_negative(lr=lr, e=e, weight_decay=weight_decay)
+        fractions(b1=b1, b2=b2)
+        if warmup != -1:
+            fractions(warmup=warmup)
+        if schedule not in _SCHEDULES:
+            raise ValueError(f"there is no schedule {schedule!r}, only {', '.join(_SCHEDULES)}")
+        defaults = {
+            "lr": lr,
+            "warmup": warmup,
+            "t_total": t_total,
+            "schedule": schedule,
+            "b1": b1,
+            "b2": b2,
+            "e": e,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults, state_dtype=state_dtype)
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+
+    def factors(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor | None]:
+        limits = [group["max_grad_norm"] for group in self.param_groups]
+        return [
+            (limit / (norm_of(theirs) + 1e-6)).clamp(max=1.0) if limit > 0 else None
+            for limit, theirs in zip(limits, gradients, strict=True)
+        ]
+
+    def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.lerp_(gradient, 1 - group["b1"])
+        square.mul_(group["b2"]).addcmul_(gradient, gradient, value=1 - group["b2"])
+        update = mean / square.sqrt().add_(group["e"])
+        if group["weight_decay"]:
+            update.add_(value, alpha=group["weight_decay"])
+        value.sub_(update * (group["lr"] * schedule_factor(group, state["step"].item())))
+
+
+def schedule_factor(group: dict[str, Any], updates: float) -> float:
+    """What the learning rate of a group is multiplied by in an update; `updates`: their number, this one included."""
+    if group["t_total"] == -1:
+        return 1.0
+    progress, warmup = (updates - 1) / group["t_total"], group["warmup"]
+    return progress / warmup if progress < warmup else _SCHEDULES[group["schedule"]](progress, warmup)
+
+
+_SCHEDULES: dict[str, Callable[[float, float], float]] = {
+    "warmup_constant": lambda progress, warmup: 1.0,
+    "warmup_cosine": lambda progress, warmup: 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0))),
+    "warmup_linear": lambda progress, warmup: max((progress - 1.0) / (warmup - 1.0), 0.0),
+    "warmup_poly": lambda progress, warmup: max(1.0 - progress, 0.0) ** 0.5,
+}

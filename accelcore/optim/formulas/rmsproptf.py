@@ -1,0 +1,77 @@
+"""RMSprop as TensorFlow has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from accelcore.optim.formulas.checks import not_negative
+from accelcore.optim.formulas.formula import Formula
+from accelcore.optim.formulas.rmsprop import rmsprop_square, rmsprop_state
+
+__all__ = ["RMSpropTF"]
+
+
+class RMSpropTF(Formula):
+    """p = p - lr · g / √(v + eps), with v the running mean of g², which starts at 1; centered: v - ḡ².
+
+    With momentum, b = momentum · b + lr · g / √(v + eps) and p = p - b, so that a change of lr does not reach back.
+    Source: TensorFlow 1's RMSPropOptimizer, in the form of timm's RMSpropTF and torch_npu's NpuFusedRMSpropTF. timm's
+    decoupled decay is scaled by lr, this one is not; Ascend's apex starts v at 0.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        alpha: decay of the mean square and the mean gradient.
+        eps: added to the mean square, inside the root.
+        weight_decay: share of the parameter that is added to the gradient.
+        momentum: decay of the buffer of updates; without it there is none.
+        centered: divide by the variance of the gradient, not by its square.
+        decoupled_decay: p is multiplied by 1 - weight_decay instead; lr has no part in that.
+        lr_in_momentum: False: b = momentum · b + g / √(v + eps) and p = p - lr · b.
+        state_dtype: see `Formula`.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        alpha: float = 0.9,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        centered: bool = False,
+        decoupled_decay: bool = False,
+        lr_in_momentum: bool = True,
+        state_dtype: str | None = None,
+    ) -> None:
+        not_negative(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
+        defaults = {
+            "lr": lr,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "centered": centered,
+            "decoupled_decay": decoupled_decay,
+            "lr_in_momentum": lr_in_momentum,
+        }
+        super().__init__(params, defaults, state_dtype=state_dtype)
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return rmsprop_state(group, square=1.0)
+
+    def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+        if group["weight_decay"] and group["decoupled_decay"]:
+            value.mul_(1 - group["weight_decay"])
+        elif group["weight_decay"]:
+            gradient = gradient.add(value, alpha=group["weight_decay"])
+        update = gradient / rmsprop_square(group, gradient, state).add(group["eps"]).sqrt_()
+        if group["momentum"]:
+            buffer = state["momentum_buffer"].mul_(group["momentum"])
+            update = buffer.add_(update * group["lr"] if group["lr_in_momentum"] else update)
+        value.sub_(update if group["momentum"] and group["lr_in_momentum"] else update * group["lr"])
