@@ -6,7 +6,8 @@ A backend package has a light entry module that implements the first two hooks, 
     mydevice = "accelcore_mydevice"
 
 A package that only adds optimizers to somebody else's backend implements the third and uses the group
-`accelcore.extensions`. The fourth is for backends that can be rehearsed without their device.
+`accelcore.extensions`. One that imitates a backend's device on the host implements the fourth, and uses the group
+`accelcore.emulators` with the backend's name.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ def accelcore_register_optimizers(backend: Backend, registry: Optimizers) -> Non
 def accelcore_emulate(name: str, devices: int) -> Mapping[str, str] | None:
     """Prepare an emulation of the backend `name` on the host: the environment variables of a process that uses it.
 
-    Called by `accelcore run --emulate`, before the process begins. Its backend must say `emulated=True`, and whatever
-    it reports must say so too. None where `name` is not this plugin's.
+    Called by `accelcore run --emulate`, before the process begins; nothing else of accelcore loads an emulator. The
+    backend must say `emulated=True` in such a process, and whatever it reports must say so too. None where `name` is
+    not this plugin's.
 
     Args:
         name: the backend.

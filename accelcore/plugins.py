@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import pluggy
 
@@ -27,10 +27,12 @@ from accelcore.probe import Probe
 
 __all__ = [
     "BACKENDS",
+    "EMULATORS",
     "EXTENSIONS",
     "Candidate",
     "Extension",
     "describe",
+    "emulate",
     "extensions",
     "find",
     "load_extensions",
@@ -40,6 +42,7 @@ __all__ = [
 
 BACKENDS = "accelcore.backends"
 EXTENSIONS = "accelcore.extensions"
+EMULATORS = "accelcore.emulators"
 
 _LONGEST = 300  # characters of a plugin's own message that are shown
 
@@ -149,6 +152,33 @@ def load_extensions() -> list[Extension]:
         else:
             loaded.append(Extension(entry.name, entry.label, hooks=outcome.value))
     return loaded
+
+
+def emulate(name: str, devices: int) -> Mapping[str, str] | None:
+    """The environment in which the backend `name` is emulated; None where nothing emulates it. May take long.
+
+    Raises:
+        PluginError: the emulator cannot be loaded or does not answer, or two distributions offer one.
+    """
+    offers = [entry for entry in declared(EMULATORS) if entry.name == name]
+    if not offers:
+        return None
+    labels = " and ".join(entry.label for entry in offers)
+    if len(offers) > 1:
+        raise PluginError(f"two distributions emulate {name!r}: {labels}", remedy="uninstall one of them")
+    remedy = f"repair or uninstall {labels}"
+    try:
+        hooks = _hooks(offers[0].point)
+    except Exception as error:
+        raise PluginError(
+            f"the emulator of {name!r} ({labels}) is broken",
+            why=describe(error),
+            remedy=remedy,
+        ) from error
+    variables = hooks.accelcore_emulate(name=name, devices=devices)
+    if variables is None:
+        raise PluginError(f"the emulator of {name!r} ({labels}) does not answer accelcore_emulate", remedy=remedy)
+    return cast("Mapping[str, str]", variables)
 
 
 def within_time(function: Callable[[], Any]) -> BaseException | None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from accelcore_npu import emulator
+import accelcore_npu_emulator as emulator
 
 emulator.activate()  # before torch, which would look for a CANN
 
 import torch
 import torch_npu
-from accelcore_npu.emulator import counters
+from accelcore_npu_emulator import counters
 from torch import nn
 
 import accelcore

@@ -18,6 +18,7 @@ DISTRIBUTIONS = {
     "accelcore_cpu": ROOT / "plugins/cpu",
     "accelcore_cuda": ROOT / "plugins/cuda",
     "accelcore_npu": ROOT / "plugins/npu",
+    "accelcore_npu_emulator": ROOT / "plugins/npu_emulator",
 }
 USE = """
 import accelcore
@@ -40,14 +41,17 @@ def require(condition: bool, what: str) -> None:
         sys.exit(f"package check failed: {what}")
 
 
-def check(name: str, dist: Path) -> None:
-    """One wheel and one sdist, with what belongs in them and nothing else."""
+def check(name: str, folder: Path, dist: Path) -> None:
+    """One wheel and one sdist, with all that belongs in them and nothing else."""
     wheels, sdists = list(dist.glob(f"{name}-*.whl")), list(dist.glob(f"{name}-*.tar.gz"))
     require(len(wheels) == len(sdists) == 1, f"{name} has {len(wheels)} wheels and {len(sdists)} sdists")
     inside = set(zipfile.ZipFile(wheels[0]).namelist())
     own = (name, wheels[0].name.removesuffix("-py3-none-any.whl") + ".dist-info")
     foreign = {entry for entry in inside if entry.split("/")[0] not in own}
     require(not foreign, f"the wheel of {name} also holds {sorted(foreign)[:3]}")
+    sources = (path for path in (folder / name).rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    missing = {path.relative_to(folder).as_posix() for path in sources} - inside
+    require(not missing, f"the wheel of {name} lacks {sorted(missing)[:3]}")
     require(f"{name}/py.typed" in inside, f"the wheel of {name} has no py.typed")
     require(any(entry.endswith("licenses/LICENSE") for entry in inside), f"the wheel of {name} has no LICENSE")
     with tarfile.open(sdists[0]) as archive:
@@ -60,7 +64,7 @@ def main() -> None:
     shutil.rmtree(dist, ignore_errors=True)
     for name, folder in DISTRIBUTIONS.items():
         run("-m", "build", "--no-isolation", "--outdir", dist, folder)
-        check(name, dist)
+        check(name, folder, dist)
     run("-m", "twine", "check", "--strict", *sorted(dist.iterdir()))
     site = dist / "site"
     run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, *sorted(dist.glob("*.whl")))

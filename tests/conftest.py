@@ -100,6 +100,7 @@ class Fakes:
         *,
         backends: Sequence[str] = (),
         extensions: Sequence[str] = (),
+        emulators: Sequence[str] = (),
         distribution: str | None = None,
         value: str | None = None,
     ) -> str:
@@ -115,8 +116,8 @@ class Fakes:
         (site / f"{module}.py").write_text(textwrap.dedent(code), encoding="utf-8")
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
         lines = []
-        for group, names in (("accelcore.backends", backends), ("accelcore.extensions", extensions)):
-            lines += [f"[{group}]", *(f"{name} = {value or module}" for name in names)]
+        for group, names in (("backends", backends), ("extensions", extensions), ("emulators", emulators)):
+            lines += [f"[accelcore.{group}]", *(f"{name} = {value or module}" for name in names)]
         (metadata / "entry_points.txt").write_text("\n".join(lines))
         self.modules[module] = str(site)
         sys.path.insert(0, str(site))

@@ -128,7 +128,7 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     "--emulate",
     metavar="NAME",
     shell_complete=_devices,
-    help="Run on an emulation of the backend NAME, on this host; for backends that bring one.",
+    help="Run on an emulation of the backend NAME, on this host; for those whose emulator is installed.",
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.argument("script", type=click.Path())

@@ -10,8 +10,9 @@ from typing import NoReturn
 
 from accelcore.autoload import VARIABLE, autoloads, of_unusable_backends
 from accelcore.cli import rank
+from accelcore.entrypoints import declared
 from accelcore.environment import requested_device, shown
-from accelcore.errors import ConfigurationError, PluginError, UnknownBackendError, UnsupportedError
+from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.selection import Choice, parse
 
 __all__ = ["run"]
@@ -33,7 +34,7 @@ def run(
 
     Raises:
         ConfigurationError: `device`, or ACCEL_DEVICE, is outside the grammar of `select()`; or the script is not there.
-        UnsupportedError: the backend that `emulate` names has no emulation.
+        UnsupportedError: nothing installed emulates the backend that `emulate` names.
     """
     environ = dict(os.environ)
     if device is not None:
@@ -99,38 +100,17 @@ def _check(script: str, launched: bool) -> None:
 def _emulation(name: str, devices: int) -> Mapping[str, str]:
     from accelcore import plugins
 
-    choices = parse(name, "--emulate")
-    candidate = plugins.find(name) if choices == (Choice(name),) else None
-    if candidate is None:
-        raise UnknownBackendError(
-            f"--emulate {shown(name)}: there is no backend of that name",
-            available=", ".join(_emulations()) or "no installed backend has an emulation",
-            remedy="install the plugin that emulates it, or name another",
-        )
-    if candidate.error is not None:
-        raise PluginError(
-            f"--emulate {name}: the plugin ({candidate.distribution}) is broken",
-            why=candidate.probe.reason,
-            remedy=candidate.probe.remedy,
-        ) from candidate.error
-    variables: Mapping[str, str] | None = candidate.hooks.accelcore_emulate(name=name, devices=devices)
+    one = parse(name, "--emulate") == (Choice(name),)
+    variables = plugins.emulate(name, devices) if one else None
     if variables is None:
         raise UnsupportedError(
-            f"{candidate.distribution} brings no emulation of {name}", remedy="leave --emulate out, or name another"
+            f"--emulate {shown(name)}: nothing installed emulates a backend of that name",
+            available=", ".join(entry.name for entry in declared(plugins.EMULATORS)) or "no emulator is installed",
+            remedy=f"pip install accelcore-{name}-emulator, if there is one"
+            if one
+            else "name one backend, and no device",
         )
     return variables
-
-
-def _emulations() -> list[str]:
-    """The installed backends whose plugins bring one; it is not asked for, which may take long."""
-    from accelcore import plugins
-
-    found = ((name, plugins.find(name)) for name in sorted(plugins.probe_all()))
-    return [
-        name
-        for name, candidate in found
-        if candidate and candidate.error is None and candidate.hooks.accelcore_emulate.get_hookimpls()
-    ]
 
 
 def _autoload_would_fail() -> str:

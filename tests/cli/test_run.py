@@ -291,6 +291,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(machine, module):
 
 
 TOASTER = """
+from accelcore import hookimpl
 
 @hookimpl
 def accelcore_emulate(name, devices):
@@ -299,17 +300,12 @@ def accelcore_emulate(name, devices):
 SAYS = "import os; print(os.environ.get('TOASTER'), os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD'))"
 
 
-def test_an_emulation_is_an_environment_that_its_plugin_prepares(machine):
+def test_an_emulation_is_an_environment_that_a_distribution_of_its_own_prepares(machine):
     machine.torch_backend("pass")
     machine.fakes.backend(
-        "toaster",
-        after=TOASTER,
-        available=False,
-        count=0,
-        reason="no toaster",
-        remedy="buy one",
-        distributions=("vendor-runtime",),
+        "toaster", available=False, count=0, reason="no toaster", remedy="buy one", distributions=("vendor-runtime",)
     )
+    machine.fakes.install(TOASTER, emulators=["toaster"])
     machine.write("script.py", SAYS)
     done = machine.run("run", "--emulate", "toaster", "script.py")
     assert (done.returncode, done.stdout) == (0, "toaster of 1 devices None\n")
@@ -319,17 +315,21 @@ def test_an_emulation_is_an_environment_that_its_plugin_prepares(machine):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("toaster", "brings no emulation of toaster"),
-        ("kettle", "there is no backend of that name"),
-        ("toaster:0", "there is no backend of that name"),
-        ("auto", "there is no backend of that name"),
+        ("kettle", "nothing installed emulates a backend of that name"),
+        ("kettle", "pip install accelcore-kettle-emulator"),
+        ("toaster:0", "name one backend, and no device"),
+        ("auto", "name one backend, and no device"),
         ("?", "--emulate='?' is not a device"),
-        ("broken", "is broken"),
+        ("broken", "the emulator of 'broken' (fake-plugin-"),
+        ("broken", "a part is missing"),
+        ("twice", "two distributions emulate 'twice'"),
+        ("silent", "does not answer accelcore_emulate"),
     ],
 )
 def test_what_cannot_be_emulated_is_a_mistake(machine, name, says):
-    machine.fakes.backend("toaster")
-    machine.fakes.install("raise ImportError('a part is missing')", backends=["broken"])
+    machine.fakes.install(TOASTER, emulators=["toaster", "twice", "silent"])
+    machine.fakes.install(TOASTER, emulators=["twice"])
+    machine.fakes.install("raise ImportError('a part is missing')", emulators=["broken"])
     machine.write("script.py", SAYS)
     done = machine.run("run", "--emulate", name, "script.py")
     assert (done.returncode, done.stdout) == (64, "")
@@ -338,7 +338,17 @@ def test_what_cannot_be_emulated_is_a_mistake(machine, name, says):
 
 
 def test_what_can_be_emulated_is_listed(machine):
-    machine.fakes.backend("toaster")
+    machine.fakes.install(TOASTER, emulators=["toaster"])
     machine.write("script.py", SAYS)
     done = machine.run("run", "--emulate", "kettle", "script.py")
-    assert "available: npu\n" in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "available: " in line]
+    assert "toaster" in line.split(": ")[1].split(", ")
+
+
+def test_nobody_loads_an_emulator_unasked(machine):
+    machine.fakes.install("raise SystemExit('it was loaded')", emulators=["toaster", "cpu"])
+    machine.write("script.py", "import accelcore; print(accelcore.select('cpu').name)")
+    for command in (["run", "script.py"], ["doctor"]):
+        done = machine.run(*command)
+        assert done.returncode == 0, done.stderr
+        assert "it was loaded" not in done.stdout + done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from accelcore.hookspecs import hookimpl
@@ -11,7 +10,7 @@ from accelcore.probe import Probe
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["accelcore_create_backend", "accelcore_emulate", "accelcore_probe"]
+__all__ = ["accelcore_create_backend", "accelcore_probe"]
 
 
 @hookimpl
@@ -30,13 +29,3 @@ def accelcore_create_backend(name: str, index: int) -> Backend | None:
     from accelcore_npu.backend import create
 
     return create(index)
-
-
-@hookimpl
-def accelcore_emulate(name: str, devices: int) -> Mapping[str, str] | None:
-    """Build the emulated CANN, and say by which variables a process finds it."""
-    if name != "npu":
-        return None
-    from accelcore_npu.detection import emulation
-
-    return emulation(devices)

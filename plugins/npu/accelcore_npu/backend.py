@@ -12,7 +12,7 @@ from accelcore.backend import Backend
 from accelcore.capabilities import Capabilities
 from accelcore.errors import BackendUnavailableError
 from accelcore.roles.scaler import Scalers
-from accelcore_npu.detection import emulated
+from accelcore_npu import emulation
 
 __all__ = ["create"]
 
@@ -30,7 +30,6 @@ def create(index: int) -> Backend:
 
     from accelcore_npu.collectives import NpuCollectives
     from accelcore_npu.compiler import NpuCompiler
-    from accelcore_npu.emulator import active
     from accelcore_npu.optimizers import create_optimizers
     from accelcore_npu.precision import NpuPrecision
     from accelcore_npu.runtime import NpuRuntime
@@ -46,7 +45,7 @@ def create(index: int) -> Backend:
     return Backend(
         name="npu",
         index=index,
-        emulated=active(),
+        emulated=emulation.devices() is not None,
         capabilities=capabilities,
         precision=NpuPrecision("npu", capabilities, "AutocastPrivateUse1"),
         scaler=Scalers(device, partial(FlagScaler, collectives=collectives) if saturates else NpuScaler),
@@ -58,10 +57,6 @@ def create(index: int) -> Backend:
 
 
 def _import_runtime() -> None:
-    if emulated():
-        from accelcore_npu.emulator import activate
-
-        activate()
     try:
         import torch_npu  # noqa: F401
     except Exception as error:

@@ -8,18 +8,16 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from accelcore.autoload import autoloads, enabled
 from accelcore.environment import shown
-from accelcore.errors import BackendUnavailableError, ConfigurationError
 from accelcore.probe import Probe
-from accelcore_npu import compatibility, libraries
+from accelcore_npu import compatibility, emulation, libraries
 
-__all__ = ["detect", "emulated", "emulation"]
+__all__ = ["detect"]
 
 _DEVICES = Path("/dev")
 _ENVIRONMENT = (
@@ -30,16 +28,17 @@ _ENVIRONMENT = (
     "LD_LIBRARY_PATH",
 )
 _DISTRIBUTIONS = ("torch-npu",)
+_EMULATOR = "accelcore-npu-emulator"
 _TRANSFER = "torch_npu.contrib.transfer_to_npu"
 
 
 def detect() -> Probe:
     """The plugin's probe."""
     wish = os.environ.get("ACCEL_EMULATE")
-    if wish and not emulated():  # empty is unset
+    if wish and not emulation.wanted():  # empty is unset
         return _probe(f"ACCEL_EMULATE={shown(wish)} names nothing that can be emulated", "set it to npu, or unset it")
     found = list(_package_faults())
-    if emulated():
+    if emulation.wanted():
         return _detect_emulated(found)
     visible, fault = _visible(_device_files())
     if fault is not None:
@@ -53,44 +52,26 @@ def detect() -> Probe:
     return _probe("; ".join([_works(visible), *_notices()]), count=visible)
 
 
-def emulated() -> bool:
-    """Whether this process is to run on an emulated NPU (`ACCEL_EMULATE=npu`)."""
-    return os.environ.get("ACCEL_EMULATE") == "npu"
-
-
-def emulation(devices: int) -> Mapping[str, str]:
-    """The variables of an emulated process with so many devices or more.
-
-    Raises:
-        BackendUnavailableError: torch-npu is missing or does not fit, or the emulator cannot be built.
-        ConfigurationError: an ACCEL_EMULATED_ variable is invalid, or allows fewer devices.
-    """
-    for reason, remedy in _package_faults():
-        raise BackendUnavailableError("the npu cannot be emulated", why=reason, remedy=remedy)
-    from accelcore_npu.emulator import Settings, environment
-
-    settings = Settings.from_environment()
-    if settings.devices < devices and "ACCEL_EMULATED_DEVICES" in os.environ:
-        raise ConfigurationError(
-            f"ACCEL_EMULATED_DEVICES={settings.devices} is less than the {devices} ranks need",
-            remedy=f"unset it, or set it to {devices}",
-        )
-    return environment(replace(settings, devices=max(settings.devices, devices)))
-
-
 def _detect_emulated(found: list[tuple[str, str]]) -> Probe:
-    from accelcore_npu.emulator import Settings, active
-
-    if not found and not active():
-        reason = "ACCEL_EMULATE=npu is set, and the emulated CANN is not in LD_LIBRARY_PATH"
-        found = [(reason, "start with accelcore run --emulate npu, which sets all that it needs")]
-    visible, fault = _visible(Settings.from_environment().devices)
+    devices = emulation.devices()
+    if not devices:
+        found = [_emulation_fault(devices)]
+    visible, fault = _visible(devices or 0)
     if fault is not None:
         found = [*found, fault]
     if found:
         reason, remedy = found[0]
         return _probe(f"EMULATED: {reason}", remedy)
     return _probe("; ".join([f"EMULATED: {_count(visible)} imitated on the host", *_transfer()]), count=visible)
+
+
+def _emulation_fault(devices: int | None) -> tuple[str, str]:
+    start = "start with accelcore run --emulate npu, which sets all that it needs"
+    if devices is not None:
+        return "a variable ACCEL_EMULATED_... makes no sense", f"{start}, and says which"
+    if _installed(_EMULATOR) is None:
+        return f"ACCEL_EMULATE=npu is set, and {_EMULATOR} is not installed", f"pip install {_EMULATOR}, and {start}"
+    return "ACCEL_EMULATE=npu is set, and the emulated CANN is not in LD_LIBRARY_PATH", start
 
 
 def _probe(reason: str, remedy: str = "", count: int = 0) -> Probe:

@@ -37,7 +37,7 @@ collect_ignore = ["subjects"]
 sys.path.insert(0, str(Path(__file__).parent))  # where tests find what they share
 
 if find_spec("torch_npu") is not None:
-    from accelcore_npu.emulator import activate
+    from accelcore_npu_emulator import activate
 
     activate()
     # Now, because torch's autograd engine counts the devices of each kind once, at the first backward pass of any.

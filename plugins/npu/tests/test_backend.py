@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 import torch_npu
-from accelcore_npu.emulator import Settings
+from accelcore_npu_emulator import Settings
 
 import accelcore
 from accelcore.errors import BackendUnavailableError, UnsupportedError

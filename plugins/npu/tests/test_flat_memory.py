@@ -118,7 +118,7 @@ def test_it_is_trained_compiled_as_eagerly(accel):
 
 
 AUTOLOADED = """
-from accelcore_npu.emulator import activate
+from accelcore_npu_emulator import activate
 
 activate()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelcore_npu.emulator import counters
+from accelcore_npu_emulator import counters
 from torch import nn
 
 ROOT = Path(__file__).parents[3]

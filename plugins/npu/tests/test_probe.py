@@ -7,11 +7,11 @@ from importlib.metadata import PackageNotFoundError
 
 import accelcore_npu
 import pytest
-from accelcore_npu import detection, libraries
+from accelcore_npu import detection, emulation, libraries
 
 import accelcore
 from accelcore.autoload import Autoload
-from accelcore.errors import BackendUnavailableError, ConfigurationError
+from accelcore.errors import BackendUnavailableError
 
 
 @pytest.fixture
@@ -195,25 +195,39 @@ def bare_machine(machine):
 
 def test_an_emulated_npu_needs_neither_device_nor_cann_and_says_what_it_is(bare_machine, monkeypatch):
     monkeypatch.setenv("ACCEL_EMULATE", "npu")
-    monkeypatch.delenv("ACCEL_EMULATED_DEVICES", raising=False)
-    monkeypatch.setattr("accelcore_npu.emulator.active", lambda: True)
+    monkeypatch.setattr(emulation, "devices", lambda: 2)
     answer = probe()
     assert (answer.available, answer.count) == (True, 2)
     assert answer.reason.startswith("EMULATED")
-    monkeypatch.setattr("accelcore_npu.emulator.active", lambda: False)
-    assert "not in LD_LIBRARY_PATH" in refused()[0]
-    monkeypatch.setattr("accelcore_npu.emulator.active", lambda: True)
-    monkeypatch.setenv("ACCEL_EMULATED_DEVICES", "5")
+    monkeypatch.setattr(emulation, "devices", lambda: 5)
     assert probe().count == 5
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1,4")
     assert probe().count == 2
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1,5")
+    reason, _ = refused()
+    assert reason.startswith("EMULATED: ASCEND_RT_VISIBLE_DEVICES='1,5' names device 5, and there are 5")
 
 
-def test_an_emulated_npu_needs_torch_npu(bare_machine, monkeypatch):
+def test_without_an_emulated_cann_it_says_what_to_install_or_how_to_start(bare_machine, monkeypatch):
     monkeypatch.setenv("ACCEL_EMULATE", "npu")
-    del bare_machine.packages["torch-npu"]
+    monkeypatch.setattr(emulation, "devices", lambda: None)
     reason, remedy = refused()
-    assert reason == "EMULATED: torch-npu is not installed"
+    assert reason == "EMULATED: ACCEL_EMULATE=npu is set, and accelcore-npu-emulator is not installed"
+    assert remedy.startswith("pip install accelcore-npu-emulator")
+    bare_machine.packages["accelcore-npu-emulator"] = "0.1.0"
+    reason, remedy = refused()
+    assert "not in LD_LIBRARY_PATH" in reason
+    assert remedy.startswith("start with accelcore run --emulate npu")
+    monkeypatch.setattr(emulation, "devices", lambda: 0)
+    assert "ACCEL_EMULATED_... makes no sense" in refused()[0]
+
+
+def test_an_emulated_npu_needs_a_torch_npu_that_fits(bare_machine, monkeypatch):
+    monkeypatch.setenv("ACCEL_EMULATE", "npu")
+    monkeypatch.setattr(emulation, "devices", lambda: 2)
+    bare_machine.packages["torch"] = "2.11.0"
+    reason, remedy = refused()
+    assert reason == "EMULATED: torch-npu 2.12.0 is built for torch 2.12.0, and torch 2.11.0 is installed"
     assert "pip install" in remedy
 
 
@@ -229,29 +243,6 @@ def test_what_cannot_be_emulated_is_refused(machine, monkeypatch, value):
     assert "ACCEL_EMULATE" in refused()[0]
 
 
-# What `accelcore run --emulate npu` asks for
-
-
-def test_the_emulation_has_a_device_for_each_rank(machine, monkeypatch):
-    from accelcore_npu import emulator
-
-    monkeypatch.setattr(emulator, "environment", lambda settings: settings.variables())
-    monkeypatch.delenv("ACCEL_EMULATED_DEVICES", raising=False)
-    for ranks, devices in ((1, "2"), (4, "4")):
-        assert accelcore_npu.accelcore_emulate(name="npu", devices=ranks)["ACCEL_EMULATED_DEVICES"] == devices
-    monkeypatch.setenv("ACCEL_EMULATED_DEVICES", "3")
-    assert accelcore_npu.accelcore_emulate(name="npu", devices=3)["ACCEL_EMULATED_DEVICES"] == "3"
-    with pytest.raises(ConfigurationError, match="less than the 4 ranks need"):
-        accelcore_npu.accelcore_emulate(name="npu", devices=4)
-
-
-def test_without_torch_npu_there_is_nothing_to_emulate_with(machine):
-    del machine.packages["torch-npu"]
-    with pytest.raises(BackendUnavailableError, match="cannot be emulated") as caught:
-        accelcore_npu.accelcore_emulate(name="npu", devices=1)
-    assert "torch-npu==2.12.0" in caught.value.remedy
-
-
 # The plugin
 
 
@@ -264,7 +255,6 @@ def test_selecting_it_gives_its_reason_and_remedy(machine):
 
 def test_the_name_of_another_is_left_to_others():
     assert accelcore_npu.accelcore_create_backend(name="cpu", index=0) is None
-    assert accelcore_npu.accelcore_emulate(name="cpu", devices=1) is None
 
 
 @pytest.mark.parametrize("emulate", ["", "os.environ['ACCEL_EMULATE'] = 'npu';"])

@@ -191,7 +191,7 @@ import warnings
 
 warnings.simplefilter("ignore")
 
-from accelcore_npu.emulator import activate
+from accelcore_npu_emulator import activate
 
 activate()
 

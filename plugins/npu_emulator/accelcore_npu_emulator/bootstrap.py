@@ -1,0 +1,107 @@
+"""Make the NPU of this process and of its children the emulated one.
+
+An emulated process needs nothing but its environment, as with a real CANN: the loader finds the emulated libraries in
+LD_LIBRARY_PATH, and `aclInit`, which torch_npu calls before anything can be on a device, calls `start` here to
+register the host kernels. There is no import hook and no sitecustomize, so that whatever hands its environment on
+reaches its children: spawn, torchrun, loader workers, plain subprocesses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+
+from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationError
+from accelcore_npu_emulator import build, native
+from accelcore_npu_emulator.settings import Settings
+
+__all__ = ["activate", "active", "environment", "start"]
+
+
+def environment(settings: Settings | None = None) -> dict[str, str]:
+    """The variables to set before an emulated process starts, for a launcher; compiles the emulator if need be.
+
+    Args:
+        settings: the machine to emulate; what ACCEL_EMULATED_* say if None.
+    """
+    return _variables(settings, build.libraries())
+
+
+def activate(settings: Settings | None = None) -> None:
+    """Emulate the NPU in this process and in the children that get its environment. Call it before torch_npu loads.
+
+    On a machine without CANN that is before `import torch`, which loads torch_npu by itself. A second call changes
+    nothing.
+
+    Args:
+        settings: the machine to emulate; what ACCEL_EMULATED_* say if None.
+
+    Raises:
+        BackendUnavailableError: torch_npu has loaded another CANN, or the emulator cannot be built.
+        ConfigurationError: a setting makes no sense, or differs from those that are in force already.
+    """
+    if active():
+        if settings not in (None, Settings.from_environment()):
+            raise ConfigurationError(
+                "the NPU is emulated already, with other settings",
+                available=str(Settings.from_environment()),
+                remedy="give each machine a process of its own",
+            )
+        return
+    if "torch_npu" in sys.modules:
+        raise BackendUnavailableError(
+            "the NPU cannot be emulated in this process",
+            why="torch_npu is imported already, and has loaded a CANN that is not the emulator's",
+            remedy="call activate() before the first import of torch or torch_npu",
+        )
+    folder = build.libraries()
+    variables = _variables(settings, folder)
+    for name in build.LIBRARIES:  # the loader knows a loaded library by its soname, wherever it lies
+        ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+    if native.opened() is None:
+        raise BackendUnavailableError(
+            "the NPU cannot be emulated in this process",
+            why="another libascendcl.so is loaded already",
+            remedy="call activate() before whatever loads CANN",
+        )
+    os.environ.update(variables)
+
+
+def active() -> bool:
+    """Whether the CANN of this process is the emulator's: loaded, or what ACCEL_EMULATE makes torch_npu load."""
+    return native.opened(load=os.environ.get("ACCEL_EMULATE") == "npu") is not None
+
+
+def _variables(settings: Settings | None, folder: Path) -> dict[str, str]:
+    settings = Settings.from_environment() if settings is None else settings
+    path = [str(folder), *filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))]
+    home = folder / "cann"
+    return {
+        "ACCEL_EMULATE": "npu",
+        **settings.variables(),
+        "LD_LIBRARY_PATH": os.pathsep.join(dict.fromkeys(path)),
+        "ASCEND_HOME_PATH": str(home),
+        "ASCEND_OPP_PATH": str(home / "opp"),
+        # Operators run when they are called, on the thread that calls them.
+        "TASK_QUEUE_ENABLE": "0",
+    }
+
+
+def start() -> str:
+    """Register the host kernels; `aclInit` calls this. An empty string, or what is wrong: no exception may pass."""
+    try:
+        library = native.opened()
+        if library is None:
+            return "libascendcl.so is not the emulator's"
+        kernels = import_module("accelcore_npu_emulator.kernels")
+        kernels.install(native.Native(library, Settings.from_environment()))
+    except AccelError as error:
+        return f"the host kernels cannot be registered: {error}"
+    except Exception as error:  # noqa: BLE001  # the caller is C++
+        traceback.print_exc()
+        return f"the host kernels cannot be registered: {error}"
+    return ""

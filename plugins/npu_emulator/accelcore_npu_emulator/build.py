@@ -1,0 +1,170 @@
+"""Compile the emulated CANN against the headers in the torch_npu wheel, once for each version of both."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from accelcore.errors import BackendUnavailableError, ConfigurationError
+
+__all__ = ["LIBRARIES", "TORCH_NPU", "libraries"]
+
+TORCH_NPU = "2.13.0"
+"""The torch-npu that the emulator stands in for CANN for, and the torch that it is built for."""
+
+_SOURCES = Path(__file__).parent / "cann"
+_GRAPH_ENGINE = "graph_engine.cpp"
+# Libraries that torch_npu looks for by name, and whose functions are all in libascendcl here.
+_NAMES_ONLY = (
+    "hccl",
+    "acl_op_compiler",
+    "graph",
+    "fmk_parser",
+    "ascend_protobuf",
+    "acl_tdt_channel",
+    "nnopbase",
+    "opapi",
+    "ascend_hal",
+    "ascend_dump",
+    "ascend_ml",
+    "msprofiler",
+    "hcomm",
+    "ms_tools_ext",
+)
+LIBRARIES = tuple(f"lib{name}.so" for name in ("ascendcl", "ge_runner", *_NAMES_ONLY))
+"""File names of the libraries, in an order in which they can be loaded."""
+
+_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra")
+
+
+def libraries() -> Path:
+    """The folder with the emulated CANN's libraries and its home, `cann`; compiled now if it is not there yet.
+
+    Raises:
+        BackendUnavailableError: torch-npu or a C++ compiler is missing, torch-npu or torch has another version, or
+            the compiler fails.
+        ConfigurationError: the folder for cached files cannot be written.
+    """
+    headers = _headers()
+    compiler = _compiler()
+    folder = _cache() / _key(compiler)
+    if not folder.is_dir():
+        _build(folder, compiler, headers)
+    return folder
+
+
+def _headers() -> Path:
+    try:
+        torch, wheel = distribution("torch"), distribution("torch-npu")
+    except PackageNotFoundError as error:
+        raise _unfit(f"{error.name} is not installed") from error
+    if wheel.version != TORCH_NPU:
+        raise _unfit(f"the emulator knows the interfaces of torch-npu {TORCH_NPU}, and {wheel.version} is installed")
+    if not torch.version.startswith(TORCH_NPU):
+        raise _unfit(f"torch-npu {TORCH_NPU} is built for torch {TORCH_NPU}, and torch {torch.version} is installed")
+    return Path(str(wheel.locate_file("torch_npu/include")))
+
+
+def _unfit(why: str) -> BackendUnavailableError:
+    return BackendUnavailableError(
+        "the NPU cannot be emulated", why=why, remedy=f"pip install torch-npu=={TORCH_NPU} torch=={TORCH_NPU}"
+    )
+
+
+def _compiler() -> tuple[str, ...]:
+    text = os.environ.get("CXX", "g++")
+    try:
+        command = tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigurationError(f"CXX={text!r} makes no sense", why=str(error)) from error
+    path = shutil.which(command[0]) if command else None
+    if path is None:
+        raise BackendUnavailableError(
+            "the NPU cannot be emulated",
+            why=f"there is no C++ compiler ({text or 'CXX is empty'})",
+            remedy="install g++, or name a compiler in CXX",
+        )
+    return (path, *command[1:])
+
+
+def _cache() -> Path:
+    # The XDG rules: a relative path is to be ignored.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "accelcore" / "emulated-npu"
+
+
+def _key(compiler: Sequence[str]) -> str:
+    version = _run([*compiler, "--version"])
+    digest = hashlib.sha256(repr((TORCH_NPU, compiler, version, _FLAGS, LIBRARIES)).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        if source.suffix in (".cpp", ".h"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _build(folder: Path, compiler: Sequence[str], headers: Path) -> None:
+    """Build into a folder of our own and rename it; of two processes that do so at once, the first one's stays."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+    except OSError as error:
+        raise ConfigurationError(
+            f"the emulated NPU cannot be built in {folder.parent}",
+            why=str(error),
+            remedy="make the folder writable, or name another one in XDG_CACHE_HOME",
+        ) from error
+    sys.stderr.write("EMULATED: compiling the emulated CANN, which happens once\n")
+    try:
+        _compile(scratch, compiler, headers)
+        _make_home(scratch / "cann")
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _compile(folder: Path, compiler: Sequence[str], headers: Path) -> None:
+    sources = sorted(str(source) for source in _SOURCES.glob("*.cpp") if source.name != _GRAPH_ENGINE)
+    include = f"-I{headers}"
+    _run([*compiler, *_FLAGS, include, *_named("ascendcl", folder), *sources, "-lpthread", "-ldl"])
+    _run([*compiler, *_FLAGS, include, *_named("ge_runner", folder), str(_SOURCES / _GRAPH_ENGINE)])
+    empty = folder / "empty.cpp"
+    empty.touch()
+    refers = ["-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", f"-L{folder}", "-lascendcl"]
+    for name in _NAMES_ONLY:
+        _run([*compiler, *_FLAGS, *_named(name, folder), str(empty), *refers])
+    empty.unlink()
+
+
+def _named(name: str, folder: Path) -> list[str]:
+    return [f"-Wl,-soname,lib{name}.so", "-o", str(folder / f"lib{name}.so")]
+
+
+def _run(command: Sequence[str]) -> str:
+    # The compiler is the user's choice, as everywhere that CXX is honoured; no shell reads the command.
+    result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if result.returncode:
+        raise BackendUnavailableError(
+            "the NPU cannot be emulated",
+            why=f"{command[0]} failed:\n{result.stderr.strip()[-2000:]}",
+            remedy="use g++ 9 or later, or name another compiler in CXX",
+        )
+    return result.stdout
+
+
+def _make_home(home: Path) -> None:
+    """The folders of a CANN installation that torch_npu looks at."""
+    for folder in ("runtime", "compiler", "opp"):
+        (home / folder).mkdir(parents=True)
+    (home / "ascend_emulated_install.info").write_text("version=8.5.0\n")

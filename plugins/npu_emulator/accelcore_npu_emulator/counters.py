@@ -1,0 +1,83 @@
+"""What a piece of a program costs, counted instead of timed: launches, host synchronisations, copies.
+
+    with counters.count() as cost:
+        loss = trainer(batch)
+    assert cost.synchronizations.total() == 0
+    print(cost.launches.total(), cost.launches.most_common(5))
+
+An operator that torch_npu hands to the device is one launch, whether through torch's dispatcher, through the legacy
+single-operator interface or through HCCL; replaying a captured graph is one launch as well. A synchronisation is a
+place where the host waits for the device: an explicit one, a blocking copy, or an operator whose result the host must
+see, such as `item()` and `nonzero()`.
+
+The counts do not depend on the machine, its load or its speed, so that a test may assert them exactly. They are no
+times: a real CANN may run several kernels for one operator, or one for several, and kernels differ in length. What
+they do show is whether a program launches more than another one, and whether that grows with its parameters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import CDLL
+from dataclasses import dataclass, field
+
+from accelcore.errors import BackendUnavailableError
+from accelcore_npu_emulator import native
+
+__all__ = ["Cost", "count"]
+
+
+@dataclass
+class Cost:
+    """What was counted, in all threads of this process.
+
+    Attributes:
+        launches: operators executed on the device, by name, such as `"aten::add.Tensor"` or `"HcclAllReduce"`.
+        synchronizations: waits of the host, by what it waited for, such as `"stream"` or `"device to host"`.
+        copies: copies, by direction, such as `"host to device"`.
+        bytes: bytes copied, by direction.
+    """
+
+    launches: Counter[str] = field(default_factory=Counter)
+    synchronizations: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+
+@contextmanager
+def count() -> Iterator[Cost]:
+    """Count what happens in the `with` block. The counters are filled when it ends; blocks may be nested.
+
+    Raises:
+        BackendUnavailableError: the NPU of this process is not the emulated one.
+    """
+    library = native.opened()
+    if library is None:
+        raise BackendUnavailableError(
+            "launches cannot be counted",
+            why="only the emulated NPU counts them, and it is not in use here",
+            remedy="set ACCEL_EMULATE through `accelcore run --emulate npu`, or call emulator.activate() first",
+        )
+    before = _read(library)
+    cost = Cost()
+    try:
+        yield cost
+    finally:
+        after = _read(library)
+        # Counters only grow; subtraction leaves out what did not.
+        cost.launches.update(after.launches - before.launches)
+        cost.synchronizations.update(after.synchronizations - before.synchronizations)
+        cost.copies.update(after.copies - before.copies)
+        cost.bytes.update(after.bytes - before.bytes)
+
+
+def _read(library: CDLL) -> Cost:
+    counted = native.read_counters(library)
+    return Cost(
+        launches=Counter(counted.launches),
+        synchronizations=Counter(counted.synchronizations),
+        copies=Counter({direction: count for direction, (count, _) in counted.copies.items()}),
+        bytes=Counter({direction: size for direction, (_, size) in counted.copies.items()}),
+    )

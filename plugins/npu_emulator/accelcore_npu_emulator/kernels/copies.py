@@ -1,0 +1,79 @@
+"""Copies within a device, between devices and the host, and reads of single values by the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accelcore_npu_emulator.kernels.host_memory import view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from accelcore_npu_emulator.kernels.machine import Machine
+
+__all__ = ["copy_kernels"]
+
+
+def copy_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
+    """The kernels by operator name."""
+
+    def move(target: Tensor, source: Tensor, non_blocking: bool, name: str) -> None:
+        to, of = view(target), view(source)
+        if target.is_cpu or source.is_cpu:
+            host, direction = (target, "device to host") if target.is_cpu else (source, "host to device")
+            machine.count_copy(direction, target.numel() * target.element_size())
+            if not (non_blocking and host.is_pinned()):
+                machine.count_synchronize(direction)
+        else:
+            machine.count_launch(name)
+        machine.recorder.run(lambda: to.copy_(of))
+        if machine.float_status.saturates and not target.is_cpu:
+            finite = machine.float_status.finite([of])
+            machine.float_status.saturate([to], target.get_device(), inputs_finite=finite)
+
+    def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+        move(self, src, non_blocking, "aten::copy_")
+        return self
+
+    def copy_from(self: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
+        move(dst, self, non_blocking, "aten::copy_")
+        return dst
+
+    def to_copy(
+        self: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout | None = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format | None = None,
+    ) -> Tensor:
+        # The host knows the strides that each memory format means; its memory is never touched.
+        like = torch.empty_like(view(self), dtype=dtype, memory_format=memory_format or torch.preserve_format)
+        copied = torch.empty_strided(
+            like.shape,
+            like.stride(),
+            dtype=like.dtype,
+            device=self.device if device is None else device,
+            pin_memory=bool(pin_memory),
+        )
+        if self.numel():
+            move(copied, self, non_blocking, "aten::_to_copy")
+        return copied
+
+    def local_scalar_dense(self: Tensor) -> Any:
+        if machine.recorder.tape is not None:
+            raise RuntimeError("EMULATED: the host cannot read a value while a graph is being captured")
+        machine.count_synchronize("aten::_local_scalar_dense")
+        return view(self).item()
+
+    return {
+        "aten::copy_": copy_,
+        "aten::_copy_from": copy_from,
+        "aten::_to_copy": to_copy,
+        "aten::_local_scalar_dense": local_scalar_dense,
+    }

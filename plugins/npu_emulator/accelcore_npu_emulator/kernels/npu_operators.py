@@ -1,0 +1,314 @@
+"""Operators of torch_npu's own that training uses: activations, norms, casts, layout changes, fused losses.
+
+Each is its published formula in float32, rounded once to the type of the result.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelcore_npu_emulator.kernels.autograd import gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["OPERATORS"]
+
+
+def _rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    dims = tuple(range(-gamma.dim(), 0))
+    rstd = torch.rsqrt(input.float().pow(2).mean(dims, keepdim=True) + epsilon)
+    return (input.float() * rstd * gamma.float()).to(input.dtype), rstd
+
+
+def _rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    dims = tuple(range(-gamma.dim(), 0))
+    normal, upstream = input.float() * rstd, dy.float() * gamma.float()
+    grad = (upstream - normal * (upstream * normal).mean(dims, keepdim=True)) * rstd
+    grad_gamma = (dy.float() * normal).reshape(-1, *gamma.shape).sum(0)
+    return grad.to(input.dtype), grad_gamma
+
+
+def _add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+    total = x1 + x2
+    return *_rms_norm(total, gamma, epsilon), total
+
+
+def _add_layer_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor, epsilon: float = 1e-5, additional_output: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total = x1.float() + x2.float()
+    out, mean, rstd = torch.native_layer_norm(total, gamma.shape, gamma.float(), beta.float(), epsilon)
+    return out.to(x1.dtype), mean, rstd, total.to(x1.dtype)
+
+
+def _layer_norm_eval(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    return functional.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def _group_norm_silu(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, group: int, eps: float = 1e-5
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, channels = input.shape[:2]
+    area = input.numel() // max(1, batch * channels)
+    out, mean, rstd = torch.native_group_norm(input.contiguous(), weight, bias, batch, channels, area, group, eps)
+    return functional.silu(out), mean, rstd
+
+
+def _swiglu(input: Tensor, dim: int = -1) -> Tensor:
+    gate, value = input.chunk(2, dim)
+    return (functional.silu(gate.float()) * value.float()).to(input.dtype)
+
+
+def _rotary_mul(
+    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> Tensor:
+    if rotate is not None:
+        raise NotImplementedError("EMULATED: npu operator npu::npu_rotary_mul is not emulated with rotate=")
+    if rotary_mode == "half":
+        first, second = input.chunk(2, -1)
+        rotated = torch.cat([-second, first], -1)
+    else:
+        rotated = torch.stack([-input[..., 1::2], input[..., ::2]], -1).flatten(-2)
+    return input * r1 + rotated * r2
+
+
+def _fast_gelu(input: Tensor) -> Tensor:
+    return input * torch.sigmoid(1.702 * input)
+
+
+def _gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
+    return functional.gelu(input, approximate=approximate)
+
+
+def _scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1, fixed_triu_mask: bool = False) -> Tensor:
+    if fixed_triu_mask:
+        mask = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+    return (x.float() * scale).masked_fill(mask, -10000.0).softmax(-1).to(x.dtype)
+
+
+def _scaled_masked_softmax_backward(
+    y_grad: Tensor, y: Tensor, mask: Tensor, scale: float, fixed_triu_mask: bool
+) -> Tensor:
+    if fixed_triu_mask:
+        mask = torch.ones(y.shape[-2:], dtype=torch.bool, device=y.device).triu(1)
+    product = y_grad.float() * y.float()
+    grad = (product - y.float() * product.sum(-1, keepdim=True)) * scale
+    return grad.masked_fill(mask, 0.0).to(y_grad.dtype)
+
+
+def _cross_entropy_with_logits(input: Tensor, labels: Tensor) -> Tensor:
+    return -(labels * input.log_softmax(-1)).sum(-1)
+
+
+def _cross_entropy_with_logits_backward(grad: Tensor, input: Tensor, labels: Tensor) -> Any:
+    return gradients(lambda x: _cross_entropy_with_logits(x, labels), [input], grad)[0]
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *unsupported: Any,
+) -> Tensor:
+    if any(unsupported):
+        raise NotImplementedError("EMULATED: npu operator npu::npu_cross_entropy_loss is not emulated with zloss")
+    return functional.cross_entropy(
+        input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    ).reshape(-1)
+
+
+def _cross_entropy_loss(input: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    loss = _cross_entropy(input.float(), target, *options)
+    absent = input.new_empty(0)
+    return loss.to(input.dtype), input.float().log_softmax(-1).to(input.dtype), absent, absent.float()
+
+
+def _cross_entropy_loss_backward(
+    grad_loss: Tensor,
+    log_prob: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    grad_zloss: Tensor | None = None,
+    lse_for_zloss: Tensor | None = None,
+    *options: Any,
+) -> Tensor:
+    # Log-probabilities are logits, too: those whose softmax is the same.
+    def loss(logits: Tensor) -> Tensor:
+        return _cross_entropy(logits, target, weight, *options)
+
+    grad: Tensor = gradients(loss, [log_prob.float()], grad_loss.float().reshape(-1))[0]
+    return grad.to(log_prob.dtype)
+
+
+def _dropout(input: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    # The device packs its mask into bits. Ours has a byte for each element, and is as opaque to callers.
+    kept = torch.rand(input.shape, device=input.device) >= p
+    return _dropout_backward(input, kept.to(torch.uint8).flatten(), p), kept.to(torch.uint8).flatten()
+
+
+def _dropout_backward(grad_output: Tensor, mask: Tensor, p: float) -> Tensor:
+    if p >= 1:
+        return torch.zeros_like(grad_output)
+    return grad_output * mask.reshape(grad_output.shape) / (1 - p)
+
+
+def _linear_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return grad @ weight, grad.T @ input
+
+
+def _confusion_transpose(input: Tensor, perm: list[int], shape: list[int], transpose_first: bool) -> Tensor:
+    return input.permute(perm).reshape(shape) if transpose_first else input.reshape(shape).permute(perm)
+
+
+def _confusion_transpose_backward(grad: Tensor, perm: list[int], shape: list[int], transpose_first: bool) -> Tensor:
+    # `shape` is the input's, and `transpose_first` says what the backward does: the opposite of the forward.
+    inverse = sorted(range(len(perm)), key=perm.__getitem__)
+    if transpose_first:
+        return grad.permute(inverse).reshape(shape)
+    return grad.reshape([shape[axis] for axis in perm]).permute(inverse)
+
+
+def _cast(input: Tensor, dtype: torch.dtype | int, *ignored: object) -> Tensor:
+    return input.to(_DTYPES[dtype] if isinstance(dtype, int) else dtype)
+
+
+# torch_npu passes types as ATen's numbers.
+_DTYPES = {
+    0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32,
+    7: torch.float64, 9: torch.complex64, 10: torch.complex128, 11: torch.bool, 15: torch.bfloat16,
+}  # fmt: skip
+
+
+def _pad(input: Tensor, paddings: list[int]) -> Tensor:
+    pairs = [paddings[i : i + 2] for i in range(0, len(paddings), 2)]
+    return functional.pad(input, [side for pair in reversed(pairs) for side in pair])
+
+
+def _slice(input: Tensor, offsets: list[int], size: list[int]) -> Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, size, strict=True)):
+        input = input.narrow(dim, offset, input.size(dim) - offset if length == -1 else length)
+    return input.clone()
+
+
+def _one_hot(input: Tensor, num_classes: int = -1, depth: int = 1, on_value: float = 1, off_value: float = 0) -> Tensor:
+    classes = torch.arange(depth, device=input.device)
+    return torch.where(input.unsqueeze(num_classes) == classes, float(on_value), float(off_value))
+
+
+def _backward(function: Callable[..., Any], inputs: int) -> Callable[..., Any]:
+    """The backward operator `(gradient, *inputs, *options)` of a forward function."""
+
+    def kernel(grad: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = gradients(lambda *leaves: function(*leaves, *args[inputs:], **kwargs), args[:inputs], grad)
+        return found[0] if inputs == 1 else found
+
+    return kernel
+
+
+def _convolution_backward(
+    input: Tensor,
+    grad_output: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    output_mask: list[bool],
+) -> Any:
+    spatial = weight.dim() - 2
+    return torch.ops.aten.convolution_backward(
+        grad_output, input, weight, [weight.size(0)], _spread(stride, spatial), _spread(padding, spatial),
+        _spread(dilation, spatial), False, [0] * spatial, groups, output_mask,
+    )  # fmt: skip
+
+
+def _convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    spatial = weight.dim() - 2
+    return torch.convolution(
+        input, weight, bias, _spread(stride, spatial), _spread(padding, spatial), _spread(dilation, spatial), False,
+        [0] * spatial, groups,
+    )  # fmt: skip
+
+
+def _spread(values: Sequence[int], count: int) -> list[int]:
+    return list(values) * count if len(values) == 1 else list(values)
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "npu_rms_norm": _rms_norm,
+    "npu_rms_norm_backward": _rms_norm_backward,
+    "npu_add_rms_norm": _add_rms_norm,
+    "npu_add_layer_norm": _add_layer_norm,
+    "npu_layer_norm_eval": _layer_norm_eval,
+    "npu_group_norm_silu": _group_norm_silu,
+    "npu_swiglu": _swiglu,
+    "npu_swiglu_backward": _backward(_swiglu, 1),
+    "npu_rotary_mul": _rotary_mul,
+    "npu_rotary_mul_backward": _backward(_rotary_mul, 3),
+    "npu_gelu": _gelu,
+    "npu_gelu_backward": _backward(_gelu, 1),
+    "fast_gelu": _fast_gelu,
+    "npu_fast_gelu": _fast_gelu,
+    "npu_fast_gelu_backward": _backward(_fast_gelu, 1),
+    "npu_silu": functional.silu,
+    "npu_silu_": lambda x: functional.silu(x, inplace=True),
+    "npu_silu_backward": lambda grad, x0, x1: torch.ops.aten.silu_backward(grad, x0),
+    "npu_mish": functional.mish,
+    "npu_mish_backward": _backward(functional.mish, 1),
+    "npu_scaled_masked_softmax": _scaled_masked_softmax,
+    "npu_scaled_masked_softmax_backward": _scaled_masked_softmax_backward,
+    "npu_softmax_cross_entropy_with_logits": _cross_entropy_with_logits,
+    "npu_softmax_cross_entropy_with_logits_backward": _cross_entropy_with_logits_backward,
+    "npu_cross_entropy_loss": _cross_entropy_loss,
+    "npu_cross_entropy_loss_backward": _cross_entropy_loss_backward,
+    "_npu_dropout": _dropout,
+    "_dropout_with_byte_mask": _dropout,
+    "npu_dropout_backward": _dropout_backward,
+    "_dropout_with_byte_mask_backward": _dropout_backward,
+    "npu_linear": functional.linear,
+    "npu_linear_backward": _linear_backward,
+    "npu_bmmV2": lambda x, mat2, output_sizes: torch.matmul(x, mat2),
+    "npu_conv2d": _convolution,
+    "npu_conv2d_backward": _convolution_backward,
+    "npu_conv3d": _convolution,
+    "npu_conv3d_backward": _convolution_backward,
+    "npu_convolution": _convolution,
+    "npu_convolution_backward": _convolution_backward,
+    "npu_confusion_transpose": _confusion_transpose,
+    "npu_confusion_transpose_backward": _confusion_transpose_backward,
+    "npu_transpose": lambda x, perm, require_contiguous=True: x.permute(perm).contiguous(),
+    "npu_broadcast": lambda x, size: x.expand(size).contiguous(),
+    "npu_reshape": lambda x, shape, can_refresh=False: x.reshape(shape),
+    "npu_pad": _pad,
+    "npu_slice": _slice,
+    "npu_one_hot": _one_hot,
+    "npu_sort_v2": lambda x, dim=-1, descending=False: x.sort(dim, descending)[0],
+    "npu_dtype_cast": _cast,
+    "_npu_dtype_cast": _cast,
+    "npu_dtype_cast_backward": _cast,
+    "_npu_dtype_cast_backward": _cast,
+    "npu_dtype_cast_": lambda x, src: x.copy_(src),
+    "one_": lambda x: x.fill_(1),
+}

@@ -1,0 +1,89 @@
+"""The operators by which scalers look for overflow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accelcore_npu_emulator.kernels.host_memory import CPU, place, view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from accelcore_npu_emulator.kernels.machine import Machine
+
+__all__ = ["overflow_kernels"]
+
+_STATUS_WORDS = 8
+
+
+def overflow_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
+    """The kernels by operator name."""
+    status = machine.float_status
+
+    def word(device: torch.device, *, raised: bool) -> Tensor:
+        words = torch.zeros(_STATUS_WORDS, device=CPU)
+        words[0] = float(raised)
+        return place(words, device)
+
+    def alloc_float_status(self: Tensor) -> Tensor:
+        machine.count_launch("npu::npu_alloc_float_status")
+        return word(self.device, raised=False)
+
+    def get_float_status(self: Tensor, mode: int = 0) -> Tensor:
+        machine.count_launch("npu::npu_get_float_status")
+        status.begin_check(self.get_device())
+        return word(self.device, raised=status.raised(self.get_device()))
+
+    def clear_float_status(self: Tensor, mode: int = 0) -> Tensor:
+        machine.count_launch("npu::npu_clear_float_status")
+        status.clear(self.get_device())
+        return word(self.device, raised=False)
+
+    def flag_was_raised(device: int) -> bool:
+        # torch_npu reads the flag, waits for it, and clears it when it was raised.
+        machine.count_launch("npu::npu_get_float_status")
+        machine.count_synchronize("npu::npu_get_float_status")
+        raised = status.raised(device)
+        if raised:
+            machine.count_launch("npu::npu_clear_float_status")
+            status.clear(device)
+        return raised
+
+    def non_finite_check(scaled_grads: Sequence[Tensor]) -> bool:
+        device = scaled_grads[0].get_device() if scaled_grads else 0
+        faulty = status.begin_check(device)
+        if status.saturates:
+            return flag_was_raised(device)
+        machine.count_launch("npu::_amp_foreach_non_finite_check")
+        machine.count_synchronize("npu::_amp_foreach_non_finite_check")
+        return faulty or not status.finite([view(gradient) for gradient in scaled_grads])
+
+    def check_and_unscale(self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+        if not self:
+            return
+        device = self[0].get_device()
+        faulty = status.begin_check(device)
+        if status.saturates:
+            if flag_was_raised(device):
+                found_inf.fill_(1.0)
+                return
+            for gradient in self:
+                gradient.mul_(inv_scale)
+            return
+        gradients, found, inverse = [view(gradient) for gradient in self], view(found_inf), view(inv_scale)
+        if faulty:
+            struck = next((gradient for gradient in gradients if gradient.numel()), found)
+            struck[(0,) * struck.dim()] = float("inf")
+        machine.count_launch("aten::_amp_foreach_non_finite_check_and_unscale_")
+        machine.recorder.run(lambda: torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse))
+
+    return {
+        "npu::npu_alloc_float_status": alloc_float_status,
+        "npu::npu_get_float_status": get_float_status,
+        "npu::npu_clear_float_status": clear_float_status,
+        "npu::_amp_foreach_non_finite_check": non_finite_check,
+        "aten::_amp_foreach_non_finite_check_and_unscale_": check_and_unscale,
+    }

@@ -1,0 +1,103 @@
+"""Single operators by name: what torch_npu's C++ asks of CANN's legacy interface, past torch's dispatcher."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelcore_npu_emulator.kernels.host_memory import CPU
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from accelcore_npu_emulator.kernels.machine import Machine
+
+__all__ = ["single_operator_handler"]
+
+_DONE, _UNKNOWN, _FAILED = range(3)
+# The numbers of aclDataType.
+_DTYPES = {
+    0: torch.float32, 1: torch.float16, 2: torch.int8, 3: torch.int32, 4: torch.uint8, 6: torch.int16, 9: torch.int64,
+    11: torch.float64, 12: torch.bool, 16: torch.complex64, 17: torch.complex128, 27: torch.bfloat16,
+}  # fmt: skip
+
+
+def single_operator_handler(machine: Machine) -> Callable[[bytes, bytes, bytes, bytes], int]:
+    """The handler that the native half calls: (operator, inputs, outputs, attributes), the last three in JSON."""
+
+    def handle(operator: bytes, inputs: bytes, outputs: bytes, attributes: bytes) -> int:
+        name = operator.decode()
+        if name != "Identity" and name not in _OPERATORS:
+            return _UNKNOWN
+        described = json.loads(inputs), json.loads(outputs), json.loads(attributes or b"{}")
+        try:
+            with torch.no_grad(), torch.inference_mode(False):
+                machine.recorder.run(lambda: _execute(name, *described))
+        except Exception:  # noqa: BLE001  the caller is C code: it gets a status, the reader the traceback
+            traceback.print_exc()
+            return _FAILED
+        return _DONE
+
+    return handle
+
+
+def _execute(name: str, inputs: list[Any], outputs: list[Any], attributes: dict[str, Any]) -> None:
+    if name == "Identity":  # copies the bytes, whatever the shapes say
+        (_, _, source, available), (_, _, target, room) = inputs[0], outputs[0]
+        ctypes.memmove(target, source, min(available, room))
+        return
+    results = _OPERATORS[name]([_tensor(described) for described in inputs], attributes)
+    for described, result in zip(outputs, results, strict=False):
+        target = _tensor(described)
+        if target is not None:
+            target.copy_(result)
+
+
+def _tensor(described: list[Any]) -> Tensor | None:
+    """A host tensor for [type, dimensions, address, bytes]; None for an optional tensor that is absent."""
+    dtype, dimensions, address, size = described
+    if dtype not in _DTYPES or not address or not size:
+        return None
+    storage = torch._C._construct_storage_from_data_pointer(address, CPU, size)
+    flat = torch.empty(0, dtype=_DTYPES[dtype], device=CPU).set_(storage)
+    count = math.prod(dimensions)
+    return flat[:count].reshape(dimensions) if count <= flat.numel() else flat
+
+
+def _pad(inputs: list[Any], attributes: dict[str, Any]) -> list[Tensor]:
+    sides = [side for pair in reversed(inputs[1].reshape(-1, 2).tolist()) for side in pair]
+    value = inputs[2].item() if len(inputs) > 2 and inputs[2] is not None else 0
+    return [functional.pad(inputs[0], sides, value=value)]
+
+
+def _slice(inputs: list[Any], attributes: dict[str, Any]) -> list[Tensor]:
+    part = inputs[0]
+    for dim, (begin, length) in enumerate(zip(inputs[1].tolist(), inputs[2].tolist(), strict=True)):
+        part = part.narrow(dim, begin, length)
+    return [part]
+
+
+_OPERATORS: dict[str, Callable[[list[Any], dict[str, Any]], list[Tensor]]] = {
+    "Add": lambda inputs, attributes: [inputs[0] + inputs[1]],
+    "Adds": lambda inputs, attributes: [inputs[0] + attributes["value"]],
+    "BroadcastTo": lambda inputs, attributes: [inputs[0].expand(inputs[1].tolist())],
+    "Cast": lambda inputs, attributes: inputs[:1],
+    "ConcatD": lambda inputs, attributes: [torch.cat(inputs, attributes["concat_dim"])],
+    "Fill": lambda inputs, attributes: [inputs[1].expand(inputs[0].tolist())],
+    "Mul": lambda inputs, attributes: [inputs[0] * inputs[1]],
+    "Muls": lambda inputs, attributes: [inputs[0] * attributes["value"]],
+    "OnesLike": lambda inputs, attributes: [torch.ones_like(inputs[0])],
+    "PadV3": _pad,
+    "RealDiv": lambda inputs, attributes: [inputs[0] / inputs[1]],
+    "Slice": _slice,
+    "Sub": lambda inputs, attributes: [inputs[0] - inputs[1]],
+    "TensorMove": lambda inputs, attributes: inputs[:1],
+    "ZerosLike": lambda inputs, attributes: [torch.zeros_like(inputs[0])],
+}

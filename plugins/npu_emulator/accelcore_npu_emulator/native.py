@@ -1,0 +1,116 @@
+"""The emulated CANN as Python sees it: counters, and the handlers that the host kernels give it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from accelcore_npu_emulator.settings import Settings
+
+__all__ = ["Counters", "Native", "opened", "read_counters"]
+
+_LIBRARY = "libascendcl.so"
+_MARK = "emulator_capturing"  # a function that the vendor's library does not have
+_OperatorHandler = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)
+_GraphHandler = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
+
+
+def opened(*, load: bool = False) -> ctypes.CDLL | None:
+    """The emulator's libascendcl in this process, or None.
+
+    Args:
+        load: load the library that the loader's search path names, if none is loaded; else only look.
+    """
+    try:
+        library = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOW if load else os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError:
+        return None
+    return library if hasattr(library, _MARK) else None
+
+
+@dataclass(frozen=True)
+class Counters:
+    """All that was counted since the process began, by name.
+
+    Attributes:
+        launches: operators executed on the device.
+        synchronizations: waits of the host.
+        copies: copies by direction: how many, and how many bytes in all.
+    """
+
+    launches: dict[str, int]
+    synchronizations: dict[str, int]
+    copies: dict[str, tuple[int, int]]
+
+
+def read_counters(library: ctypes.CDLL) -> Counters:
+    """Read the counters of this process."""
+    read = library.emulator_counters
+    read.argtypes, read.restype = [ctypes.c_char_p, ctypes.c_size_t], ctypes.c_size_t
+    size, needed = 0, 1
+    while size < needed:  # another thread may count in between
+        size = needed
+        buffer = ctypes.create_string_buffer(size)
+        needed = read(buffer, size)
+    return Counters(**json.loads(buffer.value))
+
+
+@dataclass(frozen=True)
+class Native:
+    """What the host kernels tell the emulated CANN, and ask it.
+
+    Whatever is counted uses the device: it raises RuntimeError in a process that was forked from one that had
+    initialised the NPU.
+
+    Attributes:
+        library: the emulator's libascendcl.
+        settings: what the emulated machine looks like.
+    """
+
+    library: ctypes.CDLL
+    settings: Settings
+
+    def count_launch(self, name: str) -> None:
+        """One operator is executed on the device."""
+        self._refuse_forked()
+        self.library.emulator_count_launch(name.encode())
+
+    def count_synchronize(self, what: str) -> None:
+        """The host waits for the device."""
+        self._refuse_forked()
+        self.library.emulator_count_synchronize(what.encode())
+
+    def count_copy(self, direction: str, size: int) -> None:
+        """Bytes move; `direction` is `"host to device"`, `"device to host"` or `"device to device"`."""
+        self._refuse_forked()
+        self.library.emulator_count_copy(direction.encode(), ctypes.c_uint64(size))
+
+    def capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        return bool(self.library.emulator_capturing())
+
+    def set_operator_handler(self, handler: Callable[[bytes, bytes, bytes, bytes], int]) -> None:
+        """Give the function that executes one operator: (name, inputs, outputs, attributes), the last three in JSON."""
+        self._keep(_OperatorHandler(handler), "emulator_set_operator_handler")
+
+    def set_graph_handler(self, handler: Callable[[int, int, int, int], int]) -> None:
+        """Give the function that records and replays graphs."""
+        self._keep(_GraphHandler(handler), "emulator_set_graph_handler")
+
+    def _refuse_forked(self) -> None:
+        if self.library.emulator_forked():
+            raise RuntimeError(
+                "EMULATED: this process was forked from one that had initialised the NPU, and cannot use it; start it "
+                "with the 'spawn' method"
+            )
+
+    def _keep(self, handler: object, setter: str) -> None:
+        # The native side holds a bare pointer: what it points to must live as long as the process.
+        _handlers.append(handler)
+        getattr(self.library, setter)(handler)
+
+
+_handlers: list[object] = []

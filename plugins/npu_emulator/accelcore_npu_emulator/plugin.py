@@ -1,0 +1,33 @@
+"""The emulator as accelcore's command line knows it: `accelcore run --emulate npu`. Free of torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from accelcore.errors import ConfigurationError
+from accelcore.hookspecs import hookimpl
+from accelcore_npu_emulator.bootstrap import environment
+from accelcore_npu_emulator.settings import Settings
+
+__all__ = ["accelcore_emulate"]
+
+
+@hookimpl
+def accelcore_emulate(name: str, devices: int) -> Mapping[str, str] | None:
+    """Build the emulated CANN, and say by which variables a process with so many devices or more finds it.
+
+    Raises:
+        BackendUnavailableError: torch-npu is missing or does not fit, or the emulator cannot be built.
+        ConfigurationError: an ACCEL_EMULATED_ variable is invalid, or allows fewer devices.
+    """
+    if name != "npu":
+        return None
+    settings = Settings.from_environment()
+    if settings.devices < devices and "ACCEL_EMULATED_DEVICES" in os.environ:
+        raise ConfigurationError(
+            f"ACCEL_EMULATED_DEVICES={settings.devices} is less than the {devices} ranks need",
+            remedy=f"unset it, or set it to {devices}",
+        )
+    return environment(replace(settings, devices=max(settings.devices, devices)))

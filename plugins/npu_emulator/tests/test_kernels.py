@@ -1,0 +1,246 @@
+"""The generic kernel: every layout of memory, every kind of result, and what each call costs."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch_npu")
+
+from accelcore_npu_emulator import counters  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("emulated_npu")
+
+
+def grid():
+    return torch.arange(24.0).reshape(2, 3, 4) - 11
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.transpose(0, 2),
+    "strided": lambda t: t[:, ::2, 1:],
+    "offset": lambda t: t.flatten()[5:17],
+    "expanded": lambda t: t[:1].expand(5, 3, 4),
+    "scalar": lambda t: t[1, 1, 1],
+    "empty": lambda t: t[:0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_kernel_reads_every_layout(layout):
+    host, device = LAYOUTS[layout](grid()), LAYOUTS[layout](grid().npu())
+    assert device.stride() == host.stride()
+    for operator in (torch.exp, torch.cumsum, torch.sum):
+        arguments = (-1,) if operator is torch.cumsum else ()
+        torch.testing.assert_close(operator(device, *arguments).cpu(), operator(host, *arguments))
+
+
+def test_a_kernel_writes_in_place_through_a_view():
+    host, device = grid(), grid().npu()
+    for tensor in (host, device):
+        tensor[:, 1, ::2].mul_(2).add_(tensor[:, 2, ::2])
+    torch.testing.assert_close(device.cpu(), host, rtol=0, atol=0)
+
+
+def test_results_keep_their_memory_format():
+    image = torch.randn(2, 3, 4, 5).npu().to(memory_format=torch.channels_last)
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert torch.relu(image).is_contiguous(memory_format=torch.channels_last)
+    assert image.contiguous().is_contiguous()
+
+
+def test_lazy_conjugates_and_negatives_are_resolved():
+    host = torch.complex(torch.randn(3), torch.randn(3))
+    device = host.npu()
+    torch.testing.assert_close(device.conj().cpu(), host.conj())
+    torch.testing.assert_close(device.conj().imag.cpu(), host.conj().imag)
+    torch.testing.assert_close((device.conj() * 2).cpu(), host.conj() * 2)
+
+
+def test_an_out_argument_is_resized():
+    out = torch.empty(0, device="npu")
+    assert torch.add(grid().npu(), 1, out=out) is out
+    torch.testing.assert_close(out.cpu(), grid() + 1)
+
+
+def test_lists_of_out_arguments():
+    host, device = grid().flatten(), grid().flatten().npu()
+    parts = [torch.zeros(10, device="npu"), torch.zeros(14, device="npu")]
+    torch.split_with_sizes_copy(device, [10, 14], out=parts)
+    torch.testing.assert_close([part.cpu() for part in parts], list(host.split([10, 14])))
+
+
+def test_a_lazy_clone_shares_no_memory():
+    tensor = grid().npu()
+    clone = torch._lazy_clone(tensor)
+    tensor.zero_()
+    torch.testing.assert_close(clone.cpu(), grid())
+    assert not tensor.any()
+
+
+@pytest.mark.parametrize("scatter", ["select", "slice", "diagonal"])
+def test_scatters_copy_only_the_tensor(scatter):
+    host, device = grid()[0], grid().npu()[0]
+    shape = {"select": (4,), "slice": (3, 4), "diagonal": (3,)}[scatter]
+    arguments = {"select": (0, 1), "slice": (), "diagonal": ()}[scatter]
+    function = getattr(torch, f"{scatter}_scatter")
+    torch.testing.assert_close(
+        function(device, torch.zeros(shape).npu(), *arguments).cpu(), function(host, torch.zeros(shape), *arguments)
+    )
+
+
+def test_deterministic_algorithms():
+    torch.use_deterministic_algorithms(True)
+    try:
+        tensor = torch.zeros(4, device="npu").index_add(0, torch.tensor([1, 1]).npu(), torch.ones(2).npu())
+        assert tensor.tolist() == [0, 2, 0, 0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
+)
+def test_types(dtype):
+    host = torch.tensor([0, 1, 2, 3]).to(dtype)
+    torch.testing.assert_close(host.npu().cpu(), host)
+    torch.testing.assert_close(host.npu().sum().cpu(), host.sum())
+    torch.testing.assert_close(host.npu().float().cpu() if not dtype.is_complex else host.real, host.real.float())
+
+
+@pytest.mark.parametrize("mode", [None, "floor", "trunc"])
+def test_integers_divide_as_torch_defines(mode):
+    numerator, denominator = torch.tensor([-7, -1, 0, 7, 9]), torch.tensor([2, 2, 3, -2, 4])
+    expected = torch.div(numerator, denominator, rounding_mode=mode)
+    found = torch.div(numerator.npu(), denominator.npu(), rounding_mode=mode).cpu()
+    torch.testing.assert_close(found, expected)
+    if mode is None:
+        with pytest.raises(RuntimeError, match="can't be cast"):
+            numerator.npu().div_(denominator.npu())
+    else:
+        torch.testing.assert_close(numerator.npu().div_(denominator.npu(), rounding_mode=mode).cpu(), expected)
+
+
+def test_each_device_has_its_results():
+    second = torch.ones(3, device="npu:1")
+    assert (second + 1).device == torch.device("npu", 1)
+    assert torch.zeros(2, device="npu:1").device == torch.device("npu", 1)
+    assert second.to("npu:0").device == torch.device("npu", 0)
+
+
+@pytest.mark.parametrize("other", ["cpu", "npu:1"])
+def test_devices_do_not_mix(other):
+    with pytest.raises(RuntimeError, match=f"at least two devices, npu:0 and {other}"):
+        torch.ones(3, device="npu:0") + torch.ones(3, device=other)
+
+
+def test_devices_do_not_mix_in_lists():
+    with pytest.raises(RuntimeError, match="at least two devices, npu:0 and cpu"):
+        torch.cat([torch.ones(3, device="npu"), torch.ones(3)])
+
+
+def test_a_single_host_value_and_host_indices_do_mix():
+    tensor = torch.arange(4.0, device="npu")
+    assert (tensor + torch.tensor(1.0)).tolist() == [1, 2, 3, 4]
+    assert tensor[torch.tensor([3, 0])].tolist() == [3, 0]
+
+
+def test_the_default_device_does_not_disturb_host_kernels():
+    torch.set_default_device("npu")
+    try:
+        made = torch.nn.functional.dropout(torch.ones(8), 0.5) + torch.randn(8)
+        assert made.device.type == "npu"
+    finally:
+        torch.set_default_device(None)
+
+
+def test_fresh_memory_is_poisoned():
+    torch.npu.empty_cache()  # what an earlier test gave back is not fresh
+    assert torch.empty(2**22, device="npu").isnan().all()
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        assert (torch.ones(2, device="npu") @ torch.ones(2, 3, device="npu")).tolist() == [2, 2, 2]
+
+
+def test_autograd_matches_the_cpu():
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(64, 5)
+    )
+    images, labels = torch.randn(6, 3, 6, 6), torch.arange(6) % 5
+    torch.nn.functional.cross_entropy(model(images), labels).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model.npu()
+    torch.nn.functional.cross_entropy(model(images.npu()), labels.npu()).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad.cpu(), gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_one_operator_is_one_launch():
+    tensors = [torch.ones(3, device="npu") for _ in range(20)]
+    with counters.count() as cost:
+        torch._foreach_mul_(tensors, 2.0)
+        tensors[0].add_(tensors[1])
+    assert dict(cost.launches) == {"aten::_foreach_mul_.Scalar": 1, "aten::add_.Tensor": 1}
+    assert cost.synchronizations.total() == 0
+
+
+def test_views_launch_nothing():
+    tensor = torch.ones(4, 6, device="npu")
+    with counters.count() as cost:
+        tensor.view(6, 4).t()[1:, None].expand(3, 3, 6).unfold(2, 2, 2).squeeze()
+        tensor.detach().chunk(2)
+        torch.empty_like(tensor)
+    assert cost.launches.total() == 0
+
+
+def test_a_composite_counts_its_parts():
+    layer, tensor = torch.nn.Linear(4, 4).npu(), torch.ones(2, 3, 4, device="npu")
+    with counters.count() as cost:
+        torch.nn.functional.silu(layer(tensor)).square()
+    assert cost.launches["aten::silu"] == 1
+    assert cost.launches.total() == 3
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda t: t.sum().item(),
+        lambda t: bool(t.any()),
+        lambda t: t.nonzero(),
+        lambda t: t[t > 1],
+        lambda t: t.masked_select(t > 1),
+        lambda t: t.unique(),
+        lambda t: torch.equal(t, t),
+        lambda t: t.cpu(),
+        lambda t: t.copy_(torch.ones(4)),
+    ],
+)
+def test_the_host_waits_for_what_it_must_see(wait):
+    tensor = torch.arange(4.0, device="npu")
+    with counters.count() as cost:
+        wait(tensor)
+    assert cost.synchronizations.total() == 1
+
+
+@pytest.mark.parametrize(
+    "go",
+    [
+        lambda t: t[torch.arange(2, device="npu")],
+        lambda t: torch.where(t > 1, t, 0),
+        lambda t: torch.nn.utils.clip_grads_with_norm_([t], 1.0, t.norm()),
+        lambda t: t.to("npu:1"),
+        lambda t: t.copy_(torch.ones(4).pin_memory(), non_blocking=True),
+    ],
+)
+def test_the_host_does_not_wait_otherwise(go):
+    tensor = torch.arange(4.0, device="npu")
+    with counters.count() as cost:
+        go(tensor)
+    assert cost.synchronizations.total() == 0
+
+
+def test_copies_are_counted_with_their_bytes():
+    with counters.count() as cost:
+        torch.ones(5).npu().cpu()
+    assert cost.bytes == {"host to device": 20, "device to host": 20}
