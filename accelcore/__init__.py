@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from accelcore.hookspecs import API, hookimpl
     from accelcore.probe import Probe
+    from accelcore.roles.loss_scale import LossScale
     from accelcore.selection import installed, select
     from accelcore.training.observers import Observer
     from accelcore.training.policy import Policy
@@ -46,6 +47,7 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "DistributedError",
+    "LossScale",
     "Observer",
     "PluginError",
     "Policy",
@@ -64,6 +66,7 @@ _HOMES = {
     "API": "hookspecs",
     "Backend": "backend",
     "Capabilities": "capabilities",
+    "LossScale": "roles.loss_scale",
     "Observer": "training.observers",
     "Policy": "training.policy",
     "Probe": "probe",

@@ -11,6 +11,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
@@ -19,9 +20,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
+from accelcore.roles.loss_scale import LossScale
 from accelcore.roles.loss_scaler import Agree, LossScaler, SkippingOptimizer, gradients_of, refuse_fp16
 
-__all__ = ["GradScaler", "check_settings"]
+__all__ = ["GradScaler"]
 
 logger = logging.getLogger("accelcore")
 
@@ -33,11 +35,15 @@ class _Stage(Enum):
 
 
 class GradScaler(LossScaler):
-    """Dynamic loss scale: multiplied by `backoff` after an overflow, by `growth` after `interval` clean steps.
+    """Dynamic loss scale: multiplied by `backoff` after an overflow, by `growth` after `interval` clean steps in a row.
 
     Scale, growth tracker and overflow flag stay on the device. An optimizer whose kernel takes `grad_scale` and
     `found_inf` (torch's fused ones) unscales and skips inside the kernel, without a host synchronisation; any other
     needs one a step.
+
+    Args:
+        device: where gradients are.
+        settings: how the scale starts and moves.
 
     Attributes:
         trusts_kernels: whether such a kernel is believed. A device whose kernels take both and use neither says no.
@@ -45,20 +51,9 @@ class GradScaler(LossScaler):
 
     trusts_kernels = True
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        init: float,
-        growth: float,
-        backoff: float,
-        interval: int,
-        min: float,
-        max: float,
-    ) -> None:
-        self.growth, self.backoff, self.interval = growth, backoff, interval
-        self.min, self.max = min, max
-        self._scale = torch.full((), init, dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device, settings: LossScale) -> None:
+        self._settings = settings
+        self._scale = torch.full((), settings.init, dtype=torch.float32, device=device)
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped = torch.zeros((), dtype=torch.int32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
@@ -103,8 +98,9 @@ class GradScaler(LossScaler):
                 remedy="call scaler.step(optimizer), or unscale_, first",
             )
         found = torch.stack(list(self._overflows.values())).amax()
-        torch._amp_update_scale_(self._scale, self._clean_steps, found, self.growth, self.backoff, self.interval)
-        self._scale.clamp_(self.min, self.max)
+        moves = self._settings
+        torch._amp_update_scale_(self._scale, self._clean_steps, found, moves.growth, moves.backoff, moves.interval)
+        self._scale.clamp_(moves.min, moves.max)
         self._skipped += found.to(torch.int32)
         self.abandon()
 
@@ -120,33 +116,40 @@ class GradScaler(LossScaler):
     def state_dict(self) -> dict[str, Any]:
         return {
             "scale": self._scale.item(),
-            "growth_factor": self.growth,
-            "backoff_factor": self.backoff,
-            "growth_interval": self.interval,
+            "growth_factor": self._settings.growth,
+            "backoff_factor": self._settings.backoff,
+            "growth_interval": self._settings.interval,
             "_growth_tracker": self._clean_steps.item(),
             "skipped": self.skipped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Also takes a state of torch.amp.GradScaler, which counts no skipped steps, and ignores what others add.
-        missing = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"} - set(state)
-        if missing:
-            raise CheckpointError(f"the state of the loss scaler lacks {', '.join(sorted(missing))}")
+        """Restore `state_dict`, or that of torch's, torch_npu's or apex's scaler, as far as it goes.
+
+        torch's counts no skipped steps, torch_npu's says besides that it is dynamic, and apex's has only the scale and
+        the clean steps: what a state does not say stays as it is here.
+        """
+        theirs = _as_torch_writes(state)
+        mine = self._settings
+        low, high = mine.min, mine.max
         try:
-            scale, growth, backoff = (float(state[key]) for key in ("scale", "growth_factor", "backoff_factor"))
-            interval, clean_steps = int(state["growth_interval"]), int(state["_growth_tracker"])
-            skipped = int(state.get("skipped", 0))
-            kept = max(self.min, min(scale, self.max))
+            scale, clean_steps = float(theirs["scale"]), int(theirs["_growth_tracker"])
+            skipped = int(theirs.get("skipped", 0))
+            kept = max(low, min(scale, high))
             if not (0 <= scale < math.inf and clean_steps >= 0 and skipped >= 0):
                 raise ValueError(f"scale={scale}, _growth_tracker={clean_steps}, skipped={skipped}")
-            check_settings(kept, growth, backoff, interval, self.min, self.max)
-        except (TypeError, ValueError) as error:
+            settings = replace(
+                mine,
+                init=kept,
+                growth=float(theirs.get("growth_factor", mine.growth)),
+                backoff=float(theirs.get("backoff_factor", mine.backoff)),
+                interval=int(theirs.get("growth_interval", mine.interval)),
+            )
+        except (TypeError, ValueError, ConfigurationError) as error:
             raise CheckpointError("the state of the loss scaler makes no sense", why=str(error)) from error
         if kept != scale:
-            logger.warning(
-                "the saved loss scale %g is outside %g to %g: going on with %g", scale, self.min, self.max, kept
-            )
-        self.growth, self.backoff, self.interval = growth, backoff, interval
+            logger.warning("the saved loss scale %g is outside %g to %g: going on with %g", scale, low, high, kept)
+        self._settings = settings
         self._scale.fill_(kept)
         self._clean_steps.fill_(clean_steps)
         self._skipped.fill_(skipped)
@@ -180,12 +183,11 @@ class GradScaler(LossScaler):
             del optimizer.grad_scale, optimizer.found_inf
 
 
-def check_settings(init: float, growth: float, backoff: float, interval: int, low: float, high: float) -> None:
-    """Raise ConfigurationError for settings that no dynamic scaler could work with."""
-    whole = isinstance(interval, int) and interval >= 1
-    if not (0 < low <= init <= high < math.inf and 1 < growth < math.inf and 0 < backoff < 1 and whole):
-        raise ConfigurationError(
-            f"no loss scaler has init={init}, growth={growth}, backoff={backoff}, interval={interval}, "
-            f"min={low}, max={high}",
-            remedy="choose 0 < min <= init <= max, growth > 1, 0 < backoff < 1 and a whole interval >= 1",
-        )
+def _as_torch_writes(state: dict[str, Any]) -> dict[str, Any]:
+    """A state under torch's keys."""
+    if set(state) == {"loss_scale", "unskipped"}:
+        return {"scale": state["loss_scale"], "_growth_tracker": state["unskipped"]}
+    missing = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"} - set(state)
+    if missing:
+        raise CheckpointError(f"the state of the loss scaler lacks {', '.join(sorted(missing))}")
+    return state

@@ -157,11 +157,12 @@ class StaticScaler(NoScaler):
         return {"scale": self._scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if set(state) != {"scale"}:
+        if set(state) not in ({"scale"}, {"loss_scale", "unskipped"}):  # the latter is how apex writes it
             raise CheckpointError(f"the checkpoint holds no static loss scale but {sorted(state) or 'none at all'}")
-        if state["scale"] != self._scale:
+        saved = state.get("scale", state.get("loss_scale"))
+        if saved != self._scale:
             raise CheckpointError(
-                f"the checkpoint was saved with loss_scale={state['scale']}, and this training has {self._scale}",
+                f"the checkpoint was saved with loss_scale={saved}, and this training has {self._scale}",
                 remedy="train with the loss scale the checkpoint was made with",
             )
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 
 from accelcore.errors import ConfigurationError
-from accelcore.roles.grad_scaler import GradScaler, check_settings
+from accelcore.roles.grad_scaler import GradScaler
+from accelcore.roles.loss_scale import LossScale
 from accelcore.roles.loss_scaler import LossScaler, NoScaler, StaticScaler
 
-__all__ = ["GradScaler", "LossScaler", "NoScaler", "Scalers", "StaticScaler"]
+__all__ = ["GradScaler", "LossScale", "LossScaler", "NoScaler", "Scalers", "StaticScaler"]
 
 
 class Scalers:
@@ -18,10 +19,12 @@ class Scalers:
 
     Args:
         device: where gradients are.
-        dynamic: makes the dynamic ones, from the device and the settings of `create`.
+        dynamic: makes the dynamic ones, of the device and how the scale is to move.
     """
 
-    def __init__(self, device: torch.device, dynamic: Callable[..., LossScaler] = GradScaler) -> None:
+    def __init__(
+        self, device: torch.device, dynamic: Callable[[torch.device, LossScale], LossScaler] = GradScaler
+    ) -> None:
         self._device, self._dynamic = device, dynamic
 
     def create(
@@ -44,10 +47,8 @@ class Scalers:
             if not 0 < init <= torch.finfo(torch.float32).max:
                 raise ConfigurationError(f"{init} is no static loss scale", remedy="give a number > 0")
             return StaticScaler(float(init))
-        check_settings(init, growth, backoff, interval, min, max)
-        return self._dynamic(
-            self._device, init=init, growth=growth, backoff=backoff, interval=interval, min=min, max=max
-        )  # fmt: skip
+        settings = LossScale(init=init, growth=growth, backoff=backoff, interval=interval, min=min, max=max)
+        return self._dynamic(self._device, settings)
 
     def none(self) -> LossScaler:
         """The scaler that leaves everything as it is."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.errors import ConfigurationError
+from accelcore.roles.scaler import LossScale
 from accelcore.training.observers import Observer
 from accelcore.training.policy import Policy
 
@@ -28,7 +29,8 @@ class TrainerOptions(TypedDict, total=False):
             list or tuple, else `model(batch)`.
         scheduler: stepped once a window, also when a window is skipped for overflow.
         precision: `"fp32"`, `"bf16"`, `"fp16"`, or a `Policy`.
-        loss_scale: a number for a static scale, `"dynamic"`, None for the precision's own.
+        loss_scale: a number for a static scale, `"dynamic"`, a `LossScale` for a dynamic one with settings of your own,
+            None for the precision's own.
         fp32: exactness of fp32 matrix products during steps: `"ieee"`, `"fast"`, None for torch's own setting.
         accumulate: micro-batches an update; their losses are averaged.
         weight: `weight(batch)` is over how many examples or tokens a micro-batch's loss is a mean, as a number or a
@@ -50,7 +52,7 @@ class TrainerOptions(TypedDict, total=False):
     loss: Loss | None
     scheduler: LRScheduler | None
     precision: str | Policy
-    loss_scale: float | str | None
+    loss_scale: float | str | LossScale | None
     fp32: str | None
     accumulate: int
     weight: Weight | None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from accelcore.errors import ConfigurationError
-from accelcore.roles.scaler import LossScaler, Scalers
+from accelcore.roles.scaler import LossScale, LossScaler, Scalers
 
 __all__ = ["LOW", "Policy", "choose_policy", "create_scaler"]
 
@@ -22,7 +22,8 @@ class Policy:
 
     Attributes:
         autocast: dtype of the forward pass under autocast; None runs it as the model is.
-        loss_scale: None for none, a number for a static scale, `"dynamic"`.
+        loss_scale: None for none, a number for a static scale, `"dynamic"`, or a `LossScale` for a dynamic one with
+            settings of your own.
         model_dtype: dtype that the model's floating-point parameters and buffers are held in; None leaves them alone.
             Batches are the script's to cast, or autocast's.
         masters: whether parameters held in bf16 or fp16 have fp32 masters: the optimizer updates those, with fp32
@@ -34,7 +35,7 @@ class Policy:
     """
 
     autocast: str | None = None
-    loss_scale: float | str | None = None
+    loss_scale: float | str | LossScale | None = None
     model_dtype: str | None = None
     masters: bool = True
 
@@ -48,10 +49,10 @@ class Policy:
                 )
         scale = self.loss_scale
         number = isinstance(scale, int | float) and not isinstance(scale, bool) and 0 < scale < math.inf
-        if scale is not None and scale != "dynamic" and not number:
+        if not (scale is None or scale == "dynamic" or isinstance(scale, LossScale) or number):
             raise ConfigurationError(
                 f"loss_scale={scale!r} is not a loss scale",
-                available='a number > 0, "dynamic", or None for the precision\'s own',
+                available='a number > 0, "dynamic", accelcore.LossScale(...), or None for the precision\'s own',
             )
 
 
@@ -62,7 +63,7 @@ _PRESETS: dict[str, dict[str, str]] = {
 }
 
 
-def choose_policy(precision: str | Policy, loss_scale: float | str | None) -> Policy:
+def choose_policy(precision: str | Policy, loss_scale: float | str | LossScale | None) -> Policy:
     """The policy a trainer was asked for, with `loss_scale` in place of the policy's own where it is given.
 
     Raises:
@@ -78,6 +79,8 @@ def create_scaler(scalers: Scalers, policy: Policy) -> LossScaler:
     """The loss scaler of a policy; one that does nothing where it has no loss scale."""
     if policy.loss_scale is None:
         return scalers.none()
+    if isinstance(policy.loss_scale, LossScale):
+        return scalers.create(**asdict(policy.loss_scale))
     if policy.loss_scale == "dynamic":
         return scalers.create()
     return scalers.create(init=float(policy.loss_scale), dynamic=False)

@@ -552,3 +552,15 @@ def test_a_scaler_that_could_never_work_is_refused(accel, options):
 def test_a_static_scale_may_lie_outside_the_dynamic_bounds(accel):
     assert accel.scaler.create(init=0.25, dynamic=False).state_dict() == {"scale": 0.25}
     assert accel.scaler.create(init=2**30, dynamic=False).state_dict() == {"scale": 2.0**30}
+
+
+def test_apexs_state_is_taken_as_far_as_it_goes(accel):
+    scaler = accel.scaler.create(interval=3, growth=4.0)
+    scaler.load_state_dict({"loss_scale": 512.0, "unskipped": 2})
+    state = scaler.state_dict()
+    assert (state["scale"], state["_growth_tracker"]) == (512.0, 2)
+    assert (state["growth_interval"], state["growth_factor"]) == (3, 4.0)
+    static = accel.scaler.create(init=128.0, dynamic=False)
+    static.load_state_dict({"loss_scale": 128.0, "unskipped": 0})
+    with pytest.raises(CheckpointError, match=r"loss_scale=64\.0"):
+        static.load_state_dict({"loss_scale": 64.0, "unskipped": 0})

@@ -119,7 +119,18 @@ def test_the_three_calls_are_the_one_call(accel):
     same(one, three)
 
 
-def test_fp16_trains_like_torch_with_its_own_scaler_and_counts_skipped_steps(accel):
+@pytest.mark.parametrize(
+    ("loss_scale", "theirs"),
+    [
+        (None, {}),
+        (
+            accelcore.LossScale(init=2.0**10, growth=4.0, backoff=0.25, interval=2),
+            {"init_scale": 2.0**10, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2},
+        ),
+    ],
+    ids=["defaults", "settings"],
+)
+def test_fp16_trains_like_torch_with_its_own_scaler_and_counts_skipped_steps(accel, loss_scale, theirs):
     ours, hand = net(), net()
     feed = data(6)
     feed[2] = (feed[2][0] * 1e6, feed[2][1])  # beyond fp16
@@ -128,13 +139,14 @@ def test_fp16_trains_like_torch_with_its_own_scaler_and_counts_skipped_steps(acc
         accel.optimizers.create("adamw", ours.parameters(), lr=1e-2),
         loss=loss_of,
         precision="fp16",
+        loss_scale=loss_scale,
         clip_norm=1.0,
     )
     for batch in feed:
         trainer(batch)
 
     optimizer = torch.optim.AdamW(hand.parameters(), lr=1e-2, fused=True)
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler("cpu", **theirs)
     for batch in feed:
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.float16):

@@ -9,14 +9,13 @@ until it is cleared, and which says nothing to the other ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch_npu
 from torch import Tensor
 
 from accelcore.roles.collectives import Collectives
-from accelcore.roles.scaler import GradScaler
+from accelcore.roles.scaler import GradScaler, LossScale
 
 __all__ = ["FlagScaler", "NpuScaler"]
 
@@ -32,12 +31,12 @@ class FlagScaler(NpuScaler):
 
     Args:
         device: the NPU.
+        settings: how the scale starts and moves.
         collectives: over which ranks tell each other of an overflow.
-        settings: those of the core's scaler.
     """
 
-    def __init__(self, device: torch.device, *, collectives: Collectives, **settings: Any) -> None:
-        super().__init__(device, **settings)
+    def __init__(self, device: torch.device, settings: LossScale, *, collectives: Collectives) -> None:
+        super().__init__(device, settings)
         self._collectives = collectives
         self._cleared = False
 

@@ -1,0 +1,42 @@
+"""The settings of a dynamic loss scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from accelcore.errors import ConfigurationError
+
+__all__ = ["LossScale"]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How a dynamic loss scale starts and moves. The defaults are those of torch.amp.GradScaler, but for the bounds.
+
+    Attributes:
+        init: the scale of the first step.
+        growth: what the scale is multiplied by after `interval` clean steps in a row.
+        backoff: what it is multiplied by after an overflow.
+        interval: clean steps until it grows.
+        min, max: the scale stays between these, whatever happens. As in Ascend's apex, max is 2**24.
+
+    Raises:
+        ConfigurationError: settings that no dynamic scale could work with.
+    """
+
+    init: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    min: float = 1.0
+    max: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        bounded = 0 < self.min <= self.init <= self.max < math.inf
+        whole = isinstance(self.interval, int) and not isinstance(self.interval, bool) and self.interval >= 1
+        if not (bounded and 1 < self.growth < math.inf and 0 < self.backoff < 1 and whole):
+            raise ConfigurationError(
+                f"no loss scale can work with {self}",
+                remedy="choose 0 < min <= init <= max, growth > 1, 0 < backoff < 1 and a whole interval >= 1",
+            )
