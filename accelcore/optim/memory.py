@@ -98,6 +98,15 @@ class Run:
         """The stretches between its beginning, the slots of these numbers in its memory, and its end."""
         return [self._between(begin, end) for begin, end in pairwise([self.first, *edges, self.last])]
 
+    def by_slot(self) -> list[Run]:
+        """A run for each slot, in the shape of its parameter, for an optimizer that must tell parameters apart."""
+        if self.memory is None:
+            return [self]
+        values = self.parts(self.value)
+        gradients = [None] * len(values) if self.gradient is None else self.parts(self.gradient)
+        places = enumerate(zip(self.slots, values, gradients, strict=True), self.first)
+        return [Run([slot], value, gradient, self.memory, number) for number, (slot, value, gradient) in places]
+
     def cut(self, tensor: Tensor, part: Run) -> Tensor:
         """What of a tensor laid out as `value` belongs to `part`, one of those that `split` gave."""
         assert self.memory is not None

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError
+from accelcore.optim.formulas import Formula
 from accelcore.optim.hooks import StepHooks
 from accelcore.optim.memory import FlatMemory, Run, Slot, lay_flat
 from accelcore.optim.present import present
 from accelcore.optim.route import Memory, Request, Route
-from accelcore.optim.slot_state import Entry, by_parameter, check_shapes, copied, pour
+from accelcore.optim.saved import read_options, read_state
+from accelcore.optim.slot_state import Entry, by_parameter, pour
+from accelcore.optim.stepping import given, needs_closure, step_scaled
 
-__all__ = ["SWITCHES", "Optimizer"]
-
-SWITCHES = ("foreach", "fused", "capturable", "differentiable", "param_names")
-"""Options of a group that say how an update is computed, not what it computes: loading state leaves them alone."""
+__all__ = ["Optimizer"]
 
 
 class Optimizer(StepHooks):
@@ -31,8 +31,8 @@ class Optimizer(StepHooks):
     masters. `param_groups` always holds the model's own parameters; `state` and `state_dict` have torch's keys and the
     parameters' shapes, however the memory under them is laid out. Schedulers and step hooks work as with torch's.
 
-    State has the dtype of what is trained: moments of a bf16 parameter with an fp32 master are fp32, also after
-    `load_state_dict`, which torch's own would round.
+    State has the dtype that the route keeps it in: moments of a bf16 parameter, or of its fp32 master, are fp32, also
+    after `load_state_dict`, which torch's own would round.
 
     Made by `accel.optimizers.create`. A copy is unbound and has the state. To pickle it, pickle its `state_dict`.
 
@@ -40,6 +40,7 @@ class Optimizer(StepHooks):
         name: the optimizer's name in the registry.
         route: the name of the route it took.
         binding: another object after each `bind`, by which who bound it knows that nobody else has since.
+        needs_closure: whether `step` has to be given a closure.
         engine: the `torch.optim.Optimizer` that computes the updates; its groups hold what is trained.
         grad_scale, found_inf: float32 scalars on the device, or None: what the next step divides the gradients by, and
             1.0 where it is to be skipped. For a route whose kernel can do that (`_step_supports_amp_scaling`); torch's
@@ -74,15 +75,19 @@ class Optimizer(StepHooks):
         """Whether its route can update many parameters as one piece of memory."""
         return self._route.memory != "tensors"
 
+    @property
+    def keeps_shapes(self) -> bool:
+        """Whether every tensor of its state, but the counts, has the shape of its parameter. Kernels may rely on it."""
+        return self.takes_flat or isinstance(self.engine, Formula)
+
     def memory_for(self, dtypes: Iterable[torch.dtype], *, flat: bool) -> Memory:
         """What the route can be given that it would take for these dtypes, which `flat` allows to lie in flat memory.
 
         Raises:
             UnsupportedError: no route supports it.
         """
-        tensors = tuple(torch.empty(0, dtype=dtype) for dtype in dtypes)
-        groups = _options_of(self.param_groups)
-        return self._choose(replace(self._request, parameters=tensors, groups=groups, flat=flat)).memory
+        request = replace(self._request, groups=_options_of(self.param_groups), flat=flat)
+        return self._choose(replace(request, parameters=tuple(torch.empty(0, dtype=dtype) for dtype in dtypes))).memory
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -114,13 +119,15 @@ class Optimizer(StepHooks):
         Raises:
             UnsupportedError: no route supports what it is to train.
         """
-        entries = dict(self.state)
+        entries, flat = dict(self.state), all(run.memory is not None for run in runs)
+        if flat and self.memory_for((run.value.dtype for run in runs), flat=True) == "tensors":
+            runs = list(chain.from_iterable(run.by_slot() for run in runs))
         groups: list[dict[str, Any]] = []
         for number, group in enumerate(self.param_groups):
             options = {key: value for key, value in group.items() if key not in ("foreach", "fused", "param_names")}
             groups.append({**options, "params": [run.value for run in runs if run.group == number]})
-        values, flat = tuple(run.value for run in runs), all(run.memory is not None for run in runs)
-        request = replace(self._request, parameters=values, groups=_options_of(groups), flat=flat)
+        trained = tuple(run.value for run in runs)
+        request = replace(self._request, parameters=trained, groups=_options_of(groups), flat=flat)
         self._take_route(request, groups)
         for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
             group.update({key: engine_group[key] for key in ("foreach", "fused") if key in engine_group})
@@ -140,7 +147,7 @@ class Optimizer(StepHooks):
             return None
         self.call_before(closure)
         loss = None
-        if closure is not None:
+        if closure is not None and not self.needs_closure:
             with torch.enable_grad():
                 loss = closure()
         if self._runs is None or self._memories:
@@ -159,8 +166,10 @@ class Optimizer(StepHooks):
                     remedy="call trainer.backward(loss) and trainer.update(), or make an optimizer without a trainer",
                 )
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if self._update is None:
-            self._step_engine(found_inf, grad_scale)
+        if self.needs_closure:
+            loss = self.engine.step(given(closure, self.name))
+        elif self._update is None:
+            step_scaled(self.engine, found_inf, grad_scale)
         elif self._on_leaves:
             with torch.no_grad():
                 self._update(found_inf, grad_scale)
@@ -175,22 +184,16 @@ class Optimizer(StepHooks):
             self._start_anew(dict(self.state))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of this class, or of the torch class of the same name, and its hyperparameters.
+        """Take over a state of this class, and its hyperparameters.
+
+        Also one of the class of the same name in torch, torch_npu or apex. It is kept as this optimizer keeps state,
+        whatever its precision was.
 
         Raises:
             ValueError: it has other groups, or other parameters in them; nothing was changed.
         """
-        theirs = state_dict["param_groups"]
-        if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError("the state has other parameter groups, or groups of another size, than this optimizer")
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        numbers = chain.from_iterable(group["params"] for group in theirs)
-        by_number = dict(zip(numbers, parameters, strict=True))
-        entries = {by_number[number]: copied(entry) for number, entry in state_dict["state"].items()}
-        for parameter, entry in entries.items():
-            check_shapes(parameter, entry)
-        for group, saved in zip(self.param_groups, theirs, strict=True):
-            group.update({key: value for key, value in saved.items() if key not in ("params", *SWITCHES)})
+        entries = read_state(state_dict, self.param_groups, shaped=self.keeps_shapes)
+        read_options(state_dict, self.param_groups)
         if self.bound is None:
             self._start_anew(entries)
         else:
@@ -214,21 +217,11 @@ class Optimizer(StepHooks):
         self.forget_hooks()
         self._start_anew(state["entries"])
 
-    def _step_engine(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-        engine: Any = self.engine
-        if found_inf is None and grad_scale is None:
-            engine.step()
-            return
-        engine.found_inf, engine.grad_scale = found_inf, grad_scale
-        try:
-            engine.step()
-        finally:
-            del engine.found_inf, engine.grad_scale
-
     def _take_route(self, request: Request, groups: Iterable[Any]) -> None:
         self._route = self._choose(request)
         self.engine = self._route.make(request, groups)
         self._update: Callable[[Tensor | None, Tensor | None], None] | None = getattr(self.engine, "update", None)
+        self.needs_closure = needs_closure(self.engine)
         self._runs = None
         self._on_leaves = True
         self._memories = []

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from accelcore.optim.formulas import Formula
 from accelcore.optim.memory import Run
 
-__all__ = ["COUNTERS", "Entry", "by_parameter", "check_shapes", "copied", "divide", "pour"]
+__all__ = ["COUNTERS", "Entry", "by_parameter", "divide", "pour"]
 
 Entry = dict[str, Any]
 
@@ -47,7 +48,10 @@ def pour(entries: Mapping[Tensor, Entry], runs: Sequence[Run], optimizer: Optimi
             if histories[run.first - whole.first]:
                 group = optimizer.param_groups[run.group]
                 counts_there = bool(group.get("fused") or group.get("capturable"))
-                optimizer.state[run.value] = _poured([entries[s.parameter] for s in run.slots], run, counts_there)
+                # Where each step is counted: by a kernel on the device, else on the host, which need not wait for it.
+                place = run.value.device if counts_there else torch.device("cpu")
+                dtype = optimizer.state_dtype(group, run.value) if isinstance(optimizer, Formula) else run.value.dtype
+                optimizer.state[run.value] = _poured([entries[s.parameter] for s in run.slots], run, dtype, place)
     return divided
 
 
@@ -80,34 +84,19 @@ def _history(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _poured(entries: Sequence[Entry], run: Run, counts_there: bool) -> Entry:
-    """The entry of a run; `counts_there`: its kernel reads the number of steps on the device, in fp32."""
+def _poured(entries: Sequence[Entry], run: Run, dtype: torch.dtype, place: torch.device) -> Entry:
+    """The entry of a run, whose state is kept in `dtype`, and its number of steps at `place`."""
     poured: Entry = {}
     for key, value in entries[0].items():
-        if key == "step" and counts_there:
-            poured[key] = torch.as_tensor(value).detach().to(run.value.device, torch.float32, copy=True)
+        if key == "step":
+            poured[key] = torch.as_tensor(value).detach().to(place, torch.float32, copy=True)
         elif not isinstance(value, Tensor):
             poured[key] = value
         elif key in COUNTERS or value.shape != run.slots[0].trained.shape:
-            poured[key] = value.detach().to(value.device if key == "step" else run.value.device, copy=True)
+            poured[key] = value.detach().to(run.value.device, copy=True)
         else:
-            # Dense in a file, or of another precision: it takes the layout and dtype of what is updated.
-            dtype = run.value.dtype if value.is_floating_point() else value.dtype
-            tensor = torch.zeros_like(run.value, dtype=dtype)
+            # Dense in a file, or of another precision: it takes the layout of what is updated.
+            tensor = torch.zeros_like(run.value, dtype=dtype if value.is_floating_point() else value.dtype)
             torch._foreach_copy_(run.parts(tensor), [entry[key] for entry in entries])
             poured[key] = tensor
     return poured
-
-
-def copied(entry: Entry) -> Entry:
-    """An entry that shares no tensor with this one."""
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
-
-
-def check_shapes(parameter: Tensor, entry: Entry) -> None:
-    """Raise ValueError for state of another parameter's shape."""
-    for key, value in entry.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
-            raise ValueError(
-                f"the state {key!r} has shape {tuple(value.shape)}, and its parameter {tuple(parameter.shape)}"
-            )

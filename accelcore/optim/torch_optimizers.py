@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accelcore.optim.formulas import FORMULAS
+from accelcore.optim.formulas.formula import STATE_DTYPES
 from accelcore.optim.fused import FUSED
-from accelcore.roles.optimizers import Optimizers, Request
+from accelcore.roles.optimizers import Memory, Optimizers, Request
 
 __all__ = ["register_torch_optimizers"]
 
 _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adadelta": torch.optim.Adadelta,
-    "adagrad": torch.optim.Adagrad,
-    "adam": torch.optim.Adam,
-    "adamax": torch.optim.Adamax,
-    "adamw": torch.optim.AdamW,
-    "asgd": torch.optim.ASGD,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "rmsprop": torch.optim.RMSprop,
-    "rprop": torch.optim.Rprop,
-    "sgd": torch.optim.SGD,
+    name.lower(): kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
 }
+_BY_ELEMENT = (
+    "adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd",
+)  # fmt: skip
+"""Those that treat each element alike. Of any other, such as Muon, it is not taken for granted."""
 _FUSED_PRIORITY, _LOOP_PRIORITY = 10, 0
 _FOREACH_PRIORITY = {True: 5, False: -10}
 
@@ -38,9 +37,11 @@ def register_torch_optimizers(
     prefers_foreach: bool = False,
     refuses: Callable[[Request], str | None] = lambda request: None,
 ) -> None:
-    """Register torch.optim's classes; those named in `fused` also with their fused kernel, which is preferred.
+    """Register every class of torch.optim; those named in `fused` also with their fused kernel, which is preferred.
 
-    All of them treat each element alike, so that each can update many parameters as one piece of memory.
+    Most of them treat each element alike, so that each can update many parameters as one piece of memory. They keep
+    state in the dtype of what they train: where that is low precision, the optimizers that have a formula leave it to
+    the formula or to a device's own kernels, unless the route is named or `state_dtype` asks for it.
 
     Args:
         registry: the backend's.
@@ -54,20 +55,34 @@ def register_torch_optimizers(
         return _fused_supports(request) or refuses(request)
 
     for name, kind in _CLASSES.items():
-        loop, foreach = partial(kind, foreach=False), partial(kind, foreach=True)
+        switches = inspect.signature(kind).parameters
+        memory: Memory = "any" if name in _BY_ELEMENT else "tensors"
         if name in fused:
             registry.register(
-                name, "fused", FUSED[name], priority=_FUSED_PRIORITY, supports=fused_supports, memory="any"
+                name, "fused", _made_by(FUSED[name]), priority=_FUSED_PRIORITY, supports=fused_supports, memory=memory
             )  # fmt: skip
-        registry.register(name, "loop", loop, priority=_LOOP_PRIORITY, supports=_own_switches, memory="any")
+        loop = partial(kind, foreach=False) if "foreach" in switches else kind
         registry.register(
-            name,
-            "foreach",
-            foreach,
-            priority=_FOREACH_PRIORITY[prefers_foreach],
-            supports=_foreach_supports if prefers_foreach else _own_switches,
-            memory="any",
-        )
+            name, "loop", _made_by(loop), priority=_LOOP_PRIORITY, supports=_loop_supports, memory=memory
+        )  # fmt: skip
+        if "foreach" in switches:
+            registry.register(
+                name,
+                "foreach",
+                _made_by(partial(kind, foreach=True)),
+                priority=_FOREACH_PRIORITY[prefers_foreach],
+                supports=_foreach_supports if prefers_foreach else _loop_supports,
+                memory=memory,
+            )
+
+
+def _made_by(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """A factory of a class that has no option `state_dtype`: it is taken where it says what the class does anyway."""
+
+    def make(params: Any, *, state_dtype: str | None = None, **options: Any) -> torch.optim.Optimizer:
+        return kind(params, **options)
+
+    return make
 
 
 def _fused_supports(request: Request) -> str | None:
@@ -82,7 +97,7 @@ def _fused_supports(request: Request) -> str | None:
         return "the fused kernel takes parameters without gaps in their memory"
     if request.name == "sgd" and any(request.values("momentum", 0)) and any(request.values("dampening", 0)):
         return "the fused kernel would dampen the first step too"
-    return _own_switches(request)
+    return _loop_supports(request)
 
 
 def _foreach_supports(request: Request) -> str | None:
@@ -92,9 +107,24 @@ def _foreach_supports(request: Request) -> str | None:
     parts = [part for value in numbers for part in (value if isinstance(value, tuple | list) else (value,))]
     if any(isinstance(part, Tensor) for part in parts) and not all(request.values("capturable", False)):
         return "the foreach kernels take tensors as options only where capturable=True"
-    return _own_switches(request)
+    return _loop_supports(request)
 
 
-def _own_switches(request: Request) -> str | None:
+def _loop_supports(request: Request) -> str | None:
     given = [switch for switch in ("fused", "foreach") if switch in request.options]
-    return f"say route=... instead of {given[0]}=" if given else None
+    if given:
+        return f"say route=... instead of {given[0]}="
+    dtypes = {parameter.dtype for parameter in request.parameters}
+    for name in set(request.values("state_dtype", None)) - {None}:
+        if others := dtypes - {STATE_DTYPES.get(name)}:
+            return f"it keeps the state of {_named(others)} parameters in that precision, not in {name}"
+    low = {dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize}
+    if low and request.name in FORMULAS and request.route == "auto" and None in request.values("state_dtype", None):
+        return (
+            f"it would keep the state of {_named(low)} parameters in that precision: ask for it by route or state_dtype"
+        )
+    return None
+
+
+def _named(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

@@ -1,4 +1,4 @@
-"""Conformance of the optimizer registry: every route computes what torch.optim computes, and remembers it."""
+"""Conformance of the optimizer registry: every route computes what the oracle computes, and remembers it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from accelcore import AccelError, Backend, ConfigurationError, UnsupportedError
 from accelcore.testing.declared import MODEL_DTYPES, declared
 from accelcore.testing.launches import Launches
-from accelcore.testing.options import EVERY, LR, ORACLES, STEPS, parameters, step
+from accelcore.testing.options import EVERY, LR, ORACLES, STEPS, oracle, parameters, step, taken_by
 from accelcore.testing.oracles import eps, error, weights
 
 __all__ = ["TestOptimizers"]
@@ -26,9 +26,9 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_host(name: str, options: dict[str, Any]) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """torch's own optimizer in float64, and its parameters."""
+    """The oracle in float64, and its parameters."""
     members = parameters(torch.device("cpu"), torch.float64)
-    return ORACLES[name][0](members, foreach=False, **_options(options)), members
+    return oracle(name, members, **_options(options)), members
 
 
 def _routes(
@@ -74,11 +74,11 @@ def _launches(accel: Backend, make: Callable[..., torch.optim.Optimizer], count:
 
 
 class TestOptimizers:
-    """The registry, and every optimizer of torch that it offers."""
+    """The registry, and every optimizer in it that there is an oracle for."""
 
     @pytest.mark.parametrize("name", EVERY)
     def test_numerics(self, accel: Backend, name: str) -> None:
-        """Some steps and their state equal those of torch's class in float64, by every route, with every option."""
+        """Some steps and their state equal the oracle's in float64, by every route, with every option."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             for options in ORACLES[name][1]:
                 reference, expected = _on_host(name, options)
@@ -161,7 +161,7 @@ class TestOptimizers:
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             options = _options(ORACLES[name][1][-1])
             mine, theirs = parameters(accel.device), parameters(torch.device("cpu"))
-            optimizer, reference = accel.optimizers.create(name, mine, **options), ORACLES[name][0](theirs, **options)
+            optimizer, reference = accel.optimizers.create(name, mine, **options), oracle(name, theirs, **options)
             for number in range(2):
                 step(optimizer, mine, number)
                 step(reference, theirs, number)
@@ -174,7 +174,7 @@ class TestOptimizers:
                         assert found[number][key].shape == value.shape, key
             # Each goes on from the other's state.
             saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(reference.state_dict())
-            twin, other = accel.optimizers.create(name, mine, **options), ORACLES[name][0](theirs, **options)
+            twin, other = accel.optimizers.create(name, mine, **options), oracle(name, theirs, **options)
             twin.load_state_dict(saved[1])
             other.load_state_dict(saved[0])
             for number in range(2, 4):
@@ -209,7 +209,9 @@ class TestOptimizers:
             make = partial(accel.optimizers.create, name, lr=LR)
             few, many = (_launches(accel, make, count) for count in (4, 32))
             assert len(few) == len(many), f"it launches {len(few)} operators for 4 parameters, {len(many)} for 32"
-            loop = _launches(accel, partial(ORACLES[name][0], lr=LR, foreach=True), 4)
+            kind = ORACLES[name][0]
+            switch = {"foreach": True} if "foreach" in taken_by(kind) else {}
+            loop = _launches(accel, partial(kind, lr=LR, **switch), 4)
             assert few != loop, f"it launches what torch's foreach loop does: {', '.join(few)}"
             return
         with declared(False, f"a native {name}"):
@@ -270,7 +272,7 @@ class TestOptimizers:
 
         found, expected = parameters(accel.device), parameters(torch.device("cpu"), torch.float64)
         train(accel.optimizers.create(name, groups(found), lr=LR), found)
-        train(ORACLES[name][0](groups(expected), lr=LR, foreach=False), expected)
+        train(oracle(name, groups(expected), lr=LR), expected)
         assert max(map(error, found, expected)) < 2e-5, "it steps by what was set when it was made"
 
     def test_explain(self, accel: Backend) -> None:

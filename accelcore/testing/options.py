@@ -1,4 +1,4 @@
-"""torch.optim as the oracle: its classes, every option that changes what they compute, and the tensors they step."""
+"""The oracles of optimizers: torch.optim's classes and four more, every option that changes what they compute."""
 
 from __future__ import annotations
 
@@ -8,30 +8,57 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["EVERY", "LR", "OPTIONS", "ORACLES", "STEPS", "gradients", "options_of", "parameters", "step"]
+from accelcore.testing.oracles_optim import AdamP, BertAdam, Lamb, RMSpropTF
+
+__all__ = [
+    "EVERY",
+    "LR",
+    "OPTIONS",
+    "ORACLES",
+    "STEPS",
+    "gradients",
+    "options_of",
+    "oracle",
+    "parameters",
+    "step",
+    "taken_by",
+]
 
 LR = 0.05
 STEPS = 8  # RAdam looks at the second moment from the sixth on
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "adam": {"adam": True},
     "alpha": {"alpha": 0.3, "lambd": 1.0},
     "amsgrad": {"amsgrad": True},
+    "b1": {"b1": 0.5},
+    "b2": {"b2": 0.7},
     "betas": {"betas": (0.5, 0.7)},
     "centered": {"centered": True},
     "dampening": {"dampening": 0.5, "momentum": 0.9},
+    "decoupled_decay": {"decoupled_decay": True, "weight_decay": 0.1},
     "decoupled_weight_decay": {"decoupled_weight_decay": True, "weight_decay": 0.1},
+    "delta": {"delta": 3.0},
+    "e": {"e": 0.5},
     "eps": {"eps": 0.5},
     "etas": {"etas": (0.3, 1.5)},
     "initial_accumulator_value": {"initial_accumulator_value": 0.5},
     "lambd": {"lambd": 0.1},
     "lr_decay": {"lr_decay": 0.1},
+    "lr_in_momentum": {"lr_in_momentum": False, "momentum": 0.9},
+    "max_grad_norm": {"max_grad_norm": 0.1},
     "maximize": {"maximize": True},
     "momentum": {"momentum": 0.9},
     "momentum_decay": {"momentum_decay": 0.5},
     "nesterov": {"nesterov": True, "momentum": 0.9},
     "rho": {"rho": 0.6},
+    "schedule": {"schedule": "warmup_cosine", "warmup": 0.3, "t_total": 6},
     "step_sizes": {"step_sizes": (1e-3, 0.07)},
     "t0": {"t0": 2.0},
+    "t_total": {"t_total": 6},
+    "use_global_grad_norm": {"use_global_grad_norm": True},
+    "warmup": {"warmup": 0.3, "t_total": 6},
+    "wd_ratio": {"wd_ratio": 0.5, "weight_decay": 0.1, "delta": 3.0},
     "weight_decay": {"weight_decay": 0.1},
 }
 """A value of each option that is not its default, with what shows it in an optimizer that has that option, too."""
@@ -41,30 +68,56 @@ _CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {  # with several of its optio
     "adagrad": (torch.optim.Adagrad, {"weight_decay": 0.1, "lr_decay": 0.1}),
     "adam": (torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
     "adamax": (torch.optim.Adamax, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    "adamp": (AdamP, {"weight_decay": 0.1, "nesterov": True, "delta": 0.9}),
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
     "asgd": (torch.optim.ASGD, {"weight_decay": 0.1, "alpha": 0.6}),
+    "bertadam": (BertAdam, {"schedule": "warmup_poly", "warmup": 0.2, "t_total": 7, "max_grad_norm": 2.0}),
+    "lamb": (Lamb, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
     "nadam": (torch.optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
     "radam": (torch.optim.RAdam, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
     "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
+    "rmsproptf": (RMSpropTF, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
     "rprop": (torch.optim.Rprop, {"etas": (0.3, 1.5), "step_sizes": (1e-3, 0.07)}),
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
 }
 
 
+_MORE: dict[str, list[dict[str, Any]]] = {
+    "bertadam": [{"schedule": "warmup_constant", "warmup": 0.3, "t_total": 6}, {"max_grad_norm": -1.0}],
+}
+"""Values that have to be seen too, of options that have more than two that differ."""
+
+
+def taken_by(kind: Any) -> set[str]:
+    """The options that an oracle takes."""
+    return set(getattr(kind, "options", None) or inspect.signature(kind).parameters)
+
+
 def options_of(name: str) -> dict[str, dict[str, Any]]:
-    """What to give torch's class of that name to see each of its options."""
-    taken = inspect.signature(_CLASSES[name][0]).parameters
+    """What to give the oracle of that name to see each of its options."""
+    taken = taken_by(_CLASSES[name][0])
     return {
         option: {key: value for key, value in OPTIONS[option].items() if key in taken}
-        for option in taken
+        for option in sorted(taken)
         if option in OPTIONS
     }
 
 
 ORACLES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
-    name: (kind, [{}, *options_of(name).values(), together]) for name, (kind, together) in _CLASSES.items()
+    name: (kind, [{}, *options_of(name).values(), *_MORE.get(name, []), together])
+    for name, (kind, together) in _CLASSES.items()
 }
-"""torch's class for each name, and the options it is compared with: none, each alone, several together (last)."""
+"""The oracle for each name, and the options it is compared with: none, each alone, several together (last)."""
+
+
+def oracle(name: str, members: Any, **options: Any) -> torch.optim.Optimizer:
+    """The oracle of that name; torch's by the plainest of its loops."""
+    kind = ORACLES[name][0]
+    made: torch.optim.Optimizer = kind(
+        members, **({"foreach": False} if "foreach" in taken_by(kind) else {}), **options
+    )
+    return made
+
 
 EVERY = sorted(ORACLES)
 

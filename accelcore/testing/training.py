@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from accelcore import Backend, Policy, UnsupportedError
 from accelcore.testing.declared import declared
-from accelcore.testing.options import EVERY, ORACLES
+from accelcore.testing.options import EVERY, oracle
 from accelcore.testing.oracles import Stateful, batches, buffers, eps, error, evaluated, network, weights
 
 __all__ = ["TestTraining"]
@@ -149,10 +149,10 @@ class TestTraining:
 
     @pytest.mark.parametrize("name", EVERY)
     def test_every_optimizer(self, accel: Backend, name: str) -> None:
-        """An optimizer made before its model was moved to the device trains as torch's own does."""
+        """An optimizer made before its model was moved to the device trains as the oracle does."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             model, reference, data = network(), network().double(), batches(4)
-            plain = ORACLES[name][0](reference.parameters(), lr=LR)
+            plain = oracle(name, reference.parameters(), lr=LR)
             trainer = accel.trainer(
                 model, accel.optimizers.create(name, model.parameters(), lr=LR), loss=loss_of
             )  # fmt: skip

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from accelcore.testing.options import LR, OPTIONS, ORACLES, STEPS, options_of, parameters, step
+from accelcore.testing.options import LR, OPTIONS, ORACLES, STEPS, options_of, oracle, parameters, step, taken_by
 from accelcore.testing.oracles import Stateful, batches, buffers, error, evaluated
 
 HOST = torch.device("cpu")
@@ -55,7 +54,7 @@ def test_it_is_the_same_for_the_same_seed_and_draws_nothing_of_the_tests():
 
 def run(name, options):
     members = parameters(HOST, torch.float64)
-    optimizer = ORACLES[name][0](members, foreach=False, lr=LR, **options)
+    optimizer = oracle(name, members, lr=LR, **options)
     for number in range(STEPS):
         step(optimizer, members, number)
     entries = enumerate(optimizer.state_dict()["state"].values())
@@ -84,7 +83,7 @@ def test_every_option_shows_in_what_is_compared(name, option):
     )
 
 
-def test_no_option_of_torchs_is_left_out():
+def test_no_option_is_left_out():
     ways = {"params", "lr", "foreach", "fused", "capturable", "differentiable"}
     for kind, _ in ORACLES.values():
-        assert set(inspect.signature(kind).parameters) - ways <= set(OPTIONS)
+        assert taken_by(kind) - ways <= set(OPTIONS)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError
-from accelcore.optim.optimizer import SWITCHES
 from accelcore.optim.optimizer import Optimizer as LateBound
+from accelcore.optim.saved import SWITCHES
 from accelcore.optim.slot_state import COUNTERS
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Change, Saved, table
@@ -68,10 +68,10 @@ class OptimizerPart:
         entries = table(tree["state"], "optimizer state")
         if strange := [name for name in entries if name not in numbers]:
             raise _another(f"it has a state of {strange[0]!r}, which this one does not train")
-        elementwise = isinstance(self._optimizer, LateBound) and self._optimizer.takes_flat
+        shaped = isinstance(self._optimizer, LateBound) and self._optimizer.keeps_shapes
         for group in self._optimizer.param_groups:
             known = [name for name in self._members(group) if name in entries]
-            strict = elementwise or bool(group.get("fused"))
+            strict = shaped or bool(group.get("fused"))
             for name in known:
                 _check_entry(name, table(entries[name], f"state of {name}"), shapes[name], strict=strict)
                 if strict and entries[name].keys() != entries[known[0]].keys():

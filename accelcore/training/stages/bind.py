@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from accelcore.errors import UnsupportedError
 from accelcore.optim.optimizer import Optimizer
+from accelcore.optim.stepping import needs_closure
 from accelcore.training.plan import Plan
 
 __all__ = ["Bind"]
@@ -14,7 +16,13 @@ class Bind:
     """An optimizer of accelcore is bound to runs; in another the tensors of its groups are swapped for masters."""
 
     def check(self, plan: Plan) -> None:
-        pass  # any optimizer can be bound
+        optimizer = plan.optimizer
+        if optimizer.needs_closure if isinstance(optimizer, Optimizer) else needs_closure(optimizer):
+            raise UnsupportedError(
+                f"a trainer cannot step {getattr(optimizer, 'name', type(optimizer).__name__)}",
+                why="it computes the loss of one batch more than once in a step, and a trainer's step is over by then",
+                remedy="step it in a loop of your own by step(closure), or train by another optimizer",
+            )
 
     def apply(self, plan: Plan) -> None:
         if isinstance(plan.optimizer, Optimizer):

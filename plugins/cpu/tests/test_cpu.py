@@ -172,7 +172,7 @@ def test_native_optimizers_have_a_fused_route_and_no_others_do(accel):
     assert fused == set(accel.capabilities.native_optimizers)
     assert all(routes[name][0] == "fused" for name in fused)
     looped = [name for name, found in routes.items() if "loop" in found]
-    kinds = {name: type(accel.optimizers.create(name, [torch.ones(1)], route="loop").engine) for name in looped}
+    kinds = {name: type(accel.optimizers.create(name, [torch.ones(1, 1)], route="loop").engine) for name in looped}
     assert fused == {name for name, kind in kinds.items() if "fused" in inspect.signature(kind).parameters}
 
 

@@ -1,0 +1,46 @@
+"""The ways to call an engine's `step`: plainly, with a closure, with what a scaler found."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelcore.errors import TrainingError
+
+__all__ = ["given", "needs_closure", "step_scaled"]
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `step` has to be given a closure, as that of torch's LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def given(closure: Callable[[], Any] | None, name: str) -> Callable[[], Any]:
+    """The closure that an optimizer of this name needs.
+
+    Raises:
+        TrainingError: there is none.
+    """
+    if closure is None:
+        raise TrainingError(
+            f"{name} computes the loss more than once in a step, and was given nothing to compute it by",
+            remedy="call step(closure), where closure() clears the gradients, calls backward and returns the loss",
+        )
+    return closure
+
+
+def step_scaled(engine: Any, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
+    """Call `step` as torch's scaler calls it on an optimizer that unscales and skips by itself."""
+    if found_inf is None and grad_scale is None:
+        engine.step()
+        return
+    engine.found_inf, engine.grad_scale = found_inf, grad_scale
+    try:
+        engine.step()
+    finally:
+        del engine.found_inf, engine.grad_scale
