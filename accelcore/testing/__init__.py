@@ -21,7 +21,8 @@ from __future__ import annotations
 import pytest
 
 _ROLES = ("backend", "collectives", "compiler", "optimizers", "parallel", "precision", "runtime", "scaler", "training")
-pytest.register_assert_rewrite(*(f"accelcore.testing.{role}" for role in _ROLES))  # before they are imported
+_PARTS = ("optimizer_state",)
+pytest.register_assert_rewrite(*(f"accelcore.testing.{name}" for name in _ROLES + _PARTS))  # before they are imported
 
 from accelcore.testing.backend import TestBackend
 from accelcore.testing.collectives import TestCollectives

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,50 +14,11 @@ from torch import Tensor, nn
 from accelcore import AccelError, Backend, ConfigurationError, UnsupportedError
 from accelcore.testing.declared import MODEL_DTYPES, declared
 from accelcore.testing.launches import Launches
-from accelcore.testing.options import EVERY, LR, ORACLES, STEPS, oracle, parameters, step, taken_by
+from accelcore.testing.optimizer_state import StateOfOptimizers, on_host, routes_of, state_error, with_rate
+from accelcore.testing.options import EVERY, LR, NINE, ORACLES, STEPS, oracle, parameters, step, taken_by
 from accelcore.testing.oracles import eps, error, weights
 
 __all__ = ["TestOptimizers"]
-
-
-def _options(options: dict[str, Any]) -> dict[str, Any]:
-    return {"lr": LR, **options}
-
-
-def _on_host(name: str, options: dict[str, Any]) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """The oracle in float64, and its parameters."""
-    members = parameters(torch.device("cpu"), torch.float64)
-    return oracle(name, members, **_options(options)), members
-
-
-def _routes(
-    accel: Backend, name: str, options: dict[str, Any]
-) -> Iterator[tuple[str, torch.optim.Optimizer, list[nn.Parameter]]]:
-    """Every route that takes the request, with its optimizer and the parameters of that."""
-    taken = 0
-    for choice in accel.optimizers.explain(name, **_options(options)):
-        members = parameters(accel.device)
-        try:
-            optimizer = accel.optimizers.create(name, members, route=choice.route, **_options(options))
-        except UnsupportedError:
-            continue  # this route says that it is not for these options
-        taken += 1
-        yield choice.route, optimizer, members
-    assert taken, f"no route to {name} takes {options}"
-
-
-def _state_error(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> float:
-    """How far the states are apart, in what both of them keep."""
-    mine, theirs = found.state_dict()["state"], expected.state_dict()["state"]
-    return max(
-        (
-            error(torch.as_tensor(mine[number][key]), torch.as_tensor(value))
-            for number, entry in theirs.items()
-            for key, value in entry.items()
-            if value is not None and mine.get(number, {}).get(key) is not None
-        ),
-        default=0.0,
-    )
 
 
 def _launches(accel: Backend, make: Callable[..., torch.optim.Optimizer], count: int) -> list[str]:
@@ -73,7 +33,7 @@ def _launches(accel: Backend, make: Callable[..., torch.optim.Optimizer], count:
     return launches.names
 
 
-class TestOptimizers:
+class TestOptimizers(StateOfOptimizers):
     """The registry, and every optimizer in it that there is an oracle for."""
 
     @pytest.mark.parametrize("name", EVERY)
@@ -81,15 +41,15 @@ class TestOptimizers:
         """Some steps and their state equal the oracle's in float64, by every route, with every option."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             for options in ORACLES[name][1]:
-                reference, expected = _on_host(name, options)
+                reference, expected = on_host(name, options)
                 for number in range(STEPS):
                     step(reference, expected, number)
-                for route, optimizer, members in _routes(accel, name, options):
+                for route, optimizer, members in routes_of(accel, name, options):
                     for number in range(STEPS):
                         step(optimizer, members, number)
                     worst = max(map(error, members, expected))
                     assert worst < 2e-5, f"route {route} with {options} is off by {worst:.1e}"
-                    worst = _state_error(optimizer, reference)
+                    worst = state_error(optimizer, reference)
                     assert worst < 1e-4, f"the state of route {route} with {options} is off by {worst:.1e}"
                     assert all(parameter.device == accel.device for parameter in members)
 
@@ -108,9 +68,9 @@ class TestOptimizers:
                     step(optimizer, members, number)
 
             options = ORACLES[name][1][-1]
-            reference, expected = _on_host(name, options)
+            reference, expected = on_host(name, options)
             train(reference, expected)
-            for route, optimizer, members in _routes(accel, name, options):
+            for route, optimizer, members in routes_of(accel, name, options):
                 train(optimizer, members)
                 assert max(map(error, members, expected)) < 2e-5, f"route {route} does not step a group added later"
 
@@ -129,64 +89,26 @@ class TestOptimizers:
                 with torch.no_grad():  # as some loops do: step enables gradients for the closure
                     return [optimizer.step(closure) for _ in range(2)][-1]  # type: ignore[arg-type]
 
-            reference, expected = _on_host(name, {})
+            reference, expected = on_host(name, {})
             loss = train(reference, expected)
-            for route, optimizer, members in _routes(accel, name, {}):
+            for route, optimizer, members in routes_of(accel, name, {}):
                 found = train(optimizer, members)
                 right = isinstance(found, Tensor) and error(found, loss) < 1e-4
                 assert right, f"route {route} returns {found} for a closure's loss of {loss}"
                 assert max(map(error, members, expected)) < 2e-5, f"route {route} steps otherwise with a closure"
 
-    @pytest.mark.parametrize("name", EVERY)
-    def test_state_round_trip(self, accel: Backend, name: str) -> None:
-        """An optimizer restored from a saved state goes on as if nothing had happened, hyperparameters included."""
-        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
-            options = _options(ORACLES[name][1][-1])
-            through = parameters(accel.device)
-            optimizer = accel.optimizers.create(name, through, **options)
-            for number in range(2):
-                step(optimizer, through, number)
-            saved = copy.deepcopy(optimizer.state_dict())
-            restored = [nn.Parameter(parameter.detach().clone()) for parameter in through]
-            twin = accel.optimizers.create(name, restored, **{**options, "lr": LR / 4})
-            twin.load_state_dict(saved)
-            for number in range(2, 4):
-                step(optimizer, through, number)
-                step(twin, restored, number)
-            assert all(error(a, b) < 1e-6 for a, b in zip(restored, through, strict=True)), "the state was not restored"
-
-    @pytest.mark.parametrize("name", EVERY)
-    def test_state_layout(self, accel: Backend, name: str) -> None:
-        """The state has torch's layout, so that a run on one device can be resumed on another, either way."""
-        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
-            options = _options(ORACLES[name][1][-1])
-            mine, theirs = parameters(accel.device), parameters(torch.device("cpu"))
-            optimizer, reference = accel.optimizers.create(name, mine, **options), oracle(name, theirs, **options)
-            for number in range(2):
-                step(optimizer, mine, number)
-                step(reference, theirs, number)
-            found, expected = optimizer.state_dict()["state"], reference.state_dict()["state"]
-            assert found.keys() == expected.keys()
-            for number, entry in expected.items():
-                assert found[number].keys() == entry.keys(), f"the state is {list(found[number])}, not {list(entry)}"
-                for key, value in entry.items():
-                    if isinstance(value, Tensor):
-                        assert found[number][key].shape == value.shape, key
-            # Each goes on from the other's state.
-            saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(reference.state_dict())
-            twin, other = accel.optimizers.create(name, mine, **options), oracle(name, theirs, **options)
-            twin.load_state_dict(saved[1])
-            other.load_state_dict(saved[0])
-            for number in range(2, 4):
-                step(twin, mine, number)
-                step(other, theirs, number)
-            assert max(map(error, mine, theirs)) < 1e-4, "torch's class and this one do not go on alike"
+    def test_nine(self, accel: Backend) -> None:
+        """The optimizers that there are on every device are here, and their formulas."""
+        for name in NINE:
+            assert name in accel.optimizers.names(), f"{name} is missing, which every registry has from the start"
+            routes = [choice.route for choice in accel.optimizers.explain(name, lr=LR)]
+            assert "formula" in routes, f"{name} is here by {', '.join(routes)}, and not by its formula"
 
     @pytest.mark.parametrize("name", EVERY)
     def test_no_gradient_is_no_update(self, accel: Backend, name: str) -> None:
         """A parameter whose gradient is None stays as it is, and takes part once it has one."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
-            options = _options(ORACLES[name][1][-1])
+            options = with_rate(ORACLES[name][1][-1])
             members = parameters(accel.device)
             optimizer = accel.optimizers.create(name, members, **options)
             before = weights(members)

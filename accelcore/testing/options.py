@@ -13,6 +13,7 @@ from accelcore.testing.oracles_optim import AdamP, BertAdam, Lamb, RMSpropTF
 __all__ = [
     "EVERY",
     "LR",
+    "NINE",
     "OPTIONS",
     "ORACLES",
     "STEPS",
@@ -45,10 +46,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "initial_accumulator_value": {"initial_accumulator_value": 0.5},
     "lambd": {"lambd": 0.1},
     "lr_decay": {"lr_decay": 0.1},
-    "lr_in_momentum": {"lr_in_momentum": False, "momentum": 0.9},
+    "lr_in_momentum": {"lr_in_momentum": False, "momentum": 0.5},
     "max_grad_norm": {"max_grad_norm": 0.1},
     "maximize": {"maximize": True},
-    "momentum": {"momentum": 0.9},
+    "momentum": {"momentum": 0.7},
     "momentum_decay": {"momentum_decay": 0.5},
     "nesterov": {"nesterov": True, "momentum": 0.9},
     "rho": {"rho": 0.6},
@@ -71,7 +72,7 @@ _CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {  # with several of its optio
     "adamp": (AdamP, {"weight_decay": 0.1, "nesterov": True, "delta": 0.9}),
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
     "asgd": (torch.optim.ASGD, {"weight_decay": 0.1, "alpha": 0.6}),
-    "bertadam": (BertAdam, {"schedule": "warmup_poly", "warmup": 0.2, "t_total": 7, "max_grad_norm": 2.0}),
+    "bertadam": (BertAdam, {"schedule": "warmup_linear", "t_total": 20, "b1": 0.8, "max_grad_norm": 2.0}),
     "lamb": (Lamb, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
     "nadam": (torch.optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
     "radam": (torch.optim.RAdam, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
@@ -83,7 +84,11 @@ _CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {  # with several of its optio
 
 
 _MORE: dict[str, list[dict[str, Any]]] = {
-    "bertadam": [{"schedule": "warmup_constant", "warmup": 0.3, "t_total": 6}, {"max_grad_norm": -1.0}],
+    "bertadam": [
+        {"schedule": "warmup_constant", "warmup": 0.3, "t_total": 6},
+        {"schedule": "warmup_poly", "warmup": 0.2, "t_total": 7},
+        {"max_grad_norm": -1.0},
+    ],
 }
 """Values that have to be seen too, of options that have more than two that differ."""
 
@@ -120,6 +125,9 @@ def oracle(name: str, members: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 EVERY = sorted(ORACLES)
+
+NINE = ("adadelta", "adam", "adamp", "adamw", "bertadam", "lamb", "rmsprop", "rmsproptf", "sgd")
+"""The optimizers that every backend has, whatever its author registers."""
 
 
 def parameters(device: torch.device, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -123,6 +123,41 @@ class _ReadsNobodys(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "state": {}})
 
 
+class _StateForShow(torch.optim.AdamW):
+    """What it goes by is not what it shows."""
+
+    def step(self, closure=None):
+        hidden = self.__dict__.setdefault("_hidden", {})
+        for parameter, mean in hidden.items():
+            self.state[parameter]["exp_avg"].copy_(mean)
+        super().step()
+        for parameter, entry in self.state.items():
+            hidden[parameter] = entry["exp_avg"].clone()
+            entry["exp_avg"].zero_()
+
+
+class _CountsAnew(torch.optim.AdamW):
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["step"] = torch.tensor(0.0)
+
+
+def without_lamb(backend):
+    class Lying(Optimizers):
+        def names(self):
+            return tuple(name for name in super().names() if name != "lamb")
+
+    made = Lying()
+    register_torch_optimizers(made, fused=("adagrad", "adam", "adamw", "sgd"))
+    return dataclasses.replace(backend, optimizers=made)
+
+
+def adamw_of_any_state(params, state_dtype=None, **options):
+    return torch.optim.AdamW(params, **options)
+
+
 def ignoring(name, option):
     """A backend whose optimizer takes an option, and does without it."""
     kind = ORACLES[name][0]
@@ -154,6 +189,16 @@ for _name, _tell, _test, _says, _arguments in (
     ("optimizer_without_closures", making("sgd", _NoClosure), "test_closure", "returns None", {"name": "sgd"}),
     ("state_that_nobody_else_can_read", making("adamw", _OwnLayout), "test_state_layout", "the state is ['my_step'",
      {"name": "adamw"}),
+    ("state_that_only_it_can_go_on_from", registry(adamw=_StateForShow), "test_state_between_routes",
+     "after lying -> fused the parameters are off", {"name": "adamw"}),
+    ("count_that_is_lost", making("adamw", _CountsAnew), "test_state_layout", "do not go on alike", {"name": "adamw"}),
+    ("moments_in_bf16", registry(adamw=torch.optim.AdamW), "test_low_precision_state",
+     "of a bfloat16 parameter is kept in torch.bfloat16", {"name": "adamw", "dtype": "bfloat16"}),
+    ("moments_in_fp16", registry(adamw=torch.optim.AdamW), "test_low_precision_state",
+     "of a float16 parameter is kept in torch.float16", {"name": "adamw", "dtype": "float16"}),
+    ("state_dtype_that_is_ignored", registry(adamw=adamw_of_any_state), "test_state_dtype",
+     "state_dtype=bfloat16 keeps the state in {torch.float32}", {"name": "adamw"}),
+    ("eight_optimizers", without_lamb, "test_nine", "lamb is missing", {}),
     ("bf16_update_of_some_elements", registry(sgd=_SkipsSome), "test_model_dtypes", "some elements are off",
      {"name": "sgd", "dtype": "bfloat16"}),
 ):  # fmt: skip
