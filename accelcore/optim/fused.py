@@ -3,7 +3,8 @@
 Each class is torch's own, with its checks, options and state, and a shorter way to the same kernel. One thing differs:
 SGD's momentum starts as zeros. torch takes the first update of all parameters for the first of each, so that one whose
 first gradient comes late is a TypeError, and a first step that is skipped leaves momentum that was never written. Where
-dampening is 0 the updates are the same.
+dampening is 0 the updates are the same. And a gradient that lies in memory otherwise than its parameter is laid out
+anew: the kernels go through the memory of both side by side.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class _Fused(torch.optim.Optimizer):
                         "a gradient is sparse, and the fused kernel would take its memory for a dense one",
                         remedy='make the optimizer by route="loop", or the embedding with sparse=False',
                     )
+                gradients = [_as_laid(tensor, gradient) for tensor, gradient in zip(tensors, gradients, strict=True)]
                 entries = [self.state[tensor] or self._begin(tensor, group) for tensor in tensors]
                 self._launch(group, tensors, gradients, entries, {"found_inf": found_inf, "grad_scale": grad_scale})
 
@@ -189,6 +191,13 @@ def _alike(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
     for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return alike.values()
+
+
+def _as_laid(tensor: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient, in memory as the tensor is."""
+    if gradient.stride() == tensor.stride():
+        return gradient
+    return torch.empty_like(tensor).copy_(gradient)
 
 
 def _there(lr: float | Tensor, tensor: Tensor) -> Any:
