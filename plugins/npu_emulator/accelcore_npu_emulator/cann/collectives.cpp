@@ -58,22 +58,37 @@ struct Exchange {
   Sizes send_sizes, send_offsets, receive_sizes, receive_offsets;
 };
 
-HcclResult exchange(Communicator &group, const void *send, void *receive, const Exchange &plan) {
-  size_t ranks = size_t(group.size()), me = size_t(group.rank()), piece = kSlot / ranks;
-  // All take part in as many rounds as the longest message needs.
-  size_t longest = 0;
-  for (size_t rank = 0; rank < ranks; rank++) {
-    longest = std::max({longest, plan.send_sizes[rank], plan.receive_sizes[rank]});
-  }
-  memcpy(group.slot(group.rank()), &longest, sizeof longest);
+// What a rank sends is what the others expect of it. All learn the sizes of all, so that each refuses alike; and all
+// take part in as many rounds as the longest message needs.
+HcclResult agree(Communicator &group, const Exchange &plan, size_t *longest) {
+  size_t ranks = size_t(group.size()), bytes = ranks * sizeof(size_t);
+  memcpy(group.slot(group.rank()), plan.send_sizes.data(), bytes);
+  memcpy(group.slot(group.rank()) + bytes, plan.receive_sizes.data(), bytes);
   TRY(group.barrier());
-  for (int rank = 0; rank < group.size(); rank++) {
-    size_t theirs;
-    memcpy(&theirs, group.slot(rank), sizeof theirs);
-    longest = std::max(longest, theirs);
+  auto shown = [&](size_t rank, size_t place) {
+    size_t size;
+    memcpy(&size, group.slot(int(rank)) + place * sizeof size, sizeof size);
+    return size;
+  };
+  std::string told;
+  *longest = 0;
+  for (size_t from = 0; from < ranks; from++) {
+    for (size_t to = 0; to < ranks; to++) {
+      size_t sent = shown(from, to), expected = shown(to, ranks + from);
+      *longest = std::max(*longest, sent);
+      if (sent == expected || !told.empty()) continue;
+      told = "rank " + std::to_string(from) + ": sends " + std::to_string(sent) + " bytes to rank " +
+             std::to_string(to) + "; rank " + std::to_string(to) + ": receives " + std::to_string(expected) +
+             " bytes from rank " + std::to_string(from);
+    }
   }
   TRY(group.barrier());
+  return told.empty() ? HcclResult(HCCL_SUCCESS) : group.refuse_difference(told);
+}
 
+HcclResult exchange(Communicator &group, const void *send, void *receive, const Exchange &plan) {
+  size_t ranks = size_t(group.size()), me = size_t(group.rank()), piece = kSlot / ranks, longest;
+  TRY(agree(group, plan, &longest));
   for (size_t done = 0; done < longest; done += piece) {
     auto now = [&](size_t size) { return size > done ? std::min(piece, size - done) : 0; };
     for (size_t to = 0; to < ranks; to++) {
@@ -106,21 +121,21 @@ using namespace emulator;
 
 EXPORT HcclResult HcclBarrier(HcclComm handle, aclrtStream) {
   Communicator &group = group_of(handle);
-  TRY(group.begin("HcclBarrier", 0));
+  TRY(group.meet({"HcclBarrier"}));
   return group.barrier();
 }
 
 EXPORT HcclResult HcclAllReduce(void *send, void *receive, uint64_t count, HcclDataType type, HcclReduceOp op,
                                 HcclComm handle, aclrtStream) {
   Communicator &group = group_of(handle);
-  TRY(group.begin("HcclAllReduce", count));
+  TRY(group.meet({"HcclAllReduce", count, type, op}));
   return all_reduce(group, send, receive, count, type, op);
 }
 
 EXPORT HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDataType type, HcclReduceOp op,
                              uint32_t root, HcclComm handle, aclrtStream) {
   Communicator &group = group_of(handle);
-  TRY(group.begin("HcclReduce", count));
+  TRY(group.meet({"HcclReduce", count, type, op, int(root)}));
   if (group.rank() == int(root)) return all_reduce(group, send, receive, count, type, op);
   Bytes unused(new char[count * element_size(type)]);
   return all_reduce(group, send, unused.get(), count, type, op);
@@ -129,14 +144,14 @@ EXPORT HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclData
 EXPORT HcclResult HcclBroadcast(void *buffer, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle,
                                 aclrtStream) {
   Communicator &group = group_of(handle);
-  TRY(group.begin("HcclBroadcast", count));
+  TRY(group.meet({"HcclBroadcast", count, type, HCCL_REDUCE_RESERVED, int(root)}));
   return broadcast(group, buffer, count * element_size(type), int(root));
 }
 
 EXPORT HcclResult HcclAllGather(void *send, void *receive, uint64_t count, HcclDataType type, HcclComm handle,
                                 aclrtStream) {
   Communicator &group = group_of(handle);
-  TRY(group.begin("HcclAllGather", count));
+  TRY(group.meet({"HcclAllGather", count, type}));
   size_t bytes = count * element_size(type);
   Exchange plan(group.size());
   for (size_t rank = 0; rank < size_t(group.size()); rank++) {
@@ -149,7 +164,7 @@ EXPORT HcclResult HcclAllGather(void *send, void *receive, uint64_t count, HcclD
 EXPORT HcclResult HcclAllGatherV(void *send, uint64_t count, void *receive, const void *counts, const void *offsets,
                                  HcclDataType type, HcclComm handle, aclrtStream) {
   Communicator &group = group_of(handle);
-  TRY(group.begin("HcclAllGatherV", count));
+  TRY(group.meet({"HcclAllGatherV", 0, type}));
   size_t size = element_size(type);
   Exchange plan(group.size());
   std::fill(plan.send_sizes.begin(), plan.send_sizes.end(), count * size);
@@ -161,7 +176,7 @@ EXPORT HcclResult HcclAllGatherV(void *send, uint64_t count, void *receive, cons
 EXPORT HcclResult HcclReduceScatter(void *send, void *receive, uint64_t count, HcclDataType type, HcclReduceOp op,
                                     HcclComm handle, aclrtStream) {
   Communicator &group = group_of(handle);
-  TRY(group.begin("HcclReduceScatter", count));
+  TRY(group.meet({"HcclReduceScatter", count, type, op}));
   size_t bytes = count * element_size(type), ranks = size_t(group.size());
   Bytes all(new char[bytes * ranks]);
   TRY(all_reduce(group, send, all.get(), count * ranks, type, op));
@@ -173,11 +188,15 @@ EXPORT HcclResult HcclReduceScatterV(void *send, const void *counts, const void 
                                      uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle,
                                      aclrtStream) {
   Communicator &group = group_of(handle);
-  TRY(group.begin("HcclReduceScatterV", count));
+  TRY(group.meet({"HcclReduceScatterV", 0, type, op}));
   Sizes elements(size_t(group.size())), starts(elements);
   fill(&elements, counts, 1);
   fill(&starts, offsets, 1);
-  size_t total = 0, size = element_size(type), me = size_t(group.rank());
+  size_t total = 0, size = element_size(type), me = size_t(group.rank()), longest;
+  Exchange plan(group.size());
+  fill(&plan.send_sizes, counts, size);
+  std::fill(plan.receive_sizes.begin(), plan.receive_sizes.end(), count * size);
+  TRY(agree(group, plan, &longest));
   for (size_t rank = 0; rank < elements.size(); rank++) total = std::max(total, starts[rank] + elements[rank]);
   Bytes all(new char[total * size]);
   TRY(all_reduce(group, send, all.get(), total, type, op));
@@ -188,7 +207,7 @@ EXPORT HcclResult HcclReduceScatterV(void *send, const void *counts, const void 
 EXPORT HcclResult HcclScatter(void *send, void *receive, uint64_t count, HcclDataType type, uint32_t root,
                               HcclComm handle, aclrtStream) {
   Communicator &group = group_of(handle);
-  TRY(group.begin("HcclScatter", count));
+  TRY(group.meet({"HcclScatter", count, type, HCCL_REDUCE_RESERVED, int(root)}));
   size_t bytes = count * element_size(type);
   Exchange plan(group.size());
   plan.receive_sizes[root] = bytes;
@@ -204,7 +223,7 @@ EXPORT HcclResult HcclScatter(void *send, void *receive, uint64_t count, HcclDat
 EXPORT HcclResult HcclAlltoAll(const void *send, uint64_t send_count, HcclDataType send_type, const void *receive,
                                uint64_t receive_count, HcclDataType receive_type, HcclComm handle, aclrtStream) {
   Communicator &group = group_of(handle);
-  TRY(group.begin("HcclAlltoAll", send_count));
+  TRY(group.meet({"HcclAlltoAll", 0, send_type}));
   Exchange plan(group.size());
   for (size_t rank = 0; rank < size_t(group.size()); rank++) {
     plan.send_sizes[rank] = send_count * element_size(send_type);
@@ -219,7 +238,7 @@ EXPORT HcclResult HcclAlltoAllV(const void *send, const void *send_counts, const
                                 HcclDataType send_type, const void *receive, const void *receive_counts,
                                 const void *receive_offsets, HcclDataType receive_type, HcclComm handle, aclrtStream) {
   Communicator &group = group_of(handle);
-  TRY(group.begin("HcclAlltoAllV", 0));
+  TRY(group.meet({"HcclAlltoAllV", 0, send_type}));
   Exchange plan(group.size());
   fill(&plan.send_sizes, send_counts, element_size(send_type));
   fill(&plan.send_offsets, send_offsets, element_size(send_type));

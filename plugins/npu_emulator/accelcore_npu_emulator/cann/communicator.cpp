@@ -147,8 +147,25 @@ HcclResult Communicator::refuse(HcclResult code, const std::string &why) {
   return code;
 }
 
-HcclResult Communicator::begin(const char *operation, uint64_t count) {
+HcclResult Communicator::refuse_difference(const std::string &who_says_what) {
+  return refuse(HCCL_E_PARA, "the ranks differ (EI0005, inconsistent between ranks): " + who_says_what);
+}
+
+HcclResult Communicator::refuse_for_all(const std::string &who_says_what) {
+  if (!shared_->refusing.exchange(1)) {
+    snprintf(shared_->refusal, sizeof shared_->refusal, "%s", who_says_what.c_str());
+    shared_->refused = 1;
+  }
+  return refuse_difference(who_says_what);
+}
+
+HcclResult Communicator::heed_refusal() {
+  return shared_->refused ? refuse_difference(shared_->refusal) : HcclResult(HCCL_SUCCESS);
+}
+
+HcclResult Communicator::begin(const Call &call) {
   static std::atomic<uint64_t> operations{0};
+  const char *operation = call.operation.c_str();
   if (forked()) {
     refuse_forked();
     return HCCL_E_UNAVAIL;
@@ -162,8 +179,9 @@ HcclResult Communicator::begin(const char *operation, uint64_t count) {
     return HCCL_E_UNAVAIL;
   }
   uint64_t number = ++operations;
-  operation_ = std::string(operation) + " (collective " + std::to_string(number) + ")";
-  trace("%s, rank %d of %d, %llu elements", operation_.c_str(), rank_, size_, (unsigned long long)count);
+  operation_ = call.operation + " (collective " + std::to_string(number) + ")";
+  trace("%s, rank %d of %d, %llu elements", operation_.c_str(), rank_, size_, (unsigned long long)call.count);
+  if (HcclResult error = heed_refusal()) return error;
   count_launch(operation);
   const Faults &faults = settings().faults;
   if (number == faults.die && global_rank(*this) == faults.die_rank) {
@@ -172,6 +190,15 @@ HcclResult Communicator::begin(const char *operation, uint64_t count) {
   }
   if (number == faults.timeout) return refuse(HCCL_E_TIMEOUT, "timed out (an injected fault)");
   return HCCL_SUCCESS;
+}
+
+HcclResult Communicator::meet(const Call &call) {
+  if (HcclResult error = begin(call)) return error;
+  auto &calls = shared_->calls[meetings_++ % 2];
+  snprintf(calls[rank_], kText, "%s", call.text().c_str());
+  if (HcclResult error = barrier()) return error;
+  std::string told = differences(std::vector<std::string>(calls, calls + size_));
+  return told.empty() ? HcclResult(HCCL_SUCCESS) : refuse_difference(told);
 }
 
 HcclResult Communicator::barrier() {
@@ -198,6 +225,7 @@ std::string Communicator::missing() {
 }
 
 HcclResult Communicator::look_after(int rank, double waited) {
+  if (HcclResult error = heed_refusal()) return error;
   int process = shared_->processes[rank];
   bool ended = process && !alive(process);
   if (!ended && waited < limit_) return HCCL_SUCCESS;

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <string>
 
+#include "call.h"
 #include "emulator.h"
 
 #include <third_party/hccl/inc/hccl/hccl.h>
@@ -19,6 +20,7 @@ namespace emulator {
 constexpr int kMaxRanks = 64;
 constexpr size_t kSlot = size_t(4) << 20;     // what a rank shows to all others at a time
 constexpr size_t kMailbox = size_t(1) << 20;  // what a rank sends to one other at a time
+constexpr size_t kText = 128;                 // the longest description of a call
 
 // Where the shared memory of a communicator can be opened.
 struct Root {
@@ -36,13 +38,24 @@ struct Shared {
     Root root;
     std::atomic<int> ready;
   };
+  struct Sent {
+    uint64_t count;
+    HcclDataType type;
+  };
 
   std::atomic<uint64_t> key;
   std::atomic<int32_t> processes[kMaxRanks];
   std::atomic<uint64_t> arrived[kMaxRanks];             // barriers that a rank has come to
   std::atomic<uint64_t> sent[kMaxRanks][kMaxRanks];     // pieces put into a mailbox, from and to
   std::atomic<uint64_t> received[kMaxRanks][kMaxRanks];  // pieces taken out
+  Sent messages[kMaxRanks][kMaxRanks];                   // what a mailbox holds a piece of, from and to
   Announcement announcements[kMaxRanks];
+  // What each rank calls. There are two places, taken in turn, so that one rank may go on to its next call while
+  // another one still reads: no rank can be further ahead than that.
+  char calls[2][kMaxRanks][kText];
+  std::atomic<int> refusing;  // set by the rank that refuses a message, for the others
+  std::atomic<int> refused;
+  char refusal[4 * kText];
 };
 
 class Communicator {
@@ -59,7 +72,10 @@ class Communicator {
   char *mailbox(int from, int to);
 
   // Counts the operation, brings injected faults about, and refuses where it cannot be done.
-  HcclResult begin(const char *operation, uint64_t count);
+  HcclResult begin(const Call &call);
+  // The same for a collective: waits until all ranks have called, and refuses on each of them if they called
+  // different things, which hangs a cluster or ends it with EI0005.
+  HcclResult meet(const Call &call);
   // Waits for all ranks.
   HcclResult barrier();
   // A part of this communicator: the first of its ranks makes the memory, the others find it by the id.
@@ -69,10 +85,14 @@ class Communicator {
   template <class Pending>
   HcclResult wait(Pending pending);
   HcclResult refuse(HcclResult code, const std::string &why);
+  HcclResult refuse_difference(const std::string &who_says_what);
+  // Refuses, here and in whatever the other ranks call next or wait for now.
+  HcclResult refuse_for_all(const std::string &who_says_what);
 
  private:
   Communicator() = default;
   HcclResult look_after(int rank, double waited);  // while waiting: is the rank alive, and is there time left
+  HcclResult heed_refusal();                       // of another rank
   std::string missing();                           // the ranks that are not at the barrier where this one is
 
   int size_ = 0, rank_ = 0;
@@ -80,6 +100,7 @@ class Communicator {
   double limit_ = 0;  // seconds to wait
   Shared *shared_ = nullptr;
   size_t bytes_ = 0;
+  uint64_t meetings_ = 0;
 };
 
 double seconds();
