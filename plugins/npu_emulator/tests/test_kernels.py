@@ -41,7 +41,7 @@ def test_a_kernel_writes_in_place_through_a_view():
 
 
 def test_results_keep_their_memory_format():
-    image = torch.randn(2, 3, 4, 5).npu().to(memory_format=torch.channels_last)
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).npu()
     assert image.is_contiguous(memory_format=torch.channels_last)
     assert torch.relu(image).is_contiguous(memory_format=torch.channels_last)
     assert image.contiguous().is_contiguous()

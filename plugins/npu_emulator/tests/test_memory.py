@@ -4,6 +4,8 @@ import pytest
 
 jobs = pytest.importorskip("emulated_jobs", reason="torch_npu is not installed", exc_type=ImportError)
 
+import torch  # noqa: E402
+
 
 def test_memory_ends_with_an_error_of_torch_and_comes_back(results):
     [got] = results(jobs.out_of_memory, ACCEL_EMULATED_MEMORY="64MiB")
@@ -62,3 +64,13 @@ def test_bytes_that_nobody_wrote_do_not_pass_for_results(emulated_npu):
     x[:500] = 1
     assert x.mean().isnan()
     assert x[:500].mean() == 1
+
+
+def test_a_storage_without_memory_is_not_read(emulated_npu):
+    x = torch.ones(1 << 16, device=emulated_npu)
+    x.untyped_storage().resize_(0)
+    for read in (lambda: x + 1, x.cpu, x.sum, lambda: x.copy_(torch.ones(1 << 16))):
+        with pytest.raises(RuntimeError, match="EMULATED: a tensor .* has no memory"):
+            read()
+    x.untyped_storage().resize_(4 << 16)
+    assert x.fill_(2).sum().item() == 2 << 16

@@ -17,6 +17,13 @@ EXPORT aclError rtFunctionRegister() { return no_binaries(); }
 EXPORT aclError rtGetC2cCtrlAddr() { return no_binaries(); }
 EXPORT aclError rtKernelLaunch() { return no_binaries(); }
 
+// torch_npu's clone() and contiguous() look for this one to choose how they work, as on a device, and then copy through
+// the dispatcher.
+EXPORT aclError aclnnInplaceCopy() {
+  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "npu operator aclnnInplaceCopy is not emulated");
+}
+EXPORT aclError aclnnInplaceCopyGetWorkspaceSize() { return aclnnInplaceCopy(); }
+
 // The profiler may be started and stopped; it records nothing.
 EXPORT int MsprofGetHashId() { return 0; }
 EXPORT int MsprofRegisterCallback() { return 0; }

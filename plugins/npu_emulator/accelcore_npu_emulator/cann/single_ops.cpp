@@ -15,6 +15,7 @@ struct aclTensorDesc {
   aclDataType type;
   aclFormat format;
   std::vector<int64_t> dims;
+  bool on_host = false;
 };
 
 struct aclDataBuffer {
@@ -27,7 +28,7 @@ struct aclopAttr {
 };
 
 EXPORT aclTensorDesc *aclCreateTensorDesc(aclDataType type, int count, const int64_t *dims, aclFormat format) {
-  return new aclTensorDesc{type, format, std::vector<int64_t>(dims, dims + (count > 0 ? count : 0))};
+  return new aclTensorDesc{type, format, std::vector<int64_t>(dims, dims + (count > 0 ? count : 0)), false};
 }
 
 EXPORT void aclDestroyTensorDesc(const aclTensorDesc *desc) { delete desc; }
@@ -48,7 +49,10 @@ EXPORT aclError aclSetTensorFormat(aclTensorDesc *desc, aclFormat format) {
   return ACL_SUCCESS;
 }
 
-EXPORT aclError aclSetTensorPlaceMent(aclTensorDesc *, aclMemType) { return ACL_SUCCESS; }
+EXPORT aclError aclSetTensorPlaceMent(aclTensorDesc *desc, aclMemType memory) {
+  desc->on_host = memory != ACL_MEMTYPE_DEVICE;
+  return ACL_SUCCESS;
+}
 
 EXPORT aclError aclSetTensorShape(aclTensorDesc *desc, int count, const int64_t *dims) {
   desc->dims.assign(dims, dims + (count > 0 ? count : 0));
@@ -124,9 +128,9 @@ using Handler = int (*)(const char *op, const char *inputs, const char *outputs,
 std::atomic<Handler> handler{nullptr};
 
 std::string described(const aclTensorDesc *desc, const aclDataBuffer *buffer) {
-  if (!desc) return "[-1,[],0,0]";
+  if (!desc) return "[-1,[],0,0,false]";
   return "[" + integer(desc->type) + "," + json::list(desc->dims.size(), desc->dims.data(), integer) + "," +
-         std::to_string(buffer ? uintptr_t(buffer->data) : 0) + "," + std::to_string(buffer ? buffer->bytes : 0) + "]";
+         std::to_string(buffer ? uintptr_t(buffer->data) : 0) + "," + std::to_string(buffer ? buffer->bytes : 0) + "," + boolean(desc->on_host) + "]";
 }
 
 std::string described(int count, const aclTensorDesc *const descs[], const aclDataBuffer *const buffers[]) {

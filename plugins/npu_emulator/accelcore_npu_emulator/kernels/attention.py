@@ -1,4 +1,4 @@
-"""Attention: torch_npu's fused operator and its backward, and torch's own by its parts."""
+"""Attention: torch_npu's fused operators and their backwards, by which torch_npu computes torch's own attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from accelcore_npu_emulator.kernels.machine import Machine
 
-__all__ = ["attention_operators", "scaled_dot_product_attention"]
+__all__ = ["attention_operators"]
 
 _FULL_MASKS, _CAUSAL_TOP_LEFT, _CAUSAL_BOTTOM_RIGHT, _BAND = (0, 1), 2, 3, 4
 # Softmax statistics repeat along a last dimension of eight, the device's vector block.
@@ -124,25 +124,39 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, problem: _Problem) -> tup
 def attention_operators(machine: Machine) -> dict[str, Callable[..., Any]]:
     """torch_npu's fused attention by operator name; functions of host tensors."""
 
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *args: Any, **options: Any
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, options: dict[str, Any]
     ) -> Any:
-        options |= dict(zip(_POSITIONAL, args, strict=False))
         seed, offset = 0, 0
         if options.get("keep_prob", 1.0) < 1:
             seed, offset = machine.generators.draw(current_device(), None)
         problem = _problem(head_num, input_layout, options, seed, offset)
         out, largest, total = _attend(query, key, value, problem)
         statistics = (t.expand(*t.shape[:-1], _BLOCK).contiguous() for t in (largest, total))
-        dropped = query.size(0) * head_num * largest.size(2) * _keys(key, input_layout) if problem.keep < 1 else 0
-        return out, *statistics, query.new_empty(0), seed, offset, dropped
+        return problem, out, *statistics, query.new_empty(0)
+
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *args: Any, **options: Any
+    ) -> Any:
+        options |= dict(zip(_POSITIONAL, args, strict=False))
+        problem, *results = attend(query, key, value, head_num, input_layout, options)
+        dropped = query.size(0) * head_num * results[1].size(2) * _keys(key, input_layout) if problem.keep < 1 else 0
+        return *results, problem.seed, problem.offset, dropped
+
+    def forward_v3(
+        query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *args: Any, **options: Any
+    ) -> Any:
+        options |= dict(zip(_POSITIONAL, args, strict=False))
+        problem, *results = attend(query, key, value, head_num, input_layout, options)
+        return *results, *(torch.tensor([n], device=CPU) for n in (problem.seed, problem.offset))
 
     def backward(results: int) -> Callable[..., Any]:
         def kernel(
             query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **options: Any
         ) -> Any:
             options = {name: value for name, value in options.items() if value is not None}
-            problem = _problem(head_num, input_layout, options, options.get("seed", 0), options.get("offset", 0))
+            # In the third version these are tensors, so that a graph can draw anew at each replay.
+            problem = _problem(head_num, input_layout, options, *(int(options.get(n, 0)) for n in ("seed", "offset")))
             found = gradients(lambda q, k, v: _attend(q, k, v, problem)[0], (query, key, value), dy)
             return *found, *(query.new_empty(0) for _ in range(results - len(found)))
 
@@ -151,8 +165,10 @@ def attention_operators(machine: Machine) -> dict[str, Callable[..., Any]]:
     return {
         "npu_fusion_attention": forward,
         "npu_fusion_attention_v2": forward,
+        "npu_fusion_attention_v3": forward_v3,
         "npu_fusion_attention_grad": backward(5),
         "npu_fusion_attention_grad_v2": backward(7),
+        "npu_fusion_attention_grad_v3": backward(5),
     }
 
 
@@ -165,21 +181,3 @@ _POSITIONAL = (
 
 def _keys(key: Tensor, layout: str) -> int:
     return key.size({"BNSD": 2, "BSND": 1, "BSH": 1, "SBH": 0}[layout])
-
-
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attention of torch by its parts: torch_npu's kernel calls the device's library below the dispatcher."""
-    result: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    return result

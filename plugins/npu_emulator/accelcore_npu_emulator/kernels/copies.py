@@ -42,29 +42,6 @@ def copy_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
         move(dst, self, non_blocking, "aten::copy_")
         return dst
 
-    def to_copy(
-        self: Tensor,
-        *,
-        dtype: torch.dtype | None = None,
-        layout: torch.layout | None = None,
-        device: torch.device | None = None,
-        pin_memory: bool | None = None,
-        non_blocking: bool = False,
-        memory_format: torch.memory_format | None = None,
-    ) -> Tensor:
-        # The host knows the strides that each memory format means; its memory is never touched.
-        like = torch.empty_like(view(self), dtype=dtype, memory_format=memory_format or torch.preserve_format)
-        copied = torch.empty_strided(
-            like.shape,
-            like.stride(),
-            dtype=like.dtype,
-            device=self.device if device is None else device,
-            pin_memory=bool(pin_memory),
-        )
-        if self.numel():
-            move(copied, self, non_blocking, "aten::_to_copy")
-        return copied
-
     def local_scalar_dense(self: Tensor) -> Any:
         if machine.recorder.tape is not None:
             raise RuntimeError("EMULATED: the host cannot read a value while a graph is being captured")
@@ -74,6 +51,5 @@ def copy_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
     return {
         "aten::copy_": copy_,
         "aten::_copy_from": copy_from,
-        "aten::_to_copy": to_copy,
         "aten::_local_scalar_dense": local_scalar_dense,
     }

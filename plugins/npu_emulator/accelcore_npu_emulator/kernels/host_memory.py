@@ -36,6 +36,10 @@ def view(tensor: Tensor) -> Tensor:
         return tensor
     address = tensor.data_ptr()
     if address == 0:  # empty tensors have no memory
+        if tensor.numel():
+            raise RuntimeError(
+                f"EMULATED: a tensor of shape {tuple(tensor.shape)} has no memory: its storage was resized to 0 bytes"
+            )
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
     offset = (address - _START) // tensor.element_size()
     host = _spans[tensor.dtype].as_strided(tensor.shape, tensor.stride(), offset)

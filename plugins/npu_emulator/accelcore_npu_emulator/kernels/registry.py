@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelcore.errors import ConfigurationError
-from accelcore_npu_emulator.kernels import aten_operators, batch_norm, npu_operators, optimizers, recurrent
-from accelcore_npu_emulator.kernels.attention import attention_operators, scaled_dot_product_attention
+from accelcore_npu_emulator.kernels import (
+    aten_operators,
+    batch_norm,
+    dropout,
+    layout_operators,
+    npu_operators,
+    optimizers,
+    recurrent,
+)
+from accelcore_npu_emulator.kernels.attention import attention_operators
 from accelcore_npu_emulator.kernels.autograd import decomposed, recomputed
 from accelcore_npu_emulator.kernels.boxing import host_kernel
 from accelcore_npu_emulator.kernels.copies import copy_kernels
@@ -30,11 +38,12 @@ __all__ = ["register"]
 
 _DEVICE, _AUTOGRAD = "PrivateUse1", "AutogradPrivateUse1"
 
-# Allocation, metadata and layout compute nothing: torch_npu's own code serves them on the emulated memory.
+# Allocation, metadata and layout compute nothing, and products are made of other operators: torch_npu's own code serves
+# them on the emulated memory, and checks what the device does not take.
 _TORCH_NPU_ATEN = frozenset({
-    "_copy_from_and_resize", "_pin_memory", "_reshape_alias", "as_strided", "as_strided_", "contiguous",
+    "_copy_from_and_resize", "_pin_memory", "_to_copy", "clone", "matmul", "_reshape_alias", "as_strided", "as_strided_", "contiguous",
     "empty.memory_format", "empty_like", "empty_strided", "is_pinned", "is_set_to", "new_empty_strided",
-    "record_stream", "resize_", "resize_as_", "set_", "set_.source_Storage", "set_.source_Storage_storage_offset",
+    "record_stream", "resize_", "resize_as_", "scaled_dot_product_attention", "set_", "set_.source_Storage", "set_.source_Storage_storage_offset",
     "set_.source_Tensor", "squeeze", "squeeze.dim", "unfold", "unsqueeze", "view", "view_as_complex", "view_as_real",
 })  # fmt: skip
 _TORCH_NPU_OWN = frozenset({
@@ -77,6 +86,8 @@ def _kernels(machine: Machine) -> Iterator[tuple[str, str, Callable[..., Any]]]:
         **aten_operators.OPERATORS,
         **batch_norm.OPERATORS,
         **npu_operators.OPERATORS,
+        **layout_operators.OPERATORS,
+        **dropout.OPERATORS,
         **recurrent.OPERATORS,
         **optimizers.OPERATORS,
         **attention_operators(machine),
@@ -111,8 +122,6 @@ def _kernels(machine: Machine) -> Iterator[tuple[str, str, Callable[..., Any]]]:
             yield name, _DEVICE, kernel
             if _is_out(name) and _has(name, _AUTOGRAD):  # there is no graph to record
                 yield name, _AUTOGRAD, kernel
-    yield "aten::scaled_dot_product_attention", _DEVICE, scaled_dot_product_attention
-    yield "aten::scaled_dot_product_attention", _AUTOGRAD, scaled_dot_product_attention
 
 
 def _registered() -> list[str]:

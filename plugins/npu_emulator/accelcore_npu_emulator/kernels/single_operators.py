@@ -39,7 +39,7 @@ def single_operator_handler(machine: Machine) -> Callable[[bytes, bytes, bytes, 
         described = json.loads(inputs), json.loads(outputs), json.loads(attributes or b"{}")
         try:
             with torch.no_grad(), torch.inference_mode(False):
-                machine.recorder.run(lambda: _execute(name, *described))
+                machine.recorder.run(_prepared(name, *described))
         except Exception:  # noqa: BLE001  the caller is C code: it gets a status, the reader the traceback
             traceback.print_exc()
             return _FAILED
@@ -48,27 +48,33 @@ def single_operator_handler(machine: Machine) -> Callable[[bytes, bytes, bytes, 
     return handle
 
 
-def _execute(name: str, inputs: list[Any], outputs: list[Any], attributes: dict[str, Any]) -> None:
+def _prepared(name: str, inputs: list[Any], outputs: list[Any], attributes: dict[str, Any]) -> Callable[[], None]:
     if name == "Identity":  # copies the bytes, whatever the shapes say
-        (_, _, source, available), (_, _, target, room) = inputs[0], outputs[0]
-        ctypes.memmove(target, source, min(available, room))
-        return
-    results = _OPERATORS[name]([_tensor(described) for described in inputs], attributes)
-    for described, result in zip(outputs, results, strict=False):
-        target = _tensor(described)
-        if target is not None:
-            target.copy_(result)
+        (_, _, source, available, _), (_, _, target, room, _) = inputs[0], outputs[0]
+        return lambda: ctypes.memmove(target, source, min(available, room)) and None
+    given, targets = [_tensor(described) for described in inputs], [_tensor(described) for described in outputs]
+
+    def execute() -> None:
+        for target, result in zip(targets, _OPERATORS[name](given, attributes), strict=False):
+            if target is not None:
+                target.copy_(result)
+
+    return execute
 
 
 def _tensor(described: list[Any]) -> Tensor | None:
-    """A host tensor for [type, dimensions, address, bytes]; None for an optional tensor that is absent."""
-    dtype, dimensions, address, size = described
+    """A host tensor for [type, dimensions, address, bytes, on the host]; None for one that is absent.
+
+    What lies on the host, such as the sides of a padding, is freed after the call, and a replay needs it.
+    """
+    dtype, dimensions, address, size, on_host = described
     if dtype not in _DTYPES or not address or not size:
         return None
     storage = torch._C._construct_storage_from_data_pointer(address, CPU, size)
     flat = torch.empty(0, dtype=_DTYPES[dtype], device=CPU).set_(storage)
     count = math.prod(dimensions)
-    return flat[:count].reshape(dimensions) if count <= flat.numel() else flat
+    tensor = flat[:count].reshape(dimensions) if count <= flat.numel() else flat
+    return tensor.clone() if on_host else tensor
 
 
 def _pad(inputs: list[Any], attributes: dict[str, Any]) -> list[Tensor]:
