@@ -4,6 +4,7 @@ import pytest
 
 jobs = pytest.importorskip("emulated_jobs", reason="torch_npu is not installed", exc_type=ImportError)
 
+import memory_jobs  # noqa: E402
 import torch  # noqa: E402
 
 
@@ -70,7 +71,13 @@ def test_a_storage_without_memory_is_not_read(emulated_npu):
     x = torch.ones(1 << 16, device=emulated_npu)
     x.untyped_storage().resize_(0)
     for read in (lambda: x + 1, x.cpu, x.sum, lambda: x.copy_(torch.ones(1 << 16))):
-        with pytest.raises(RuntimeError, match="EMULATED: a tensor .* has no memory"):
+        with pytest.raises(RuntimeError, match=r"EMULATED: a tensor .* has no memory"):
             read()
     x.untyped_storage().resize_(4 << 16)
     assert x.fill_(2).sum().item() == 2 << 16
+
+
+def test_a_result_without_room_is_refused_before_the_host_computes_it(results):
+    [(told, mebibytes)] = results(memory_jobs.host_memory_of_refusals, ACCEL_EMULATED_MEMORY="64MiB")
+    assert set(told.values()) == {"OutOfMemoryError"}, told
+    assert mebibytes < 300

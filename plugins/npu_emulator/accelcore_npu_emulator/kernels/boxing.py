@@ -9,6 +9,7 @@ from torch import Tensor
 
 from accelcore_npu_emulator.kernels.generators import host_generator, seeded
 from accelcore_npu_emulator.kernels.host_memory import CPU, current_device, place, tensors_in, view
+from accelcore_npu_emulator.kernels.room import room_finder
 from accelcore_npu_emulator.kernels.signature import Signature
 
 if TYPE_CHECKING:
@@ -40,12 +41,16 @@ def _made(operator: torch._ops.OpOverload, machine: Machine, function: Callable[
     name, aliases, outs = signature.name, signature.aliases, signature.outs
     alias = aliases[0] if len(aliases) == 1 else None
     launches = not signature.is_view
+    makes_tensors = None in aliases and launches and not outs
+    find_room = room_finder(operator, signature, machine.settings.memory)
     recorder, count_launch = machine.recorder, machine.count_launch
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if launches:
             count_launch(name)
         values, keywords, device = _on_host(signature, args, kwargs)
+        if makes_tensors:
+            find_room(values, keywords, device)
         result = run(values, keywords, device)
         for key in outs:
             if key in kwargs:

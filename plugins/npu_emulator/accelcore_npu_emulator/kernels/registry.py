@@ -41,10 +41,11 @@ _DEVICE, _AUTOGRAD = "PrivateUse1", "AutogradPrivateUse1"
 # Allocation, metadata and layout compute nothing, and products are made of other operators: torch_npu's own code serves
 # them on the emulated memory, and checks what the device does not take.
 _TORCH_NPU_ATEN = frozenset({
-    "_copy_from_and_resize", "_pin_memory", "_to_copy", "clone", "matmul", "_reshape_alias", "as_strided", "as_strided_", "contiguous",
-    "empty.memory_format", "empty_like", "empty_strided", "is_pinned", "is_set_to", "new_empty_strided",
-    "record_stream", "resize_", "resize_as_", "scaled_dot_product_attention", "set_", "set_.source_Storage", "set_.source_Storage_storage_offset",
-    "set_.source_Tensor", "squeeze", "squeeze.dim", "unfold", "unsqueeze", "view", "view_as_complex", "view_as_real",
+    "_copy_from_and_resize", "_pin_memory", "_reshape_alias", "_to_copy", "as_strided", "as_strided_", "clone",
+    "contiguous", "empty.memory_format", "empty_like", "empty_strided", "is_pinned", "is_set_to", "matmul",
+    "new_empty_strided", "record_stream", "resize_", "resize_as_", "scaled_dot_product_attention", "set_",
+    "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "squeeze", "squeeze.dim",
+    "unfold", "unsqueeze", "view", "view_as_complex", "view_as_real",
 })  # fmt: skip
 _TORCH_NPU_OWN = frozenset({
     "_npu_format_cast", "copy_memory_", "empty_with_format", "empty_with_swapped_memory", "get_npu_format",

@@ -1,0 +1,90 @@
+"""Whether a device has room for a result, found out before the host computes it."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accelcore_npu_emulator.kernels.host_memory import tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from accelcore_npu_emulator.kernels.signature import Signature
+
+__all__ = ["room_finder"]
+
+_META = torch.device("meta")
+_ELEMENT = 8  # bytes, where no argument says how many
+
+
+def room_finder(
+    operator: torch._ops.OpOverload, signature: Signature, memory: int
+) -> Callable[[list[Any], dict[str, Any], torch.device], None]:
+    """A function of host arguments and a device that raises torch's OutOfMemoryError if the results have no room there.
+
+    It asks the device for the memory of the results and gives it back, but only where they may be larger than the
+    whole device: to find their shapes takes longer than to compute a small result.
+
+    Args:
+        operator: the operator, which says the shapes of its results from those of its arguments.
+        signature: what its schema says.
+        memory: bytes of the whole device.
+    """
+    pointwise = torch.Tag.pointwise in operator.tags
+
+    def find(values: list[Any], keywords: dict[str, Any], device: torch.device) -> None:
+        arguments = [*values, *keywords.values()]
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        elements = _broadcast(tensors) if pointwise else _most_elements(tensors, arguments)
+        if elements * max((tensor.element_size() for tensor in tensors), default=_ELEMENT) <= memory:
+            return
+        described, options = _described(values), {name: _described(value) for name, value in keywords.items()}
+        if signature.has_device:
+            signature.replace("device", _META, described, options)
+        if signature.has_generator:
+            signature.replace("generator", None, described, options)
+        try:
+            results = operator(*described, **options)
+        except Exception:  # noqa: BLE001  the shape depends on values, or the arguments are wrong: the host finds out
+            return
+        for result in tensors_in(results):
+            torch.empty(result.shape, dtype=result.dtype, device=device)
+
+    return find
+
+
+def _broadcast(tensors: Iterable[Tensor]) -> int:
+    sizes: list[int] = []
+    for tensor in tensors:
+        shape = tensor.shape[::-1]
+        sizes = [max(pair) for pair in zip(sizes, shape, strict=False)] + [*sizes[len(shape) :], *shape[len(sizes) :]]
+    return prod(sizes)
+
+
+def _most_elements(tensors: list[Tensor], arguments: list[Any]) -> float:
+    """At least as many elements as results have that are seen in practice."""
+    counts = [tensor.numel() for tensor in tensors]
+    listed = sum(t.numel() for argument in arguments if not isinstance(argument, Tensor) for t in tensors_in(argument))
+    if len(tensors) > 1:  # each row of one with a row or a column of another, as in products and look-ups
+        return max(counts) * max(size for tensor in tensors for size in (1, *tensor.shape)) + listed
+    return (sum(counts) + listed or 1) * prod(max(1.0, abs(number)) for number in _numbers(arguments))
+
+
+def _numbers(argument: Any) -> Iterator[float]:
+    if isinstance(argument, (int, float)):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for item in argument:
+            yield from _numbers(item)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+    if isinstance(value, (list, tuple)):
+        return [_described(item) for item in value]
+    return value
