@@ -95,3 +95,69 @@ def test_normal_draws_are_normal():
     draws = torch.empty(20000, device="npu").normal_(3.0, 2.0)
     assert abs(draws.mean().item() - 3) < 0.1
     assert abs(draws.std().item() - 2) < 0.1
+
+
+def test_the_numbers_of_the_host_are_not_the_devices():
+    torch.manual_seed(0)
+    host, device = torch.randn(8), torch.randn(8, device="npu")
+    assert not torch.isin(host, device.cpu()).any()
+
+
+def test_a_draw_advances_the_generator_as_torch_npu_says():
+    generator = torch.Generator("npu").manual_seed(7)
+    torch.rand(3, device="npu", generator=generator)
+    assert generator.get_offset() == 12  # ten, to the next multiple of four
+    generator.set_offset(0)
+    again = torch.rand(3, device="npu", generator=generator)
+    generator.manual_seed(7)
+    assert torch.equal(torch.rand(3, device="npu", generator=generator), again)
+
+
+@pytest.mark.parametrize("draw", ["rand", "normal_", "dropout", "bernoulli"])
+def test_a_graph_draws_by_the_state_of_the_generator(draw):
+    def numbers():
+        return DRAWS[draw]()
+
+    numbers()
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        state = torch.npu.get_rng_state()
+        first = numbers()
+        torch.npu.set_rng_state(state)
+        repeated, second = numbers(), numbers()
+    torch.npu.manual_seed(3)
+    eager = [numbers() for _ in range(2)]
+    following = torch.npu.get_rng_state()
+    torch.npu.manual_seed(3)
+    graph.replay()
+    for captured, expected in ((first, eager[0]), (repeated, eager[0]), (second, eager[1])):
+        assert torch.equal(captured, expected)
+    assert torch.equal(torch.npu.get_rng_state(), following)
+    before = first.clone()
+    graph.replay()
+    assert not torch.equal(first, before)
+
+
+def test_attention_in_a_graph_drops_anew_at_each_replay():
+    query = torch.ones(1, 1, 64, 64, device="npu")
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        out = torch.nn.functional.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+    graph.replay()
+    before = out.clone()
+    graph.replay()
+    assert not torch.equal(out, before)
+
+
+def test_checkpointing_in_a_graph_replays_dropout():
+    from torch.utils.checkpoint import checkpoint
+
+    ones = torch.ones(512, device="npu", requires_grad=True)
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        kept = checkpoint(lambda t: torch.nn.functional.dropout(t, 0.5), ones, use_reentrant=False)
+        (gradient,) = torch.autograd.grad(kept.sum(), ones)
+    for _ in range(2):
+        graph.replay()
+        assert torch.equal(kept.detach(), gradient)
+        assert 100 < (kept == 0).sum().item() < 400

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
 
 __all__ = ["Recorder", "Tape"]
 
@@ -24,6 +26,7 @@ class Tape:
     """
 
     def __init__(self) -> None:
+        self.draws: list[tuple[Tensor, Tensor, int]] = []  # the seed, the offset, and what is added to it
         self._steps: list[Callable[[], object]] = []
 
     def append(self, step: Callable[[], object]) -> None:
@@ -41,6 +44,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.tape: Tape | None = None
+        self.recorded: Iterator[tuple[Tensor, Tensor, int]] | None = None  # the draws of the graph that is replayed
         self._tapes: dict[int, Tape] = {}
 
     def run(self, step: Callable[[], object]) -> None:
@@ -65,7 +69,11 @@ class Recorder:
         elif what == _END:
             self.tape = None
         elif what == _EXECUTE:
-            self._tapes[a].replay()
+            self.recorded = iter(self._tapes[a].draws)
+            try:
+                self._tapes[a].replay()
+            finally:
+                self.recorded = None
         elif what == _DESTROY:
             self._tapes.pop(a, None)
         elif what == _COPY and self.tape is not None:
