@@ -182,11 +182,13 @@ class CapturedStep:
 def check_capturable(optimizer: Optimizer) -> None:
     """Raise UnsupportedError for an optimizer that cannot be captured.
 
-    It has to keep its step count on the device, as torch's do with `capturable`, or each replay would be the same step
-    again; and its learning rate, which a graph cannot wait for.
+    It has to keep its step count on the device, as torch's do with `capturable`, and others that have an attribute
+    `counts_on_device` and say so; or each replay would be the same step again. So with its learning rate, which a graph
+    cannot wait for.
     """
     engine = _engine(optimizer)
-    if not isinstance(engine, torch.optim.SGD) and not all("capturable" in group for group in engine.param_groups):
+    counts_there = getattr(engine, "counts_on_device", False) or isinstance(engine, torch.optim.SGD)
+    if not counts_there and not all("capturable" in group for group in engine.param_groups):
         raise _counts_on_the_host(engine)
     if _reads_on_the_host(engine):
         raise UnsupportedError(
@@ -213,6 +215,8 @@ def _counts_on_the_host(optimizer: Optimizer) -> UnsupportedError:
 def _reads_on_the_host(optimizer: Optimizer) -> bool:
     """Whether a route of torch's gives its kernels the learning rate as a number, which is a tensor here."""
     groups = optimizer.param_groups
+    if getattr(optimizer, "counts_on_device", False):
+        return False
     if isinstance(optimizer, torch.optim.SGD):
         return not all(group["fused"] for group in groups)
     if isinstance(optimizer, torch.optim.RMSprop | torch.optim.Adadelta):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from accelcore.optim.formulas.checks import fractions, not_negative
@@ -94,20 +95,24 @@ class BertAdam(Formula):
         update = mean / square.sqrt().add_(group["e"])
         if group["weight_decay"]:
             update.add_(value, alpha=group["weight_decay"])
-        value.sub_(update * (group["lr"] * schedule_factor(group, state["step"].item())))
+        value.sub_(update * (group["lr"] * schedule_factor(group, state["step"]).item()))
 
 
-def schedule_factor(group: dict[str, Any], updates: float) -> float:
-    """What the learning rate of a group is multiplied by in an update; `updates`: their number, this one included."""
+def schedule_factor(group: dict[str, Any], updates: float | Tensor) -> Tensor:
+    """What the learning rate of a group is multiplied by in an update; `updates`: their number, this one included.
+
+    In float64, where `updates` is, so that no host waits for a number that is counted on a device.
+    """
+    updates = torch.as_tensor(updates, dtype=torch.float64)
     if group["t_total"] == -1:
-        return 1.0
+        return torch.ones_like(updates)
     progress, warmup = (updates - 1) / group["t_total"], group["warmup"]
-    return progress / warmup if progress < warmup else _SCHEDULES[group["schedule"]](progress, warmup)
+    return torch.where(progress < warmup, progress / warmup, _SCHEDULES[group["schedule"]](progress, warmup))
 
 
-_SCHEDULES: dict[str, Callable[[float, float], float]] = {
-    "warmup_constant": lambda progress, warmup: 1.0,
-    "warmup_cosine": lambda progress, warmup: 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0))),
-    "warmup_linear": lambda progress, warmup: max((progress - 1.0) / (warmup - 1.0), 0.0),
-    "warmup_poly": lambda progress, warmup: max(1.0 - progress, 0.0) ** 0.5,
+_SCHEDULES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "warmup_constant": lambda progress, warmup: torch.ones_like(progress),
+    "warmup_cosine": lambda progress, warmup: 0.5 * (1.0 + torch.cos(math.pi * progress.clamp(max=1.0))),
+    "warmup_linear": lambda progress, warmup: ((progress - 1.0) / (warmup - 1.0)).clamp(min=0.0),
+    "warmup_poly": lambda progress, warmup: (1.0 - progress).clamp(min=0.0).sqrt(),
 }

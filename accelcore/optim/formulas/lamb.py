@@ -12,7 +12,7 @@ from accelcore.optim.formulas.checks import fractions, not_negative
 from accelcore.optim.formulas.formula import Formula
 from accelcore.optim.formulas.norms import norm_of
 
-__all__ = ["Lamb"]
+__all__ = ["LARGEST_NORM", "Lamb"]
 
 LARGEST_NORM = 10.0
 """Norms of a parameter above this count as this."""

@@ -1,0 +1,155 @@
+"""A formula as a route of its own over flat memory: what the routes of all such formulas share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelcore.optim.formulas.formula import Formula
+from accelcore.optim.memory import Run
+
+__all__ = ["FlatRoute", "Number", "Numbers", "State"]
+
+Number = float | Tensor
+Numbers = dict[str, Any]
+"""By name: numbers, switches, and None for what is left out."""
+
+State = dict[str, Tensor]
+Compile = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+class FlatRoute(Formula):
+    """A formula whose arithmetic is for 1-D tensors that stand for many parameters. Put it before the formula's class.
+
+    Args:
+        params, arguments, options: for the formula's class.
+        asynchronous: whether updates are counted on the device, so that the host waits for nothing even where a kernel
+            decides to skip, and a graph can be captured. Otherwise the host counts, and can skip by not calling.
+        compile: makes one kernel, or few, of the arithmetic, such as `torch.compile`; None leaves it as it is.
+
+    Attributes:
+        counts_on_device: as `asynchronous`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *arguments: Any,
+        asynchronous: bool = False,
+        compile: Compile | None = None,  # torch's word
+        **options: Any,
+    ) -> None:
+        super().__init__(params, *arguments, **options)
+        self.counts_on_device = self._step_supports_amp_scaling = asynchronous
+        self._compiles = compile is not None
+        # A copy of the code, because torch.compile counts how often it had to compile by the code.
+        self._advance = _advance if compile is None else compile(FunctionType(_advance.__code__.replace(), globals()))
+        self._parts: dict[Tensor, Any] = {}
+        self._tensors: dict[float, Tensor] = {}
+
+    def parts_of(self, run: Run) -> Any:
+        """What the arithmetic has to know of the parameters of a run; None where it treats each element alike."""
+        return None
+
+    def numbers(self, group: dict[str, Any], step: Number) -> Numbers:
+        """What the arithmetic computes with, for tensors of this group in their update number `step`, in float64."""
+        raise NotImplementedError
+
+    @staticmethod
+    def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: Any) -> None:
+        """Update a run and its state in place; the gaps between parameters stay zero."""
+        raise NotImplementedError
+
+    def place_runs(self, runs: Sequence[Run]) -> None:
+        """Learn which parameters are in each run."""
+        self._parts = {run.value: self.parts_of(run) for run in runs}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
+        return loss
+
+    def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
+        """Update what has a gradient, after dividing it by `grad_scale`; nothing where `found_inf` is 1."""
+        present = [[value for value in group["params"] if value.grad is not None] for group in self.param_groups]
+        gradients: list[list[Any]] = [[value.grad for value in values] for values in present]
+        unscale = None if grad_scale is None else 1 / grad_scale
+        if unscale is not None and type(self).factors is not Formula.factors:  # which go by the norms of gradients
+            gradients = [[gradient * unscale for gradient in theirs] for theirs in gradients]
+            unscale = None
+        factors = self.factors(gradients)
+        for group, values, theirs, factor in zip(self.param_groups, present, gradients, factors, strict=True):
+            for value, gradient in zip(values, theirs, strict=True):
+                self._update_run(group, value, gradient, unscale if factor is None else factor, found_inf)
+
+    def _update_run(
+        self, group: dict[str, Any], value: Tensor, gradient: Tensor, factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        entry = self.entry(group, value)
+        numbers = self.numbers(group, self._count(entry, value, found_inf))
+        if self._compiles:
+            numbers = {name: self._tensor(number) for name, number in numbers.items()}
+        state = {name: entry[name] for name in self.initial_state(group)}
+        negative = bool(group.get("maximize"))
+        parts = self._parts.get(value)
+        self._advance(self.arithmetic, numbers, parts, value, gradient, state, factor, found_inf, negative)
+
+    def _count(self, entry: dict[str, Any], value: Tensor, found_inf: Tensor | None) -> Number:
+        """Count this update, if it is one; the number of all."""
+        step: Tensor = entry["step"]
+        if not self.counts_on_device:
+            assert found_inf is None, "nobody skips here but the host"
+            # A state that was loaded may count on the device, where the host would wait for it in every step.
+            entry["step"] = step = step.cpu().add_(1)
+            return step.item()
+        if step.device != value.device:
+            entry["step"] = step = step.to(value.device)
+        step.add_(1 if found_inf is None else 1 - found_inf)
+        return step.double()
+
+    def _tensor(self, number: Any) -> Any:
+        """A number as a tensor on the host, which torch.compile takes as an argument."""
+        if not isinstance(number, float | int) or isinstance(number, bool):
+            return number
+        if number not in self._tensors:
+            if len(self._tensors) >= 100:  # schedules, which set another number each time
+                self._tensors.clear()
+            self._tensors[number] = torch.tensor(number, dtype=torch.float64)
+        return self._tensors[number]
+
+
+def _advance(
+    arithmetic: Callable[..., None],
+    numbers: Numbers,
+    parts: Any,
+    value: Tensor,
+    gradient: Tensor,
+    state: State,
+    factor: Tensor | None,
+    found_inf: Tensor | None,
+    negative: bool,
+) -> None:
+    """Update a tensor and its state, in float32 at least."""
+    exact = torch.promote_types(value.dtype, torch.float32)
+    gradient = gradient.to(exact)
+    if factor is not None:
+        gradient = gradient * factor
+    if negative:
+        gradient = -gradient
+    kept = {"value": value, **state}
+    # Copies, where an update may be skipped: the kernel that a compiler makes of this has none.
+    found = {name: tensor.to(exact, copy=found_inf is not None) for name, tensor in kept.items()}
+    arithmetic(numbers, found["value"], gradient, {name: found[name] for name in state}, parts)
+    for name, tensor in kept.items():
+        if found_inf is not None:
+            found[name] = tensor.where(found_inf != 0, found[name])
+        if found[name] is not tensor:
+            tensor.copy_(found[name])
