@@ -147,11 +147,11 @@ class FlatAdamP(FlatRoute, AdamP):
 def _projection(n: Numbers, value: Tensor, gradient: Tensor, update: Tensor, parts: Channels) -> tuple[Tensor, Tensor]:
     """For each channel: whether the update is projected, and how much of the weight is taken from it."""
     segments, parameters, eps = parts.segments, parts.parameters, n["eps"]
-    products = [value * value, gradient * gradient, value * gradient, value * update]
-    by_channel = [segments.sum(product) for product in products]
-    by_parameter = [parameters.sum(sums) for sums in by_channel]
+    pairs = ((value, value), (gradient, gradient), (value, gradient), (value, update))
+    by_channel = torch.stack([segments.sum(one * other) for one, other in pairs])
+    by_parameter = parameters.sum(by_channel)
 
-    def seen(sums: list[Tensor], roots: Tensor) -> tuple[Tensor, Tensor]:
+    def seen(sums: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
         """Whether gradient and weight are nearly orthogonal, and what of the weight is in the update."""
         weights, slopes, common, along = sums
         lengths = weights.sqrt().add_(eps)

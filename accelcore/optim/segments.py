@@ -41,10 +41,10 @@ class Segments:
     levels: Sequence[Tensor]
 
     def sum(self, elements: Tensor) -> Tensor:
-        """The sum over each segment."""
-        sums = elements.view(-1, self.grain).sum(1) if self.grain > 1 else elements
+        """The sum over each segment, along the last dimension."""
+        sums = _rows(elements, self.grain).sum(-1) if self.grain > 1 else elements
         for level in self.levels:
-            sums = pad(sums, (0, 1)).index_select(0, level).view(-1, _WIDTH).sum(1)
+            sums = _rows(pad(sums, (0, 1)).index_select(-1, level), _WIDTH).sum(-1)
         return sums
 
     def norm(self, elements: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Segments:
     def multiply(self, elements: Tensor, factors: Tensor, *, elsewhere: float) -> Tensor:
         """The elements, each multiplied by the factor of its segment; by `elsewhere` where it has none."""
         spread = pad(factors, (0, 1), value=elsewhere).index_select(0, self.owners)
-        return elements * spread if self.grain == 1 else (elements.view(-1, self.grain) * spread[:, None]).view(-1)
+        return elements * spread if self.grain == 1 else (_rows(elements, self.grain) * spread[:, None]).view(-1)
 
     def spread(self, values: Tensor) -> Tensor:
         """The value of each leaf's segment; where the leaves are what was summed over other segments before."""
@@ -114,6 +114,11 @@ def channels_of(run: Run) -> Channels | None:
         torch.cat(roots).to(device),
         torch.tensor([part.numel() ** -0.5 for _, part in parts], dtype=dtype).to(device),
     )
+
+
+def _rows(tensor: Tensor, width: int) -> Tensor:
+    """The last dimension in rows of this many."""
+    return tensor.view(*tensor.shape[:-1], -1, width)
 
 
 def _begins(run: Run) -> list[int]:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accelcore.optim.flat_formulas import FLAT_FORMULAS
-from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.memory import Slot, lay_flat
 from accelcore.optim.segments import channels_of, parameters_of
 from accelcore.roles.optimizers import Optimizers
@@ -45,7 +44,9 @@ def parameters(dtype=torch.float64):
     values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     values[3] *= 0
     values.append(torch.randn(6, 4, generator=generator, dtype=torch.float64).t())
-    values.append(torch.randn(6, 4, 3, 3, generator=generator, dtype=torch.float64).contiguous(memory_format=torch.channels_last))
+    values.append(
+        torch.randn(6, 4, 3, 3, generator=generator, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    )
     return [nn.Parameter(value.to(dtype)) for value in values]
 
 
@@ -168,7 +169,9 @@ def test_it_compiles_as_one_graph_whatever_its_numbers_are(name):
     torch.testing.assert_close(found, train(registry(asynchronous=True)), rtol=1e-5, atol=1e-6)
 
 
-shapes = st.lists(st.lists(st.integers(0, 9) | st.sampled_from([127, 128, 129, 300]), max_size=3), min_size=1, max_size=6)
+shapes = st.lists(
+    st.lists(st.integers(0, 9) | st.sampled_from([127, 128, 129, 300]), max_size=3), min_size=1, max_size=6
+)
 
 
 @settings(max_examples=60)

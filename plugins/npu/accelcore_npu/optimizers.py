@@ -1,4 +1,4 @@
-"""The optimizers of the NPU: torch_npu's fused ones, torch's fused kernels, torch's loops."""
+"""The optimizers of the NPU: fused over flat memory, torch's fused kernels, torch's loops, formulas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _supports(request: Request) -> str | None:
             return f"say route=... instead of {switch}="
     for switch in _SWITCHES:
         if any(request.values(switch, False)):
-            return f"torch_npu's class has no {switch}"
+            return f"torch_npu's fused optimizers have no {switch}"
     numbers = [*request.options.values(), *(value for group in request.groups for value in group.values())]
     if any(isinstance(value, Tensor) for value in numbers):
         return "options must be numbers, not tensors, which the host would have to wait for"
@@ -39,6 +39,8 @@ def _supports(request: Request) -> str | None:
         return "torch_npu's Adam couples weight decay to the gradient; its AdamW does not"
     if request.name == "sgd" and any(request.values("momentum", 0)) and any(request.values("dampening", 0)):
         return "torch_npu decides for all parameters at once whether a step is their first, which is not dampened"
+    if any(name not in (None, "float32") for name in request.values("state_dtype", None)):
+        return "torch_npu's fused optimizers keep their state in float32"
     others = sorted({str(parameter.dtype) for parameter in request.parameters if parameter.dtype != torch.float32})
     if others:
         # fp16 moments lose eps=1e-8 to zero and divide by it; bf16 torch_npu refuses itself.

@@ -108,12 +108,12 @@ def test_bertadam_resumes_within_its_schedule(ours):
 def test_low_precision_is_left_to_others(accel):
     for dtype in (torch.bfloat16, torch.float16):
         parameters = weights(dtype=dtype)
-        optimizer = accel.optimizers.create("adam", parameters, lr=0.01)
-        assert optimizer.route != "npu_fused"
-        with pytest.raises(UnsupportedError, match="moments are safe in float32 only"):
-            accel.optimizers.create("adam", parameters, route="npu_fused")
-        with pytest.raises(UnsupportedError, match="moments are safe in float32 only"):
-            accel.optimizers.create("lamb", parameters)
+        for name in FUSED:
+            optimizer = accel.optimizers.create(name, parameters, **OPTIONS[name])
+            assert optimizer.route != "npu_fused"
+            with pytest.raises(UnsupportedError, match="moments are safe in float32 only"):
+                accel.optimizers.create(name, parameters, route="npu_fused", **OPTIONS[name])
+        assert accel.optimizers.create("lamb", parameters).route == "formula"
 
 
 @every_optimizer

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelcore_npu.fused import FUSED
 from accelcore_npu_emulator import counters
 from torch import nn
 
 ROOT = Path(__file__).parents[3]
+
+LAUNCHES = {"adamp": 100, "lamb": 60}
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +51,22 @@ def test_what_follows_backward_does_not_grow_with_the_parameters(tables):
 
 
 @pytest.mark.parametrize(
-    ("precision", "clip_norm", "waits"),
-    [("fp32", None, 0), ("fp32", 1.0, 0), ("bf16", 1.0, 0), ("fp16", None, 1), ("fp16", 1.0, 1)],
+    ("name", "precision", "clip_norm", "waits"),
+    [
+        ("adamw", "fp32", 1.0, 0),
+        ("adamw", "bf16", 1.0, 0),
+        ("adamw", "fp16", None, 1),
+        *((name, "fp32", None, 0) for name in FUSED),
+        *((name, "fp16", 1.0, 1) for name in FUSED),
+    ],
 )
-def test_an_update_launches_as_much_for_20_parameters_as_for_200(accel, precision, clip_norm, waits):
+def test_an_update_launches_as_much_for_20_parameters_as_for_200(accel, name, precision, clip_norm, waits):
     """Gathering, unscaling, clipping, the optimizer and the scaler."""
 
     def cost(parameters):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(parameters // 2)))
-        optimizer = accel.optimizers.create("adamw", model.parameters(), lr=1e-3)
+        optimizer = accel.optimizers.create(name, model.parameters(), lr=1e-3)
         trainer = accel.trainer(model, optimizer, precision=precision, clip_norm=clip_norm)
         for _ in range(3):
             with trainer.autocast():
@@ -66,9 +75,35 @@ def test_an_update_launches_as_much_for_20_parameters_as_for_200(accel, precisio
             with counters.count() as counted:
                 trainer.update()
         assert len(list(model.parameters())) == parameters
+        assert optimizer.route == "npu_fused"
         return counted.launches.total(), counted.synchronizations.total()
 
     small, large = cost(20), cost(200)
     assert small == large
-    assert small[0] < 40
+    assert small[0] < LAUNCHES.get(name, 45)
     assert small[1] == waits
+
+
+def test_a_step_with_every_option_waits_for_nothing(accel):
+    """Norms of all gradients, channels, views, schedules: what torch_npu's own read on the host."""
+    cases = {
+        "adamp": {"weight_decay": 0.1, "nesterov": True},
+        "bertadam": {"t_total": 10, "warmup": 0.1, "max_grad_norm": 1.0},
+        "lamb": {"weight_decay": 0.1, "use_global_grad_norm": True},
+    }
+
+    def cost(name, parameters):
+        made = [nn.Parameter(torch.ones(3 + number % 5, 4, device=accel.device)) for number in range(parameters)]
+        groups = [{"params": made[: parameters // 2]}, {"params": made[parameters // 2 :], "lr": 0.2}]
+        optimizer = accel.optimizers.create(name, groups, lr=0.1, **cases[name])
+        for parameter in made:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with counters.count() as counted:
+            optimizer.step()
+        assert counted.synchronizations.total() == 0, counted
+        return counted.launches
+
+    for name in cases:
+        few, many = cost(name, 10), cost(name, 300)
+        assert few == many
