@@ -99,7 +99,7 @@ def channels_of(run: Run) -> Channels | None:
         return None
     # A channel of a dense tensor is in pieces as long as the first dimension's stride, between those of the others.
     lengths = [part.stride(0) if part.shape[0] > 1 else part.numel() for _, part in parts]
-    grain = math.gcd(_WIDTH, *lengths)
+    grain = math.gcd(_WIDTH, run.value.numel(), *(begin for begin, _ in parts), *lengths)
     members, numbers, count = [], [], 0
     for (begin, part), length in zip(parts, lengths, strict=True):
         leaves = torch.arange(begin // grain, (begin + part.numel()) // grain)
