@@ -28,7 +28,7 @@ def create(index: int) -> Backend:
     from accelcore.roles.collectives import NoCollectives
     from accelcore.roles.scaler import Scalers
     from accelcore_cuda.collectives import CudaCollectives
-    from accelcore_cuda.compiler import CudaCompiler
+    from accelcore_cuda.compiler import CudaCompiler, missing_for_inductor
     from accelcore_cuda.declaration import declare, emulates_bfloat16
     from accelcore_cuda.optimizers import create_optimizers, fused_kernels
     from accelcore_cuda.precision import CudaPrecision
@@ -46,7 +46,9 @@ def create(index: int) -> Backend:
         capabilities=capabilities,
         precision=CudaPrecision(capabilities, emulated_bfloat16=emulates_bfloat16(compute, rocm=rocm)),
         scaler=Scalers(device),
-        optimizers=create_optimizers(capabilities.native_optimizers),
+        optimizers=create_optimizers(
+            capabilities.native_optimizers, no_compiler=missing_for_inductor(compute, rocm=rocm)
+        ),
         collectives=CudaCollectives(device) if nccl else NoCollectives(),
         compiler=CudaCompiler(compute, rocm=rocm),
         runtime=CudaRuntime(device),

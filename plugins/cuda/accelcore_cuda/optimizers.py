@@ -1,16 +1,23 @@
-"""The optimizers of CUDA: torch's fused kernels, then its foreach kernels, then its loops."""
+"""The optimizers of CUDA: torch's fused kernels, compiled formulas, torch's foreach kernels, then its loops."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from accelcore.optim.flat_formulas import FLAT_FORMULAS
 from accelcore.optim.torch_optimizers import register_torch_optimizers
-from accelcore.roles.optimizers import Optimizers
+from accelcore.roles.optimizers import Optimizers, Request
 
 __all__ = ["create_optimizers", "fused_kernels"]
 
 # torch 2.11's Adagrad refuses fused=True on CUDA although the kernel is there; that of 2.13 takes it.
 _FUSED_SINCE = {"adagrad": "2.13", "adam": "2.11", "adamw": "2.11", "sgd": "2.11"}
+_COMPILED_PRIORITY = 20
 
 
 def fused_kernels() -> tuple[str, ...]:
@@ -23,8 +30,53 @@ def fused_kernels() -> tuple[str, ...]:
     )
 
 
-def create_optimizers(fused: tuple[str, ...]) -> Optimizers:
-    """The registry of a CUDA backend."""
+def create_optimizers(fused: tuple[str, ...], *, no_compiler: str | None = None) -> Optimizers:
+    """The registry of a CUDA backend.
+
+    Args:
+        fused: the optimizers with a fused kernel.
+        no_compiler: why inductor cannot compile here, or None.
+    """
     registry = Optimizers()
     register_torch_optimizers(registry, fused=fused, prefers_foreach=True)
+    for name, kind in FLAT_FORMULAS.items():
+        registry.register(
+            name,
+            "compiled",
+            partial(kind, asynchronous=True, compile=_compiled),
+            priority=_COMPILED_PRIORITY,
+            supports=lambda request: no_compiler or _compiled_supports(request),
+            memory="flat",
+        )
     return registry
+
+
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """The function as Triton kernels, for tensors on a GPU: a model that is still on the host is trained there."""
+    kernels = torch.compile(function, fullgraph=True)
+
+    def run(*arguments: Any) -> None:
+        there = any(isinstance(argument, Tensor) and not argument.is_cpu for argument in arguments)
+        (kernels if there else function)(*arguments)
+
+    return run
+
+
+def _compiled_supports(request: Request) -> str | None:
+    for switch in ("fused", "foreach"):
+        if switch in request.options:
+            return f"say route=... instead of {switch}="
+    if any(request.values("differentiable", False)):
+        return "the compiled formula cannot be differentiated through"
+    if any(parameter.is_complex() for parameter in request.parameters):
+        return "the compiled formula takes real parameters"
+    options: list[Any] = [
+        item for group in (request.options, *request.groups) for item in group.items() if item[0] != "lr"
+    ]
+    if any(isinstance(part, Tensor) for _, value in options for part in _parts(value)):
+        return "of the compiled formula's options only lr can be a tensor"
+    return None
+
+
+def _parts(value: Any) -> tuple[Any, ...] | list[Any]:
+    return value if isinstance(value, tuple | list) else (value,)
