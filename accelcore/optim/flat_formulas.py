@@ -160,7 +160,7 @@ def _projection(n: Numbers, value: Tensor, gradient: Tensor, update: Tensor, par
 
     orthogonal, tangents = seen(by_channel, parts.channel_roots)
     whole, tangent = seen(by_parameter, parts.parameter_roots)
-    each = parameters.sum((~orthogonal).to(tangents.dtype)) == 0
+    each = parameters.sum(orthogonal.logical_not().to(tangents.dtype)) == 0
     each, whole, tangent = (parameters.spread(found) for found in (each, whole, tangent))
     return each | whole, tangents.where(each, tangent.where(whole, 0.0))
 

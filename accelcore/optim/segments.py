@@ -54,7 +54,7 @@ class Segments:
     def multiply(self, elements: Tensor, factors: Tensor, *, elsewhere: float) -> Tensor:
         """The elements, each multiplied by the factor of its segment; by `elsewhere` where it has none."""
         spread = pad(factors, (0, 1), value=elsewhere).index_select(0, self.owners)
-        return elements * spread if self.grain == 1 else (_rows(elements, self.grain) * spread[:, None]).view(-1)
+        return elements * spread if self.grain == 1 else (_rows(elements, self.grain) * spread.unsqueeze(1)).view(-1)
 
     def spread(self, values: Tensor) -> Tensor:
         """The value of each leaf's segment; where the leaves are what was summed over other segments before."""

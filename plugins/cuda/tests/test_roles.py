@@ -14,76 +14,11 @@ import torch.distributed as dist
 from accelcore_cuda.collectives import CudaCollectives
 from accelcore_cuda.compiler import CudaCompiler, missing_for_inductor, replays_graphs
 from accelcore_cuda.determinism import make_deterministic
-from accelcore_cuda.optimizers import create_optimizers, fused_kernels
-from torch.torch_version import TorchVersion
 
 from accelcore.environment import Launch
 from accelcore.errors import ConfigurationError, DistributedError
 
 DEVICE = torch.device("cuda", 1)
-FUSED = ("adagrad", "adam", "adamw", "sgd")
-
-
-# Optimizers. torch's classes are the same on the CPU, where foreach is a loop: routes are shown, not speed.
-
-
-def chosen(registry, name, **options):
-    return next(choice.route for choice in registry.explain(name, **options) if choice.chosen)
-
-
-def test_fused_comes_before_foreach_and_foreach_before_the_loop():
-    registry = create_optimizers(FUSED)
-    for name in registry.names():
-        routes = [choice.route for choice in registry.explain(name)]
-        assert routes == (["fused"] if name in FUSED else []) + ["foreach", "loop"]
-
-
-@pytest.mark.parametrize("name", ["adamw", "rmsprop", "sgd"])
-def test_a_differentiable_step_takes_the_loop(name):
-    assert chosen(create_optimizers(FUSED), name, differentiable=True) == "loop"
-
-
-@pytest.mark.parametrize(
-    ("options", "route"),
-    [
-        ({"lr": 0.1}, "foreach"),
-        ({"lr": torch.tensor(0.1)}, "loop"),
-        ({"lr": torch.tensor(0.1), "capturable": True}, "foreach"),
-        ({"betas": (0.9, torch.tensor(0.99))}, "loop"),
-    ],
-)
-def test_options_that_are_tensors_take_the_loop_unless_they_are_captured(options, route):
-    assert chosen(create_optimizers(()), "adam", **options) == route
-
-
-@pytest.mark.parametrize("options", [{"lr": torch.tensor(0.1)}, {"differentiable": True}])
-def test_what_the_loop_takes_is_not_lost_to_foreach(options):
-    weight = torch.nn.Parameter(torch.ones(3))
-    registry = create_optimizers(())
-    for name in registry.names():
-        registry.create(name, [weight], **options)
-
-
-def test_a_route_that_an_extension_registers_keeps_its_priority():
-    registry = create_optimizers(())
-    registry.register("mine", "foreach", torch.optim.SGD, priority=-3)
-    registry.register("mine", "loop", torch.optim.SGD, priority=0)
-    assert chosen(registry, "mine") == "loop"
-
-
-def test_a_kernel_is_offered_only_where_this_build_has_it():
-    if torch.backends.cuda.is_built():
-        assert {"adam", "adamw", "sgd"} <= set(fused_kernels())
-    else:
-        assert fused_kernels() == ()
-
-
-@pytest.mark.parametrize(("version", "adagrad"), [("2.11.0+cu130", False), ("2.13.0", True), ("2.14.0a0+git1", True)])
-def test_adagrads_kernel_is_offered_from_the_torch_whose_class_takes_it(monkeypatch, version, adagrad):
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: key == "CUDA")
-    assert ("adagrad" in fused_kernels()) is adagrad
-    assert {"adam", "adamw", "sgd"} <= set(fused_kernels())
 
 
 # Compiler.
