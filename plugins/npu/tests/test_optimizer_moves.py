@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from accelcore_npu.emulator import counters
 from accelcore_npu.fused import FUSED
+from accelcore_npu_emulator import counters
 from fused_cases import OPTIONS, gradients, same, values, weights
 from torch import nn
 
