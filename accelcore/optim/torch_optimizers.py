@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accelcore.optim.formulas import FORMULAS
+from accelcore.optim.formulas.checks import not_negative
 from accelcore.optim.formulas.formula import STATE_DTYPES
 from accelcore.optim.fused import FUSED
 from accelcore.roles.optimizers import Memory, Optimizers, Request
@@ -80,7 +81,11 @@ def _made_by(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
     """A factory of a class that has no option `state_dtype`: it is taken where it says what the class does anyway."""
 
     def make(params: Any, *, state_dtype: str | None = None, **options: Any) -> torch.optim.Optimizer:
-        return kind(params, **options)
+        made = kind(params, **options)
+        for group in made.param_groups:
+            if not isinstance(group["lr"], Tensor):  # the host would have to wait for one
+                not_negative(lr=group["lr"])  # torch looks at the default only, and takes nan in SGD
+        return made
 
     return make
 

@@ -47,7 +47,7 @@ class Formula(torch.optim.Optimizer):
             for group in self.param_groups:
                 group.setdefault("state_dtype", state_dtype)
         for group in self.param_groups:
-            not_negative(lr=group["lr"])  # torch looks at the default only, and its SGD takes one that is no number
+            not_negative(lr=group["lr"])  # torch looks at the default only, and takes nan in SGD
             _check_state_dtype(group)
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
