@@ -47,10 +47,11 @@ def pour(entries: Mapping[Tensor, Entry], runs: Sequence[Run], optimizer: Optimi
             divided.append(run)
             if histories[run.first - whole.first]:
                 group = optimizer.param_groups[run.group]
-                counts_there = bool(group.get("fused") or group.get("capturable"))
+                formula = optimizer if isinstance(optimizer, Formula) else None
+                counts_there = group.get("fused") or group.get("capturable") or (formula and formula.counts_on_device)
                 # Where each step is counted: by a kernel on the device, else on the host, which need not wait for it.
                 place = run.value.device if counts_there else torch.device("cpu")
-                dtype = optimizer.state_dtype(group, run.value) if isinstance(optimizer, Formula) else run.value.dtype
+                dtype = formula.state_dtype(group, run.value) if formula else run.value.dtype
                 optimizer.state[run.value] = _poured([entries[s.parameter] for s in run.slots], run, dtype, place)
     return divided
 

@@ -23,7 +23,7 @@ class Formula(torch.optim.Optimizer):
     A subclass has the options, says what state there is, and computes the update of one tensor. A route with a kernel
     of its own can subclass that again, and replace `step` by its kernel.
 
-    State has torch's keys: `step`, a float32 scalar on the host, where updates are counted; the rest in the shape and
+    State has torch's keys: `step`, a float32 scalar, where updates are counted; the rest in the shape and
     strides of the tensor. Arithmetic and state are float32 where a parameter has lower precision. Complex parameters
     are treated as pairs of real numbers, as in torch.
 
@@ -35,10 +35,12 @@ class Formula(torch.optim.Optimizer):
     Attributes:
         by_element: whether it treats each element alike, so that a 1-D tensor may stand for many parameters.
         counts: whether the state counts the updates.
+        counts_on_device: whether it does where the tensor is, and not on the host.
     """
 
     by_element = True
     counts = True
+    counts_on_device = False
 
     def __init__(self, params: Any, *arguments: Any, state_dtype: str | None = None, **options: Any) -> None:
         super().__init__(params, *arguments, **options)
@@ -74,7 +76,8 @@ class Formula(torch.optim.Optimizer):
             return {}
         entry: dict[str, Any] = self.state[value]
         if self.counts and "step" not in entry:
-            entry["step"] = torch.zeros((), dtype=torch.float32)
+            place = value.device if self.counts_on_device else torch.device("cpu")
+            entry["step"] = torch.zeros((), dtype=torch.float32, device=place)
         for name, start in starts.items():
             if entry.get(name) is None:
                 number = complex(start, start) if value.is_complex() else start
