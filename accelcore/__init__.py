@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from accelcore.hookspecs import API, hookimpl
+    from accelcore.known_faults import KnownFault
     from accelcore.probe import Probe
     from accelcore.roles.loss_scale import LossScale
     from accelcore.selection import installed, select
@@ -47,6 +48,7 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "DistributedError",
+    "KnownFault",
     "LossScale",
     "Observer",
     "PluginError",
@@ -66,6 +68,7 @@ _HOMES = {
     "API": "hookspecs",
     "Backend": "backend",
     "Capabilities": "capabilities",
+    "KnownFault": "known_faults",
     "LossScale": "roles.loss_scale",
     "Observer": "training.observers",
     "Policy": "training.policy",

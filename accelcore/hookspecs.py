@@ -7,18 +7,20 @@ A backend package has a light entry module that implements the first two hooks, 
 
 A package that only adds optimizers to somebody else's backend implements the third and uses the group
 `accelcore.extensions`. One that imitates a backend's device on the host implements the fourth, and uses the group
-`accelcore.emulators` with the backend's name.
+`accelcore.emulators` with the backend's name. The fifth is for backends that know which of
+the kernels under them are wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import pluggy
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
+    from accelcore.known_faults import KnownFault
     from accelcore.probe import Probe
     from accelcore.roles.optimizers import Optimizers
 
@@ -26,6 +28,7 @@ __all__ = [
     "API",
     "accelcore_create_backend",
     "accelcore_emulate",
+    "accelcore_known_faults",
     "accelcore_probe",
     "accelcore_register_optimizers",
     "hookimpl",
@@ -84,4 +87,13 @@ def accelcore_emulate(name: str, devices: int) -> Mapping[str, str] | None:
     Args:
         name: the backend.
         devices: how many devices the ranks need; there may be more.
+    """
+
+
+@hookspec
+def accelcore_known_faults() -> Iterable[KnownFault]:  # type: ignore[empty-body]  # a hook specification has no body
+    """List the kernels that this backend knows to be wrong, in whatever version, for `accelcore doctor`.
+
+    Like `accelcore_probe` it imports no vendor library and returns at once. It only tells: what avoids a wrong kernel
+    is the backend, where it registers its routes (`Optimizers.distrust`) or sets up its compiler.
     """

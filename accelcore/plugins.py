@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint
@@ -23,6 +23,7 @@ from accelcore import hookspecs
 from accelcore.entrypoints import Declared, declared
 from accelcore.environment import probe_timeout, shown
 from accelcore.errors import PluginError
+from accelcore.known_faults import KnownFault
 from accelcore.probe import Probe
 
 __all__ = [
@@ -59,6 +60,7 @@ class Candidate:
         probe: the plugin's own answer, or one that says why there is none.
         error: what the plugin raised, where it is broken.
         hooks: the plugin's hooks, None where it is broken.
+        faults: the kernels that it knows to be wrong.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Candidate:
     probe: Probe
     error: BaseException | None = None
     hooks: Any = None
+    faults: tuple[KnownFault, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,8 +207,8 @@ def _probe(entries: list[Declared]) -> dict[str, Candidate]:
         if outcome is None:
             outcome = _Outcome(error=TimeoutError(f"it did not answer within {limit:g} seconds (ACCEL_PROBE_TIMEOUT)"))
         if outcome.error is None:
-            hooks, probe = outcome.value
-            candidates[name] = Candidate(name, distribution, probe, hooks=hooks)
+            hooks, probe, faults = outcome.value
+            candidates[name] = Candidate(name, distribution, probe, hooks=hooks, faults=faults)
         else:
             remedy = getattr(outcome.error, "remedy", "") or f"repair or uninstall {distribution}"
             broken = Probe(name, available=False, reason=describe(outcome.error), remedy=remedy)
@@ -213,7 +216,7 @@ def _probe(entries: list[Declared]) -> dict[str, Candidate]:
     return candidates
 
 
-def _ask(entry: Declared, deadline: float) -> tuple[Any, Probe]:
+def _ask(entry: Declared, deadline: float) -> tuple[Any, Probe, tuple[KnownFault, ...]]:
     point = entry.point
     outcome = _load(point).outcome(deadline)
     if outcome is None:
@@ -235,7 +238,15 @@ def _ask(entry: Declared, deadline: float) -> tuple[Any, Probe]:
             f"{point.value} is written for plugin interface {probe.api}, and this accelcore works with {works}",
             remedy=f"install a newer {newer}",
         )
-    return hooks, probe
+    return hooks, probe, tuple(_known_faults(point, hooks.accelcore_known_faults()))
+
+
+def _known_faults(point: EntryPoint, answers: Iterable[Any]) -> Iterator[KnownFault]:
+    for answer in answers:
+        for fault in answer:
+            if not isinstance(fault, KnownFault):
+                raise PluginError(f"{point.value} answers accelcore_known_faults with {fault!r}, not a KnownFault")
+            yield fault
 
 
 def _load(point: EntryPoint) -> _Call:

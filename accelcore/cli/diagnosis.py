@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from accelcore import plugins
@@ -17,10 +17,11 @@ from accelcore.cli.requirements import Misfit, installed_version, misfits
 from accelcore.cli.selection_preview import SelectionPreview
 from accelcore.entrypoints import Declared, declared
 from accelcore.environment import JOB_VARIABLES
+from accelcore.known_faults import TORCH_FAULTS, KnownFault
 from accelcore.plugins import BACKENDS, EXTENSIONS, Candidate
 from accelcore.probe import Probe
 
-__all__ = ["BROKEN", "NOTHING_USABLE", "USABLE", "Backend", "Diagnosis", "Extension", "diagnose"]
+__all__ = ["BROKEN", "NOTHING_USABLE", "USABLE", "Backend", "Diagnosis", "Extension", "InstalledFault", "diagnose"]
 
 SCHEMA = 1
 """Version of the JSON. A new field does not change it; a field that goes or means something else does."""
@@ -69,6 +70,20 @@ class Extension:
 
 
 @dataclass(frozen=True)
+class InstalledFault:
+    """A `KnownFault` of the installed version; `backend` is whose it is, empty where every backend has it."""
+
+    backend: str
+    kernel: str
+    package: str
+    installed: str
+    versions: str
+    what: str
+    instead: str
+    reference: str
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """All that doctor found.
 
@@ -79,6 +94,7 @@ class Diagnosis:
         autoload: the entry points that `import torch` calls.
         crash: how all plugins, asked together, ended their process, where none does so alone; empty otherwise.
         advice: what nothing above is the place for.
+        faults: the kernels that are known to be wrong in the installed versions, of backends that can be used.
         deep: None without `--deep`.
     """
 
@@ -93,6 +109,7 @@ class Diagnosis:
     autoload: tuple[Autoload, ...]
     crash: str = ""
     advice: tuple[str, ...] = ()
+    faults: tuple[InstalledFault, ...] = ()
     deep: Deep | None = None
     schema: int = field(default=SCHEMA)
 
@@ -157,6 +174,7 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
         autoload=tuple(found),
         crash=crash,
         advice=tuple(_advice(found, candidates)),
+        faults=tuple(_installed_faults(candidates)),
         deep=deep,
     )
 
@@ -185,6 +203,16 @@ def _extension(extension: plugins.Extension, offered: Iterable[Declared]) -> Ext
         entry.distribution for entry in offered if (entry.name, entry.label) == (extension.name, extension.distribution)
     ]
     return Extension(extension.name, state, extension.distribution, extension.reason, remedy, misfits(owners))
+
+
+def _installed_faults(candidates: Iterable[Candidate]) -> Iterator[InstalledFault]:
+    known: list[tuple[str, Sequence[KnownFault]]] = [("", TORCH_FAULTS)]
+    known += [(candidate.name, candidate.faults) for candidate in candidates if candidate.probe.available]
+    for backend, faults in known:
+        for fault in faults:
+            if fault.applies:
+                shown = {field.name: getattr(fault, field.name) for field in fields(InstalledFault)[1:]}
+                yield InstalledFault(backend, **shown)
 
 
 def _versions(distributions: Iterable[str]) -> dict[str, str | None]:

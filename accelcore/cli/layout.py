@@ -93,6 +93,14 @@ def lines(found: Diagnosis) -> Iterator[Line]:
         yield from _headed("import torch calls")
         for autoload in found.autoload:
             yield _line(2, (str(autoload), ""))
+    if found.faults:
+        yield from _headed("known wrong kernels in the installed versions")
+        for fault in found.faults:
+            whose = f", {fault.backend}" if fault.backend else ""
+            yield _line(2, (fault.kernel, "bold"), (f"  {fault.package} {fault.installed}{whose}", ""))
+            yield _line(6, ("what: ", "dim"), (fault.what, ""))
+            yield _line(6, ("instead: ", "dim"), (fault.instead, ""))
+            yield _line(6, ("see: ", "dim"), (fault.reference, ""))
     if found.crash:
         yield from _headed("all plugins together")
         yield _line(2, (found.crash, "bold red"))

@@ -16,6 +16,7 @@ from accelcore import plugins
 from accelcore.cli.selection_preview import Fault, PassedOver, SelectionPreview, preview_selection
 from accelcore.entrypoints import declared
 from accelcore.errors import PluginError
+from accelcore.known_faults import KnownFault
 from accelcore.plugins import EXTENSIONS, Candidate, Extension
 from accelcore.probe import Probe
 
@@ -45,6 +46,7 @@ class Answers:
                         "distribution": candidate.distribution,
                         "broken": candidate.error is not None,
                         "probe": {field.name: getattr(candidate.probe, field.name) for field in fields(Probe)},
+                        "faults": [asdict(fault) for fault in candidate.faults],
                     }
                     for candidate in self.candidates
                 ],
@@ -70,10 +72,13 @@ class Answers:
         )
 
 
-def _candidate(name: str, distribution: str, broken: bool, probe: dict[str, object]) -> Candidate:
+def _candidate(
+    name: str, distribution: str, broken: bool, probe: dict[str, object], faults: list[dict[str, str]]
+) -> Candidate:
     values = {field: tuple(value) if isinstance(value, list) else value for field, value in probe.items()}
     answer = Probe(**values)  # type: ignore[arg-type]  # which checks them itself
-    return Candidate(name, distribution, answer, error=PluginError(answer.reason) if broken else None)
+    known = tuple(KnownFault(**fault) for fault in faults)
+    return Candidate(name, distribution, answer, error=PluginError(answer.reason) if broken else None, faults=known)
 
 
 def _preview(passed_over: list[dict[str, str]], error: dict[str, str] | None, **rest: str) -> SelectionPreview:

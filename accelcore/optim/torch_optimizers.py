@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelcore.known_faults import FP16_EPSILON
 from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.formulas.checks import not_negative
 from accelcore.optim.formulas.formula import STATE_DTYPES
@@ -27,6 +28,8 @@ _BY_ELEMENT = (
     "adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd",
 )  # fmt: skip
 """Those that treat each element alike. Of any other, such as Muon, it is not taken for granted."""
+_EPSILON = {"adagrad": 1e-10, "adam": 1e-8, "adamw": 1e-8, "nadam": 1e-8, "radam": 1e-8, "rmsprop": 1e-8}
+"""What torch's classes add to a root that they divide by, and no more than that, where none is given."""
 _FUSED_PRIORITY, _LOOP_PRIORITY = 10, 0
 _FOREACH_PRIORITY = {True: 5, False: -10}
 
@@ -36,7 +39,6 @@ def register_torch_optimizers(
     *,
     fused: tuple[str, ...],
     prefers_foreach: bool = False,
-    refuses: Callable[[Request], str | None] = lambda request: None,
 ) -> None:
     """Register every class of torch.optim; those named in `fused` also with their fused kernel, which is preferred.
 
@@ -49,18 +51,13 @@ def register_torch_optimizers(
         fused: optimizers with a fused kernel on this device.
         prefers_foreach: whether a few launches for all tensors beat some for each, as on a GPU. On a CPU `foreach` was
             measured slower than the loop, and is for those who ask for it.
-        refuses: why this device's fused kernel cannot serve a request, or None.
     """
-
-    def fused_supports(request: Request) -> str | None:
-        return _fused_supports(request) or refuses(request)
-
     for name, kind in _CLASSES.items():
         switches = inspect.signature(kind).parameters
         memory: Memory = "any" if name in _BY_ELEMENT else "tensors"
         if name in fused:
             registry.register(
-                name, "fused", _made_by(FUSED[name]), priority=_FUSED_PRIORITY, supports=fused_supports, memory=memory
+                name, "fused", _made_by(FUSED[name]), priority=_FUSED_PRIORITY, supports=_fused_supports, memory=memory
             )  # fmt: skip
         loop = partial(kind, foreach=False) if "foreach" in switches else kind
         registry.register(
@@ -75,6 +72,9 @@ def register_torch_optimizers(
                 supports=_foreach_supports if prefers_foreach else _loop_supports,
                 memory=memory,
             )
+        if name in _EPSILON:
+            for route in ("loop", "foreach"):
+                registry.distrust(name, route, FP16_EPSILON, when=_loses_epsilon)
 
 
 def _made_by(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
@@ -88,6 +88,12 @@ def _made_by(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
         return made
 
     return make
+
+
+def _loses_epsilon(request: Request) -> bool:
+    """Whether eps is added to numbers in fp16, of which it is less than half of the smallest."""
+    in_fp16 = any(parameter.dtype == torch.float16 for parameter in request.parameters)
+    return in_fp16 and any(float(eps) < 2**-25 for eps in request.values("eps", _EPSILON[request.name]))
 
 
 def _fused_supports(request: Request) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch._functorch.config
 from torch import nn
 
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.known_faults import BACKWARD_UNDER_AUTOCAST, KnownFault
 
 __all__ = ["Compiled", "Compiler", "NoCompiler", "TorchCompiler"]
 
@@ -29,12 +30,14 @@ class Compiled:
         reason: why it runs eagerly, where it does.
         overwrites: whether what it returns, and the gradients it gives, are memory that its next call writes anew, as
             with CUDA graphs. The trainer copies what has to outlast that.
+        avoids: what is known to be wrong with the compiler in the installed version; each says what is done instead.
     """
 
     module: Callable[..., Any]
     compiled: bool
     reason: str = ""
     overwrites: bool = False
+    avoids: tuple[KnownFault, ...] = ()
 
 
 class Compiler(ABC):
@@ -57,8 +60,8 @@ class Compiler(ABC):
         """
 
 
-# What backward is compiled for is decided in forward, under autocast: by default torch then compiles backward as if it
-# ran under autocast too, which it does not (pytorch#153044). Only calls of compiled modules see this setting.
+# Around BACKWARD_UNDER_AUTOCAST: what backward is compiled for is decided in forward, under autocast. Only calls of
+# compiled modules see this setting.
 _BACKWARD_OUTSIDE_AUTOCAST = torch._functorch.config.patch({"backward_pass_autocast": "off"})
 
 
@@ -74,10 +77,12 @@ class TorchCompiler(Compiler):
 
     Args:
         missing: looked at before each compilation: the reason why this machine cannot compile, or None.
+        avoids: faults of this device's compiler that the backend goes around, beside those of torch in general.
     """
 
-    def __init__(self, missing: Callable[[], str | None] = lambda: None) -> None:
+    def __init__(self, missing: Callable[[], str | None] = lambda: None, avoids: Sequence[KnownFault] = ()) -> None:
         self._missing = missing
+        self._avoids = tuple(fault for fault in (BACKWARD_UNDER_AUTOCAST, *avoids) if fault.applies)
 
     def check(self, options: Mapping[str, Any]) -> None:
         if self._missing() is None:
@@ -89,7 +94,7 @@ class TorchCompiler(Compiler):
             logger.warning("the model runs eagerly, not compiled: %s", reason)
             return Compiled(module, compiled=False, reason=reason)
         compiled = _compile(module, options)
-        result = Compiled(module, compiled=True)
+        result = Compiled(module, compiled=True, avoids=self._avoids)
         result.module = _Guarded(module, compiled, result)
         return result
 

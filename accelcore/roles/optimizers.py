@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.known_faults import KnownFault
 from accelcore.optim.formula_route import formula_routes
 from accelcore.optim.optimizer import Optimizer
 from accelcore.optim.route import Choice, Factory, Memory, Request, Route, choose
@@ -63,6 +65,31 @@ class Optimizers:
                 )
         routes.append(Route(route, factory, priority, memory, supports))
         routes.sort(key=lambda entry: -entry.priority)
+
+    def distrust(
+        self, name: str, route: str, fault: KnownFault, *, when: Callable[[Request], bool] = lambda request: True
+    ) -> None:
+        """Refuse a route, in the versions of the fault: its kernel is known to be wrong.
+
+        Args:
+            name: the optimizer, in any letter case.
+            route: its route, which has to be registered.
+            fault: what is wrong, and in which versions; in others nothing is refused.
+            when: whether the kernel is wrong for a request. By default it is for every one.
+
+        Raises:
+            ConfigurationError: there is no such route.
+        """
+        routes = self._routes.get(name.lower(), [])
+        for place, known in enumerate(routes):
+            if known.name == route:
+                if fault.applies:
+                    routes[place] = replace(known, supports=_unless(when, str(fault), known.supports))
+                return
+        raise ConfigurationError(
+            f"optimizer {name!r} has no route {route!r} to be distrusted",
+            available=", ".join(known.name for known in routes),
+        )
 
     def copy(self) -> Optimizers:
         """A registry with the same routes, to which more can be added without changing this one."""
@@ -135,6 +162,12 @@ class Optimizers:
                 remedy="choose one of those, or install a package that registers it",
             )
         return choose(self._routes[request.name], request)
+
+
+def _unless(
+    wrong: Callable[[Request], bool], reason: str, supports: Callable[[Request], str | None]
+) -> Callable[[Request], str | None]:
+    return lambda request: reason if wrong(request) else supports(request)
 
 
 def _listed(params: Parameters) -> list[Any]:

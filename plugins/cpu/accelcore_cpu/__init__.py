@@ -9,8 +9,9 @@ from accelcore.probe import Probe
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
+    from accelcore.known_faults import KnownFault
 
-__all__ = ["accelcore_create_backend", "accelcore_probe"]
+__all__ = ["accelcore_create_backend", "accelcore_known_faults", "accelcore_probe"]
 
 
 @hookimpl
@@ -27,3 +28,11 @@ def accelcore_create_backend(name: str, index: int) -> Backend | None:
     from accelcore_cpu.backend import create
 
     return create()
+
+
+@hookimpl
+def accelcore_known_faults() -> tuple[KnownFault, ...]:
+    """What is known to be wrong with torch's kernels for the CPU."""
+    from accelcore_cpu.known_faults import KNOWN_FAULTS
+
+    return KNOWN_FAULTS

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from accelcore.roles.compiler import Compiled, TorchCompiler
+from accelcore_cuda.known_faults import MIX_ORDER_REDUCTION
 
 __all__ = ["CudaCompiler", "missing_for_inductor", "replays_graphs"]
 
@@ -29,11 +30,12 @@ class CudaCompiler(TorchCompiler):
     """
 
     def __init__(self, compute: tuple[int, int], *, rocm: bool) -> None:
-        super().__init__()
+        super().__init__(avoids=(MIX_ORDER_REDUCTION,))
         self._compute, self._rocm = compute, rocm
 
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
-        compiled = super().compile(module, options)  # refuses what torch.compile does not know; compiles at first call
+        own = _without_mix_order_reduction(options) if MIX_ORDER_REDUCTION.applies else options
+        compiled = super().compile(module, own)  # refuses what torch.compile does not know; compiles at first call
         compiled.overwrites = replays_graphs(options)
         if options.get("backend", "inductor") != "inductor":
             return compiled
@@ -42,6 +44,17 @@ class CudaCompiler(TorchCompiler):
             return compiled
         logger.warning("the model runs eagerly, not compiled: %s", reason)
         return Compiled(module, compiled=False, reason=reason)
+
+
+def _without_mix_order_reduction(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same options of torch.compile, but for the optimization that computes wrong gradients, unless asked for."""
+    import torch._inductor  # only for those who compile: it takes a while
+
+    mode, own = options.get("mode"), options.get("options")
+    if options.get("backend", "inductor") != "inductor" or (mode and own):  # which torch.compile refuses
+        return options
+    of_mode = torch._inductor.list_mode_options(mode or "default")  # torch takes a mode or options
+    return {**options, "mode": None, "options": {"triton.mix_order_reduction": False, **of_mode, **(own or {})}}
 
 
 def replays_graphs(options: Mapping[str, Any]) -> bool:

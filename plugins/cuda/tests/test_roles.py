@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from accelcore_cuda.collectives import CudaCollectives
 from accelcore_cuda.compiler import CudaCompiler, missing_for_inductor, replays_graphs
 from accelcore_cuda.determinism import make_deterministic
+from accelcore_cuda.known_faults import MIX_ORDER_REDUCTION
 
 from accelcore.environment import Launch
 from accelcore.errors import ConfigurationError, DistributedError
@@ -115,6 +117,40 @@ def test_options_that_make_graphs_are_known(options, graphs):
 def test_graphs_say_that_they_overwrite(backend, overwrites):
     compiled = CudaCompiler((9, 0), rocm=False).compile(torch.nn.Linear(2, 2), {"backend": backend})
     assert compiled.overwrites is overwrites
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({}, {"triton.mix_order_reduction": False}),
+        ({"mode": "reduce-overhead"}, {"triton.mix_order_reduction": False, "triton.cudagraphs": True}),
+        ({"options": {"triton.mix_order_reduction": True}}, {"triton.mix_order_reduction": True}),
+        ({"backend": "eager"}, None),
+    ],
+)
+def test_the_optimization_that_computes_wrong_gradients_is_off_unless_asked_for(complete, monkeypatch, options, given):
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda module, **keywords: seen.append(keywords) or module)
+    compiled = CudaCompiler((9, 0), rocm=False).compile(torch.nn.Linear(2, 2), options)
+    assert seen[0].get("options") == given
+    if MIX_ORDER_REDUCTION.applies:
+        assert MIX_ORDER_REDUCTION in compiled.avoids
+
+
+def test_a_mode_beside_options_is_refused_as_by_torch(complete):
+    with pytest.raises(ConfigurationError, match="mode"):
+        CudaCompiler((9, 0), rocm=False).compile(
+            torch.nn.Linear(2, 2), {"mode": "reduce-overhead", "options": {"max_autotune": True}}
+        )
+
+
+def test_a_torch_without_the_fault_compiles_as_asked(complete, monkeypatch):
+    monkeypatch.setattr(accelcore_cuda.compiler, "MIX_ORDER_REDUCTION", replace(MIX_ORDER_REDUCTION, versions="<1"))
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda module, **keywords: seen.append(keywords) or module)
+    compiled = CudaCompiler((9, 0), rocm=False).compile(torch.nn.Linear(2, 2), {"mode": "max-autotune"})
+    assert seen == [{"mode": "max-autotune"}]
+    assert not [fault for fault in compiled.avoids if fault.kernel == MIX_ORDER_REDUCTION.kernel]
 
 
 def test_graphs_by_configuration_are_known():

@@ -9,8 +9,9 @@ from accelcore.probe import Probe
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
+    from accelcore.known_faults import KnownFault
 
-__all__ = ["accelcore_create_backend", "accelcore_probe"]
+__all__ = ["accelcore_create_backend", "accelcore_known_faults", "accelcore_probe"]
 
 
 @hookimpl
@@ -29,3 +30,11 @@ def accelcore_create_backend(name: str, index: int) -> Backend | None:
     from accelcore_npu.backend import create
 
     return create(index)
+
+
+@hookimpl
+def accelcore_known_faults() -> tuple[KnownFault, ...]:
+    """What is known to be wrong with torch_npu's kernels and classes."""
+    from accelcore_npu.known_faults import KNOWN_FAULTS
+
+    return KNOWN_FAULTS

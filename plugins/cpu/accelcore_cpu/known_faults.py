@@ -1,0 +1,29 @@
+"""Kernels of torch for the CPU that are known to be wrong; free of torch."""
+
+from __future__ import annotations
+
+from accelcore.known_faults import KnownFault
+
+__all__ = ["KNOWN_FAULTS", "LOW_PRECISION_SGD"]
+
+LOW_PRECISION_SGD = KnownFault(
+    kernel="torch._fused_sgd_ on the CPU, bf16 and fp16",
+    package="torch",
+    versions="<2.14",
+    what="torch's fused SGD kernel for the CPU leaves most elements of bf16 and fp16 parameters as they were",
+    instead="the route is refused for such parameters, and another one taken",
+    reference="https://github.com/pytorch/pytorch/issues/191763",
+    seen="torch 2.13.0: of 100 bf16 elements a step changes 4",
+    probe="accelcore_cpu.fault_probes:low_precision_sgd",
+)
+MEMORY_ORDER = KnownFault(
+    kernel="torch._fused_adam_, _fused_adamw_, _fused_adagrad_, _fused_sgd_ on the CPU",
+    package="torch",
+    versions=">=2.11",
+    what="a gradient whose strides are not the parameter's is read in the wrong order",
+    instead="our route to the same kernels lays such a gradient out as its parameter first",
+    reference="https://github.com/pytorch/pytorch/issues/110758 (where it is an error, on a GPU)",
+    seen="torch 2.13.0: a transposed parameter with a contiguous gradient",
+    probe="accelcore_cpu.fault_probes:memory_order",
+)
+KNOWN_FAULTS = (LOW_PRECISION_SGD, MEMORY_ORDER)

@@ -1,0 +1,20 @@
+"""What is known to be wrong with torch's kernels and compilers for the GPU; free of torch."""
+
+from __future__ import annotations
+
+from accelcore.known_faults import KnownFault
+
+__all__ = ["KNOWN_FAULTS", "MIX_ORDER_REDUCTION"]
+
+MIX_ORDER_REDUCTION = KnownFault(
+    kernel="torch.compile (inductor) on a GPU: gradients of a model with chained norms that share one parameter",
+    package="torch",
+    versions=">=2.10,<2.14",
+    what="a part of the gradient of a shared scale and shift is never written, so that it is what the memory held "
+    "before",
+    instead="models are compiled with triton.mix_order_reduction=False, unless the options ask for it",
+    reference="https://github.com/pytorch/pytorch/issues/193061",
+    seen="",
+    probe="accelcore_cuda.fault_probes:mix_order_reduction",
+)
+KNOWN_FAULTS = (MIX_ORDER_REDUCTION,)

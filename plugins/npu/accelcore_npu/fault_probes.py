@@ -1,0 +1,172 @@
+"""What the faults of torch_npu ask of the installed version; see `known_faults.py`.
+
+They run on an NPU, emulated or not; on an emulated one the Python of torch_npu's optimizers is its own, and kernels are
+not, so that what is wrong with a kernel cannot be told there.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import torch_npu
+from torch import Tensor, nn
+from torch_npu import optim
+
+from accelcore_npu import emulation
+
+__all__ = [
+    "clipped_by_first_group",
+    "fp16_epsilon",
+    "late_gradient_lost",
+    "loaded_state_ignored",
+    "scaling_ignored",
+    "stale_gradients",
+    "steps_uncounted",
+]
+
+_OPTIONS: dict[Any, dict[str, float]] = {
+    optim.NpuFusedAdadelta: {"lr": 0.5},
+    optim.NpuFusedAdam: {"lr": 0.01},
+    optim.NpuFusedAdamP: {"lr": 0.01},
+    optim.NpuFusedAdamW: {"lr": 0.01},
+    optim.NpuFusedBertAdam: {"lr": 0.01, "max_grad_norm": -1.0},
+    optim.NpuFusedLamb: {"lr": 0.01},
+    optim.NpuFusedRMSprop: {"lr": 0.01},
+    optim.NpuFusedRMSpropTF: {"lr": 0.01},
+    optim.NpuFusedSGD: {"lr": 0.01, "momentum": 0.9},
+}
+
+
+def _asked(probe: Callable[[], bool]) -> Callable[[], bool | None]:
+    """The probe, where there is an NPU; without the warnings of an old API that torch_npu's classes use."""
+
+    @wraps(probe)
+    def ask() -> bool | None:
+        if not torch_npu.npu.is_available():
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return probe()
+
+    return ask
+
+
+@_asked
+def late_gradient_lost() -> bool:
+    """A parameter has its first gradient in the second step: is it as it was, in both classes?"""
+    for kind in (optim.NpuFusedSGD, optim.NpuFusedBertAdam):
+        early, late = _weights(2)
+        optimizer = kind([early, late], **_OPTIONS[kind])
+        _step(optimizer, [early], 1.0)
+        _step(optimizer, [early, late], 1.0)
+        if not torch.equal(late.detach(), _weights(1)[0].detach()):
+            return False
+    return True
+
+
+@_asked
+def stale_gradients() -> bool:
+    """Does it not matter what the gradient of the second step is, if it is a tensor of its own?"""
+    return all(
+        torch.equal(_trained(kind, [1.0, 2.0]), _trained(kind, [1.0, -3.0]))
+        for kind in _OPTIONS
+        if kind is not optim.NpuFusedAdamP  # which reads the new gradient, too
+    )
+
+
+@_asked
+def loaded_state_ignored() -> bool:
+    """One step from the same weights, before and after the state of before was loaded: do all classes differ?"""
+    for kind in _OPTIONS:
+        parameters = _weights(1)
+        optimizer = kind(parameters, **_OPTIONS[kind])
+        for value in (1.0, -2.0, 3.0):
+            _step(optimizer, parameters, value, in_place=True)
+        start, state = parameters[0].detach().clone(), copy.deepcopy(optimizer.state_dict())
+        results = []
+        for _ in range(2):
+            with torch.no_grad():
+                parameters[0].copy_(start)
+            _step(optimizer, parameters, 0.5, in_place=True)
+            results.append(parameters[0].detach().clone())
+            optimizer.load_state_dict(state)
+        if torch.equal(*results):
+            return False
+    return True
+
+
+@_asked
+def steps_uncounted() -> bool:
+    """After a step, does the state say 0?"""
+    parameters = _weights(1)
+    optimizer = optim.NpuFusedBertAdam(parameters, lr=0.01)
+    _step(optimizer, parameters, 1.0)
+    return bool(optimizer.state_dict()["state"][0]["step"] == 0)
+
+
+@_asked
+def clipped_by_first_group() -> bool:
+    """Is a group clipped that says it is not to be?"""
+    first, second = _weights(2)
+    optimizer = optim.NpuFusedBertAdam([{"params": [first]}, {"params": [second], "max_grad_norm": -1.0}], lr=0.01)
+    _step(optimizer, [first, second], 100.0)
+    return not torch.allclose(optimizer.state[second]["exp_avg"], 0.1 * _gradient(second, 100.0))
+
+
+@_asked
+def fp16_epsilon() -> bool:
+    """A step with small gradients in fp16: does neither class leave the parameter finite?"""
+    finite = []
+    for kind in (optim.NpuFusedAdam, optim.NpuFusedAdamW):
+        parameters = _weights(1, torch.float16)
+        _step(kind(parameters, lr=0.01), parameters, 1e-5)
+        finite.append(bool(parameters[0].isfinite().all()))
+    return not any(finite)
+
+
+def scaling_ignored() -> bool | None:
+    """A step that found_inf says to skip: is it made? The kernel has to be torch_npu's own."""
+    if not torch_npu.npu.is_available() or emulation.devices() is not None:
+        return None
+    (parameter,) = _weights(1)
+    optimizer = torch.optim.AdamW([parameter], lr=0.5, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = (  # type: ignore[attr-defined]
+        torch.ones((), device="npu"), torch.ones((), device="npu"),
+    )  # fmt: skip
+    _step(optimizer, [parameter], 1.0)
+    return not torch.equal(parameter.detach(), _weights(1)[0].detach())
+
+
+def _weights(count: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Parameters that are equal each time."""
+    return [nn.Parameter(torch.linspace(0.5, 2.0, 12).reshape(3, 4).to("npu", dtype)) for _ in range(count)]
+
+
+def _gradient(parameter: Tensor, value: float) -> Tensor:
+    generator = torch.Generator().manual_seed(int(abs(value)))  # another direction for another value
+    return value * torch.randn(3, 4, generator=generator).to(parameter.device, parameter.dtype)
+
+
+def _step(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], value: float, in_place: bool = False
+) -> None:
+    for parameter in parameters:
+        gradient = _gradient(parameter, value)
+        if in_place and parameter.grad is not None:
+            parameter.grad.copy_(gradient)
+        else:
+            parameter.grad = gradient
+    optimizer.step()
+
+
+def _trained(kind: Any, values: list[float]) -> Tensor:
+    parameters = _weights(1)
+    optimizer = kind(parameters, **_OPTIONS[kind])
+    for value in values:
+        _step(optimizer, parameters, value)
+    return parameters[0].detach()

@@ -1,0 +1,43 @@
+"""`accelcore doctor` and the kernels that are known to be wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from accelcore.known_faults import TORCH_FAULTS
+
+PLUGIN = """
+@hookimpl
+def accelcore_known_faults():
+    from accelcore.known_faults import KnownFault
+
+    words = dict(package="torch", what="it adds wrongly", instead="a loop", reference="page 1", seen="", probe="a:b")
+    return [KnownFault("a kernel", versions=">=2", **words), KnownFault("an old one", versions="<1", **words)]
+"""
+
+
+def test_those_of_the_installed_versions_and_of_usable_backends_are_shown(machine):
+    machine.fakes.backend("mine", after=PLUGIN)
+    machine.fakes.backend("away", after=PLUGIN, available=False, count=0, reason="no device", remedy="buy one")
+    code, report = machine.doctor()
+    assert code == 0, "a kernel that is avoided is nothing broken"
+    found = {(fault["backend"], fault["kernel"]): fault for fault in report["faults"]}
+    assert {kernel for backend, kernel in found if backend == ""} == {fault.kernel for fault in TORCH_FAULTS}
+    assert {kernel for backend, kernel in found if backend == "mine"} == {"a kernel"}
+    assert {backend for backend, _ in found} == {"", "cpu", "mine"}
+    assert found["mine", "a kernel"] == {
+        "backend": "mine", "kernel": "a kernel", "package": "torch", "installed": report["versions"]["torch"],
+        "versions": ">=2", "what": "it adds wrongly", "instead": "a loop", "reference": "page 1",
+    }  # fmt: skip
+    text = machine.run("doctor").stdout
+    assert f"  a kernel  torch {report['versions']['torch']}, mine\n      what: it adds wrongly\n" in text
+    assert "      instead: a loop\n      see: page 1\n" in text
+    assert "an old one" not in text
+
+
+@pytest.mark.parametrize("answer", ["'sgd is wrong'", "[3]", "1 / 0"])
+def test_a_plugin_whose_answer_is_no_list_of_faults_is_broken(machine, answer):
+    machine.fakes.backend("mine", after=f"@hookimpl\ndef accelcore_known_faults():\n    return {answer}\n")
+    code, report = machine.doctor()
+    assert (code, report["broken"]) == (1, ["backend mine"])
+    assert not [fault for fault in report["faults"] if fault["backend"] == "mine"]

@@ -1,0 +1,186 @@
+"""The table of known wrong kernels against the kernels themselves, and what is made of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelcore import fault_probes
+from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.known_faults import FP16_EPSILON, TORCH_FAULTS, KnownFault
+from accelcore.roles.compiler import TorchCompiler
+from accelcore.roles.optimizers import Optimizers
+
+PAGE = Path(__file__).parents[1] / "docs" / "known_faults.md"
+TABLES = {"": TORCH_FAULTS}
+TABLES |= {name: import_module(f"accelcore_{name}.known_faults").KNOWN_FAULTS for name in ("cpu", "cuda", "npu")}
+FAULT = KnownFault(
+    kernel="a kernel", package="torch", versions=">=2", what="it adds wrongly", instead="a loop",
+    reference="https://example.org/1", seen="", probe="accelcore.fault_probes:fp16_epsilon",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fault", [fault for name in ("", "cpu", "cuda") for fault in TABLES[name]], ids=lambda fault: fault.kernel
+)
+def test_each_entry_is_still_true_of_the_installed_version(fault):
+    """Both ways: a kernel that was mended is no longer refused, and one that is wrong again is."""
+    answer = fault.still_wrong()
+    if answer is None:
+        pytest.skip(f"{fault.probe} needs a device that is not here")
+    assert answer == fault.applies, f"out of date for {fault.package} {fault.installed}: {fault}"
+
+
+class Right(torch.optim.Optimizer):
+    """A class that computes as it should, for any option that a probe gives it."""
+
+    def __init__(self, params, lr=0.1, **options):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        if getattr(self, "found_inf", torch.zeros(())) == 0:
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= self.param_groups[0]["lr"] * parameter.grad
+
+
+def test_a_probe_finds_what_is_right_to_be_right(monkeypatch):
+    """A probe that calls everything wrong would prove nothing."""
+    cpu_probes = import_module("accelcore_cpu.fault_probes")
+    monkeypatch.setattr(fault_probes, "_WITH_EPSILON", (Right,))
+    monkeypatch.setattr(cpu_probes, "_FUSED", (Right,))
+    monkeypatch.setattr(torch.optim, "SGD", Right)
+    assert not fault_probes.fp16_epsilon()
+    assert not fault_probes.skipped_first_step()
+    assert not cpu_probes.low_precision_sgd()
+    assert not cpu_probes.memory_order()
+    torch._dynamo.reset()  # what was compiled with the other setting is kept
+    with torch._functorch.config.patch({"backward_pass_autocast": "off"}):
+        assert not fault_probes.backward_under_autocast()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("versions", "applies"), [(">=2,<3", True), ("<1", False), (">=2.13.0", True)])
+def test_a_fault_applies_to_its_versions(versions, applies):
+    assert replace(FAULT, versions=versions).applies is applies
+
+
+def test_a_fault_of_what_is_not_installed_does_not_apply():
+    fault = replace(FAULT, package="no-such-distribution")
+    assert (fault.installed, fault.applies) == (None, False)
+
+
+@pytest.mark.parametrize("change", [{"what": ""}, {"probe": ""}, {"reference": None}, {"versions": 2}])
+def test_an_entry_that_says_nothing_is_refused(change):
+    with pytest.raises(ValueError, match=f"'a kernel': {next(iter(change))} is"):
+        replace(FAULT, **change)
+
+
+# The registry.
+
+
+def registry():
+    found = Optimizers()
+    found.register("sgd", "wrong", torch.optim.SGD, priority=1, supports=lambda request: request.options.get("reason"))
+    found.register("sgd", "right", torch.optim.SGD)
+    return found
+
+
+def test_a_route_that_is_distrusted_is_refused_with_the_faults_words_and_reference():
+    optimizers = registry()
+    optimizers.distrust("SGD", "wrong", FAULT)
+    first, second = optimizers.explain("sgd")
+    assert (first.route, first.chosen, second.chosen) == ("wrong", False, True)
+    assert first.reason == "it adds wrongly (torch >=2: https://example.org/1)"
+    weight = torch.nn.Parameter(torch.ones(1))
+    assert optimizers.create("sgd", [weight], lr=0.1).route == "right"
+    with pytest.raises(UnsupportedError, match="it adds wrongly"):
+        optimizers.create("sgd", [weight], lr=0.1, route="wrong")
+
+
+def test_a_route_is_distrusted_for_the_requests_that_it_serves_wrongly_and_no_others():
+    optimizers = registry()
+    optimizers.distrust("sgd", "wrong", FAULT, when=lambda request: bool(request.options.get("nesterov")))
+    assert optimizers.explain("sgd")[0].chosen
+    assert optimizers.explain("sgd", nesterov=True)[1].chosen
+    assert optimizers.explain("sgd", reason="its own")[0].reason == "its own"
+
+
+def test_a_version_without_the_fault_is_trusted():
+    optimizers = registry()
+    optimizers.distrust("sgd", "wrong", replace(FAULT, versions="<1"))
+    assert optimizers.explain("sgd")[0].chosen
+
+
+def test_distrust_of_a_copy_leaves_the_registry_as_it_was():
+    optimizers = registry()
+    optimizers.copy().distrust("sgd", "wrong", FAULT)
+    assert optimizers.explain("sgd")[0].chosen
+
+
+@pytest.mark.parametrize(("name", "route"), [("sgd", "wrogn"), ("sdg", "wrong")])
+def test_what_is_not_registered_cannot_be_distrusted(name, route):
+    with pytest.raises(ConfigurationError, match="has no route"):
+        registry().distrust(name, route, FAULT)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "adam", "adamw", "nadam", "radam", "rmsprop"])
+def test_eps_that_is_nothing_in_fp16_is_refused_where_it_is_added_in_fp16(accel, name):
+    weight = torch.nn.Parameter(torch.ones(8, dtype=torch.float16))
+    for route in ("loop", "foreach"):
+        with pytest.raises(UnsupportedError, match=re.escape(FP16_EPSILON.reference)):
+            accel.optimizers.create(name, [weight], route=route)
+    weight.grad = torch.full_like(weight, 1e-5)
+    optimizer = accel.optimizers.create(name, [weight], route="loop", eps=1e-4)
+    optimizer.step()
+    assert weight.isfinite().all()
+
+
+def test_gradients_in_another_order_than_their_parameter_are_read_rightly(accel):
+    def trained(route):
+        weight = torch.nn.Parameter(torch.arange(6.0).reshape(3, 2).t())
+        optimizer = accel.optimizers.create("adam", [weight], lr=0.1, route=route)
+        for _ in range(2):
+            weight.grad = torch.arange(-6.0, 0.0).reshape(2, 3)
+            optimizer.step()
+        return weight.detach()
+
+    torch.testing.assert_close(trained("fused"), trained("loop"))
+
+
+# The compiler.
+
+
+def test_a_compiled_model_says_what_is_avoided():
+    compiled = TorchCompiler(avoids=(FAULT, replace(FAULT, versions="<1"))).compile(
+        torch.nn.Linear(2, 2), {"backend": "eager"}
+    )
+    assert [fault.kernel for fault in compiled.avoids] == [
+        "torch.compile, backward of a model that was called under autocast", "a kernel",
+    ]  # fmt: skip
+
+
+# The page.
+
+
+def rows(text):
+    """The rows of a page's tables without their headings."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [line for line in lines if not line.startswith(("| kernel", "|---"))]
+
+
+def row(fault):
+    link = re.sub(r"https://github\.com/(\S+?)/(?:issues|pull)/(\d+)", r"[\1#\2](\g<0>)", fault.reference)
+    seen = fault.seen or "not yet by us"
+    return f"| {fault.kernel} | {fault.package} {fault.versions} | {fault.what} | {fault.instead} | {link} | {seen} |"
+
+
+def test_the_page_has_every_entry_and_no_other():
+    expected = [row(fault) for table in TABLES.values() for fault in table]
+    written = rows(PAGE.read_text(encoding="utf-8"))
+    assert written == expected, "the tables of docs/known_faults.md should be:\n" + "\n".join(expected)
