@@ -16,6 +16,7 @@ _BENCHMARKS = {
     "cli": "what accelcore doctor and accelcore run cost next to importing torch",
     "flat": "what flat parameters and gradients do to a step, and that the trainer's choice never harms",
     "launches": "what a step launches on an emulated NPU next to the loop by hand",
+    "optimizers": "the nine optimizers in multiples of what memory allows, beside torch's own and pytorch_optimizer",
     "overhead": "what a training step costs over the same step written by hand",
     "parallel": "what a step of two ranks costs over torch's DistributedDataParallel by hand",
     "startup": "what an import costs next to importing torch",
