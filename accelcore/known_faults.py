@@ -80,7 +80,7 @@ FP16_EPSILON = KnownFault(
     versions=">=2.11",
     what="the squares of small gradients and an eps of 1e-8 are both 0 in fp16, and the update divides by them: "
     "parameters become inf or NaN in one step",
-    instead="the route is refused for such a request; train fp32 masters, or give an eps of 1e-7 or more",
+    instead="the route is refused for such a request, and the fused kernel or the formula taken, where there is one",
     reference="https://github.com/pytorch/pytorch/issues/147437",
     seen="torch 2.13.0, CPU",
     probe="accelcore.fault_probes:fp16_epsilon",

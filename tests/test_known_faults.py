@@ -94,7 +94,7 @@ def registry():
 def test_a_route_that_is_distrusted_is_refused_with_the_faults_words_and_reference():
     optimizers = registry()
     optimizers.distrust("SGD", "wrong", FAULT)
-    first, second = optimizers.explain("sgd")
+    first, second, *_ = optimizers.explain("sgd")
     assert (first.route, first.chosen, second.chosen) == ("wrong", False, True)
     assert first.reason == "it adds wrongly (torch >=2: https://example.org/1)"
     weight = torch.nn.Parameter(torch.ones(1))
