@@ -93,7 +93,8 @@ def _made_by(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
 def _loses_epsilon(request: Request) -> bool:
     """Whether eps is added to numbers in fp16, of which it is less than half of the smallest."""
     in_fp16 = any(parameter.dtype == torch.float16 for parameter in request.parameters)
-    return in_fp16 and any(float(eps) < 2**-25 for eps in request.values("eps", _EPSILON[request.name]))
+    given = request.values("eps", _EPSILON[request.name])
+    return in_fp16 and any(isinstance(eps, int | float) and eps < 2**-25 for eps in given)
 
 
 def _fused_supports(request: Request) -> str | None:
