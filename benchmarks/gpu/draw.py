@@ -26,6 +26,8 @@ _VALUES = {
     "tokens_per_second": ("tokens/s", "{:,.0f}", 1.0),
     "images_per_second": ("images/s", "{:,.0f}", 1.0),
     "utilisation": ("utilisation", "{:.1%}", 1.0),
+    "bytes_per_second": ("GB/s", "{:,.0f}", 1e-9),
+    "share_of_copy": ("of a copy", "{:.0%}", 1.0),
     "loss": ("loss", "{:.4f}", 1.0),
     "peak_memory_bytes": ("peak memory", "{:.2f} GiB", 2.0**-30),
 }
@@ -45,6 +47,7 @@ _TITLES = {
     "gpt": "GPT-2 124M",
     "resnet": "ResNet-50",
     "precision": "Precisions",
+    "optimizers": "Optimizers",
 }
 
 

@@ -123,6 +123,20 @@ def test_every_precision_learns_the_same(rehearse):
         assert max(losses.values()) < 0.95 * chance
 
 
+def test_the_optimizers_are_compared_with_float64_and_with_a_copy(rehearse):
+    record = rehearse("optimizers")
+    found, differences = timed(record["cases"]), record["settings"]["differences"]
+    assert len(differences) == 9
+    assert max(differences.values()) < 1e-5
+    tables = ("21M in 10 tensors", "7M in 1000 tensors")
+    assert {(case["table"], case["name"]) for case in found} == set(product(tables, ("copy", *differences)))
+    assert len(record["goals"]) == 9 + 2 * 9
+    for case in found:
+        assert case["note"].startswith("route ") is (case["name"] != "copy")
+        assert ("share_of_copy" in case["values"]) is (case["name"] != "copy")
+        assert all(value > 0 for value in case["values"].values())
+
+
 def test_no_gpu_is_no_rehearsal(tmp_path):
     done = check(tmp_path, "--stage", "step")
     assert done.returncode == 2
