@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import accelcore
 from accelcore.errors import TrainingError, UnsupportedError
+from accelcore.optim.flat_formulas import FLAT_FORMULAS
 from accelcore.roles.accelerator import AcceleratorRuntime
 from accelcore.testing.oracles import batches, network, weights
 from accelcore.testing.training import loss_of
@@ -72,6 +74,26 @@ def test_a_batch_with_what_cannot_be_compared_is_refused(graphs):
 
 def test_a_schedule_reaches_the_captured_step(graphs):
     assert_alike(both(graphs, batches(12), schedule=lambda step: 0.0 if step >= 6 else 1.0))
+
+
+@pytest.mark.parametrize("name", ["adamp", "bertadam", "lamb", "rmsprop"])
+def test_a_formula_that_counts_on_the_device_is_captured(graphs, name):
+    """What other devices compile: here its operators are captured as they are."""
+    registry = graphs.optimizers.copy()
+    kind = partial(FLAT_FORMULAS[name], asynchronous=True)
+    registry.register(name, "counts there", kind, priority=30, memory="flat")
+    backend = dataclasses.replace(graphs, optimizers=registry)
+    options = {"t_total": 20, "warmup": 0.5} if name == "bertadam" else {"weight_decay": 0.1}
+    found = []
+    for graph in (False, True):
+        model = network()
+        optimizer = registry.create(name, model.parameters(), lr=0.02, **options)
+        trainer = backend.trainer(
+            model, optimizer, loss=loss_of, scheduler=LambdaLR(optimizer, lambda step: 1 / (1 + step)), graph=graph
+        )
+        found.append((train(backend, trainer, batches(10)), weights(model)))
+        assert optimizer.route == "counts there"
+    assert_alike(found)
 
 
 def test_each_shape_is_captured_and_used_again(graphs):
