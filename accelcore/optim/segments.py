@@ -23,7 +23,7 @@ from accelcore.optim.memory import Run
 __all__ = ["Channels", "Segments", "channels_of", "parameters_of"]
 
 _WIDTH = 128
-"""Numbers that a level of the tree adds up in a row; also the most elements of a leaf."""
+"""The most numbers that a level of the tree adds up in a row; also the most elements of a leaf."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Segments:
     Attributes:
         grain: elements of a leaf, which belong together; the tensor is as many leaves, each of one segment or of none.
         owners: int32, for each leaf the number of its segment, or the number of segments where it has none.
-        levels: int32, the members of each row of 128, by number; a number past the last one stands for zero.
+        levels: int32, matrices of numbers: which of the sums so far each row adds up; one past the last is a zero.
     """
 
     grain: int
@@ -44,7 +44,7 @@ class Segments:
         """The sum over each segment, along the last dimension."""
         sums = _rows(elements, self.grain).sum(-1) if self.grain > 1 else elements
         for level in self.levels:
-            sums = _rows(pad(sums, (0, 1)).index_select(-1, level), _WIDTH).sum(-1)
+            sums = _rows(pad(sums, (0, 1)).index_select(-1, level.flatten()), level.shape[1]).sum(-1)
         return sums
 
     def norm(self, elements: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def parameters_of(run: Run) -> Segments:
 def channels_of(run: Run) -> Channels | None:
     """The channels of those parameters of a run that have two dimensions or more, and elements; None without such.
 
-    They take 8 bytes for each leaf. A leaf is one element, unless all channels begin at multiples of a power of 2.
+    They take about 8 bytes a leaf. A leaf is one element, unless all channels begin at multiples of a power of 2.
     """
     parts = [
         (begin, part)
@@ -139,16 +139,18 @@ def _segments(members: Sequence[Tensor], leaves: int, grain: int, device: torch.
     levels: list[Tensor] = []
     size = leaves
     while not levels or any(rows.shape[1] > 1 for rows in members):
-        members = [_in_rows(rows, size) for rows in members]
-        levels.append(torch.cat([rows.flatten() for rows in members]).to(device, torch.int32))
-        size, members = _numbered([(len(rows), rows.shape[1] // _WIDTH) for rows in members])
+        longest = max(rows.shape[1] for rows in members)
+        width = min(_WIDTH, 1 << max(longest - 1, 0).bit_length())
+        members = [_in_rows(rows, width, missing=size) for rows in members]
+        levels.append(torch.cat([rows.reshape(-1, width) for rows in members]).to(device, torch.int32))
+        size, members = _numbered([(len(rows), rows.shape[1] // width) for rows in members])
     return Segments(grain, owners.to(device), levels)
 
 
-def _in_rows(members: Tensor, missing: int) -> Tensor:
+def _in_rows(members: Tensor, width: int, *, missing: int) -> Tensor:
     """Each segment's members, filled up to whole rows, one at least."""
     length = members.shape[1]
-    return pad(members, (0, max(-(-length // _WIDTH), 1) * _WIDTH - length), value=missing)
+    return pad(members, (0, max(-(-length // width), 1) * width - length), value=missing)
 
 
 def _numbered(shapes: Sequence[tuple[int, int]]) -> tuple[int, list[Tensor]]:
