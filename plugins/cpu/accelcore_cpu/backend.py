@@ -10,54 +10,51 @@ import torch
 
 from accelcore.backend import Backend
 from accelcore.capabilities import Capabilities
-from accelcore.optim.torch_optimizers import register_torch_optimizers
 from accelcore.roles.collectives import TorchCollectives
 from accelcore.roles.compiler import TorchCompiler
-from accelcore.roles.optimizers import Optimizers, Request
 from accelcore.roles.precision import TorchPrecision
 from accelcore.roles.scaler import Scalers
 from accelcore_cpu.compiler import missing_compiler
 from accelcore_cpu.fork import make_fork_safe
-from accelcore_cpu.known_faults import LOW_PRECISION_SGD
+from accelcore_cpu.kernels.library import unavailable
+from accelcore_cpu.optimizers import NATIVE
+from accelcore_cpu.routes import FUSED, create_optimizers
 from accelcore_cpu.runtime import CpuRuntime
 
-__all__ = ["CAPABILITIES", "create"]
+__all__ = ["create", "declare"]
 
 logger = logging.getLogger("accelcore")
 
-CAPABILITIES = Capabilities(
-    autocast_dtypes=("bfloat16", "float16"),
-    model_dtypes=("float32", "float64", "bfloat16", "float16"),
-    native_optimizers=("adagrad", "adam", "adamw", "sgd"),
-    compilers=("inductor",),
-    process_groups=("gloo",),
-    parallel=("none", "ddp", "combine_ddp"),
-)
+
+def declare(*, compiler: bool) -> Capabilities:
+    """What the CPU can do; `compiler`: there is one to build our kernels with."""
+    return Capabilities(
+        autocast_dtypes=("bfloat16", "float16"),
+        model_dtypes=("float32", "float64", "bfloat16", "float16"),
+        native_optimizers=tuple(sorted({*FUSED, *(NATIVE if compiler else ())})),
+        compilers=("inductor",),
+        process_groups=("gloo",),
+        parallel=("none", "ddp", "combine_ddp"),
+    )
 
 
 def create() -> Backend:
     """Compose the CPU backend; from then on, this process can be forked while it trains."""
     make_fork_safe()
     device = torch.device("cpu")
-    optimizers = Optimizers()
-    register_torch_optimizers(optimizers, fused=CAPABILITIES.native_optimizers)
-    optimizers.distrust("sgd", "fused", LOW_PRECISION_SGD, when=_in_low_precision)
+    capabilities = declare(compiler=unavailable(build=False) is None)
     return Backend(
         name="cpu",
         index=0,
         emulated=False,
-        capabilities=CAPABILITIES,
-        precision=_CpuPrecision("cpu", CAPABILITIES, "AutocastCPU"),
+        capabilities=capabilities,
+        precision=_CpuPrecision("cpu", capabilities, "AutocastCPU"),
         scaler=Scalers(device),
-        optimizers=optimizers,
+        optimizers=create_optimizers(),
         collectives=TorchCollectives(device, "gloo"),
         compiler=TorchCompiler(missing_compiler),
         runtime=CpuRuntime(device),
     )
-
-
-def _in_low_precision(request: Request) -> bool:
-    return any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in request.parameters)
 
 
 class _CpuPrecision(TorchPrecision):

@@ -1,0 +1,88 @@
+"""The compiler that the kernels are built with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+__all__ = ["FLAGS", "compile_to", "compiler_version", "cpu", "missing_compiler"]
+
+# No -ffast-math: nan and inf stay what they are, and nothing is reassociated or contracted, so that the same operations
+# give the same bits on every machine. Errno and traps, which are given up, would keep loops from being vectorized.
+FLAGS = (
+    "-std=c++14",
+    "-O3",
+    "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+    "-fPIC",
+    "-shared",
+)
+_SECONDS = 300
+
+
+def missing_compiler() -> str | None:
+    """Why there is no C++ compiler, or None; looks for one, and does not run it. Honours CXX."""
+    if os.name != "posix":
+        return "the kernels are built by g++ or clang++, on Linux and macOS"
+    command = _command()
+    if command and shutil.which(command[0]):
+        return None
+    if "CXX" in os.environ:
+        return f"the C++ compiler CXX={os.environ['CXX']!r} cannot be run (name one that can, or unset CXX)"
+    return "there is no C++ compiler (install g++, or name a compiler in CXX)"
+
+
+def compiler_version() -> str:
+    """How the compiler describes itself.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it cannot be run.
+    """
+    return _version(tuple(_command()))
+
+
+def compile_to(source: Path, library: Path) -> None:
+    """Compile a file to a shared library.
+
+    Raises:
+        OSError, subprocess.SubprocessError: that failed; a CalledProcessError has the compiler's words in `stderr`.
+    """
+    _run((*_command(), *FLAGS, str(source), "-o", str(library)))
+
+
+@cache
+def cpu() -> str:
+    """What code for this CPU depends on: its model, and the instructions it has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    told = [
+        line for line in lines if line.startswith(("model name", "flags", "Features", "CPU implementer", "CPU part"))
+    ]
+    return "\n".join((platform.system(), platform.machine(), platform.processor(), *told))
+
+
+def _command() -> list[str]:
+    named = os.environ.get("CXX")
+    if named is not None:
+        return shlex.split(named)
+    return ["clang++" if sys.platform == "darwin" else "g++"]
+
+
+@cache
+def _version(command: tuple[str, ...]) -> str:
+    return _run((*command, "--version"))
+
+
+def _run(command: tuple[str, ...]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS).stdout

@@ -1,0 +1,280 @@
+// A step of an optimizer over many tensors, in one call: passes over pieces of them, on several threads.
+#include <map>
+#include <memory>
+
+#include "elementwise.h"
+#include "normed.h"
+#include "plan.h"
+#include "threads.h"
+
+namespace {
+
+enum Kind { ADADELTA, ADAM, ADAMP, BERTADAM, LAMB, RMSPROP, RMSPROPTF, SGD_ };
+
+Rule* make_rule(int kind, const double* options, double step) {
+  const Options next{options};
+  switch (kind) {
+    case ADADELTA: return new Adadelta(next);
+    case ADAM: return new Adam(next, step);
+    case ADAMP: return new AdamP(next, step);
+    case BERTADAM: return new BertAdam(next, step);
+    case LAMB: return new Lamb(next);
+    case RMSPROP: return new RMSprop(next, false);
+    case RMSPROPTF: return new RMSprop(next, true);
+    default: return new SGD(next);
+  }
+}
+
+// What of a piece a pass touches.
+struct Access {
+  bool gradient, reads, writes_state, writes_value;
+};
+
+class Plan {
+ public:
+  Plan(int kind, Fork fork, Tables&& given) : kind(kind), fork(fork), tables(std::move(given)) {
+    rules.resize(tables.sources.size());
+    factors.resize(tables.sources.size());
+    numbers.resize(tables.first_row.back());
+  }
+
+  void step(void* const* given, const double* options, long stride, const float* scale, int allowed) {
+    gradients = given, grad_scale = scale, threads = tables.elements < 2 * PIECE ? 1 : allowed;
+    made.clear();
+    bool clips = false;
+    int needed = 0;
+    for (size_t n = 0; n < rules.size(); n++) {
+      const Source& source = tables.sources[n];
+      rules[n] = nullptr, factors[n] = 1;
+      if (!gradients[n]) continue;
+      const float count = source.step ? *source.step += 1 : 0;
+      auto& rule = made[{source.group, count}];
+      if (!rule) rule.reset(make_rule(kind, options + source.group * stride, count));
+      rules[n] = rule.get();
+      clips = clips || rule->clip > 0;
+      needed = rule->sums;
+    }
+    sums.resize(tables.slots * std::max(needed, clips ? 1 : 0));
+    if (clips) find_factors(), grad_scale = nullptr;
+    if (needed) return update_by_norms();
+    visit_bundles([&](const Piece& piece) {
+      const Rule& rule = *rules[piece.source];
+      walk(piece, {true, true, true, true}, [&](const auto& block, long) { rule.update(block, 0); });
+    });
+  }
+
+ private:
+  const int kind;
+  const Fork fork;
+  const Tables tables;
+  std::map<std::pair<long, float>, std::unique_ptr<Rule>> made;  // by group and number of steps
+  std::vector<const Rule*> rules;                                // by source; null where there is no gradient
+  std::vector<double> factors;                                   // by source: what clipping multiplies gradients by
+  std::vector<double> sums, numbers;                             // by slot of a piece; by row of a tensor
+  void* const* gradients = nullptr;
+  const float* grad_scale = nullptr;  // null where gradients are not to be divided, or were already
+  int threads = 1;
+
+  bool whole(const Piece& piece) const {
+    return tables.first_piece[piece.tensor + 1] - tables.first_piece[piece.tensor] == 1;
+  }
+
+  template <class Visit>
+  void visit_bundles(const Visit& visit) {
+    parallel(fork, threads, long(tables.bundles.size()) - 1, [&](long bundle) {
+      for (long n = tables.bundles[bundle]; n < tables.bundles[bundle + 1]; n++)
+        if (rules[tables.pieces[n].source]) visit(tables.pieces[n]);
+    });
+  }
+
+  // Norms of gradients, and what to multiply these by.
+  void find_factors() {
+    visit_bundles([&](const Piece& piece) {
+      double& sum = sums[piece.sums] = 0;
+      walk(piece, {true, false, false, false},
+           [&](const auto& block, long) { sum += dot(block.gradient, block.gradient, block.size); });
+    });
+    std::map<long, double> squares;
+    double all = 0;
+    for (const Piece& piece : tables.pieces) {
+      if (!rules[piece.source]) continue;
+      squares[tables.sources[piece.source].group] += sums[piece.sums];
+      all += sums[piece.sums];
+    }
+    for (size_t n = 0; n < rules.size(); n++) {
+      if (!rules[n] || !(rules[n]->clip > 0)) continue;
+      if (rules[n]->clips_all)
+        factors[n] = 1 / std::fmax(std::sqrt(all), 1);
+      else
+        factors[n] = std::fmin(rules[n]->clip / (std::sqrt(squares[tables.sources[n].group]) + 1e-6), 1);
+    }
+  }
+
+  void update_by_norms() {
+    // What is one piece is measured and updated while it is in the cache.
+    visit_bundles([&](const Piece& piece) {
+      if (whole(piece)) measure(piece), decide(piece.tensor), update(piece);
+    });
+    for (const auto& wave : tables.waves) {
+      const long first = tables.first_piece[wave.first], last = tables.first_piece[wave.second];
+      const auto pass = [&](bool backwards, const auto& visit) {
+        parallel(fork, threads, last - first, [&](long n) {
+          const Piece& piece = tables.pieces[backwards ? last - 1 - n : first + n];
+          if (rules[piece.source] && !whole(piece)) visit(piece);
+        });
+      };
+      pass(false, [&](const Piece& piece) { measure(piece); });
+      for (long tensor = wave.first; tensor < wave.second; tensor++) {
+        const long its = tables.first_piece[tensor];
+        if (tables.first_piece[tensor + 1] - its > 1 && rules[tables.pieces[its].source]) decide(tensor);
+      }
+      pass(true, [&](const Piece& piece) { update(piece); });  // what was read last is still in a cache
+    }
+  }
+
+  void measure(const Piece& piece) {
+    const Rule& rule = *rules[piece.source];
+    double* const its = &sums[piece.sums * rule.sums];
+    std::fill(its, its + piece.rows * rule.sums, 0.0);
+    walk(piece, {true, true, true, false},
+         [&](const auto& block, long row) { rule.measure(block, its + row * rule.sums); });
+  }
+
+  void decide(long number) {
+    const Tensor& tensor = tables.tensors[number];
+    const Piece* const pieces = &tables.pieces[tables.first_piece[number]];
+    const long count = tables.first_piece[number + 1] - tables.first_piece[number];
+    const Rule& rule = *rules[pieces->source];
+    double* const its = &sums[pieces->sums * rule.sums];
+    const long each = count / tensor.rows;  // above 1: a row has several pieces, and the first takes the sums of all
+    for (long row = 0; each > 1 && row < tensor.rows; row++)
+      for (int n = 0; n < rule.sums; n++) {
+        double sum = 0;
+        for (long piece = 0; piece < each; piece++) sum += its[(row * each + piece) * rule.sums + n];
+        its[row * rule.sums + n] = sum;
+      }
+    rule.decide(its, tensor.rows, tensor.columns, tensor.projects, &numbers[tables.first_row[number]]);
+  }
+
+  void update(const Piece& piece) {
+    const Rule& rule = *rules[piece.source];
+    const double* const its = &numbers[tables.first_row[piece.tensor] + piece.row];
+    walk(piece, {rule.looks_back, true, false, true},
+         [&](const auto& block, long row) { rule.update(block, its[row]); }, /*again=*/true);
+  }
+
+  template <class Visit>
+  void walk(const Piece& piece, Access access, const Visit& visit, bool again = false) {
+    if (tables.sources[piece.source].value_type == DOUBLE)
+      walk_as<double>(piece, access, visit, again);
+    else
+      walk_as<float>(piece, access, visit, again);
+  }
+
+  template <class T, class Visit>
+  void walk_as(const Piece& piece, Access access, const Visit& visit, bool again) {
+    const Source& source = tables.sources[piece.source];
+    const bool direct = source.value_type == type_of<T>() && source.state_type == type_of<T>() &&
+                        source.gradient_type == type_of<T>();
+    for (long row = 0; row < piece.rows; row++) {
+      const long first = piece.begin + row * piece.columns;
+      for (long begin = 0; begin < piece.columns; begin += BLOCK) {
+        const long at = first + begin, size = std::min(BLOCK, piece.columns - begin);
+        if (direct)
+          in_place<T>(piece.source, at, size, access, again, [&](const auto& block) { visit(block, row); });
+        else
+          converted<T>(piece.source, at, size, access, again, [&](const auto& block) { visit(block, row); });
+      }
+    }
+  }
+
+  // A block where it lies, of tensors that are all of the type T.
+  template <class T, class Visit>
+  inline void in_place(long number, long at, long size, Access access, bool again, const Visit& visit) {
+    const Source& source = tables.sources[number];
+    alignas(64) T buffer[BLOCK];
+    Block<T> block = {};
+    block.size = size;
+    if (access.reads) {
+      prefetch(block.value = static_cast<T*>(source.value) + at);
+      for (int n = 0; n < STATES; n++)
+        if (source.state[n]) prefetch(block.state[n] = static_cast<T*>(source.state[n]) + at);
+    }
+    if (access.gradient) {
+      prefetch(block.gradient = static_cast<T*>(gradients[number]) + at);
+      if (grad_scale && !again) unscale(block);
+      block.gradient = prepared(number, block, buffer);
+    }
+    visit(block);
+  }
+
+  // A block of tensors of any types, as T.
+  template <class T, class Visit>
+  void converted(long number, long at, long size, Access access, bool again, const Visit& visit) {
+    const Source& source = tables.sources[number];
+    alignas(64) T buffers[2 + STATES][BLOCK];
+    Block<T> block = {};
+    block.size = size;
+    if (access.reads) {
+      block.value = read(source.value, source.value_type, at, size, buffers[0]);
+      for (int n = 0; n < STATES; n++)
+        if (source.state[n]) block.state[n] = read(source.state[n], source.state_type, at, size, buffers[2 + n]);
+    }
+    if (access.gradient) {
+      block.gradient = read(gradients[number], source.gradient_type, at, size, buffers[1]);
+      if (grad_scale && !again) {
+        unscale(block);
+        write(gradients[number], source.gradient_type, at, size, block.gradient);
+      }
+      block.gradient = prepared(number, block, buffers[1]);
+    }
+    visit(block);
+    if (access.writes_value) write(source.value, source.value_type, at, size, block.value);
+    for (int n = 0; access.writes_state && n < STATES; n++)
+      if (source.state[n]) write(source.state[n], source.state_type, at, size, block.state[n]);
+  }
+
+  // In memory, too, as torch's fused kernels do.
+  template <class T>
+  void unscale(const Block<T>& block) const {
+    const T scale = T(*grad_scale);
+    for (long i = 0; i < block.size; i++) block.gradient[i] /= scale;
+  }
+
+  // The gradient as a rule wants it.
+  template <class T>
+  T* prepared(long number, const Block<T>& block, T* buffer) const {
+    const Rule& rule = *rules[number];
+    const T factor = T(rule.maximizes ? -factors[number] : factors[number]), decay = T(rule.decay);
+    if (!block.value || (decay == 0 && factor == 1)) return block.gradient;
+    if (decay == 0)
+      for (long i = 0; i < block.size; i++) buffer[i] = block.gradient[i] * factor;
+    else
+      for (long i = 0; i < block.size; i++) buffer[i] = block.gradient[i] * factor + decay * block.value[i];
+    return buffer;
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Null where there is not enough memory.
+void* plan_new(int kind, Fork fork, const int64_t* sources, long source_count, const int64_t* tensors,
+               long tensor_count) noexcept try {
+  return new Plan(kind, fork, Tables(sources, source_count, tensors, tensor_count));
+} catch (...) {
+  return nullptr;
+}
+
+void plan_free(void* plan) noexcept { delete static_cast<Plan*>(plan); }
+
+// Does nothing where *found_inf is not 0. False where there is not enough memory.
+bool plan_step(void* plan, void* const* gradients, const double* options, long stride, const float* found_inf,
+               const float* grad_scale, int threads) noexcept try {
+  if (!found_inf || *found_inf == 0) static_cast<Plan*>(plan)->step(gradients, options, stride, grad_scale, threads);
+  return true;
+} catch (...) {
+  return false;
+}
+}

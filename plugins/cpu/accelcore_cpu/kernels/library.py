@@ -1,0 +1,100 @@
+"""The kernels as a library of this process: built when they are first needed, or found where they were kept."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import subprocess
+import tempfile
+import threading
+import time
+from hashlib import sha256
+from pathlib import Path
+
+from accelcore_cpu.kernels import compiler, store
+
+__all__ = ["load", "unavailable"]
+
+logger = logging.getLogger("accelcore")
+
+_SOURCES = Path(__file__).parent
+_lock = threading.Lock()
+_loaded: list[ctypes.CDLL] = []
+_failed: list[str] = []
+
+
+def unavailable(*, build: bool) -> str | None:
+    """Why there are no kernels here; None where there are.
+
+    Args:
+        build: False: do not build or load them; only look whether there is a compiler.
+    """
+    if not _loaded and not _failed:
+        reason = compiler.missing_compiler()
+        if not build:
+            return reason
+        with _lock:
+            if not _loaded and not _failed:
+                _begin(reason)
+    return _failed[0] if _failed else None
+
+
+def load() -> ctypes.CDLL:
+    """The library, which `unavailable(build=True)` said is there."""
+    reason = unavailable(build=True)
+    assert reason is None, reason
+    return _loaded[0]
+
+
+def _begin(reason: str | None) -> None:
+    try:
+        if reason is None:
+            _loaded.append(_typed(_library()))
+            return
+    except subprocess.CalledProcessError as error:
+        reason = f"the C++ compiler failed: {(error.stderr or str(error)).strip()[:500]}"
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = f"they cannot be built or loaded: {error}"
+    _failed.append(reason)
+    logger.warning("optimizers run without the kernels for this CPU, and slower: %s", reason)
+
+
+def _library() -> ctypes.CDLL:
+    key = _key()
+    kept = store.find(store.folder(), key)
+    if kept is not None:
+        return ctypes.CDLL(str(kept))
+    logger.warning("building the optimizers' kernels for this CPU, which takes some seconds and is done once")
+    try:
+        folder = store.open_folder()
+    except OSError as error:
+        logger.warning("they cannot be kept, and other processes will build them again: %s", error)
+        with tempfile.TemporaryDirectory(prefix="accelcore-") as place:
+            return ctypes.CDLL(str(_built(Path(place))))
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        return ctypes.CDLL(str(store.keep(folder, key, _built(Path(place)))))
+
+
+def _built(folder: Path) -> Path:
+    library, began = folder / "kernels.so", time.perf_counter()
+    compiler.compile_to(_SOURCES / "kernels.cpp", library)
+    logger.info("built the optimizers' kernels in %.1f seconds", time.perf_counter() - began)
+    return library
+
+
+def _key() -> str:
+    """What a build depends on."""
+    sources = [file.read_text() for file in sorted(_SOURCES.iterdir()) if file.suffix in (".cpp", ".h")]
+    parts = (*sources, compiler.compiler_version(), *compiler.FLAGS, compiler.cpu())
+    return sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
+    library.plan_new.restype = pointer
+    library.plan_new.argtypes = [number, pointer, pointer, long, pointer, long]
+    library.plan_free.restype = None
+    library.plan_free.argtypes = [pointer]
+    library.plan_step.restype = ctypes.c_bool
+    library.plan_step.argtypes = [pointer, pointer, pointer, long, pointer, pointer, number]
+    return library

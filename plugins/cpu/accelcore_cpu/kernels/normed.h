@@ -1,0 +1,124 @@
+// Optimizers whose update of an element depends on norms of its tensor: Lamb and AdamP.
+//
+// `measure` takes the gradient into the moments; `update` computes the direction anew from these, which are all that
+// was written. So no memory is needed for it, and reading the moments again costs what reading it would.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "rule.h"
+
+struct Lamb : Rule {
+  double lr, beta1, beta2, eps, weight_decay;
+  bool plain;
+
+  explicit Lamb(Options next) {
+    lr = next, weight_decay = next, beta1 = next, beta2 = next, eps = next, plain = next, clips_all = next;
+    clip = clips_all ? 1 : 0;
+    sums = 2;
+  }
+  template <class T>
+  void moments(const Block<T>& block, double* sums) const {
+    const T toward1 = T(1 - beta1), beta2 = T(this->beta2), share2 = T(1 - this->beta2);
+    const T eps = T(this->eps), weight_decay = T(this->weight_decay);
+    const T* __restrict value = block.value;
+    const T* __restrict gradient = block.gradient;
+    T* __restrict mean = block.state[0];
+    T* __restrict square = block.state[1];
+    T update[BLOCK];
+    for (long i = 0; i < block.size; i++) {
+      const T g = gradient[i], m = mean[i] = toward(mean[i], g, toward1);
+      const T v = square[i] = beta2 * square[i] + share2 * g * g;
+      update[i] = m / (std::sqrt(v) + eps) + weight_decay * value[i];
+    }
+    sums[0] += dot(block.value, block.value, block.size);
+    sums[1] += dot(update, update, block.size);
+  }
+  void decide(const double* sums, long, long, bool, double* rate) const override {
+    const double norm = std::fmin(std::sqrt(sums[0]), 10), length = std::sqrt(sums[1]);
+    *rate = lr * (!plain && norm > 0 && length > 0 ? norm / length : 1);
+  }
+  template <class T>
+  void compute(const Block<T>& block, double row) const {
+    const T rate = T(row), eps = T(this->eps), weight_decay = T(this->weight_decay);
+    T* __restrict value = block.value;
+    const T* __restrict mean = block.state[0];
+    const T* __restrict square = block.state[1];
+    for (long i = 0; i < block.size; i++)
+      value[i] -= rate * (mean[i] / (std::sqrt(square[i]) + eps) + weight_decay * value[i]);
+  }
+  MEASURE_BOTH_TYPES(moments)
+  FOR_BOTH_TYPES(compute)
+};
+
+struct AdamP : Rule {
+  double lr, beta1, beta2, eps, weight_decay, delta, wd_ratio, rate, root;
+  bool nesterov;
+
+  AdamP(Options next, double step) {
+    lr = next, weight_decay = next, beta1 = next, beta2 = next, eps = next, delta = next, wd_ratio = next;
+    nesterov = next;
+    rate = lr / (1 - std::pow(beta1, step)), root = 1 / std::sqrt(1 - std::pow(beta2, step));
+    sums = 4;
+    looks_back = nesterov;
+  }
+  template <class T>
+  void moments(const Block<T>& block, double* sums) const {
+    const T toward1 = T(1 - beta1), beta2 = T(this->beta2), share2 = T(1 - this->beta2);
+    const T eps = T(this->eps), root = T(this->root);
+    const T ahead = T(nesterov ? 1 - beta1 : 0);
+    const T* __restrict gradient = block.gradient;
+    T* __restrict mean = block.state[0];
+    T* __restrict square = block.state[1];
+    T update[BLOCK];
+    for (long i = 0; i < block.size; i++) {
+      const T g = gradient[i], m = mean[i] = toward(mean[i], g, toward1);
+      const T v = square[i] = beta2 * square[i] + share2 * g * g;
+      update[i] = toward(m, g, ahead) / (std::sqrt(v) * root + eps);
+    }
+    sums[0] += dot(block.value, block.value, block.size);
+    sums[1] += dot(block.value, block.gradient, block.size);
+    sums[2] += dot(block.gradient, block.gradient, block.size);
+    sums[3] += dot(block.value, update, block.size);
+  }
+  // What the value is multiplied by, row by row: decay, less what the update has in the direction of the value.
+  void decide(const double* sums, long rows, long columns, bool projects, double* scale) const override {
+    std::fill(scale, scale + rows, 1 - lr * weight_decay);
+    if (!projects) return;
+    double whole[4] = {};
+    bool by_row = true;
+    for (long row = 0; row < rows; row++) {
+      const double* const its = sums + 4 * row;
+      by_row = by_row && orthogonal(its, columns);
+      for (int n = 0; n < 4; n++) whole[n] += its[n];
+    }
+    if (!by_row && !orthogonal(whole, rows * columns)) return;
+    for (long row = 0; row < rows; row++) {
+      const double* const its = by_row ? sums + 4 * row : whole;
+      const double length = std::sqrt(its[0]) + eps;
+      scale[row] = 1 - lr * weight_decay * wd_ratio + rate * its[3] / (length * length);
+    }
+  }
+  bool orthogonal(const double* sums, long columns) const {
+    return std::fabs(sums[1]) / ((std::sqrt(sums[2]) + eps) * (std::sqrt(sums[0]) + eps)) < delta / std::sqrt(columns);
+  }
+  template <class T>
+  void compute(const Block<T>& block, double row) const {
+    const T rate = T(this->rate), scale = T(row), eps = T(this->eps), root = T(this->root);
+    const T ahead = T(1 - beta1);
+    T* __restrict value = block.value;
+    const T* __restrict gradient = block.gradient;
+    const T* __restrict mean = block.state[0];
+    const T* __restrict square = block.state[1];
+    if (nesterov) {
+      for (long i = 0; i < block.size; i++)
+        value[i] = value[i] * scale - rate * toward(mean[i], gradient[i], ahead) / (std::sqrt(square[i]) * root + eps);
+    } else {
+      for (long i = 0; i < block.size; i++)
+        value[i] = value[i] * scale - rate * mean[i] / (std::sqrt(square[i]) * root + eps);
+    }
+  }
+  MEASURE_BOTH_TYPES(moments)
+  FOR_BOTH_TYPES(compute)
+};

@@ -1,0 +1,160 @@
+"""How an optimizer runs by a kernel: all its tensors in one call, wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.profiler import record_function
+
+from accelcore.errors import TrainingError
+from accelcore.optim.formulas import Formula
+from accelcore.optim.memory import Run
+from accelcore_cpu.table import Member, Table
+
+__all__ = ["Native"]
+
+_GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
+_NOTHING = nullcontext()
+
+
+class Native(Formula):
+    """A formula by a kernel. Subclasses put this before the formula whose options, checks and state they have.
+
+    Gradients are read where backward left them. Where a step is given a `grad_scale` they are divided by it in memory,
+    as by torch's fused kernels.
+
+    Attributes:
+        kernel: its name.
+        number: its number.
+        states: the names of the state that belongs to elements, in the kernel's order.
+        by_row: whether it looks at each row of a matrix.
+    """
+
+    kernel: ClassVar[str]
+    number: ClassVar[int]
+    states: ClassVar[tuple[str, ...]]
+    by_row: ClassVar[bool] = False
+    _step_supports_amp_scaling = True
+    _table: Table | None = None
+    _wanted: Sequence[tuple[str, ...]] = ()
+    _runs: Sequence[Run] = ()
+
+    def numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
+        """The options of a group, in the kernel's order."""
+        raise NotImplementedError
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._table = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
+        return loss
+
+    def place_runs(self, runs: Sequence[Run]) -> None:
+        """Runs are given in place of parameters from now on."""
+        self._runs, self._table = runs, None
+
+    def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
+        """Update what has a gradient, after dividing it by `grad_scale`; nothing where `found_inf` is 1."""
+        values = list(chain.from_iterable([group["params"] for group in self.param_groups]))
+        gradients: list[Any] = list(map(_GRAD, values))
+        table = self._table
+        if table is None or not self._holds(table, values, gradients):
+            table = self._table = self._lay_out(gradients)
+        copies: list[tuple[Tensor, Tensor]] = []
+        try:
+            addresses = list(map(Tensor.data_ptr, gradients))
+            plain = (
+                list(map(Tensor.stride, gradients)) == table.strides and list(map(_DTYPE, gradients)) == table.dtypes
+            )
+        except (TypeError, RuntimeError):  # one is None, or sparse
+            plain = False
+        if not plain:
+            if any(g is not None and g.dtype is not dtype for g, dtype in zip(gradients, table.dtypes, strict=True)):
+                table = self._table = self._lay_out(gradients)
+            addresses = [_address(*pair, copies) for pair in zip(gradients, table.members, strict=True)]
+        for number in table.empty:
+            addresses[number] = 0 if gradients[number] is None else 1
+        numbers = [self.numbers(group) for group in self.param_groups]
+        with record_function(f"accelcore::{self.kernel}") if torch.autograd._profiler_enabled() else _NOTHING:
+            table.step(addresses, numbers, found_inf, grad_scale)
+        increment_version(values)
+        if grad_scale is not None:
+            for gradient, copy in copies:
+                gradient.copy_(copy)
+
+    def _holds(self, table: Table, values: Sequence[Tensor], gradients: Sequence[Any]) -> bool:
+        """Whether a table is still right: nothing was replaced, and no other state is wanted."""
+        return (
+            table.holds(list(map(Tensor.data_ptr, values)), list(self.state.values()))
+            and not any(gradients[number] is not None for number in table.waiting)
+            and [tuple(self.initial_state(group)) for group in self.param_groups] == self._wanted
+        )
+
+    def _lay_out(self, gradients: Sequence[Any]) -> Table:
+        self._wanted = [tuple(self.initial_state(group)) for group in self.param_groups]
+        runs = {id(run.value): run for run in self._runs}
+        members: list[Member] = []
+        given = iter(gradients)
+        for number, group in enumerate(self.param_groups):
+            for value in group["params"]:
+                gradient = next(given)
+                waits = gradient is None and not self.state.get(value)
+                entry = {} if waits else self._fitted(group, value)
+                dtype = value.dtype if gradient is None else gradient.dtype
+                states = [entry.get(name) for name in self.states]
+                parts = _parts(value, None if self.by_element else runs.get(id(value)))
+                members.append(Member(number, value, dtype, entry, states, parts, waits))
+        return Table(self.number, members, list(self.state.values()), by_row=self.by_row)
+
+    def _fitted(self, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
+        """The state of a tensor, as the kernel takes it: laid out alike, and of one dtype."""
+        entry = self.entry(group, value)
+        dtype = self.state_dtype(group, value)
+        for name in self.states:
+            state = entry.get(name)
+            if state is not None and (state.dtype, state.stride(), state.device) != (
+                dtype,
+                value.stride(),
+                value.device,
+            ):
+                entry[name] = torch.empty_like(value, dtype=dtype).copy_(state)
+        step = entry.get("step")
+        if self.counts and not (isinstance(step, Tensor) and step.dtype is torch.float32 and step.device.type == "cpu"):
+            entry["step"] = torch.tensor(float(step), dtype=torch.float32)
+        return entry
+
+
+def _address(gradient: Any, member: Member, copies: list[tuple[Tensor, Tensor]]) -> int:
+    """Where the kernel finds a gradient: in a copy, if it is laid out otherwise than its tensor."""
+    if gradient is None:
+        return 0
+    if gradient.layout is not torch.strided:
+        raise TrainingError(
+            "a gradient is sparse, and the kernel would take its memory for a dense one",
+            remedy='make the embedding with sparse=False, or the optimizer by route="loop" where it has one',
+        )
+    if gradient.stride() != member.value.stride() or gradient.device != member.value.device:
+        copies.append((gradient, torch.empty_like(member.value, dtype=gradient.dtype).copy_(gradient)))
+        gradient = copies[-1][1]
+    return int(gradient.data_ptr())
+
+
+def _parts(value: Tensor, run: Run | None) -> Sequence[tuple[int, torch.Size]]:
+    if run is None or run.memory is None:
+        return [(0, value.shape)]
+    first = value.storage_offset()
+    return [(part.storage_offset() - first, part.shape) for part in run.parts(value)]

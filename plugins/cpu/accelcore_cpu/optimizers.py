@@ -1,0 +1,113 @@
+"""The optimizers that have a kernel: what each is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelcore.optim.formulas.adadelta import Adadelta
+from accelcore.optim.formulas.adam import Adam
+from accelcore.optim.formulas.adamp import AdamP
+from accelcore.optim.formulas.adamw import AdamW
+from accelcore.optim.formulas.bertadam import BertAdam
+from accelcore.optim.formulas.lamb import Lamb
+from accelcore.optim.formulas.rmsprop import RMSprop
+from accelcore.optim.formulas.rmsproptf import RMSpropTF
+from accelcore.optim.formulas.sgd import SGD
+from accelcore_cpu.native import Native
+
+__all__ = ["NATIVE"]
+
+Group = dict[str, Any]
+Numbers = tuple[float, ...]
+
+
+class NativeAdadelta(Native, Adadelta):
+    kernel, number, states = "adadelta", 0, ("square_avg", "acc_delta")
+
+    def numbers(self, group: Group) -> Numbers:
+        return group["lr"], group["weight_decay"], group["maximize"], group["rho"], group["eps"]
+
+
+class _Adam(Native):
+    kernel, number, states = "adam", 1, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+    def numbers(self, group: Group) -> Numbers:
+        shared = group["lr"], group["weight_decay"], group["maximize"], *group["betas"], group["eps"]
+        return *shared, group["amsgrad"], group["decoupled_weight_decay"]
+
+
+class NativeAdam(_Adam, Adam):
+    pass
+
+
+class NativeAdamW(_Adam, AdamW):
+    kernel = "adamw"
+
+
+class NativeAdamP(Native, AdamP):
+    kernel, number, states, by_row = "adamp", 2, ("exp_avg", "exp_avg_sq"), True
+
+    def numbers(self, group: Group) -> Numbers:
+        adams = group["lr"], group["weight_decay"], *group["betas"], group["eps"]
+        return *adams, group["delta"], group["wd_ratio"], group["nesterov"]
+
+
+class NativeBertAdam(Native, BertAdam):
+    kernel, number, states = "bertadam", 3, ("exp_avg", "exp_avg_sq")
+
+    def numbers(self, group: Group) -> Numbers:
+        adams = group["lr"], group["weight_decay"], group["b1"], group["b2"], group["e"], group["max_grad_norm"]
+        return *adams, group["warmup"], group["t_total"], _SCHEDULES[group["schedule"]]
+
+
+class NativeLamb(Native, Lamb):
+    kernel, number, states = "lamb", 4, ("exp_avg", "exp_avg_sq")
+
+    def numbers(self, group: Group) -> Numbers:
+        adams = group["lr"], group["weight_decay"], *group["betas"], group["eps"]
+        return *adams, group["adam"], group["use_global_grad_norm"]
+
+
+class _RMSprop(Native):
+    states = ("square_avg", "momentum_buffer", "grad_avg")
+
+    def numbers(self, group: Group) -> Numbers:
+        shared = group["lr"], group["weight_decay"], group.get("maximize", False), group["alpha"], group["eps"]
+        only_tf = group.get("decoupled_decay", False), group.get("lr_in_momentum", False)
+        return *shared, group["momentum"], group["centered"], *only_tf
+
+
+class NativeRMSprop(_RMSprop, RMSprop):
+    kernel, number = "rmsprop", 5
+
+
+class NativeRMSpropTF(_RMSprop, RMSpropTF):
+    kernel, number = "rmsproptf", 6
+
+
+class NativeSGD(Native, SGD):
+    kernel, number, states = "sgd", 7, ("momentum_buffer",)
+
+    def numbers(self, group: Group) -> Numbers:
+        shared = group["lr"], group["weight_decay"], group["maximize"]
+        return *shared, group["momentum"], group["dampening"], group["nesterov"]
+
+
+NATIVE: dict[str, type[Native]] = {
+    kind.kernel: kind
+    for kind in (
+        NativeAdadelta,
+        NativeAdam,
+        NativeAdamP,
+        NativeAdamW,
+        NativeBertAdam,
+        NativeLamb,
+        NativeRMSprop,
+        NativeRMSpropTF,
+        NativeSGD,
+    )
+}
+"""By the registry's name."""
+
+# Numbers as in kernels/elementwise.h.
+_SCHEDULES = {"warmup_constant": 0, "warmup_cosine": 1, "warmup_linear": 2, "warmup_poly": 3}

@@ -1,0 +1,62 @@
+"""The routes to optimizers on the CPU: kernels of our own, torch's fused ones, its loops."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from accelcore.optim.memory import unfit
+from accelcore.optim.torch_optimizers import register_torch_optimizers
+from accelcore.roles.optimizers import Optimizers, Request
+from accelcore_cpu.kernels.library import unavailable
+from accelcore_cpu.known_faults import LOW_PRECISION_SGD
+from accelcore_cpu.optimizers import NATIVE
+from accelcore_cpu.table import TYPES
+
+__all__ = ["FUSED", "create_optimizers"]
+
+FUSED = ("adagrad", "adam", "adamw", "sgd")
+"""What torch has a fused kernel for."""
+
+_PRIORITY = 20
+
+
+def create_optimizers() -> Optimizers:
+    """The registry of the CPU."""
+    registry = Optimizers()
+    register_torch_optimizers(registry, fused=FUSED)
+    registry.distrust("sgd", "fused", LOW_PRECISION_SGD, when=_in_low_precision)
+    for name, kind in NATIVE.items():
+        # "any" for all: those that tell parameters apart are told where they lie in flat memory, by place_runs.
+        supports = partial(_refusal, by_row=kind.by_row)
+        registry.register(name, "native", kind, priority=_PRIORITY, supports=supports, memory="any")
+    return registry
+
+
+def _in_low_precision(request: Request) -> bool:
+    return any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in request.parameters)
+
+
+def _refusal(request: Request, *, by_row: bool) -> str | None:
+    """Why our kernel cannot serve a request. Builds the kernels for one that has parameters, where they can."""
+    for switch in ("fused", "foreach"):
+        if switch in request.options:
+            return f"say route=... instead of {switch}="
+    for switch in ("capturable", "differentiable"):
+        if any(request.values(switch, False)):
+            return f"the kernel is not {switch}"
+    for parameter in request.parameters:
+        if parameter.dtype not in TYPES:
+            return f"the kernel takes real floating-point parameters, not {parameter.dtype}"
+        if parameter.device.type != "cpu":
+            return f"the kernel takes parameters on the CPU, not on {parameter.device}"
+        if by_row and _scatters_rows(parameter):
+            return "the kernel takes matrices whose rows lie one after the other in memory"
+    return unfit(request.parameters) or unavailable(build=bool(request.parameters))
+
+
+def _scatters_rows(parameter: torch.Tensor) -> bool:
+    if parameter.dim() < 2 or not parameter.numel() or parameter.shape[0] == 1:
+        return False
+    return parameter.stride(0) != parameter.numel() // parameter.shape[0]
