@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError
+from accelcore.optim.groups import merged
 
 __all__ = ["FUSED"]
 
@@ -35,7 +36,7 @@ class _Fused(torch.optim.Optimizer):
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         """Update what has a gradient, after dividing it by `grad_scale`; nothing where `found_inf` is 1."""
-        for group in self.param_groups:
+        for group in merged(self.param_groups):
             for tensors in _alike([tensor for tensor in group["params"] if tensor.grad is not None]):
                 gradients: list[Any] = [tensor.grad for tensor in tensors]
                 if True in [gradient.is_sparse for gradient in gradients]:

@@ -251,7 +251,8 @@ class Optimizer(StepHooks):
 
     def _prepare_alone(self) -> None:
         """In a loop of one's own: see that the route is still the one for these parameters, and their memory right."""
-        if self._kinds != self._look():
+        replaced = getattr(self.engine, "replaced", None)  # of those that look at addresses themselves
+        if (replaced is None or replaced()) and self._kinds != self._look():
             self._start_anew(dict(self.state))
         if self._route.memory == "flat":
             if not self._memories:

@@ -45,6 +45,9 @@ class Native(Formula):
     _table: Table | None = None
     _wanted: Sequence[tuple[str, ...]] = ()
     _runs: Sequence[Run] = ()
+    _looked = False
+    _values: Sequence[Tensor] = ()
+    _addresses: Sequence[int] = ()
 
     def numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
         """The options of a group, in the kernel's order."""
@@ -69,10 +72,13 @@ class Native(Formula):
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         """Update what has a gradient, after dividing it by `grad_scale`; nothing where `found_inf` is 1."""
-        values = list(chain.from_iterable([group["params"] for group in self.param_groups]))
+        if not self._looked:
+            self.replaced()
+        self._looked = False
+        values = self._values
         gradients: list[Any] = list(map(_GRAD, values))
         table = self._table
-        if table is None or not self._holds(table, values, gradients):
+        if table is None or not self._holds(table, gradients):
             table = self._table = self._lay_out(gradients)
         copies: list[tuple[Tensor, Tensor]] = []
         try:
@@ -96,10 +102,18 @@ class Native(Formula):
             for gradient, copy in copies:
                 gradient.copy_(copy)
 
-    def _holds(self, table: Table, values: Sequence[Tensor], gradients: Sequence[Any]) -> bool:
+    def replaced(self) -> bool:
+        """Whether a value is not where it was in the last step. `update` relies on it, if it was called just before."""
+        self._looked = True
+        self._values = list(chain.from_iterable([group["params"] for group in self.param_groups]))
+        self._addresses = list(map(Tensor.data_ptr, self._values))
+        return self._table is None or self._addresses != self._table.addresses
+
+    def _holds(self, table: Table, gradients: Sequence[Any]) -> bool:
         """Whether a table is still right: nothing was replaced, and no other state is wanted."""
         return (
-            table.holds(list(map(Tensor.data_ptr, values)), list(self.state.values()))
+            table.addresses == self._addresses
+            and table.has(list(self.state.values()))
             and not any(gradients[number] is not None for number in table.waiting)
             and [tuple(self.initial_state(group)) for group in self.param_groups] == self._wanted
         )

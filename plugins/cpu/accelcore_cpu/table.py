@@ -80,11 +80,9 @@ class Table:
             raise MemoryError("there is no memory for the tables of an optimizer")
         weakref.finalize(self, self._library.plan_free, self._plan)
 
-    def holds(self, addresses: Sequence[int], entries: Sequence[Any]) -> bool:
-        """Whether values are at these addresses still, and these entries are still all, with the same tensors."""
-        if addresses != self.addresses or len(entries) != len(self._entries):
-            return False
-        if not all(map(is_, entries, self._entries)):
+    def has(self, entries: Sequence[Any]) -> bool:
+        """Whether these entries are still all there is, with the tensors that they had."""
+        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
             return False
         kept = list(chain.from_iterable(map(dict.values, self._entries)))
         return len(kept) == len(self._kept) and all(map(is_, kept, self._kept))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 import textwrap
@@ -9,10 +8,14 @@ import accelcore_cpu
 import pytest
 import torch
 import torch.distributed as dist
-from accelcore_cpu.backend import CAPABILITIES
+from accelcore_cpu.backend import declare
+from accelcore_cpu.optimizers import NATIVE
+from accelcore_cpu.routes import FUSED
 
 import accelcore
 from accelcore.errors import BackendUnavailableError, UnsupportedError
+
+CAPABILITIES = declare(compiler=True)
 
 
 @pytest.fixture
@@ -166,26 +169,27 @@ def test_fast_fp32_is_offered_exactly_where_it_is_declared(accel):
         accel.precision.fp32("fast")
 
 
-def test_native_optimizers_have_a_fused_route_and_no_others_do(accel):
+def test_native_optimizers_have_a_kernel_and_no_others_do(accel):
     routes = {name: [choice.route for choice in accel.optimizers.explain(name)] for name in accel.optimizers.names()}
     fused = {name for name, found in routes.items() if "fused" in found}
-    assert fused == set(accel.capabilities.native_optimizers)
-    assert all(routes[name][0] == "fused" for name in fused)
-    looped = [name for name, found in routes.items() if "loop" in found]
-    kinds = {name: type(accel.optimizers.create(name, [torch.ones(1, 1)], route="loop").engine) for name in looped}
-    assert fused == {name for name, kind in kinds.items() if "fused" in inspect.signature(kind).parameters}
+    native = {name for name, found in routes.items() if "native" in found}
+    assert (fused, native) == (set(FUSED), set(NATIVE))
+    assert fused | native == set(accel.capabilities.native_optimizers)
+    assert all(routes[name][0] == "native" for name in native)
+    assert set(declare(compiler=False).native_optimizers) == fused
 
 
-@pytest.mark.parametrize("name", CAPABILITIES.native_optimizers)
-def test_a_native_optimizer_runs_torchs_kernel(accel, name, monkeypatch):
+@pytest.mark.parametrize("name", FUSED)
+def test_the_fused_route_runs_torchs_kernel(accel, name, monkeypatch):
     calls = []
     kernel = getattr(torch, f"_fused_{name}_")
     monkeypatch.setattr(torch, f"_fused_{name}_", lambda *args, **kwargs: calls.append(1) or kernel(*args, **kwargs))
     weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(5)]
     for weight in weights:
         weight.grad = torch.ones(3)
-    accel.optimizers.create(name, weights, lr=0.1).step()
-    assert calls == [1], "one launch for all parameters"
+    groups = [{"params": weights[:2]}, {"params": weights[2:]}]
+    accel.optimizers.create(name, groups, lr=0.1, route="fused").step()
+    assert calls == [1], "one launch for all parameters, also of groups with equal options"
 
 
 def test_a_model_cast_after_its_optimizer_was_made_is_trained_or_refused_and_never_left_as_it_was(accel):
