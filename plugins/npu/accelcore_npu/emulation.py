@@ -6,7 +6,6 @@ what it is: its libascendcl also exports `accelcore_emulated_devices`, how many 
 
 from __future__ import annotations
 
-import ctypes
 import os
 
 __all__ = ["devices", "wanted"]
@@ -23,6 +22,8 @@ def devices() -> int | None:
     Looks at the library that is loaded. Where there is none yet it is loaded only if emulation is wanted, and only an
     emulated CANN is then expected in the search path.
     """
+    import ctypes  # only here: it takes long beside a probe
+
     mode = os.RTLD_NOW if wanted() else os.RTLD_NOW | os.RTLD_NOLOAD
     try:
         library = ctypes.CDLL("libascendcl.so", mode=mode)
