@@ -1,0 +1,89 @@
+"""One operator, used in one way, on the CPU or on the NPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["available", "evaluate"]
+
+# torch wants the indices of this operator on the host.
+_HOST_INDICES = ("tensor_split",)
+
+
+def available(operator: Any, dtype: torch.dtype) -> list[str]:
+    """The forms that torch's samples say an operator has in a dtype."""
+    forms = {
+        "forward": True,
+        "backward": operator.supports_autograd and dtype in operator.supported_backward_dtypes("cpu"),
+        "in place": operator.inplace_variant is not None,
+        "out=": operator.supports_out,
+    }
+    return [form for form, there in forms.items() if there]
+
+
+def evaluate(operator: Any, sample: Any, form: str, device: str) -> list[Tensor]:
+    """The tensors that an operator gives for a sample, whose arguments are copied to the device as they are.
+
+    In place and with `out=` they are the tensors that were to be written, which must be what is returned.
+    """
+    arguments, options = _placed(
+        ((sample.input, *sample.args), sample.kwargs),
+        device,
+        keep_indices=operator.name in _HOST_INDICES,
+        keep_graph=form == "backward",
+    )
+    if form == "backward":
+        return _gradients(operator.op(*arguments, **options), (arguments, options))
+    with torch.no_grad():
+        if form == "in place":
+            written = arguments[0]
+            returned = operator.inplace_variant(*arguments, **options)
+        elif form == "out=":
+            written = tree_map(_unwritten, operator.op(*arguments, **options))
+            returned = operator.op(*arguments, **options, out=written)
+        else:
+            return _tensors(operator.op(*arguments, **options))
+    for one, other in zip(_tensors(returned), _tensors(written), strict=True):
+        assert one is other or one.data_ptr() == other.data_ptr(), f"{form}: what is returned is another tensor"
+    return _tensors(written)
+
+
+def _unwritten(value: Any) -> Any:
+    return torch.empty_like(value) if isinstance(value, Tensor) else value
+
+
+def _placed(value: Any, device: str, *, keep_indices: bool, keep_graph: bool) -> Any:
+    """The same arguments on a device, each tensor with its strides, its offset and the memory around it."""
+
+    def move(item: Any) -> Any:
+        if isinstance(item, torch.device) or (isinstance(item, str) and item == "cpu"):
+            return torch.device(device)
+        if not isinstance(item, Tensor):
+            return item
+        target = "cpu" if keep_indices and not item.is_floating_point() else device
+        if item.layout != torch.strided or item.is_conj() or item.is_neg():
+            moved = item.detach().to(target, copy=True)
+        else:
+            count = item.untyped_storage().nbytes() // item.element_size()
+            memory = item.detach().as_strided((count,), (1,), 0).to(target, copy=True)
+            moved = memory.as_strided(item.shape, item.stride(), item.storage_offset())
+        return moved.requires_grad_(item.requires_grad and keep_graph)
+
+    return tree_map(move, value)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _gradients(result: Any, arguments: Any) -> list[Tensor]:
+    outputs = [tensor.abs().sum() for tensor in _tensors(result) if tensor.requires_grad]
+    inputs = [tensor for tensor in _tensors(arguments) if tensor.requires_grad]
+    if not outputs or not inputs:
+        return []
+    found = torch.autograd.grad(outputs, inputs, allow_unused=True)
+    return [gradient for gradient in found if gradient is not None]

@@ -1,0 +1,109 @@
+"""What the self-test found."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+__all__ = ["FORMS", "VERDICTS", "Comparison", "Report"]
+
+FORMS = ("forward", "backward", "in place", "out=")
+"""The ways in which an operator is used."""
+
+VERDICTS = {
+    "values": "shape, dtype, strides, device and every value are the CPU's",
+    "random": "the CPU's own values change with the seed: the rest is the CPU's",
+    "fallback": "as the first, but torch_npu had the CPU compute at least a part, which proves nothing",
+    "refused": "the emulator says that it does not know the operator",
+    "disagree": "something differs, or fails",
+}
+"""What a comparison may come to, the worst last."""
+
+_GOAL = 0.98
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One operator in one dtype, used in one way.
+
+    Attributes:
+        operator: its name as torch's tests spell it, such as `"nn.functional.gelu"`.
+        dtype: such as `"float32"`.
+        form: one of `FORMS`.
+        verdict: one of `VERDICTS`; of several samples, the worst.
+        reason: what differs, or failed.
+    """
+
+    operator: str
+    dtype: str
+    form: str
+    verdict: str
+    reason: str = ""
+
+
+@dataclass
+class Report:
+    """All comparisons; they are about the emulator, not about an NPU.
+
+    Attributes:
+        comparisons: in the order in which they were made.
+        unknown: operators that the CPU cannot run, which are not counted.
+    """
+
+    comparisons: list[Comparison] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def count(self, verdict: str, form: str | None = None) -> int:
+        """How many comparisons came to a verdict, in all forms or in one."""
+        return sum(one.verdict == verdict and form in (None, one.form) for one in self.comparisons)
+
+    @property
+    def share(self) -> float:
+        """How many of the comparisons that can prove something agree in every value, 0 to 1."""
+        right = self.count("values")
+        return right / max(1, right + self.count("refused") + self.count("disagree"))
+
+    @property
+    def passed(self) -> bool:
+        """Whether that are at least 98 %."""
+        return self.share >= _GOAL
+
+    def __str__(self) -> str:
+        lines = ["EMULATED: torch's operators on the emulated NPU against the CPU; no hardware took part"]
+        found = Counter((one.operator, one.reason) for one in self.comparisons if one.reason)
+        for operator, reason in sorted(found):
+            where = [one for one in self.comparisons if (one.operator, one.reason) == (operator, reason)]
+            forms = ", ".join(dict.fromkeys(one.form for one in where))
+            lines.append(f"  {operator} ({forms}; {', '.join(dict.fromkeys(one.dtype for one in where))}): {reason}")
+        lines.append(" ".join([f"{'':10}", *(f"{verdict:>9}" for verdict in VERDICTS)]))
+        for form in FORMS:
+            lines.append(" ".join([f"{form:10}", *(f"{self.count(verdict, form):9}" for verdict in VERDICTS)]))
+        lines += [f"{verdict}: {meaning}" for verdict, meaning in VERDICTS.items()]
+        operators = len({one.operator for one in self.comparisons})
+        lines.append(f"{operators} operators; of what can be compared by value, {100 * self.share:.1f} % agree")
+        return "\n".join(lines)
+
+    def write(self, path: Path) -> None:
+        """Write the report as JSON; the file is there as a whole or not at all."""
+        counts = {form: {verdict: self.count(verdict, form) for verdict in VERDICTS} for form in FORMS}
+        told = [asdict(one) for one in self.comparisons if one.verdict != "values"]
+        content = {
+            "emulated": True,
+            "share": self.share,
+            "counts": counts,
+            "comparisons": told,
+            "unknown": self.unknown,
+        }
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(content, file, indent=1, sort_keys=True)
+                file.write("\n")
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise

@@ -1,0 +1,48 @@
+"""What runs inside of an operator: what torch_npu hands back to the CPU, and whether random numbers are drawn."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Watch"]
+
+_KERNELS = (
+    "PrivateUse1",
+    "CompositeImplicitAutograd",
+    "CompositeExplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+)
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What was seen while it was on.
+
+    Attributes:
+        fallbacks: operators that have no kernel for the NPU and were given its tensors.
+        draws: whether an operator ran that draws random numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fallbacks: set[str] = set()
+        self.draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at one operator, and run it."""
+        kwargs = kwargs or {}
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        if not _has_kernel(func.name()):
+            leaves = tree_leaves((args, kwargs))
+            if any(isinstance(leaf, torch.Tensor) and leaf.device.type == "npu" for leaf in leaves):
+                self.fallbacks.add(func.name())
+        return func(*args, **kwargs)
+
+
+@cache
+def _has_kernel(name: str) -> bool:
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _KERNELS)
