@@ -1,0 +1,85 @@
+"""The runner of the vendor's suite, on a suite made here: what it stops, and what it counts as what."""
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+SUITE = """
+import os, signal, subprocess, sys, time, unittest
+import pytest
+
+class TestAll(unittest.TestCase):
+    def test_a_passes(self): pass
+    def test_b_dies(self): os.kill(os.getpid(), signal.SIGSEGV)
+    def test_c_fails(self): assert 1 == 2
+    def test_d_is_refused(self): raise RuntimeError("EMULATED: npu operator aten::none is not emulated")
+    def test_e_hangs(self): subprocess.run(["sleep", "600"], start_new_session=True)
+    def test_f_is_skipped(self): self.skipTest("not here")
+    def test_g_misses_a_package(self): import no_such_package
+    def test_h_has_one_bad_part(self):
+        for part in range(3):
+            with self.subTest(part=part): self.assertNotEqual(part, 1)
+    def test_i_starts_many(self):
+        for _ in range(30): subprocess.Popen(["sleep", "600"])
+        time.sleep(600)
+    def test_j_takes_much_memory(self): bytearray(1 << 42)
+    def test_k_passes(self): pass
+"""
+
+
+@pytest.fixture(scope="module")
+def runner():
+    sys.path.insert(0, str(Path(__file__).parents[3] / "scripts" / "vendor_suite"))
+    yield import_module("run_file"), import_module("table")
+    sys.path.pop(0)
+
+
+def test_every_test_gets_its_verdict_and_no_process_is_left(runner, tmp_path):
+    run_file, table = runner
+    (tmp_path / "test_it.py").write_text(SUITE)
+    environ = {**os.environ, "PYTHONPATH": os.path.dirname(run_file.__file__), "SUITE_TEST": str(tmp_path)}
+    limits = run_file.Limits(test_seconds=4, file_seconds=120, processes=10)
+    outcomes = run_file.run_file("test_it.py", tmp_path, environ, limits)
+    told = {one.test.rpartition("test_")[2]: table.verdict(one) for one in outcomes}
+    assert told == {
+        "a_passes": "passed", "b_dies": "wrong", "c_fails": "wrong", "d_is_refused": "refused", "e_hangs": "limit",
+        "f_is_skipped": "skipped", "g_misses_a_package": "environment", "h_has_one_bad_part": "wrong",
+        "i_starts_many": "limit", "j_takes_much_memory": "wrong", "k_passes": "passed",
+    }  # fmt: skip
+    texts = {one.test.rpartition("test_")[2]: one.text for one in outcomes}
+    assert "SIGSEGV" in texts["b_dies"]
+    assert "more than 4 seconds" in texts["e_hangs"]
+    assert "more than 10 processes" in texts["i_starts_many"]
+    assert "MemoryError" in texts["j_takes_much_memory"]
+    mark = f"SUITE_TEST={tmp_path}".encode()
+    assert not [path for path in Path("/proc").glob("[0-9]*/environ") if mark in read(path).split(b"\0")]
+
+
+def read(path):
+    try:
+        return path.read_bytes()
+    except OSError:  # another's, or gone
+        return b""
+
+
+def test_the_table_counts_what_needs_no_hardware(runner, tmp_path):
+    run_file, tables = runner
+    table = tables.Table("v1")
+    table.add(
+        "npu/test_a.py", [run_file.Outcome("a", "passed"), run_file.Outcome("b", "failed", "E   Error: EMULATED: x")]
+    )
+    table.add("test_b.py", [run_file.Outcome("c", "failed", ">   raise Error('EMULATED: y')\nE   Error: z")])
+    table.add(
+        "optim/test_c.py",
+        [run_file.Outcome("d", "skipped"), run_file.Outcome("e", "failed", "(slow_time > fast_time)")],
+    )
+    table.write(tmp_path)
+    lines = (tmp_path / "vendor_suite.md").read_text().splitlines()
+    assert lines[0] == "EMULATED: torch_npu's own tests, revision v1; 3 files"
+    assert "| all | 1 | 1 | 2 | 0 | 0 | 0 | 1 |" in lines
+    assert "Of 4 tests that need no hardware, 50.0 % passed or were refused clearly." in lines
+    again = tables.Table.read([tmp_path / tables.RESULT])
+    assert again.markdown() == table.markdown()
