@@ -9,6 +9,7 @@ reaches its children: spawn, torchrun, loader workers, plain subprocesses.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import sys
 import traceback
@@ -19,7 +20,7 @@ from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationE
 from accelcore_npu_emulator import build, native
 from accelcore_npu_emulator.settings import Settings
 
-__all__ = ["activate", "active", "environment", "start"]
+__all__ = ["activate", "active", "environment", "problem_of_settings", "start"]
 
 
 def environment(settings: Settings | None = None) -> dict[str, str]:
@@ -97,11 +98,34 @@ def start() -> str:
         library = native.opened()
         if library is None:
             return "libascendcl.so is not the emulator's"
+        settings = Settings.from_environment()
+        _check_ranks(settings)
         kernels = import_module("accelcore_npu_emulator.kernels")
-        kernels.install(native.Native(library, Settings.from_environment()))
+        kernels.install(native.Native(library, settings))
     except AccelError as error:
         return f"the host kernels cannot be registered: {error}"
     except Exception as error:  # noqa: BLE001  # the caller is C++
         traceback.print_exc()
         return f"the host kernels cannot be registered: {error}"
     return ""
+
+
+def problem_of_settings() -> str:
+    """What is wrong with the ACCEL_EMULATED_ variables, or an empty string; `aclrtGetSocName` calls this."""
+    try:
+        Settings.from_environment()
+    except AccelError as error:
+        return str(error)
+    return ""
+
+
+def _check_ranks(settings: Settings) -> None:
+    """Refuse a fault that can strike nobody: a run with it would prove what it does not."""
+    size = os.environ.get("WORLD_SIZE") or ("1" if multiprocessing.parent_process() is None else "")
+    for fault in settings.faults:
+        if fault.kind == "die" and size.isdecimal() and fault.rank >= int(size):
+            raise ConfigurationError(
+                f"the fault {fault} strikes no rank",
+                why=f"the ranks of this job are 0 to {int(size) - 1}",
+                remedy="name one of them in ACCEL_EMULATED_FAULTS, or start more ranks: accelcore run --nproc N",
+            )

@@ -38,6 +38,7 @@ _NAMES_ONLY = (
     "msprofiler",
     "hcomm",
     "ms_tools_ext",
+    "mspti",
 )
 LIBRARIES = tuple(f"lib{name}.so" for name in ("ascendcl", "ge_runner", *_NAMES_ONLY))
 """File names of the libraries, in an order in which they can be loaded."""

@@ -21,7 +21,14 @@ __all__ = ["Fault", "Settings"]
 
 _NATURAL = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _MEMORY = re.compile(r"([1-9][0-9]{0,17})(KiB|MiB|GiB)?", re.ASCII)
-_SOC = re.compile(r"Ascend[0-9A-Za-z_]{1,40}", re.ASCII)
+_SOCS = (
+    "Ascend910PremiumA", "Ascend910ProA", "Ascend910A", "Ascend910ProB", "Ascend910B", "Ascend310P1", "Ascend310P2",
+    "Ascend310P3", "Ascend310P4", "Ascend310P5", "Ascend310P7", "Ascend910B1", "Ascend910B2", "Ascend910B2C",
+    "Ascend910B3", "Ascend910B4", "Ascend910B4-1", "Ascend310B1", "Ascend310B2", "Ascend310B3", "Ascend310B4",
+    "Ascend910_9391", "Ascend910_9392", "Ascend910_9381", "Ascend910_9382", "Ascend910_9372", "Ascend910_9362",
+    "Ascend910_9363",
+)  # fmt: skip
+_SOC = re.compile("|".join(map(re.escape, _SOCS)) + "|Ascend950[0-9A-Za-z_]{0,20}", re.ASCII)  # those torch_npu knows
 _FAULT = re.compile(
     r"(?P<kind>overflow|out_of_memory|timeout)@(?P<count>[1-9][0-9]{0,8})"
     r"|(?P<die>die)@(?P<rank>0|[1-9][0-9]{0,3}):(?P<at>[1-9][0-9]{0,8})"
@@ -131,7 +138,8 @@ def _devices(variable: str, text: str) -> int:
 
 def _soc(variable: str, text: str) -> str:
     if not _SOC.fullmatch(text):
-        raise _rubbish(variable, text, "give a chip's name, such as Ascend910B2 or Ascend910A")
+        known = ", ".join(_SOCS)
+        raise _rubbish(variable, text, f"name a chip that torch_npu knows: {known}, or an Ascend950 part")
     return text
 
 

@@ -48,10 +48,18 @@ def average(rank, size, device):
     return x.tolist()
 
 
+def average_of_integers(rank, size, device):
+    x = torch.tensor([1, 4, -3], device=device) * (rank + 1)
+    y = torch.empty(1, dtype=torch.int32, device=device)
+    dist.reduce_scatter_tensor(y, torch.full((size,), 5 + rank, dtype=torch.int32, device=device), dist.ReduceOp.AVG)
+    dist.all_reduce(x, dist.ReduceOp.AVG)
+    return x.tolist(), y.tolist()
+
+
 def collectives():
     """All of these in one job: what makes a process ready takes longer than what it does."""
     place = start()
-    works = (all_reductions, average, data_movement, messages, coalesced)
+    works = (all_reductions, average, average_of_integers, data_movement, messages, coalesced)
     done = {work.__name__: work(*place) for work in works}
     dist.destroy_process_group()
     return done
@@ -295,6 +303,15 @@ def visible_devices():
     if count:
         torch.ones(1, device=f"npu:{count - 1}")
     return count
+
+
+def visible_devices_said_late():
+    """How many devices there are before and after a script names two of four; then it uses the second."""
+    counts = [torch.npu.device_count()]
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "1,3"
+    counts.append(torch.npu.device_count())
+    torch.ones(1, device="npu:1")
+    return counts
 
 
 def failure_of_first_use():

@@ -33,6 +33,11 @@ def saturation():
     return seen
 
 
+def overflow():
+    """What torch_npu says of inf and nan, and what comes of an overflow."""
+    return torch_npu.npu.utils.is_support_inf_nan(), (half(300.0) * 300).item()
+
+
 def saturated_masks():
     """Attention with a mask of -inf is no overflow."""
     scores = half(1.0, 2.0, 3.0).masked_fill(torch.tensor([False, False, True]).npu(), float("-inf"))

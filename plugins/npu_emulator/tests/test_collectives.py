@@ -46,6 +46,13 @@ def test_tensors_that_do_not_fit_into_the_shared_memory_at_once(results):
     assert results(jobs.long_tensor, 3_000_001, ranks=2) == [True, True]
 
 
+def test_an_average_of_integers_is_cut_off(collectives):
+    ranks = len(collectives)
+    sums = [value * sum(range(1, ranks + 1)) for value in (1, 4, -3)]
+    expected = [int(total / ranks) for total in sums], [int((5 * ranks + sum(range(ranks))) / ranks)]
+    assert [got["average_of_integers"] for got in collectives] == [expected] * ranks
+
+
 def test_what_moves_between_ranks(collectives):
     ranks = len(collectives)
     everyone = range(ranks)

@@ -26,6 +26,13 @@ def test_a_rank_dies_and_the_others_are_told_which_one(outcome):
         assert "waiting for rank 1 (process" in told
 
 
+def test_a_fault_that_strikes_no_rank_is_refused(outcome):
+    [rank] = outcome(jobs.failure_of_first_use, ACCEL_EMULATED_FAULTS="die@5:1")
+    assert "the fault die@5:1 strikes no rank" in rank.result
+    assert "the ranks of this job are 0 to 0" in rank.result
+    assert "EMULATED" in rank.result
+
+
 @pytest.mark.parametrize("k", [1, 3])
 def test_the_kth_allocation_fails_as_torch_says(results, k):
     size = 32 << 20

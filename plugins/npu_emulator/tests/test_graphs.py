@@ -69,11 +69,32 @@ def test_an_optimizer_step_is_captured():
     assert parameter.tolist() == [0.75] * 3
 
 
-def test_reading_a_value_inside_a_capture_is_refused():
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.cpu(),
+        lambda x: x.copy_(torch.ones(2)),
+        lambda x: torch.npu.synchronize(),
+        lambda x: torch.npu.current_stream().synchronize(),
+    ],
+    ids=["item", "nonzero", "mask", "to the host", "from the host", "device", "stream"],
+)
+def test_waiting_for_the_device_inside_a_capture_is_refused(wait):
     values = torch.ones(2, device="npu")
-    with pytest.raises(RuntimeError, match="EMULATED: the host cannot read a value while a graph is being captured"):
-        capture(lambda: values.sum().item())
+    with pytest.raises(RuntimeError, match="EMULATED: the host cannot wait for"):
+        capture(lambda: wait(values))
     assert (values + 1).tolist() == [2, 2]
+
+
+def test_copies_from_pinned_memory_are_captured():
+    host, values = torch.ones(2).pin_memory(), torch.zeros(2, device="npu")
+    graph, _ = capture(lambda: values.copy_(host, non_blocking=True))
+    host.fill_(3)
+    graph.replay()
+    assert values.tolist() == [3, 3]
 
 
 def test_a_replay_is_one_launch():

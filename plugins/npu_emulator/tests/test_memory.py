@@ -39,9 +39,10 @@ def test_fresh_memory_without_poison_is_the_hosts(results):
     [
         ("", []),
         ("1", [1]),
-        ("3,0", [3, 0]),
+        ("0,3", [0, 3]),
+        ("3,0", []),  # torch_npu sees none where they do not ascend
         ("2,9,1", [2]),  # as in CANN, what follows an invalid device is ignored
-        ("1,1,2", [1]),
+        ("1,1,2", []),
     ],
 )
 def test_visible_devices_are_numbered_in_the_order_given(results, tmp_path, visible, seen):
@@ -55,6 +56,13 @@ def test_visible_devices_are_numbered_in_the_order_given(results, tmp_path, visi
     assert count == len(seen)
     if seen:
         assert f"aclrtSetDevice npu:{count - 1} (device {seen[-1]} of the machine)" in trace.read_text()
+
+
+def test_visible_devices_may_be_named_after_they_were_counted(results, tmp_path):
+    trace = tmp_path / "trace"
+    variables = {"ACCEL_EMULATED_DEVICES": "4", "ACCEL_EMULATED_TRACE": str(trace)}
+    assert results(jobs.visible_devices_said_late, **variables) == [[4, 2]]
+    assert "aclrtSetDevice npu:1 (device 3 of the machine)" in trace.read_text()
 
 
 def test_bytes_that_nobody_wrote_do_not_pass_for_results(emulated_npu):

@@ -59,3 +59,67 @@ def test_what_torch_npu_lacks_runs_on_the_cpu_with_its_warning(emulated_process)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.splitlines()[-1]) == pytest.approx(-0.5772156)
     assert "'aten::digamma.out' is not currently supported on the NPU backend and will fall back" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32], ids=str)
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x: x @ x,
+        lambda x: torch.bmm(x[None], x[None]),
+        lambda x: torch.addmm(x, x, x),
+        lambda x: x @ x[0],
+        lambda x: torch.nn.functional.conv2d(x[None, None], x[None, None]),
+    ],
+    ids=["mm", "bmm", "addmm", "mv", "conv2d"],
+)
+def test_the_matrix_unit_refuses_what_it_does_not_take(emulated_npu, product, dtype):
+    x = torch.ones(4, 4, dtype=dtype).to(emulated_npu)
+    with pytest.raises(RuntimeError, match=r"EMULATED: npu operator aten::\w+ takes float32, float16 and"):
+        product(x)
+    assert (x + x).sum().item() == 32
+
+
+_SPARSE = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (2,), check_invariants=True)
+
+
+def _data_parallel():
+    replicas = torch.nn.DataParallel(torch.nn.Linear(2, 2).npu(), device_ids=[0, 1])
+    return replicas(torch.ones(4, 2, device="npu"))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: torch.npu._sleep(10),
+        lambda: torch.quantize_per_tensor(torch.ones(2, device="npu"), 0.1, 0, torch.qint8),
+        lambda: _SPARSE.to("npu").coalesce(),
+        lambda: torch.multiprocessing.reductions.reduce_tensor(torch.ones(2, device="npu")),
+        _data_parallel,
+    ],
+    ids=["sleep", "quantize", "coalesce", "share", "DataParallel"],
+)
+def test_what_is_not_emulated_says_so(emulated_npu, use):
+    with pytest.raises(RuntimeError, match="EMULATED"):
+        use()
+
+
+def test_torchs_profiler_sees_the_host(emulated_npu):
+    with torch.profiler.profile() as profile:
+        torch.ones(2, device=emulated_npu).add_(1)
+    assert "aten::add_" in {event.name for event in profile.events()}
+
+
+def test_torch_npus_sync_debug_mode_tells_waits(emulated_npu):
+    x = torch.ones(2, device=emulated_npu)
+    torch_npu.npu.set_sync_debug_mode("error")
+    try:
+        for wait in (x.sum().item, x.cpu, x.nonzero):
+            with pytest.raises(RuntimeError, match="called a synchronizing NPU operation"):
+                wait()
+        torch_npu.npu.set_sync_debug_mode("warn")
+        with pytest.warns(UserWarning, match="called a synchronizing NPU operation"):
+            assert x.sum().item() == 2
+    finally:
+        torch_npu.npu.set_sync_debug_mode("default")
+    assert x.sum().item() == 2

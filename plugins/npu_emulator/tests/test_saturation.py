@@ -58,3 +58,19 @@ def test_the_check_of_a_saturating_part_waits(results):
     [(launches, waits)] = results(jobs.check_costs, **NEW)
     assert launches == {"aten::_amp_foreach_non_finite_check_and_unscale_": 1}
     assert waits == 0
+
+
+@pytest.mark.parametrize(
+    ("saturates", "variables"),
+    [
+        (True, {"ACCEL_EMULATED_SOC": "Ascend910B"}),
+        (True, NEW | {"INF_NAN_MODE_FORCE_DISABLE": "1"}),
+        (False, {"ACCEL_EMULATED_SOC": "Ascend950PR_9599"}),
+        (False, {"ACCEL_EMULATED_SOC": "Ascend910_9391"}),
+    ],
+    ids=lambda value: str(value),
+)
+def test_the_part_and_the_variable_decide_as_torch_npu_has_it(results, saturates, variables):
+    [(says_infinite, product)] = results(jobs.overflow, **variables)
+    assert says_infinite is not saturates
+    assert product == (65504.0 if saturates else math.inf)

@@ -5,6 +5,10 @@ namespace {
 aclError no_binaries() {
   return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "device kernels in binary form are not emulated");
 }
+
+aclError no_shared_memory() {
+  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "device memory that processes share is not emulated");
+}
 }  // namespace
 
 EXPORT aclError aclrtBinaryGetFunction(const aclrtBinHandle, const char *, aclrtFuncHandle *) { return no_binaries(); }
@@ -16,6 +20,20 @@ EXPORT aclError rtDevBinaryRegister() { return no_binaries(); }
 EXPORT aclError rtFunctionRegister() { return no_binaries(); }
 EXPORT aclError rtGetC2cCtrlAddr() { return no_binaries(); }
 EXPORT aclError rtKernelLaunch() { return no_binaries(); }
+
+EXPORT aclError aclrtIpcMemGetExportKey(void *, size_t, char *, size_t, uint64_t) { return no_shared_memory(); }
+EXPORT aclError aclrtIpcMemImportByKey(void **, const char *, uint64_t) { return no_shared_memory(); }
+EXPORT aclError aclrtIpcMemSetImportPid(const char *, int32_t *, size_t) { return no_shared_memory(); }
+EXPORT aclError aclrtIpcMemClose(const char *) { return no_shared_memory(); }
+
+EXPORT int HcclCommInitAll() {
+  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "several NPUs in one process (DataParallel) are not emulated");
+}
+
+EXPORT aclError aclnnSleep() {
+  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "npu operator aclnnSleep is not emulated");
+}
+EXPORT aclError aclnnSleepGetWorkspaceSize() { return aclnnSleep(); }
 
 // torch_npu's clone() and contiguous() look for this one to choose how they work, as on a device, and then copy through
 // the dispatcher.

@@ -4,7 +4,9 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <pthread.h>
+#include <stdexcept>
 #include <unistd.h>
 
 namespace emulator {
@@ -17,12 +19,14 @@ struct Context {
 thread_local int t_device = -1;
 Context contexts[kMaxDevices];
 std::atomic<bool> used[kMaxDevices];
+std::atomic<bool> any_used{false};
 std::atomic<bool> initialised{false};
 std::atomic<bool> is_forked{false};
 std::atomic<aclrtFloatOverflowMode> saturation{ACL_RT_OVERFLOW_MODE_INFNAN};
 int64_t system_parameters[16];
 
-// ASCEND_RT_VISIBLE_DEVICES: the devices to see, in that order. As in CANN, what follows an invalid entry is ignored.
+// ASCEND_RT_VISIBLE_DEVICES: the devices to see, in ascending order, or none is seen. What follows an invalid entry is
+// ignored.
 std::vector<int> visible_devices() {
   std::vector<int> visible;
   const char *text = getenv("ASCEND_RT_VISIBLE_DEVICES");
@@ -33,10 +37,9 @@ std::vector<int> visible_devices() {
   while (*text >= '0' && *text <= '9') {
     char *end;
     long device = strtol(text, &end, 10);
-    if ((*end && *end != ',') || device >= settings().devices) break;
-    for (int other : visible) {
-      if (other == device) return visible;
-    }
+    if (*end && *end != ',') break;
+    if (!visible.empty() && device <= visible.back()) return {};
+    if (device >= settings().devices) break;
     visible.push_back(int(device));
     if (!*end) break;
     text = end + 1;
@@ -44,9 +47,15 @@ std::vector<int> visible_devices() {
   return visible;
 }
 
+// Read anew until a device is used: a script may set the variable after it has asked for the number of devices.
 const std::vector<int> &visible() {
-  static const std::vector<int> once = visible_devices();
-  return once;
+  static std::vector<int> devices;
+  static bool decided = false;
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!decided) devices = visible_devices();
+  decided = decided || any_used;
+  return devices;
 }
 
 bool exists(int device) { return device >= 0 && device < device_count(); }
@@ -54,7 +63,8 @@ bool exists(int device) { return device >= 0 && device < device_count(); }
 // Whether overflow gives inf and NaN: 910B1 and later do, Ascend910A and the first parts called 910B saturate.
 bool has_infinities() {
   const std::string &soc = settings().soc;
-  return (soc.rfind("Ascend910B", 0) == 0 && soc.size() > 10) || soc.rfind("Ascend910_9", 0) == 0;
+  auto begins = [&](const char *with) { return soc.rfind(with, 0) == 0; };
+  return (begins("Ascend910B") && soc != "Ascend910B") || begins("Ascend910_9") || begins("Ascend950");
 }
 
 void remember_owner() {
@@ -89,7 +99,7 @@ EXPORT aclError aclInit(const char *) {
   if (forked()) return refuse_forked();
   if (initialised) return ACL_ERROR_REPEAT_INITIALIZE;
   if (!settings().problem.empty()) return failure(ACL_ERROR_INVALID_PARAM, "%s", settings().problem.c_str());
-  std::string problem = start_python();
+  std::string problem = ask_python("start");
   if (!problem.empty()) return failure(ACL_ERROR_FAILURE, "%s", problem.c_str());
   remember_owner();
   initialised = true;
@@ -108,12 +118,18 @@ EXPORT aclError aclrtGetDeviceCount(uint32_t *count) {
   return ACL_SUCCESS;
 }
 
+// The driver's own count, to which torch_npu applies ASCEND_RT_VISIBLE_DEVICES.
+EXPORT int drvGetDevNum(uint32_t *count) {
+  *count = uint32_t(settings().devices);
+  return settings().problem.empty() ? 0 : ACL_ERROR_INVALID_PARAM;
+}
+
 EXPORT aclError aclrtSetDevice(int32_t device) {
   if (forked()) return refuse_forked();
   if (!exists(device)) return failure(kInvalidDevice, "there is no npu:%d, only %d devices", device, device_count());
   trace("aclrtSetDevice npu:%d (device %d of the machine)", device, visible()[size_t(device)]);
   t_device = device;
-  used[device] = true;
+  used[device] = any_used = true;
   return ACL_SUCCESS;
 }
 
@@ -160,7 +176,12 @@ EXPORT aclError aclrtDeviceGetBareTgid(int32_t *pid) {
   return ACL_SUCCESS;
 }
 
-EXPORT const char *aclrtGetSocName() { return settings().soc.c_str(); }
+// torch_npu asks for the chip before anything else, and would refuse a chip that it does not know in its own words.
+EXPORT const char *aclrtGetSocName() {
+  static const std::string problem = ask_python("problem_of_settings");
+  if (!problem.empty()) throw std::runtime_error("EMULATED: " + problem);
+  return settings().soc.c_str();
+}
 EXPORT aclError aclrtGetLastError(aclrtLastErrLevel) { return ACL_SUCCESS; }
 EXPORT aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return ACL_SUCCESS; }
 
@@ -191,6 +212,7 @@ EXPORT aclError aclGetCannAttribute(aclCannAttr attribute, int32_t *value) {
 }
 
 EXPORT aclError aclrtSynchronizeDevice() {
+  if (capturing()) return refuse_waiting("the device");
   count_synchronize("device");
   return forked() ? refuse_forked() : aclError(ACL_SUCCESS);
 }

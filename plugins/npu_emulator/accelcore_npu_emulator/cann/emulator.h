@@ -65,6 +65,8 @@ aclError refuse_forked();
 // Graph capture: whether one is active, and what is recorded on it.
 enum class Tape { kBegin = 0, kEnd = 1, kExecute = 2, kDestroy = 3, kCopy = 4, kFill = 5 };
 bool capturing();
+bool capturing(aclrtStream stream);
+aclError refuse_waiting(const char *what);  // for something, while a graph is captured
 aclError record(Tape what, uint64_t a, uint64_t b = 0, uint64_t n = 0);
 
 // A capture executes nothing on hardware. Here its kernels run, because their shapes must be known: afterwards all
@@ -72,7 +74,7 @@ aclError record(Tape what, uint64_t a, uint64_t b = 0, uint64_t n = 0);
 void save_memory();
 void restore_memory();
 
-// Calls accelcore_npu_emulator.bootstrap.start in this process's Python; empty, or why it could not.
-std::string start_python();
+// Calls a function of accelcore_npu_emulator.bootstrap in this process's Python; empty, or what is wrong.
+std::string ask_python(const char *function);
 
 }  // namespace emulator

@@ -9,6 +9,7 @@ using Handler = int (*)(int what, uint64_t a, uint64_t b, uint64_t n);
 
 std::atomic<Handler> handler{nullptr};
 std::atomic<uint64_t> active{0};  // the graph that is being captured
+std::atomic<aclrtStream> origin{nullptr};  // the stream on which it is captured
 std::atomic<uint64_t> graphs{0};
 
 uint64_t id_of(aclmdlRI graph) { return reinterpret_cast<uintptr_t>(graph); }
@@ -19,6 +20,11 @@ aclmdlRI graph_of(uint64_t id) { return reinterpret_cast<aclmdlRI>(uintptr_t(id)
 namespace emulator {
 
 bool capturing() { return active != 0; }
+bool capturing(aclrtStream stream) { return capturing() && stream == origin; }
+
+aclError refuse_waiting(const char *what) {
+  return failure(ACL_ERROR_FAILURE, "the host cannot wait for %s while a graph is being captured", what);
+}
 
 aclError record(Tape what, uint64_t a, uint64_t b, uint64_t n) {
   Handler call = handler;
@@ -34,12 +40,13 @@ using namespace emulator;
 EXPORT void emulator_set_graph_handler(Handler function) { handler = function; }
 EXPORT int emulator_capturing() { return capturing(); }
 
-EXPORT aclError aclmdlRICaptureBegin(aclrtStream, aclmdlRICaptureMode) {
+EXPORT aclError aclmdlRICaptureBegin(aclrtStream stream, aclmdlRICaptureMode) {
   if (capturing()) return failure(ACL_ERROR_FAILURE, "a graph is being captured already");
   uint64_t id = ++graphs;
   trace("capture graph %llu", (unsigned long long)id);
   if (aclError error = record(Tape::kBegin, id)) return error;
   save_memory();
+  origin = stream;
   active = id;
   return ACL_SUCCESS;
 }

@@ -1,4 +1,4 @@
-// aclInit asks this process's Python to register the host kernels. So an emulated process needs nothing but its
+// aclInit asks this process's Python to register the host kernels, and to read the settings before. So an emulated process needs nothing but its
 // environment, as with a real CANN: no import hook and no sitecustomize.
 #include "emulator.h"
 
@@ -51,11 +51,11 @@ struct Python {
   }
 };
 
-// The message of bootstrap.start, which is empty when all is well.
-std::string run(Python &python) {
+// The message of a function of bootstrap, which is empty when all is well.
+std::string run(Python &python, const char *function) {
   void *module = python.import("accelcore_npu_emulator.bootstrap");
   if (!module) return python.error();
-  void *message = python.call(module, "start", nullptr);
+  void *message = python.call(module, function, nullptr);
   std::string problem = message ? python.string(message) : python.error();
   python.forget(message);
   python.forget(module);
@@ -64,11 +64,11 @@ std::string run(Python &python) {
 
 }  // namespace
 
-std::string start_python() {
+std::string ask_python(const char *function) {
   Python python;
   if (!python.find() || !python.running()) return "there is no Python in this process to run the host kernels";
   int state = python.ensure();
-  std::string problem = run(python);
+  std::string problem = run(python, function);
   python.release(state);
   return problem;
 }

@@ -32,7 +32,8 @@ aclError limit(const Cores &cores, aclrtDevResLimitType type, uint32_t *value) {
 }
 
 struct Event {
-  double milliseconds;
+  double milliseconds = 0;
+  aclrtStream stream = nullptr;  // on which it was recorded last
 };
 
 std::atomic<int> streams{0};
@@ -43,7 +44,8 @@ double now() {
   return double(time.tv_sec) * 1e3 + double(time.tv_nsec) * 1e-6;
 }
 
-aclError synchronize(const char *what) {
+aclError synchronize(const char *what, aclrtStream stream) {
+  if (emulator::capturing(stream)) return emulator::refuse_waiting("a stream");
   emulator::count_synchronize(what);
   return emulator::forked() ? emulator::refuse_forked() : aclError(ACL_SUCCESS);
 }
@@ -67,8 +69,8 @@ EXPORT aclError aclrtDestroyStream(aclrtStream stream) {
 }
 
 EXPORT aclError aclrtDestroyStreamForce(aclrtStream stream) { return aclrtDestroyStream(stream); }
-EXPORT aclError aclrtSynchronizeStream(aclrtStream) { return synchronize("stream"); }
-EXPORT aclError aclrtSynchronizeStreamWithTimeout(aclrtStream, int32_t) { return synchronize("stream"); }
+EXPORT aclError aclrtSynchronizeStream(aclrtStream stream) { return synchronize("stream", stream); }
+EXPORT aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) { return synchronize("stream", stream); }
 
 EXPORT aclError aclrtStreamQuery(aclrtStream, aclrtStreamStatus *status) {
   *status = ACL_STREAM_STATUS_COMPLETE;
@@ -129,7 +131,7 @@ EXPORT aclError aclrtGetResInCurrentThread(aclrtDevResLimitType type, uint32_t *
 }
 
 EXPORT aclError aclrtCreateEventExWithFlag(aclrtEvent *event, uint32_t) {
-  *event = new Event{0};
+  *event = new Event;
   return ACL_SUCCESS;
 }
 
@@ -142,14 +144,16 @@ EXPORT aclError aclrtDestroyEvent(aclrtEvent event) {
   return ACL_SUCCESS;
 }
 
-EXPORT aclError aclrtRecordEvent(aclrtEvent event, aclrtStream) {
-  static_cast<Event *>(event)->milliseconds = now();
+EXPORT aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
+  *static_cast<Event *>(event) = {now(), stream};
   return ACL_SUCCESS;
 }
 
 EXPORT aclError aclrtResetEvent(aclrtEvent, aclrtStream) { return ACL_SUCCESS; }
 EXPORT aclError aclrtStreamWaitEvent(aclrtStream, aclrtEvent) { return ACL_SUCCESS; }
-EXPORT aclError aclrtSynchronizeEvent(aclrtEvent) { return synchronize("event"); }
+EXPORT aclError aclrtSynchronizeEvent(aclrtEvent event) {
+  return synchronize("event", static_cast<Event *>(event)->stream);
+}
 
 EXPORT aclError aclrtQueryEventStatus(aclrtEvent, aclrtEventRecordedStatus *status) {
   *status = ACL_EVENT_RECORDED_STATUS_COMPLETE;

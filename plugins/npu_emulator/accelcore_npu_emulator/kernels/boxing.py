@@ -9,6 +9,8 @@ from torch import Tensor
 
 from accelcore_npu_emulator.kernels.generators import host_generator, seeded
 from accelcore_npu_emulator.kernels.host_memory import CPU, current_device, place, tensors_in, view
+from accelcore_npu_emulator.kernels.matrix_unit import OPERATORS as ON_THE_MATRIX_UNIT
+from accelcore_npu_emulator.kernels.matrix_unit import check_dtypes
 from accelcore_npu_emulator.kernels.room import room_finder
 from accelcore_npu_emulator.kernels.signature import Signature
 
@@ -43,12 +45,15 @@ def _made(operator: torch._ops.OpOverload, machine: Machine, function: Callable[
     launches = not signature.is_view
     makes_tensors = None in aliases and launches and not outs
     find_room = room_finder(operator, signature, machine.settings.memory)
+    multiplies = signature.base in ON_THE_MATRIX_UNIT
     recorder, count_launch = machine.recorder, machine.count_launch
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if launches:
             count_launch(name)
         values, keywords, device = _on_host(signature, args, kwargs)
+        if multiplies:
+            check_dtypes(name, (value for value in values if isinstance(value, Tensor)))
         if makes_tensors:
             find_room(values, keywords, device)
         result = run(values, keywords, device)
@@ -157,7 +162,7 @@ def _execution(
         if not signature.waits_for_masks_only or any(
             t.dtype in (torch.bool, torch.uint8) for t in tensors_in(values[1])
         ):
-            machine.count_synchronize(signature.name)
+            machine.synchronize(signature.name)
         return function(*values, **keywords)
 
     run = random if signature.random else waiting if signature.waits else plain

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 __all__ = ["FloatStatus"]
 
 _LARGEST = torch.finfo(torch.float16).max
-_INF_NAN_PARTS = ("Ascend910B", "Ascend910_9")
 
 
 class FloatStatus:
     """The flag of each device, and the count of overflow checks for the fault `overflow@K`."""
 
     def __init__(self, settings: Settings) -> None:
-        self.saturates = not settings.soc.startswith(_INF_NAN_PARTS)
+        import torch_npu
+
+        # It knows the parts, and the variables that turn inf and nan off.
+        self.saturates = not torch_npu._C._npu_is_support_inf_nan()
         self._raised: set[int] = set()
         self._checks = 0
         self._overflow_at = frozenset(fault.count for fault in settings.faults if fault.kind == "overflow")

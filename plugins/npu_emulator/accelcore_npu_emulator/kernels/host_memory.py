@@ -55,6 +55,8 @@ def place(host: Tensor, device: torch.device) -> Tensor:
     """A new tensor on `device` with the values of `host`; what already lies on a device stays there."""
     if not host.is_cpu:
         return host
+    if host.is_quantized:
+        raise NotImplementedError("EMULATED: quantized tensors are not emulated")
     if host.layout != torch.strided:
         return host.to(device)
     placed = torch.empty_like(host, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from accelcore_npu_emulator.kernels.float_status import FloatStatus
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Machine"]
 
+_WARN, _ERROR = 1, 2  # of torch_npu's set_sync_debug_mode
+
 
 class Machine:
     """One process's emulated devices, as its kernels see them."""
@@ -20,8 +23,25 @@ class Machine:
     def __init__(self, native: Native) -> None:
         self.settings = native.settings
         self.count_launch = native.count_launch
-        self.count_synchronize = native.count_synchronize
         self.count_copy = native.count_copy
+        self._count_synchronize = native.count_synchronize
         self.recorder = Recorder()
         self.generators = Generators(self.recorder)
         self.float_status = FloatStatus(native.settings)
+
+    def synchronize(self, what: str) -> None:
+        """The host waits for the device: counted, refused in a capture, and told where torch_npu was asked to tell it.
+
+        Raises:
+            RuntimeError: a graph is being captured, or `torch_npu.npu.set_sync_debug_mode("error")` was called.
+        """
+        import torch_npu
+
+        if self.recorder.tape is not None:
+            raise RuntimeError(f"EMULATED: the host cannot wait for {what} while a graph is being captured")
+        self._count_synchronize(what)
+        mode = torch_npu._C._npu_get_sync_debug_mode()
+        if mode == _ERROR:
+            raise RuntimeError(f"called a synchronizing NPU operation (EMULATED: {what})")
+        if mode == _WARN:
+            warnings.warn(f"called a synchronizing NPU operation (EMULATED: {what})", stacklevel=2)

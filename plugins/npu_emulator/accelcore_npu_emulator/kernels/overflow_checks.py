@@ -45,7 +45,7 @@ def overflow_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
     def flag_was_raised(device: int) -> bool:
         # torch_npu reads the flag, waits for it, and clears it when it was raised.
         machine.count_launch("npu::npu_get_float_status")
-        machine.count_synchronize("npu::npu_get_float_status")
+        machine.synchronize("npu::npu_get_float_status")
         raised = status.raised(device)
         if raised:
             machine.count_launch("npu::npu_clear_float_status")
@@ -58,7 +58,7 @@ def overflow_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
         if status.saturates:
             return flag_was_raised(device)
         machine.count_launch("npu::_amp_foreach_non_finite_check")
-        machine.count_synchronize("npu::_amp_foreach_non_finite_check")
+        machine.synchronize("npu::_amp_foreach_non_finite_check")
         return faulty or not status.finite([view(gradient) for gradient in scaled_grads])
 
     def check_and_unscale(self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

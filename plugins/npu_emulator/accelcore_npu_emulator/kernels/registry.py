@@ -75,6 +75,7 @@ def register(machine: Machine) -> list[torch.library.Library]:
         warnings.simplefilter("ignore")
         for name, key, kernel in _kernels(machine):
             give(name, key, kernel)
+        give("aten::_coalesce", "SparsePrivateUse1", _refusal("aten::_coalesce"))
         for name in missing:
             give(name, _DEVICE, _refusal(name))
             give(name, _AUTOGRAD, _refusal(name))
