@@ -259,61 +259,6 @@ def unanswered_messages():
     return "nothing"
 
 
-def out_of_memory():
-    """Whether too large a tensor fails as torch says, and what still works afterwards."""
-    device = torch.device("npu", 0)
-    _, total = torch.npu.mem_get_info(device)
-    try:
-        torch.empty(total, dtype=torch.uint8, device=device).fill_(0)
-        torch.empty(total, dtype=torch.uint8, device=device)
-        failed = ""
-    except torch.OutOfMemoryError as error:
-        failed = str(error)
-    torch.npu.empty_cache()
-    return {
-        "total": total,
-        "failed": failed,
-        "other device": torch.ones(total // 8, device="npu:1").mean().item(),
-        "afterwards": torch.ones(total // 8, device=device).mean().item(),
-        "accounted": total - torch.npu.mem_get_info(device)[0],
-        "reserved": torch.npu.memory_reserved(device),
-    }
-
-
-def allocations(count, size):
-    """Which of several allocations fail; each is larger than what torch_npu keeps in its cache."""
-    failed = []
-    kept = []
-    for number in range(1, count + 1):
-        try:
-            kept.append(torch.empty(size, dtype=torch.uint8, device="npu"))
-        except torch.OutOfMemoryError as error:
-            failed.append((number, str(error)))
-    return failed
-
-
-def fresh_memory():
-    x = torch.empty(1 << 20, device="npu")
-    y = torch.empty(1 << 20, dtype=torch.int64, device="npu")
-    return x.isnan().sum().item(), (y == -1).sum().item()
-
-
-def visible_devices():
-    count = torch.npu.device_count()
-    if count:
-        torch.ones(1, device=f"npu:{count - 1}")
-    return count
-
-
-def visible_devices_said_late():
-    """How many devices there are before and after a script names two of four; then it uses the second."""
-    counts = [torch.npu.device_count()]
-    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "1,3"
-    counts.append(torch.npu.device_count())
-    torch.ones(1, device="npu:1")
-    return counts
-
-
 def failure_of_first_use():
     try:
         torch.ones(1, device="npu")

@@ -6,6 +6,8 @@ import pytest
 
 jobs = pytest.importorskip("emulated_jobs", reason="torch_npu is not installed", exc_type=ImportError)
 
+import memory_jobs  # noqa: E402
+
 
 def test_the_kth_collective_times_out(results):
     both = results(jobs.sums_until_failure, 3, ranks=2, ACCEL_EMULATED_FAULTS="timeout@2")
@@ -36,7 +38,7 @@ def test_a_fault_that_strikes_no_rank_is_refused(outcome):
 @pytest.mark.parametrize("k", [1, 3])
 def test_the_kth_allocation_fails_as_torch_says(results, k):
     size = 32 << 20
-    [failed] = results(jobs.allocations, 4, size, ACCEL_EMULATED_FAULTS=f"out_of_memory@{k}")
+    [failed] = results(memory_jobs.allocations, 4, size, ACCEL_EMULATED_FAULTS=f"out_of_memory@{k}")
     assert [number for number, _ in failed] == [k]
     assert "NPU out of memory" in failed[0][1]
 

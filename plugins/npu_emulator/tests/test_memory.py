@@ -2,9 +2,8 @@
 
 import pytest
 
-jobs = pytest.importorskip("emulated_jobs", reason="torch_npu is not installed", exc_type=ImportError)
+jobs = pytest.importorskip("memory_jobs", reason="torch_npu is not installed", exc_type=ImportError)
 
-import memory_jobs  # noqa: E402
 import torch  # noqa: E402
 
 
@@ -86,6 +85,6 @@ def test_a_storage_without_memory_is_not_read(emulated_npu):
 
 
 def test_a_result_without_room_is_refused_before_the_host_computes_it(results):
-    [(told, mebibytes)] = results(memory_jobs.host_memory_of_refusals, ACCEL_EMULATED_MEMORY="64MiB")
+    [(told, mebibytes)] = results(jobs.host_memory_of_refusals, ACCEL_EMULATED_MEMORY="64MiB")
     assert set(told.values()) == {"OutOfMemoryError"}, told
     assert mebibytes < 300
