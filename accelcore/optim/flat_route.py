@@ -30,9 +30,6 @@ class FlatRoute(Formula):
         asynchronous: whether updates are counted on the device, so that the host waits for nothing even where a kernel
             decides to skip, and a graph can be captured. Otherwise the host counts, and can skip by not calling.
         compile: makes one kernel, or few, of the arithmetic, such as `torch.compile`; None leaves it as it is.
-
-    Attributes:
-        counts_on_device: as `asynchronous`.
     """
 
     def __init__(
@@ -66,7 +63,8 @@ class FlatRoute(Formula):
 
     def place_runs(self, runs: Sequence[Run]) -> None:
         """Learn which parameters are in each run."""
-        self._parts = {run.value: self.parts_of(run) for run in runs}
+        with torch.device("cpu"):  # whatever the default device is: a loop over parameters is many launches there
+            self._parts = {run.value: self.parts_of(run) for run in runs}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -94,7 +92,7 @@ class FlatRoute(Formula):
         self, group: dict[str, Any], value: Tensor, gradient: Tensor, factor: Tensor | None, found_inf: Tensor | None
     ) -> None:
         entry = self.entry(group, value)
-        numbers = self.numbers(group, self._count(entry, value, found_inf))
+        numbers = self.numbers(group, self._count(entry, found_inf))
         if self._compiles:
             numbers = {name: self._tensor(number) for name, number in numbers.items()}
         state = {name: entry[name] for name in self.initial_state(group)}
@@ -102,18 +100,14 @@ class FlatRoute(Formula):
         parts = self._parts.get(value)
         self._advance(self.arithmetic, numbers, parts, value, gradient, state, factor, found_inf, negative)
 
-    def _count(self, entry: dict[str, Any], value: Tensor, found_inf: Tensor | None) -> Number:
+    def _count(self, entry: dict[str, Any], found_inf: Tensor | None) -> Number:
         """Count this update, if it is one; the number of all."""
         step: Tensor = entry["step"]
-        if not self.counts_on_device:
-            assert found_inf is None, "nobody skips here but the host"
-            # A state that was loaded may count on the device, where the host would wait for it in every step.
-            entry["step"] = step = step.cpu().add_(1)
-            return step.item()
-        if step.device != value.device:
-            entry["step"] = step = step.to(value.device)
-        step.add_(1 if found_inf is None else 1 - found_inf)
-        return step.double()
+        if self.counts_on_device:
+            step.add_(1 if found_inf is None else 1 - found_inf)
+            return step.double()
+        assert found_inf is None, "nobody skips here but the host"
+        return step.add_(1).item()
 
     def _tensor(self, number: Any) -> Any:
         """A number as a tensor on the host, which torch.compile takes as an argument."""
@@ -122,7 +116,7 @@ class FlatRoute(Formula):
         if number not in self._tensors:
             if len(self._tensors) >= 100:  # schedules, which set another number each time
                 self._tensors.clear()
-            self._tensors[number] = torch.tensor(number, dtype=torch.float64)
+            self._tensors[number] = torch.tensor(number, dtype=torch.float64, device="cpu")
         return self._tensors[number]
 
 

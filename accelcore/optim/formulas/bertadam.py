@@ -103,7 +103,8 @@ def schedule_factor(group: dict[str, Any], updates: float | Tensor) -> Tensor:
 
     In float64, where `updates` is, so that no host waits for a number that is counted on a device.
     """
-    updates = torch.as_tensor(updates, dtype=torch.float64)
+    place = updates.device if isinstance(updates, Tensor) else "cpu"  # and not the default device
+    updates = torch.as_tensor(updates, dtype=torch.float64, device=place)
     if group["t_total"] == -1:
         return torch.ones_like(updates)
     progress, warmup = (updates - 1) / group["t_total"], group["warmup"]

@@ -56,8 +56,5 @@ class FusedFormula(Formula):
 
     def _counted(self, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
         entry = self.entry(group, value)
-        if not self.counts:
-            return entry
-        # A state that was loaded may count on the device, where the host would wait for it in every step.
-        entry["step"] = entry["step"].cpu()
-        return {**entry, "step": int(entry["step"])}  # torch_npu computes with it on the host
+        # torch_npu computes with the number on the host, which is where it is counted.
+        return {**entry, "step": int(entry["step"])} if self.counts else entry
