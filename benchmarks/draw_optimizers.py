@@ -136,10 +136,14 @@ def _groups(results: Results) -> dict[str, list[Mapping[str, Any]]]:
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for table in results["tables"]:
         settings = table["settings"]
-        threads = f"{settings['threads']} thread{'s' * (settings['threads'] > 1)}"
-        title = f"{settings['elements'] / 1e6:.1f} million parameters in {settings['tensors']} tensors, {threads}"
+        threads, tensors = _counted(settings["threads"], "thread"), _counted(settings["tensors"], "tensor")
+        title = f"{settings['elements'] / 1e6:.1f} million parameters in {tensors}, {threads}"
         groups.setdefault(title, []).append(table)
     return groups
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count > 1)}"
 
 
 def _table(tables: Tables) -> str:

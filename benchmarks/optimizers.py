@@ -9,7 +9,6 @@ kernels a profile of one step shows.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -94,7 +93,6 @@ def run(quick: bool) -> Iterator[Table]:
             for name in NINE:
                 chosen = shapes[: len(shapes) // 10] if quick else shapes
                 yield _table(name, size, chosen, threads, rounds=3 if quick else ROUNDS[size])
-                gc.collect()  # what was measured is gone before the next is made
 
 
 def _table(name: str, size: str, shapes: Sequence[tuple[int, ...]], threads: int, rounds: int) -> Table:

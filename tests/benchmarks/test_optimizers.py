@@ -141,7 +141,7 @@ def test_results_are_drawn(folder, draw, results, tables):
     text, plot = (folder / "page.md").read_text(), (folder / drawing.PLOT).read_bytes()
     assert text.startswith("# Page\n")
     assert text.endswith("\n\nmore\n")
-    assert "### 0.0 million parameters in 1 tensors, 1 thread" in text
+    assert "### 0.0 million parameters in 1 tensor, 1 thread" in text
     first = rows(tables[0], timed=True)
     elements = tables[0].settings["elements"]
     for case in (OWN, *list(TORCH)[:2]):
