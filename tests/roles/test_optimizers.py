@@ -81,8 +81,9 @@ def test_a_route_is_what_it_says(accel, name, route):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_default_is_the_fused_kernel_where_there_is_one(accel, name):
-    assert bool(accel.optimizers.create(name, [parameter()]).param_groups[0].get("fused")) is (name in FUSED)
+def test_the_default_is_a_kernel_where_there_is_one(accel, name):
+    kernel = accel.optimizers.create(name, [parameter()]).route in ("native", "fused")
+    assert kernel is (name in accel.capabilities.native_optimizers)
     assert isinstance(accel.optimizers.create(name.upper(), [parameter()]).engine, CASES[name][0])
 
 
@@ -212,12 +213,13 @@ def test_adamw_follows_the_formula_of_its_paper(lr, beta1, beta2, eps, decay, fa
 
 def test_explain_tells_every_route_best_first_and_why_not(accel):
     assert accel.optimizers.explain("AdamW") == (
-        Choice("fused", chosen=True),
+        Choice("native", chosen=True),
+        Choice("fused", chosen=False, reason="a better route serves this request"),
         Choice("loop", chosen=False, reason="a better route serves this request"),
         Choice("foreach", chosen=False, reason="a better route serves this request"),
         Choice("formula", chosen=False, reason="a better route serves this request"),
     )
-    fused, loop, foreach, _ = accel.optimizers.explain("adamw", differentiable=True)
+    _, fused, loop, foreach, _ = accel.optimizers.explain("adamw", differentiable=True)
     assert (fused.chosen, loop.chosen, foreach.chosen) == (False, True, False)
     assert "differentiated" in fused.reason
 
