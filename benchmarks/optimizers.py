@@ -180,7 +180,7 @@ class _Cases:
             for place in (0, -1):
                 one, other = self._weights[first][place].detach(), self._weights[case][place].detach()
                 apart, moved = (one - other).norm(), (one - self._start[place]).norm()
-                assert 0 < moved, f"{first} left weights as they were"
+                assert moved > 0, f"{first} left weights as they were"
                 assert apart <= ALIKE * moved, f"{case} does not train as {first} does: {apart / moved:.1e} of the way"
 
     def _add_ours(self, name: str) -> None:
