@@ -106,6 +106,8 @@ def test_every_step_of_every_route_is_the_oracles(name, dtype, data):
                 )
                 tolerance = 2 * torch.finfo(dtype).eps * top + 500 * fine * length + 1e-30
                 tolerance += torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+                if name == "adamp":  # a projected step is what is left of a longer one
+                    tolerance += 100 * fine * LR
                 off = float((member.detach().double() - expected.detach()).abs().max())
                 assert off <= tolerance, f"route {optimizer.route} with {options} is off by {off:.1e}"
             with torch.no_grad():
