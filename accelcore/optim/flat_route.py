@@ -42,9 +42,8 @@ class FlatRoute(Formula):
     ) -> None:
         super().__init__(params, *arguments, **options)
         self.counts_on_device = self._step_supports_amp_scaling = asynchronous
-        self._compiles = compile is not None
-        # A copy of the code, because torch.compile counts how often it had to compile by the code.
-        self._advance = _advance if compile is None else compile(FunctionType(_advance.__code__.replace(), globals()))
+        self._compile = compile
+        self._compiled: dict[Any, Callable[..., None]] = {}
         self._parts: dict[Tensor, Any] = {}
         self._tensors: dict[float, Tensor] = {}
 
@@ -93,12 +92,15 @@ class FlatRoute(Formula):
     ) -> None:
         entry = self.entry(group, value)
         numbers = self.numbers(group, self._count(entry, found_inf))
-        if self._compiles:
+        parts = self._parts.get(value)
+        advance = _advance
+        if self._compile is not None:
+            absent = tuple(name for name, number in numbers.items() if number is None)
+            advance = self._program((getattr(parts, "structure", None), absent, value.dtype, found_inf is None))
             numbers = {name: self._tensor(number) for name, number in numbers.items()}
         state = {name: entry[name] for name in self.initial_state(group)}
         negative = bool(group.get("maximize"))
-        parts = self._parts.get(value)
-        self._advance(self.arithmetic, numbers, parts, value, gradient, state, factor, found_inf, negative)
+        advance(self.arithmetic, numbers, parts, value, gradient, state, factor, found_inf, negative)
 
     def _count(self, entry: dict[str, Any], found_inf: Tensor | None) -> Number:
         """Count this update, if it is one; the number of all."""
@@ -108,6 +110,14 @@ class FlatRoute(Formula):
             return step.double()
         assert found_inf is None, "nobody skips here but the host"
         return step.add_(1).item()
+
+    def _program(self, key: Any) -> Callable[..., None]:
+        """The compiled arithmetic for runs of this kind, which differ in sizes and numbers only."""
+        if key not in self._compiled:
+            assert self._compile is not None
+            # A copy of the code, because torch.compile counts by the code how often it compiled, and gives up at 8.
+            self._compiled[key] = self._compile(FunctionType(_advance.__code__.replace(), globals()))
+        return self._compiled[key]
 
     def _tensor(self, number: Any) -> Any:
         """A number as a tensor on the host, which torch.compile takes as an argument."""

@@ -40,6 +40,11 @@ class Segments:
     owners: Tensor
     levels: Sequence[Tensor]
 
+    @property
+    def structure(self) -> tuple[int, ...]:
+        """What a compiled kernel is made for: all but how many there are."""
+        return self.grain, *(level.shape[1] for level in self.levels)
+
     def sum(self, elements: Tensor) -> Tensor:
         """The sum over each segment, along the last dimension."""
         sums = _rows(elements, self.grain).sum(-1) if self.grain > 1 else elements
@@ -75,6 +80,11 @@ class Channels(NamedTuple):
     parameters: Segments
     channel_roots: Tensor
     parameter_roots: Tensor
+
+    @property
+    def structure(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What a compiled kernel is made for: all but how many there are."""
+        return self.segments.structure, self.parameters.structure
 
 
 def parameters_of(run: Run) -> Segments:

@@ -125,6 +125,19 @@ def test_an_overflow_changes_nothing_and_is_not_counted(name):
     assert not all(torch.equal(a, b) for a, b in zip(values, unskipped, strict=True))
 
 
+@pytest.mark.parametrize("name", ["adamp", "bertadam", "lamb"])
+def test_the_default_device_makes_no_difference(name):
+    options = {"t_total": 9} if name == "bertadam" else {"weight_decay": 0.1}
+    expected, _ = trained(registry(), name, {"lr": 0.02, **options}, steps=2)
+    values = parameters()
+    optimizer = registry().create(name, groups(values), lr=0.02, **options)
+    for step in range(2):
+        gradients(values, step)
+        with torch.device("meta"):
+            optimizer.step()
+    torch.testing.assert_close(values, expected)
+
+
 @pytest.mark.parametrize("name", sorted(FLAT_FORMULAS))
 def test_low_precision_has_exact_state(name):
     exact, _ = trained(Optimizers(), name, {"lr": 0.02}, dtype=torch.bfloat16, route="formula", steps=2)
@@ -167,6 +180,20 @@ def test_it_compiles_as_one_graph_whatever_its_numbers_are(name):
     found = train(registry(asynchronous=True, compile=compiled))
     assert len(graphs) == 1
     torch.testing.assert_close(found, train(registry(asynchronous=True)), rtol=1e-5, atol=1e-6)
+
+
+def test_groups_of_any_shapes_are_compiled():
+    """torch.compile gives up where it had to compile the same function eight times."""
+    shapes = [(96, 96), (40, 64), (10, 3), (8, 3, 7, 7), (5,), (300, 200), (128, 128), (32, 8, 3, 3), (1, 1), (2, 3)]
+    made = [
+        {"params": [nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(shape[0]))], "weight_decay": number % 2}
+        for number, shape in enumerate([*shapes, *shapes])
+    ]
+    compiled = partial(torch.compile, backend="eager", fullgraph=True)
+    optimizer = registry(asynchronous=True, compile=compiled).create("adamp", made, lr=0.01)
+    gradients([value for group in made for value in group["params"]], step=4)
+    optimizer.step()
+    assert all(optimizer.state[group["params"][0]]["step"].item() == 1 for group in made)
 
 
 shapes = st.lists(
