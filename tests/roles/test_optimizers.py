@@ -405,13 +405,14 @@ def test_sgd_in_low_precision_takes_the_loop_because_torchs_kernel_leaves_elemen
 
 
 @pytest.mark.parametrize("groups", [False, True])
-def test_dampened_momentum_takes_the_loop(accel, groups):
+def test_dampened_momentum_does_not_take_torchs_fused_kernel(accel, groups):
     options = {"momentum": 0.9, "dampening": 0.5}
     weight = parameter()
     params = [{"params": [weight], **options}] if groups else [weight]
     optimizer = accel.optimizers.create("sgd", params, lr=0.1, **({} if groups else options))
-    assert not optimizer.param_groups[0]["fused"]
-    assert accel.optimizers.explain("sgd", momentum=0.9, dampening=0.5)[0].reason
+    assert optimizer.route != "fused"
+    with pytest.raises(UnsupportedError, match="dampen the first step"):
+        accel.optimizers.create("sgd", [weight], lr=0.1, route="fused", **options)
 
 
 # Registering.

@@ -95,7 +95,7 @@ class Native(Formula):
         for number in table.empty:
             addresses[number] = 0 if gradients[number] is None else 1
         numbers = [self.numbers(group) for group in self.param_groups]
-        with record_function(f"accelcore::{self.kernel}") if torch.autograd._profiler_enabled() else _NOTHING:
+        with record_function(f"accelcore::{self.kernel}") if torch._C._autograd._profiler_enabled() else _NOTHING:
             table.step(addresses, numbers, found_inf, grad_scale)
         increment_version(values)
         if grad_scale is not None:
@@ -146,7 +146,7 @@ class Native(Formula):
                 value.device,
             ):
                 entry[name] = torch.empty_like(value, dtype=dtype).copy_(state)
-        step = entry.get("step")
+        step: Any = entry.get("step")
         if self.counts and not (isinstance(step, Tensor) and step.dtype is torch.float32 and step.device.type == "cpu"):
             entry["step"] = torch.tensor(float(step), dtype=torch.float32)
         return entry
@@ -170,5 +170,5 @@ def _address(gradient: Any, member: Member, copies: list[tuple[Tensor, Tensor]])
 def _parts(value: Tensor, run: Run | None) -> Sequence[tuple[int, torch.Size]]:
     if run is None or run.memory is None:
         return [(0, value.shape)]
-    first = value.storage_offset()
-    return [(part.storage_offset() - first, part.shape) for part in run.parts(value)]
+    first = int(value.storage_offset())
+    return [(int(part.storage_offset()) - first, part.shape) for part in run.parts(value)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -136,5 +136,5 @@ def _tensor(offset: int, shape: torch.Size, by_row: bool) -> list[int]:
 @cache
 def _fork() -> int | None:
     """Where the OpenMP runtime that torch computes on starts threads; None where it has another way."""
-    fork: Callable[..., Any] | None = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    fork: Any = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     return None if fork is None else ctypes.cast(fork, ctypes.c_void_p).value

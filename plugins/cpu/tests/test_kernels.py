@@ -49,7 +49,7 @@ def test_two_processes_can_build_at_once_and_a_third_builds_nothing(tmp_path):
         assert err.count("building the optimizers' kernels") <= 1
     assert len(list(folder.iterdir())) == 1, "one library, and nothing that was left behind"
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert run(folder, CXX="false") == ("native native False 0.5\n".replace("False", "True"), "")
+    assert run(folder) == (ANSWER, "")
 
 
 @pytest.mark.parametrize("damage", ["cut off", "changed", "of others"])
@@ -95,7 +95,7 @@ def test_without_a_compiler_the_formula_serves_and_says_so(tmp_path):
 def test_a_compiler_that_fails_is_told_of_once_and_the_formula_serves(tmp_path):
     script = STEP + 'print(accel.optimizers.explain("lamb")[0].reason); accel.optimizers.create("lamb", [member])'
     out, err = run(tmp_path, script, CXX="false")
-    assert out.startswith("native formula True 0.5\nthey cannot") or "the C++ compiler failed" in out
+    assert out.startswith("native formula True 0.5\nthe C++ compiler failed")
     assert err.count("optimizers run without the kernels") == 1
     assert not list(tmp_path.iterdir())
 
