@@ -55,7 +55,7 @@ def test_it_is_left_out_where_parameters_keep_their_own_memory(accel):
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
     assert optimizer.route == "packed"
     step(accel.trainer(model, optimizer, flat=False))
-    assert optimizer.route == "fused"
+    assert optimizer.route == "native"
 
 
 def test_where_no_other_can_take_its_place_the_model_stays_as_it_was(accel):

@@ -85,4 +85,4 @@ def _version(command: tuple[str, ...]) -> str:
 
 
 def _run(command: tuple[str, ...]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS).stdout  # noqa: S603  # the compiler the user names
