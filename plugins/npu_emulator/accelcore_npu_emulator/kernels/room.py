@@ -70,8 +70,10 @@ def _most_elements(tensors: list[Tensor], arguments: list[Any]) -> float:
     counts = [tensor.numel() for tensor in tensors]
     listed = sum(t.numel() for argument in arguments if not isinstance(argument, Tensor) for t in tensors_in(argument))
     if len(tensors) > 1:  # each row of one with a row or a column of another, as in products and look-ups
-        return max(counts) * max(size for tensor in tensors for size in (1, *tensor.shape)) + listed
-    return (sum(counts) + listed or 1) * prod(max(1.0, abs(number)) for number in _numbers(arguments))
+        longest: int = max(size for tensor in tensors for size in (1, *tensor.shape))
+        return max(counts) * longest + listed
+    times: float = prod(max(1.0, abs(number)) for number in _numbers(arguments))
+    return (sum(counts) + listed or 1) * times
 
 
 def _numbers(argument: Any) -> Iterator[float]:
