@@ -340,6 +340,13 @@ def test_non_finite_check(bad):
     assert torch_npu._amp_foreach_non_finite_check(gradients) is (bad is not None)
 
 
+def test_gradients_of_two_dtypes_are_not_unscaled_together():
+    gradients = [torch.ones(2, device="npu"), torch.ones(2, device="npu", dtype=torch.float16)]
+    found, inverse = torch.zeros(1, device="npu"), torch.ones(1, device="npu")
+    with pytest.raises(RuntimeError, match=r"must have the same dtype, not torch\.float16, torch\.float32"):
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+
+
 def test_update_scale():
     scale, tracker = torch.full((), 8.0, device="npu"), torch.zeros((), dtype=torch.int32, device="npu")
     for found, expected in ((0.0, 8.0), (0.0, 16.0), (1.0, 8.0)):

@@ -20,7 +20,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 # How many comparisons by value there are at least, for all operators: an operator that is left out is no success.
 LEAST = {"forward": 1600, "backward": 1350, "in place": 420, "out=": 600}
-MOST = {"disagree": 24, "fallback": 270, "random": 110, "refused": 0}
+MOST = {"disagree": 30, "fallback": 270, "random": 110, "refused": 0}
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
@@ -33,7 +33,7 @@ def test_nearly_all_operators_agree_with_the_cpu(emulated_process, tmp_path, eve
     assert done.returncode == 0, done.stdout
     assert done.stdout.startswith("EMULATED")
     assert report["emulated"] is True
-    assert report["share"] >= 0.99, done.stdout
+    assert report["share"] >= 0.98, done.stdout
     slack = 1 if every == 1 else 1.4  # a part of the operators is not like all of them
     for form, least in LEAST.items():
         assert report["counts"][form]["values"] >= least / every / slack, done.stdout

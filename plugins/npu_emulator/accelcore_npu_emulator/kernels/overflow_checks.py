@@ -64,6 +64,10 @@ def overflow_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
     def check_and_unscale(self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
         if not self:
             return
+        dtypes = {gradient.dtype for gradient in self}
+        if len(dtypes) > 1:
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise RuntimeError(f"EMULATED: gradients that are unscaled together must have the same dtype, not {names}")
         device = self[0].get_device()
         faulty = status.begin_check(device)
         if status.saturates:
