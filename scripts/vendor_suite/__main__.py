@@ -24,6 +24,7 @@ FOLDERS = (
     "allocator", "autograd", "contrib", "custom_ops", "distributed", "nn", "npu", "optim", "trans_contiguous", "utils",
 )  # fmt: skip
 LARGEST = 64 * 2**10
+COMPILERS = ("_jit", "_fx", "dynamo", "inductor")
 _DISABLED = "unsupported_test_cases/.pytorch-disabled-tests.json"
 
 
@@ -37,6 +38,8 @@ def chosen(suite: Path) -> Iterator[str]:
     for folder in FOLDERS:
         yield from sorted(str(path.relative_to(suite)) for path in (suite / folder).rglob("test_*.py"))
     for path in sorted(suite.glob("test_*.py")):
+        if any(compiler in path.name for compiler in COMPILERS):
+            continue
         if path.name.startswith("test_npu") or path.stat().st_size <= LARGEST:
             yield path.name
 

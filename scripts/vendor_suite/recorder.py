@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ def _write(**entry: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Leave out what has started before."""
+    """Leave out what has started before, and set what torch's tests expect of their own `run_tests`."""
+    torchs = sys.modules.get("torch.testing._internal.common_utils")
+    if torchs is not None and torchs.GRAPH_EXECUTOR is None:
+        torchs.GRAPH_EXECUTOR = torchs.cppProfilingFlagsToProfilingMode()
     lines = _RECORD.read_text(encoding="utf-8").splitlines() if _RECORD.exists() else []
     seen = {json.loads(line).get("start") for line in lines}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in seen])
