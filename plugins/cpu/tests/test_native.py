@@ -81,11 +81,12 @@ def train(optimizer, members, steps=4, start=0):
 
 
 def distance(found, expected):
-    return max(
-        ((a.double() - b.double()).norm() / (b.double().norm() + 1e-6)).item()
-        for a, b in zip(found, expected, strict=True)
-        if a.numel()
-    )
+    pairs = list(zip(found, expected, strict=True))
+    return max((_distance(a, b) for a, b in pairs if a.numel()), default=0.0)  # SGD without momentum has no state
+
+
+def _distance(found, expected):
+    return ((found.double() - expected.double()).norm() / (expected.double().norm() + 1e-6)).item()
 
 
 def state_of(optimizer):
