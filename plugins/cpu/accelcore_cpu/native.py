@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from accelcore.errors import TrainingError
 from accelcore.optim.formulas import Formula
 from accelcore.optim.memory import Run
-from accelcore_cpu.table import Member, Table
+from accelcore_cpu.table import Found, Member, Table
 
 __all__ = ["Native"]
 
-_GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
 _NOTHING = nullcontext()
 
 
@@ -45,9 +42,7 @@ class Native(Formula):
     _table: Table | None = None
     _wanted: Sequence[tuple[str, ...]] = ()
     _runs: Sequence[Run] = ()
-    _looked = False
-    _values: Sequence[Tensor] = ()
-    _addresses: Sequence[int] = ()
+    _found: Found | None = None
 
     def numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
         """The options of a group, in the kernel's order."""
@@ -72,60 +67,51 @@ class Native(Formula):
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         """Update what has a gradient, after dividing it by `grad_scale`; nothing where `found_inf` is 1."""
-        if not self._looked:
-            self.replaced()
-        self._looked = False
-        values = self._values
-        gradients: list[Any] = list(map(_GRAD, values))
-        table = self._table
-        if table is None or not self._holds(table, gradients):
-            table = self._table = self._lay_out(gradients)
-        copies: list[tuple[Tensor, Tensor]] = []
-        try:
-            addresses = list(map(Tensor.data_ptr, gradients))
-            plain = (
-                list(map(Tensor.stride, gradients)) == table.strides and list(map(_DTYPE, gradients)) == table.dtypes
-            )
-        except (TypeError, RuntimeError):  # one is None, or sparse
-            plain = False
-        if not plain:
-            if any(g is not None and g.dtype is not dtype for g, dtype in zip(gradients, table.dtypes, strict=True)):
-                table = self._table = self._lay_out(gradients)
-            addresses = [_address(*pair, copies) for pair in zip(gradients, table.members, strict=True)]
-        for number in table.empty:
-            addresses[number] = 0 if gradients[number] is None else 1
+        found = self._look() if self._found is None else self._found
+        self._found = None
+        table, copies = self._table, list[tuple[Tensor, Tensor]]()
+        if table is None or found is Found.REPLACED:
+            table = self._table = self._lay_out()
+            found = table.find()
+        if found is not Found.ALL:
+            table, copies = self._place(table)
         numbers = [self.numbers(group) for group in self.param_groups]
         with record_function(f"accelcore::{self.kernel}") if torch._C._autograd._profiler_enabled() else _NOTHING:
-            table.step(addresses, numbers, found_inf, grad_scale)
-        increment_version(values)
+            table.step(numbers, found_inf, grad_scale)
         if grad_scale is not None:
             for gradient, copy in copies:
                 gradient.copy_(copy)
 
     def replaced(self) -> bool:
         """Whether a value is not where it was in the last step. `update` relies on it, if it was called just before."""
-        self._looked = True
-        self._values = list(chain.from_iterable([group["params"] for group in self.param_groups]))
-        self._addresses = list(map(Tensor.data_ptr, self._values))
-        return self._table is None or self._addresses != self._table.addresses
+        self._found = self._look()
+        return self._found is Found.REPLACED
 
-    def _holds(self, table: Table, gradients: Sequence[Any]) -> bool:
-        """Whether a table is still right: nothing was replaced, and no other state is wanted."""
-        return (
-            table.addresses == self._addresses
-            and table.has(list(self.state.values()))
-            and not any(gradients[number] is not None for number in table.waiting)
-            and [tuple(self.initial_state(group)) for group in self.param_groups] == self._wanted
-        )
+    def _look(self) -> Found:
+        """Find the gradients, unless the table is of other tensors or other state than there are now."""
+        values = list(chain.from_iterable([group["params"] for group in self.param_groups]))
+        table = self._table
+        if table is None or not table.of(values, self.state):
+            return Found.REPLACED
+        wanted = [tuple(self.initial_state(group)) for group in self.param_groups]
+        return table.find() if wanted == self._wanted else Found.REPLACED
 
-    def _lay_out(self, gradients: Sequence[Any]) -> Table:
+    def _place(self, table: Table) -> tuple[Table, list[tuple[Tensor, Tensor]]]:
+        """Find gradients one by one, and copy those that are laid out otherwise than their values."""
+        gradients: list[Any] = [member.value.grad for member in table.members]
+        if any(g is not None and g.dtype is not m.gradient for g, m in zip(gradients, table.members, strict=True)):
+            table = self._table = self._lay_out()
+        copies: list[tuple[Tensor, Tensor]] = []
+        table.place([_address(*pair, copies) for pair in zip(gradients, table.members, strict=True)])
+        return table, copies
+
+    def _lay_out(self) -> Table:
         self._wanted = [tuple(self.initial_state(group)) for group in self.param_groups]
         runs = {id(run.value): run for run in self._runs}
         members: list[Member] = []
-        given = iter(gradients)
         for number, group in enumerate(self.param_groups):
             for value in group["params"]:
-                gradient = next(given)
+                gradient = value.grad
                 waits = gradient is None and not self.state.get(value)
                 entry = {} if waits else self._fitted(group, value)
                 dtype = value.dtype if gradient is None else gradient.dtype
@@ -164,7 +150,7 @@ def _address(gradient: Any, member: Member, copies: list[tuple[Tensor, Tensor]])
     if gradient.stride() != member.value.stride() or gradient.device != member.value.device:
         copies.append((gradient, torch.empty_like(member.value, dtype=gradient.dtype).copy_(gradient)))
         gradient = copies[-1][1]
-    return int(gradient.data_ptr())
+    return int(gradient.data_ptr()) or 1  # of nothing: any address
 
 
 def _parts(value: Tensor, run: Run | None) -> Sequence[tuple[int, torch.Size]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -17,12 +18,23 @@ from torch import Tensor
 
 from accelcore_cpu.kernels.library import load
 
-__all__ = ["TYPES", "Member", "Table"]
+__all__ = ["TYPES", "Found", "Member", "Table"]
 
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """What tensors can be, by the numbers that the kernels have for them."""
 
 _STATES = 3
+_IMPLEMENTATION = attrgetter("_cdata")
+
+
+class Found(IntEnum):
+    """What became of a look for the gradients of a table."""
+
+    ALL = 0
+    REPLACED = 1
+    """A value or state has other memory than it had, or one that waited for its first gradient has it."""
+    UNLIKE = 2
+    """A gradient is not laid out as its value."""
 
 
 @dataclass
@@ -60,13 +72,10 @@ class Table:
 
     def __init__(self, kind: int, members: Sequence[Member], entries: Sequence[Any], *, by_row: bool) -> None:
         self.members = members
-        self.addresses = [member.value.data_ptr() for member in members]
-        self.strides = [member.value.stride() for member in members]
-        self.dtypes = [member.gradient for member in members]
-        self.waiting = [number for number, member in enumerate(members) if member.waits]
-        self.empty = [number for number, member in enumerate(members) if not member.value.numel()]
+        self._values = [member.value for member in members]
         self._entries = entries
-        self._kept = list(chain.from_iterable(map(dict.values, self._entries)))
+        self._kept = list(chain.from_iterable(map(dict.values, entries)))
+        self._alike = all(member.gradient is member.value.dtype for member in members)
         sources, tensors = array("q"), array("q")
         for member in members:
             sources.extend(_source(member, len(tensors) // 4))
@@ -74,39 +83,61 @@ class Table:
                 tensors.extend(_tensor(offset, shape, by_row))
         self._library = load()
         self._plan = self._library.plan_new(
-            kind, _fork(), sources.buffer_info()[0], len(members), tensors.buffer_info()[0], len(tensors) // 4
-        )
-        if not self._plan:
+            kind, _fork(), _memory(sources), len(members), _memory(tensors), len(tensors) // 4
+        )  # fmt: skip
+        self._addresses = array("q", bytes(8 * len(members)))
+        self._tensors = self._watch([kept for kept in self._kept if _is_dense(kept)])
+        if not self._plan or not self._tensors:
             raise MemoryError("there is no memory for the tables of an optimizer")
         weakref.finalize(self, self._library.plan_free, self._plan)
+        weakref.finalize(self, self._library.tensors_free, self._tensors)
 
-    def has(self, entries: Sequence[Any]) -> bool:
-        """Whether these entries are still all there is, with the tensors that they had."""
-        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
-            return False
-        kept = list(chain.from_iterable(map(dict.values, self._entries)))
-        return len(kept) == len(self._kept) and all(map(is_, kept, self._kept))
+    def of(self, values: Sequence[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Whether these are the tensors it updates, and this is all state there is, with the tensors that it had."""
+        return (
+            len(values) == len(self._values)
+            and len(state) == len(self._entries)
+            and sum(map(len, self._entries)) == len(self._kept)
+            and all(map(is_, values, self._values))
+            and all(map(is_, state.values(), self._entries))
+            and all(map(is_, chain.from_iterable(map(dict.values, self._entries)), self._kept))
+        )
 
-    def step(
-        self,
-        gradients: Sequence[int],
-        numbers: Sequence[Sequence[float]],
-        found_inf: Tensor | None,
-        grad_scale: Tensor | None,
-    ) -> None:
-        """Update all that have a gradient, by the numbers of each group. Gradients are given by address, 0 for none."""
-        addresses, options = array("Q", gradients), array("d", chain.from_iterable(numbers))
+    def find(self) -> Found:
+        """Look for the gradients, for the next step."""
+        if not self._alike:
+            return Found.UNLIKE
+        return Found(self._library.tensors_find(self._tensors, _memory(self._addresses)))
+
+    def place(self, addresses: Sequence[int]) -> None:
+        """Give the addresses of gradients that could not be found, 0 where there is none, for the next step."""
+        self._addresses = array("q", addresses)
+
+    def step(self, numbers: Sequence[Sequence[float]], found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
+        """Update all that have a gradient, by the numbers of each group."""
+        options = array("d", chain.from_iterable(numbers))
         done = self._library.plan_step(
             self._plan,
-            addresses.buffer_info()[0],
-            options.buffer_info()[0],
+            _memory(self._addresses),
+            _memory(options),
             len(numbers[0]),
             None if found_inf is None else found_inf.data_ptr(),
             None if grad_scale is None else grad_scale.data_ptr(),
             torch.get_num_threads(),
         )
-        if not done:
+        if not done or not self._library.tensors_updated(self._tensors, _memory(self._addresses)):
             raise MemoryError("there is no memory for the sums of an optimizer")
+
+    def _watch(self, states: Sequence[Tensor]) -> int | None:
+        """What finds gradients, and sees whether anything was given other memory since."""
+        known = [array("q", map(_IMPLEMENTATION, tensors)) for tensors in (self._values, states)]
+        addresses = [array("q", map(Tensor.data_ptr, tensors)) for tensors in (self._values, states)]
+        waits = array("b", [member.waits for member in self.members])
+        made: int | None = self._library.tensors_new(
+            _memory(known[0]), _memory(addresses[0]), _memory(waits), len(self._values),
+            _memory(known[1]), _memory(addresses[1]), len(states),
+        )  # fmt: skip
+        return made
 
 
 def _source(member: Member, first_tensor: int) -> list[int]:
@@ -131,6 +162,14 @@ def _tensor(offset: int, shape: torch.Size, by_row: bool) -> list[int]:
     if by_row and len(shape) > 1 and shape.numel():
         return [offset, shape[0], shape.numel() // shape[0], 1]
     return [offset, 1, shape.numel(), 0]
+
+
+def _memory(numbers: array[Any]) -> int:
+    return numbers.buffer_info()[0]
+
+
+def _is_dense(kept: object) -> bool:
+    return isinstance(kept, Tensor) and kept.layout is torch.strided
 
 
 @cache

@@ -206,6 +206,7 @@ def test_what_was_replaced_between_steps_is_seen(accel):
         train(optimizer, members, 2)
         members[0].data = members[0].data * 2  # other memory
         optimizer.state[members[5]]["exp_avg"] = torch.ones_like(members[5])
+        optimizer.state[members[0]]["exp_avg_sq"].data = torch.full_like(members[0], 0.5)
         optimizer.param_groups[0]["lr"] = 0.01
         train(optimizer, members, 2, start=2)
         optimizer.add_param_group({"params": [late := nn.Parameter(torch.ones(3, dtype=torch.float64))], "lr": 0.5})

@@ -8,15 +8,18 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+
+import torch
 
 __all__ = ["FLAGS", "compile_to", "compiler_version", "cpu", "missing_compiler"]
 
 # No -ffast-math: nan and inf stay what they are, and nothing is reassociated or contracted, so that the same operations
 # give the same bits on every machine. Errno and traps, which are given up, would keep loops from being vectorized.
 FLAGS = (
-    "-std=c++14",
+    "-std=c++20",  # torch's headers ask for it
     "-O3",
     "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",
     "-ffp-contract=off",
@@ -27,6 +30,7 @@ FLAGS = (
     "-shared",
 )
 _SECONDS = 300
+_TORCH = Path(torch.__file__).parent
 
 
 def missing_compiler() -> str | None:
@@ -50,13 +54,14 @@ def compiler_version() -> str:
     return _version(tuple(_command()))
 
 
-def compile_to(source: Path, library: Path) -> None:
-    """Compile a file to a shared library.
+def compile_to(sources: Sequence[Path], library: Path) -> None:
+    """Compile files to a shared library, with torch's headers and its c10.
 
     Raises:
         OSError, subprocess.SubprocessError: that failed; a CalledProcessError has the compiler's words in `stderr`.
     """
-    _run((*_command(), *FLAGS, str(source), "-o", str(library)))
+    (c10,) = (_TORCH / "lib").glob("libc10.*")  # loaded with torch already: only its name is taken from here
+    _run((*_command(), *FLAGS, f"-I{_TORCH / 'include'}", *map(str, sources), str(c10), "-o", str(library)))
 
 
 @cache

@@ -82,9 +82,21 @@ class Plan {
   template <class Visit>
   void visit_bundles(const Visit& visit) {
     parallel(fork, threads, long(tables.bundles.size()) - 1, [&](long bundle) {
-      for (long n = tables.bundles[bundle]; n < tables.bundles[bundle + 1]; n++)
+      for (long n = tables.bundles[bundle]; n < tables.bundles[bundle + 1]; n++) {
+        if (n + 1 < long(tables.pieces.size())) ask_for_beginning(tables.pieces[n + 1]);
         if (rules[tables.pieces[n].source]) visit(tables.pieces[n]);
+      }
     });
+  }
+
+  // A piece's blocks ask for what comes later in it; its beginning is asked for while the one before is worked on.
+  void ask_for_beginning(const Piece& piece) const {
+    const Source& source = tables.sources[piece.source];
+    const long size = std::min(AHEAD, piece.rows * piece.columns * 4);
+    prefetch(source.value, source.value_type, piece.begin, size);
+    for (void* state : source.state)
+      if (state) prefetch(state, source.state_type, piece.begin, size);
+    if (void* gradient = gradients[piece.source]) prefetch(gradient, source.gradient_type, piece.begin, size);
   }
 
   // Norms of gradients, and what to multiply these by.

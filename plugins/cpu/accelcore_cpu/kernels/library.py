@@ -11,6 +11,8 @@ import time
 from hashlib import sha256
 from pathlib import Path
 
+import torch
+
 from accelcore_cpu.kernels import compiler, store
 
 __all__ = ["load", "unavailable"]
@@ -77,7 +79,7 @@ def _library() -> ctypes.CDLL:
 
 def _built(folder: Path) -> Path:
     library, began = folder / "kernels.so", time.perf_counter()
-    compiler.compile_to(_SOURCES / "kernels.cpp", library)
+    compiler.compile_to([_SOURCES / "kernels.cpp", _SOURCES / "tensors.cpp"], library)
     logger.info("built the optimizers' kernels in %.1f seconds", time.perf_counter() - began)
     return library
 
@@ -85,12 +87,24 @@ def _built(folder: Path) -> Path:
 def _key() -> str:
     """What a build depends on."""
     sources = [file.read_text() for file in sorted(_SOURCES.iterdir()) if file.suffix in (".cpp", ".h")]
-    parts = (*sources, compiler.compiler_version(), *compiler.FLAGS, compiler.cpu())
+    parts = (*sources, compiler.compiler_version(), *compiler.FLAGS, compiler.cpu(), torch.__version__)
     return sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
+    # These look at tensors that Python could change meanwhile, if it ran.
+    holding = ctypes.PyDLL(library._name)
+    for name in ("tensors_new", "tensors_free", "tensors_find", "tensors_updated"):
+        setattr(library, name, getattr(holding, name))
+    library.tensors_new.restype = pointer
+    library.tensors_new.argtypes = [pointer, pointer, pointer, long, pointer, pointer, long]
+    library.tensors_free.restype = None
+    library.tensors_free.argtypes = [pointer]
+    library.tensors_find.restype = number
+    library.tensors_find.argtypes = [pointer, pointer]
+    library.tensors_updated.restype = ctypes.c_bool
+    library.tensors_updated.argtypes = [pointer, pointer]
     library.plan_new.restype = pointer
     library.plan_new.argtypes = [number, pointer, pointer, long, pointer, long]
     library.plan_free.restype = None

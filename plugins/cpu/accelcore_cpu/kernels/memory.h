@@ -74,6 +74,13 @@ inline void prefetch(const T* block) {
   for (long n = 0; n < BLOCK * long(sizeof(T)); n += 64) __builtin_prefetch(from + n);
 }
 
+// Asks for `size` bytes from the element `offset` of a tensor on.
+inline void prefetch(const void* tensor, Type type, long offset, long size) {
+  const long element = type == DOUBLE ? 8 : type == FLOAT ? 4 : 2;
+  const char* const from = static_cast<const char*>(tensor) + offset * element;
+  for (long n = 0; n < size; n += 64) __builtin_prefetch(from + n);
+}
+
 // Elements from `offset` of a tensor, as T.
 template <class T>
 T* read(const void* tensor, Type type, long offset, long size, T* buffer) {
