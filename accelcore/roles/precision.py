@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 
 from accelcore.capabilities import Capabilities
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.precision.kernels import install, listed, name_of, torchs_operators
+from accelcore.precision.region import Region
+from accelcore.precision.table import Treatment
 
 __all__ = ["Precision", "TorchPrecision"]
 
@@ -48,6 +52,10 @@ class Precision(ABC):
     def table(self, name: str = "torch") -> frozenset[str]:
         """The operators that autocast intercepts here under table `name`, such as `"aten::mm"`."""
 
+    def treatments(self) -> Mapping[str, Treatment]:
+        """What table O1 does with operators that only this device's autocast knows, by their names without overload."""
+        return {}
+
 
 class TorchPrecision(Precision):
     """Precision through `torch.autocast` and `torch.set_float32_matmul_precision`.
@@ -76,7 +84,13 @@ class TorchPrecision(Precision):
                 available=", ".join(self._capabilities.autocast_dtypes) or "none",
                 remedy="choose one of those, or train in fp32",
             )
-        return torch.autocast(self._device_type, dtype=dtype, enabled=enabled)
+        if not enabled:
+            return torch.autocast(self._device_type, dtype=dtype, enabled=False)
+        assert dtype is not None, "it is one of those that are declared"
+        if table == "O1":
+            return Region(self._device_type, dtype, partial(install, self._device_type, self._dispatch_key))
+        # With its cache, by which torch's table is told from O1 inside a region of that one.
+        return torch.autocast(self._device_type, dtype=dtype, cache_enabled=True)
 
     def fp32(self, mode: str) -> AbstractContextManager[None]:
         known = ("ieee", "fast") if self._capabilities.fast_fp32 else ("ieee",)
@@ -91,7 +105,9 @@ class TorchPrecision(Precision):
 
     def table(self, name: str = "torch") -> frozenset[str]:
         self._check_table(name)
-        return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(self._dispatch_key))
+        if name == "torch":
+            return torchs_operators(self._dispatch_key)
+        return frozenset(name_of(operator) for operator, treatment in listed() if treatment is not Treatment.AS_IS)
 
     @contextmanager
     def _fp32(self, *, fast: bool) -> Iterator[None]:

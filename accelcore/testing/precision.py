@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.functional import conv2d, cross_entropy, linear
 
 from accelcore import Backend, UnsupportedError
-from accelcore.testing.declared import FAST_FP32, LOW_PRECISION, TABLES, declared
+from accelcore.testing.declared import FAST_FP32, LOW_PRECISION, declared
+from accelcore.testing.op_tables import OpTables
 from accelcore.testing.oracles import eps, error, weights
 
 __all__ = ["TestPrecision"]
@@ -29,28 +29,6 @@ def _convolve(a: Tensor, b: Tensor) -> Tensor:
     return conv2d(a.t()[None, :, None, :], b.t()[:, :, None, None])[0, :, 0, :].t()
 
 
-_PROBES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a row and a column
-    "mm": torch.mm,
-    "addmm": lambda row, column: torch.addmm(torch.ones(1, 1, device=row.device), row, column),
-    "bmm": OPERATORS["batched"],
-    "linear": OPERATORS["linear"],
-    "conv2d": OPERATORS["convolution"],
-    "relu": lambda row, column: torch.relu(row),
-    "mul": lambda row, column: row * row,
-    "neg": lambda row, column: -row,
-}
-_EXACT_IN_O1: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda low: functional.softmax(low, 1),
-    "log_softmax": lambda low: functional.log_softmax(low, 1),
-    "layer_norm": lambda low: functional.layer_norm(low, (2,)),
-    "gelu": functional.gelu,
-    "exp": torch.exp,
-    "pow": lambda low: low.pow(2),
-    "sum": torch.sum,
-    "norm": torch.norm,
-    "cumsum": lambda low: low.cumsum(0),
-    "std": torch.std,
-}
 _MOST_BITS = 16  # as many as are looked at
 
 
@@ -79,7 +57,7 @@ def _torchs_setting(value: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-class TestPrecision:
+class TestPrecision(OpTables):
     """autocast, its tables, and the exactness of fp32 matrix products."""
 
     @pytest.mark.parametrize("name", LOW_PRECISION)
@@ -195,38 +173,6 @@ class TestPrecision:
         """autocast is for low precision: any dtype that is not declared is refused."""
         with declared(False, f"autocast to {dtype}"):
             accel.autocast(dtype)
-
-    @pytest.mark.parametrize("table", TABLES)
-    def test_tables(self, accel: Backend, table: str) -> None:
-        """A table names the operators that autocast intercepts, and only those."""
-        with declared(table in accel.capabilities.autocast_tables, f"the autocast table {table}"):
-            operators = accel.precision.table(table)
-            assert all("::" in operator for operator in operators), "an operator's name has its namespace"
-            names = {operator.split("::")[1].split(".")[0] for operator in operators}
-            if accel.capabilities.autocast_dtypes:
-                row, column = torch.ones(1, 2, device=accel.device), torch.ones(2, 1, device=accel.device)
-                with accel.autocast(table=table):
-                    low = {name for name, run in _PROBES.items() if run(row, column).dtype != torch.float32}
-                listed = names & set(_PROBES)
-                assert listed == low, f"of {', '.join(_PROBES)} it lists {sorted(listed)}, and intercepts {sorted(low)}"
-                assert {"mm", "addmm"} <= low, "matrix products are not in low precision"
-
-    @pytest.mark.parametrize("operator", sorted(_EXACT_IN_O1))
-    def test_o1_keeps_exact(self, accel: Backend, operator: str) -> None:
-        """Under table O1, what apex's O1 runs in fp32 is fp32 on every device, whatever its input."""
-        known = accel.capabilities
-        with declared("O1" in known.autocast_tables and bool(known.autocast_dtypes), "the autocast table O1"):
-            with accel.autocast(table="O1"):
-                low = torch.ones(2, 2, device=accel.device) @ torch.eye(2, device=accel.device)
-                result = _EXACT_IN_O1[operator](low)
-            assert result.dtype == torch.float32, f"table O1 leaves {operator} in {result.dtype}"
-
-    def test_unknown_table(self, accel: Backend) -> None:
-        """A table that does not exist is refused."""
-        with pytest.raises(UnsupportedError):
-            accel.precision.table("no such table")
-        with pytest.raises(UnsupportedError):
-            accel.autocast(table="no such table")
 
     def test_ieee_fp32(self, accel: Backend) -> None:
         """Under `fp32="ieee"` products and convolutions keep their factors whole, whatever was set outside."""

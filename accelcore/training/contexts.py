@@ -26,13 +26,13 @@ class Contexts:
         arithmetic: the context of a backward pass, likewise.
 
     Raises:
-        UnsupportedError: the backend does not declare the dtype of autocast, or the mode of fp32.
+        UnsupportedError: the backend does not declare the dtype of autocast, its table, or the mode of fp32.
     """
 
     # Nothing that is kept holds the trainer: such a cycle would hold the device's memory until it is collected.
     def __init__(self, backend: Roles, policy: Policy, fp32: str | None) -> None:
         dtype = getattr(torch, policy.autocast) if policy.autocast else None
-        self.make_region: Callable[[], Context] = partial(_autocast, backend, dtype)
+        self.make_region: Callable[[], Context] = partial(_autocast, backend, dtype, policy.table)
         self.region = self.make_region()
         self.arithmetic: Context = nullcontext()
         if fp32 is not None:
@@ -59,8 +59,8 @@ class _Reentrant:
         return self._entered.pop().__exit__(kind, error, traceback)
 
 
-def _autocast(backend: Roles, dtype: torch.dtype | None) -> Context:
-    return nullcontext() if dtype is None else backend.precision.autocast(dtype)
+def _autocast(backend: Roles, dtype: torch.dtype | None, table: str) -> Context:
+    return nullcontext() if dtype is None else backend.precision.autocast(dtype, table=table)
 
 
 @contextmanager

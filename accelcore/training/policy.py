@@ -29,15 +29,18 @@ class Policy:
         masters: whether parameters held in bf16 or fp16 have fp32 masters: the optimizer updates those, with fp32
             moments, and the model gets them rounded (Micikevicius et al., "Mixed Precision Training", 2018, section
             3.1). Without them an update smaller than half the spacing of numbers there is lost.
+        table: the op table of autocast: `"torch"`, or `"O1"`, which is the same on every device.
 
     Raises:
-        ConfigurationError: there is no such dtype, or a loss scale that is neither a number > 0 nor `"dynamic"`.
+        ConfigurationError: there is no such dtype, a loss scale that is neither a number > 0 nor `"dynamic"`, a table
+            and no autocast.
     """
 
     autocast: str | None = None
     loss_scale: float | str | LossScale | None = None
     model_dtype: str | None = None
     masters: bool = True
+    table: str = "torch"
 
     def __post_init__(self) -> None:
         for name in ("autocast", "model_dtype"):
@@ -47,6 +50,10 @@ class Policy:
                     f"{name}={value!r} is no dtype of torch's",
                     available='"bfloat16", "float16", "float32", "float64"; what of these a device takes, it declares',
                 )
+        if self.table != "torch" and self.autocast is None:
+            raise ConfigurationError(
+                f"table={self.table!r} has no meaning without autocast", remedy='give a dtype, autocast="float16"'
+            )
         scale = self.loss_scale
         number = isinstance(scale, int | float) and not isinstance(scale, bool) and 0 < scale < math.inf
         if not (scale is None or scale == "dynamic" or isinstance(scale, LossScale) or number):
@@ -60,6 +67,7 @@ _PRESETS: dict[str, dict[str, str]] = {
     "fp32": {},
     "bf16": {"autocast": "bfloat16"},  # fp32's range: small gradients need no scale
     "fp16": {"autocast": "float16", "loss_scale": "dynamic"},
+    "O1": {"autocast": "float16", "table": "O1", "loss_scale": "dynamic"},
 }
 
 

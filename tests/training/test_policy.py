@@ -25,6 +25,7 @@ from accelcore.training.policy import Policy
         {"loss_scale": float("inf")},
         {"loss_scale": float("nan")},
         {"loss_scale": True},
+        {"table": "O1"},
     ],
     ids=str,
 )

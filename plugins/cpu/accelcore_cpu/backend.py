@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 
@@ -10,6 +11,7 @@ import torch
 
 from accelcore.backend import Backend
 from accelcore.capabilities import Capabilities
+from accelcore.precision.table import Treatment
 from accelcore.roles.collectives import TorchCollectives
 from accelcore.roles.compiler import TorchCompiler
 from accelcore.roles.precision import TorchPrecision
@@ -30,6 +32,7 @@ def declare(*, compiler: bool) -> Capabilities:
     """What the CPU can do; `compiler`: there is one to build our kernels with."""
     return Capabilities(
         autocast_dtypes=("bfloat16", "float16"),
+        autocast_tables=("torch", "O1"),
         model_dtypes=("float32", "float64", "bfloat16", "float16"),
         native_optimizers=tuple(sorted({*FUSED, *(NATIVE if compiler else ())})),
         compilers=("inductor",),
@@ -59,6 +62,9 @@ def create() -> Backend:
 
 class _CpuPrecision(TorchPrecision):
     """torch's CPU autocast, which says once where low precision makes this CPU slower instead of faster."""
+
+    def treatments(self) -> Mapping[str, Treatment]:
+        return {"mkldnn_rnn_layer": Treatment.LOW, "_grid_sampler_2d_cpu_fallback": Treatment.FP32}
 
     def autocast(
         self, dtype: torch.dtype | None = None, *, enabled: bool = True, table: str = "torch"

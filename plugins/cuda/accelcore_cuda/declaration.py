@@ -31,6 +31,7 @@ def declare(compute: Compute, *, rocm: bool, nccl: bool, fused: Iterable[str]) -
     low = ("bfloat16", "float16") if native else ("float16", "bfloat16")
     return Capabilities(
         autocast_dtypes=low if half else (),
+        autocast_tables=("torch", "O1"),
         model_dtypes=("float32", "float64", *(["bfloat16"] if native else []), *(["float16"] if half else [])),
         fast_fp32="tf32" if native and not rocm else None,
         native_optimizers=tuple(sorted(fused)),

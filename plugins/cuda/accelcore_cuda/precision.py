@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 
@@ -11,6 +11,7 @@ import torch
 
 from accelcore.capabilities import Capabilities
 from accelcore.errors import ConfigurationError
+from accelcore.precision.table import Treatment
 from accelcore.roles.precision import TorchPrecision
 
 __all__ = ["CudaPrecision"]
@@ -39,6 +40,9 @@ class CudaPrecision(TorchPrecision):
         if enabled and dtype is torch.bfloat16 and self._emulated_bfloat16:
             _warn_of_emulation()
         return context
+
+    def treatments(self) -> Mapping[str, Treatment]:
+        return dict.fromkeys(("_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"), Treatment.LOW)
 
     def fp32(self, mode: str) -> AbstractContextManager[None]:
         context = super().fp32(mode)

@@ -91,6 +91,7 @@ def _capabilities() -> Capabilities:
     bf16 = torch_npu.npu.is_bf16_supported()
     return Capabilities(
         autocast_dtypes=("bfloat16", "float16") if bf16 else ("float16",),
+        autocast_tables=("torch", "O1"),
         model_dtypes=("float32", "bfloat16", "float16") if bf16 else ("float32", "float16"),
         fast_fp32=None if saturates else "hf32",
         native_optimizers=tuple(sorted(FUSED)),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch_npu
 
 from accelcore.errors import UnsupportedError
+from accelcore.precision.table import Treatment
 from accelcore.roles.precision import TorchPrecision
 
 __all__ = ["NpuPrecision"]
@@ -15,6 +16,10 @@ __all__ = ["NpuPrecision"]
 
 class NpuPrecision(TorchPrecision):
     """Autocast by the operator lists of torch_npu; fp32 by its switches, because it does not read torch's."""
+
+    def treatments(self) -> Mapping[str, Treatment]:
+        # torch_npu takes the list of torch's autocast for CUDA over, with these.
+        return dict.fromkeys(("cudnn_convolution", "cudnn_convolution_transpose"), Treatment.LOW)
 
     def fp32(self, mode: str) -> AbstractContextManager[None]:
         known = ("ieee", "fast") if self._capabilities.fast_fp32 else ("ieee",)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
-from accelcore.roles.precision import TorchPrecision
 from lies.lie import LIES, Lie, declaring, lie, replaced
 
 
@@ -75,21 +73,25 @@ def takes_any_dtype_for_low_precision(backend):
     return replaced(backend, "precision", autocast=lambda honest, dtype=None, **kwargs: nullcontext())
 
 
-def _operators_of_its_own(change):
-    """A backend whose autocast computes some operators itself."""
+def _under(backend, mode):
+    """A backend whose autocast computes some operators itself, by a mode of torch functions."""
 
+    def autocast(honest, *args, **kwargs):
+        stack = ExitStack()
+        stack.enter_context(honest.autocast(*args, **kwargs))
+        stack.enter_context(mode())
+        return stack
+
+    return replaced(backend, "precision", autocast=autocast)
+
+
+def _operators_of_its_own(change):
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             with change(function):
                 return function(*args, **(kwargs or {}))
 
-    def autocast(honest, *args, **kwargs):
-        stack = ExitStack()
-        stack.enter_context(honest.autocast(*args, **kwargs))
-        stack.enter_context(Mode())
-        return stack
-
-    return lambda backend: replaced(backend, "precision", autocast=autocast)
+    return lambda backend: _under(backend, Mode)
 
 
 def _fp32_convolutions(function):
@@ -112,15 +114,79 @@ def autocast_that_is_entered_once(backend):
     return replaced(backend, "precision", autocast=autocast)
 
 
-def _trusting(backend, **declaration):
-    """A backend that declares more, with torch's own precision behind it."""
-    backend = declaring(backend, **declaration)
-    return dataclasses.replace(backend, precision=TorchPrecision("cpu", backend.capabilities, "AutocastCPU"))
+def _by_torchs_table(honest, *args, table="torch", **kwargs):
+    return honest.autocast(*args, **kwargs)
 
 
-@lie("TestPrecision.test_o1_keeps_exact", says="table O1 leaves softmax in torch.bfloat16", operator="softmax")
+@lie("TestPrecision.test_o1_dtypes", says="table O1 leaves softmax in torch.bfloat16", treatment="fp32")
 def table_o1_that_is_torchs(backend):
-    return _trusting(backend, autocast_tables=("torch", "O1"))
+    return replaced(backend, "precision", autocast=_by_torchs_table)
+
+
+@lie("TestPrecision.test_o1_refuses", says="DID NOT RAISE")
+def table_o1_that_refuses_nothing(backend):
+    return replaced(backend, "precision", autocast=_by_torchs_table)
+
+
+class _SoftmaxByFunction(torch.overrides.TorchFunctionMode):
+    """What a mode of torch functions can do for O1, which checkpointing does not restore."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        exact = function is torch.nn.functional.softmax and torch.is_autocast_enabled("cpu")
+        return function(*(arg.float() if exact and torch.is_tensor(arg) else arg for arg in args), **(kwargs or {}))
+
+
+def _by_functions(honest, *args, table="torch", **kwargs):
+    stack = ExitStack()
+    stack.enter_context(honest.autocast(*args, **kwargs))
+    stack.enter_context(_SoftmaxByFunction())
+    return stack
+
+
+LIES["o1_by_torch_functions"] = Lie(
+    "o1_by_torch_functions", lambda backend: replaced(backend, "precision", autocast=_by_functions),
+    "TestPrecision.test_o1_is_computed_anew", "'torch.bfloat16'], the last computed anew", {"use_reentrant": True},
+)  # fmt: skip
+
+
+class _RoundedExp(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result.bfloat16().float() if function is torch.exp else result
+
+
+@lie("TestPrecision.test_o1_dtypes", says="table O1 does not compute exp in fp32", treatment="fp32")
+def table_o1_that_only_looks_like_fp32(backend):
+    return _under(backend, _RoundedExp)
+
+
+class _Detached(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result.detach().requires_grad_() if function is torch.nn.functional.softmax else result
+
+
+@lie("TestPrecision.test_o1_dtypes", says="no gradient comes through softmax", treatment="fp32")
+def table_o1_that_loses_gradients(backend):
+    return _under(backend, _Detached)
+
+
+class _Everywhere:
+    """O1 for whoever says autocast, once it was asked for: as where its kernels never look whose region it is."""
+
+    def __init__(self, honest, args, kwargs):
+        self._context = honest.autocast(*args, **{**kwargs, "table": "O1"})
+
+    def __enter__(self):
+        return self._context.__enter__()
+
+    def __exit__(self, *error):
+        return self._context.__exit__(*error)
+
+
+@lie("TestPrecision.test_o1_ends", says="goes by O1 within one of O1")
+def table_torch_that_is_o1(backend):
+    return replaced(backend, "precision", autocast=lambda honest, *args, **kwargs: _Everywhere(honest, args, kwargs))
 
 
 @lie("TestPrecision.test_tables", says="and intercepts", table="torch")
