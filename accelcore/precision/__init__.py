@@ -1,12 +1,41 @@
-"""Mixed precision by table O1: the same treatment of each operator on every device."""
+"""Mixed precision by table O1: each operator treated alike on every device, and the user's own word on functions.
+
+`accel.autocast(table="O1")` and `precision="O1"` are the doors. What O1 puts into torch for that, `reset()` takes out.
+"""
 
 from __future__ import annotations
 
 from accelcore.precision.kernels import remove
+from accelcore.precision.registration import (
+    Registration,
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+    remove_all,
+)
+from accelcore.precision.table import O1, Treatment
 
-__all__ = ["reset"]
+__all__ = [
+    "O1",
+    "Registration",
+    "Treatment",
+    "float_function",
+    "half_function",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "reset",
+]
 
 
 def reset() -> None:
-    """Take out of torch what table O1 put there, its kernels."""
+    """Take out of torch what O1 put there: its kernels, and the wrappers around registered functions.
+
+    Between regions, not in one. A region that is entered later puts the kernels back; registrations are gone.
+    """
     remove()
+    remove_all()

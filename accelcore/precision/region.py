@@ -9,6 +9,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from accelcore.precision.compiled import mark, unmark
+
 __all__ = ["Region", "holds", "in_low_precision"]
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -44,6 +46,8 @@ class Region:
     def __enter__(self) -> None:
         self._prepare()
         self._autocast.__enter__()  # type: ignore[no-untyped-call]
+        if not _state.depth:
+            mark()
         _state.depth += 1
 
     def __exit__(
@@ -51,6 +55,7 @@ class Region:
     ) -> None:
         _state.depth -= 1
         if not _state.depth:
+            unmark()
             _state.casts.clear()
         self._autocast.__exit__(kind, error, traceback)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from accelcore.errors import TrainingError
 from accelcore.precision.region import in_low_precision
 from accelcore.precision.table import Treatment
 
-__all__ = ["Compute", "computation", "floats", "with_casts"]
+__all__ = ["Compute", "computation", "floats", "widest", "with_casts"]
 
 Compute = Callable[..., Any]
 
 _LOW = (torch.bfloat16, torch.float16)
+# They convert as they go, told a dtype: there is no copy of their input in fp32.
+_CONVERTING = ("cumprod", "cumsum", "linalg_vector_norm", "log_softmax", "nansum", "prod", "softmax", "sum")
 
 
 def computation(operator: OpOverload, treatment: Treatment, device_type: str) -> Compute:
@@ -36,14 +38,22 @@ def computation(operator: OpOverload, treatment: Treatment, device_type: str) ->
     return makers[treatment](operator, device_type)
 
 
-def floats(values: Iterable[Any], device_type: str) -> Iterator[Tensor]:
-    """The tensors among arguments, and in lists of them, that autocast may cast: of fp32, bf16 or fp16."""
+def floats(values: Iterable[Any], device_type: str | None = None) -> Iterator[Tensor]:
+    """The tensors among arguments, and in lists of them, that autocast may cast: of fp32, bf16 or fp16.
+
+    None stands for any kind of device.
+    """
     for value in values:
         if isinstance(value, Tensor):
-            if _may_be_cast(value, device_type):
+            if _may_be_cast(value, device_type or value.device.type):
                 yield value
         elif isinstance(value, list | tuple):
             yield from floats(value, device_type)
+
+
+def widest(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The narrowest dtype that holds them all: bf16 and fp16 together take fp32."""
+    return reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.bool)
 
 
 def with_casts(
@@ -74,13 +84,12 @@ def _low(operator: OpOverload, device_type: str) -> Compute:
 
 
 def _fp32(operator: OpOverload, device_type: str) -> Compute:
-    names = [argument.name for argument in operator._schema.arguments]
-    if "dtype" not in names:
+    if operator._opname not in _CONVERTING:
         return lambda *arguments, **options: with_casts(operator, arguments, options, device_type, Tensor.float)
-    position = names.index("dtype")
+    position = [argument.name for argument in operator._schema.arguments].index("dtype")
 
-    # One that converts as it goes needs no copy of its input in fp32; one that was told a dtype keeps it.
     def compute(*arguments: Any, **options: Any) -> Any:
+        # What the caller says of the dtype comes first.
         told = options.get("dtype") is not None or len(arguments) > position
         if not told and any(tensor.dtype in _LOW for tensor in floats(arguments, device_type)):
             options["dtype"] = torch.float32
@@ -91,10 +100,8 @@ def _fp32(operator: OpOverload, device_type: str) -> Compute:
 
 def _widest(operator: OpOverload, device_type: str) -> Compute:
     def compute(*arguments: Any, **options: Any) -> Any:
-        dtypes = {tensor.dtype for tensor in floats((*arguments, *options.values()), device_type)}
-        if len(dtypes) < 2:
-            return operator(*arguments, **options)
-        return with_casts(operator, arguments, options, device_type, Tensor.float)  # bf16 and fp16, too, meet in fp32
+        dtype = widest(floats((*arguments, *options.values()), device_type))
+        return with_casts(operator, arguments, options, device_type, partial(Tensor.to, dtype=dtype))
 
     return compute
 
