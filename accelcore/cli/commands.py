@@ -59,6 +59,7 @@ def app() -> None:
       accelcore run train.py --epochs 3         on the best device that works here
       accelcore run --nproc 2 train.py          two ranks of one job
       accelcore verify backend cpu              a backend against what it promises
+      accelcore precision --backend cpu         which operator runs in which dtype
       accelcore completion bash                 completion for your shell
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
 
@@ -219,6 +220,37 @@ def verify_backend(name: str, as_json: bool, only: tuple[str, ...], timeout: int
     else:
         suite.show(card, tracebacks=click.get_current_context().obj.debug)
     return 0 if card.conforms else 1
+
+
+@app.command()
+@click.option(
+    "--backend", metavar="NAME", shell_complete=_devices, help="Also show what torch's own autocast does there."
+)
+@click.option(
+    "--diff", metavar="NAME", shell_complete=_devices, help="Only what torch's own does differently on these two."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@_common
+def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
+    """Show the op table O1: which operator runs in which dtype under autocast, on every device.
+
+    torch's own tables are another for each device. What a device has that does not work here is read from torch.
+
+    \b
+    Examples:
+      accelcore precision
+      accelcore precision --backend cpu
+      accelcore precision --backend cpu --diff cuda
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    import json
+
+    from accelcore.cli import precision as tables
+
+    found = tables.ask(backend, diff)
+    if as_json:
+        click.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        tables.show(found)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from accelcore import AccelError, Backend, UnsupportedError
+from accelcore.precision import O1
 from accelcore.testing.declared import TABLES, declared
 from accelcore.testing.oracles import eps, error
 
@@ -143,6 +144,16 @@ class OpTables:
             accel.precision.table("no such table")
         with pytest.raises(UnsupportedError):
             accel.autocast(table="no such table")
+
+    def test_o1_is_whole(self, accel: Backend) -> None:
+        """O1 says of each operator that torch's autocast intercepts on this device what becomes of it."""
+        with declared(_has_o1(accel), "the autocast table O1"):
+            with accel.autocast(table="O1"):
+                pass  # it is torch's table that is asked for, whatever O1 adds
+            known = accel.precision.table("torch")
+            bases = {operator.split("::")[1].split(".")[0] for operator in known}
+            unknown = bases - O1.keys() - accel.precision.treatments().keys()
+            assert not unknown, f"nobody says what table O1 does with {', '.join(sorted(unknown))}"
 
     @pytest.mark.parametrize("treatment", sorted(_CLASSES))
     def test_o1_dtypes(self, accel: Backend, treatment: str) -> None:

@@ -7,7 +7,9 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"], ["run"], ["verify"], ["verify", "backend"], ["completion"]])
+@pytest.mark.parametrize(
+    "command", [[], ["doctor"], ["run"], ["verify"], ["verify", "backend"], ["precision"], ["completion"]]
+)
 def test_help_shows_examples_and_no_escape_codes(machine, command):
     done = machine.run(*command, "--help")
     assert done.returncode == 0
@@ -45,7 +47,7 @@ def test_completion_prints_a_script_for_the_shell(machine, shell):
 @pytest.mark.parametrize(
     ("words", "offers"),
     [
-        ("accelcore ", {"completion", "doctor", "run", "verify"}),
+        ("accelcore ", {"completion", "doctor", "precision", "run", "verify"}),
         ("accelcore doctor --", {"--json", "--deep", "--timeout", "--debug", "--help"}),
         ("accelcore run --device c", {"cpu", "cuda"}),
     ],

@@ -123,6 +123,11 @@ def table_o1_that_is_torchs(backend):
     return replaced(backend, "precision", autocast=_by_torchs_table)
 
 
+@lie("TestPrecision.test_o1_is_whole", says="nobody says what table O1 does with _grid_sampler_2d_cpu_fallback")
+def table_o1_that_forgets_the_devices_own(backend):
+    return replaced(backend, "precision", treatments=lambda honest: {})
+
+
 @lie("TestPrecision.test_o1_refuses", says="DID NOT RAISE")
 def table_o1_that_refuses_nothing(backend):
     return replaced(backend, "precision", autocast=_by_torchs_table)

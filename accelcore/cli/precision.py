@@ -1,0 +1,112 @@
+"""`accelcore precision`: the op table O1, and what torch's own autocast intercepts on which device."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accelcore.cli import child
+from accelcore.errors import ConfigurationError, PluginError
+
+__all__ = ["OpTables", "ask", "show"]
+
+_UNKNOWN = "by torch"  # an operator of a device that does not work here, where its backend would know
+_LIMIT = 300  # seconds; torch is imported, and a device may be slow to start
+
+
+@dataclass(frozen=True)
+class OpTables:
+    """O1, and torch's own tables.
+
+    Attributes:
+        o1: each operator's treatment, by its name without overload.
+        torch: for each backend asked for its `operators`, such as `"aten::mm"`, their `source`, and perhaps its `own`.
+        diff: whether only what two of them do differently is of interest.
+    """
+
+    o1: dict[str, str]
+    torch: dict[str, dict[str, Any]]
+    diff: bool
+
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """Operator, treatment under O1, and for each backend whether torch's own autocast intercepts it."""
+        listed = {name: {_base(operator) for operator in table["operators"]} for name, table in self.torch.items()}
+        own = {name: treatment for table in self.torch.values() for name, treatment in table.get("own", {}).items()}
+        known = {**own, **self.o1}
+        names = known.keys() | {name for names in listed.values() for name in names}
+        order = [*dict.fromkeys(self.o1.values()), _UNKNOWN]
+        for name in sorted(names, key=lambda name: (order.index(known.get(name, _UNKNOWN)), name)):
+            cells = tuple("listed" if name in names else "-" for names in listed.values())
+            if not self.diff or len(set(cells)) > 1:
+                yield (name, known.get(name, _UNKNOWN), *cells)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for programs."""
+        result: dict[str, Any] = {"schema": 1, "o1": self.o1, "torch": self.torch}
+        if self.diff:
+            (one, first), (two, second) = ((name, set(table["operators"])) for name, table in self.torch.items())
+            result["diff"] = {one: sorted(first - second), two: sorted(second - first)}
+        return result
+
+
+def ask(backend: str | None, diff: str | None) -> OpTables:
+    """Find the tables.
+
+    Args:
+        backend: a backend whose own table of torch's to show beside O1.
+        diff: another, to compare it with.
+
+    Raises:
+        ConfigurationError: torch knows no autocast of such a device.
+        PluginError: the process that was to find them ended otherwise.
+    """
+    if diff is not None and backend in (None, diff):
+        raise ConfigurationError("--diff compares two backends", remedy="give --backend another one, such as cpu")
+    names = [name for name in (backend, diff) if name is not None]
+    ended = child.call("accelcore.cli.op_tables", *names, environ=os.environ, limit=_LIMIT)
+    try:
+        answer = json.loads(ended.stdout.splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        last = ended.stderr.strip().splitlines()[-1:]
+        raise PluginError(
+            "the op tables cannot be found", why="".join(last), remedy="accelcore doctor --deep"
+        ) from error
+    if "error" in answer:
+        what, why, available, remedy = answer["error"]
+        raise ConfigurationError(what, why=why, available=available, remedy=remedy)
+    return OpTables(answer["o1"], answer["torch"], diff is not None)
+
+
+def show(tables: OpTables) -> None:
+    """Print it to stdout; rich is imported only where that is a terminal."""
+    head = ("operator", "O1", *(f"torch on {name}" for name in tables.torch))
+    rows = list(tables.rows())
+    if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*head)
+        for row in rows:
+            table.add_row(*row)
+        Console(highlight=False).print(table)
+    else:
+        for line in _aligned([head, *rows]):
+            sys.stdout.write(line + "\n")
+    for name, found in tables.torch.items():
+        sys.stdout.write(
+            f"{name}: {len(found['operators'])} operators of torch's own autocast, from {found['source']}\n"
+        )
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _base(operator: str) -> str:
+    return operator.partition("::")[2].partition(".")[0]
