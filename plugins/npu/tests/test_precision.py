@@ -110,3 +110,13 @@ def test_a_trainer_trains_whole_steps_in_hf32(accel):
     trainer(torch.ones(3, 2, device=accel.device))
     assert seen == [[True, True]]
     assert hf32() == before
+
+
+@pytest.mark.skipif(not torch_npu.__version__.startswith("2.13."), reason="docs/precision.md is about torch_npu 2.13")
+def test_torch_npus_table_is_that_of_cuda_without_what_the_page_names(accel):
+    cuda = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    missing = {name.split("::")[1] for name in set(cuda) - accel.precision.table("torch")}
+    upsampling = {name for name in missing if "upsample" in name}
+    assert len(upsampling) == 12
+    assert missing - upsampling == {"rms_norm", "linalg_vecdot", "vdot"}
+    assert accel.precision.table("torch") <= set(cuda)
