@@ -174,7 +174,7 @@ def captured_by_hand(work: Work, mode: Mode, device: Device) -> Pass:
 def with_trainer(work: Work, mode: Mode, device: Device) -> Pass:
     """`trainer(batch)`."""
     accel = device.accel
-    optimizer = accel.optimizers.create("adamw", work.model.parameters(), lr=work.lr, route="auto")
+    optimizer = accel.optimizers.create("adamw", work.model.parameters(), lr=work.lr, route="fused")
     trainer = accel.trainer(
         work.model,
         optimizer,

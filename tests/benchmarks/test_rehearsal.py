@@ -147,6 +147,7 @@ def test_no_gpu_is_no_rehearsal(tmp_path):
 def test_a_process_that_takes_too_long_is_ended_with_its_children(tmp_path, monkeypatch):
     marker, options = tmp_path / "pid", type("Options", (), {"device": "cpu", "toy": True})
     (tmp_path / "benchmarks" / "gpu").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "__init__.py").touch()  # or another on the path is found in its place
     (tmp_path / "benchmarks" / "gpu" / "__main__.py").write_text(
         "import subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)\n"

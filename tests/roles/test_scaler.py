@@ -372,7 +372,7 @@ def test_calls_out_of_order_are_refused_and_the_next_right_step_works(accel, rou
 @pytest.mark.parametrize("route", ROUTES)
 def test_fp16_gradients_are_refused_untouched(accel, route):
     scaler, weights = accel.scaler.create(), [parameter(1.0), parameter(1.0, dtype=torch.float16)]
-    optimizer = accel.optimizers.create("adamw", weights, lr=0.125, route=route)
+    optimizer = accel.optimizers.create("adamw", weights, lr=0.125, eps=1e-4, route=route)  # 1e-8 is 0 in fp16
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     for use in (scaler.unscale_, scaler.step):
