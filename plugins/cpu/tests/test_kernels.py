@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from accelcore_cpu.kernels import compiler, store
@@ -33,55 +35,96 @@ def start(folder, script=STEP, **environment):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run(folder, script=STEP, **environment):
-    process = start(folder, script, **environment)
+def end(process):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return out, err
 
 
-def test_two_processes_can_build_at_once_and_a_third_builds_nothing(tmp_path):
-    folder = tmp_path / "kernels"
-    both = [start(folder) for _ in range(2)]
-    for process in both:
-        out, err = process.communicate(timeout=120)
-        assert (process.returncode, out) == (0, ANSWER), err
+def run(folder, script=STEP, **environment):
+    return end(start(folder, script, **environment))
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """A compiler that does not optimize: what is built here is to be there, not to be fast."""
+    script = tmp_path_factory.mktemp("compiler") / "quick"
+    script.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O0\n')
+    script.chmod(0o700)
+    return str(script)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, quick):
+    """A folder that two processes have built into at once."""
+    folder = tmp_path_factory.mktemp("built") / "kernels"
+    for process in [start(folder, CXX=quick) for _ in range(2)]:
+        out, err = end(process)
+        assert out == ANSWER
         assert err.count("building the optimizers' kernels") <= 1
-    assert len(list(folder.iterdir())) == 1, "one library, and nothing that was left behind"
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert run(folder) == (ANSWER, "")
+    return folder
 
 
-@pytest.mark.parametrize("damage", ["cut off", "changed", "of others"])
-def test_a_library_that_is_not_whole_or_not_ours_is_built_anew(tmp_path, damage):
-    run(tmp_path)
-    (library,) = tmp_path.iterdir()
+@pytest.fixture
+def folder(built, tmp_path):
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(built, tmp_path / "kernels"))
+
+
+def test_two_processes_can_build_at_once_and_a_third_builds_nothing(built, quick):
+    assert len(list(built.iterdir())) == 1, "one library, and nothing that was left behind"
+    assert built.stat().st_mode & 0o777 == 0o700
+    assert run(built, CXX=quick) == (ANSWER, "")
+
+
+def test_a_library_that_is_not_whole_is_built_anew(folder, quick):
+    (library,) = folder.iterdir()
     content = library.read_bytes()
-    if damage == "cut off":
-        library.write_bytes(content[: len(content) // 2])
-    elif damage == "changed":
-        library.write_bytes(content[:-1] + b"!")
-    else:
-        library.chmod(0o777)
-    out, err = run(tmp_path)
+    library.write_bytes(content[: len(content) // 2])
+    out, err = run(folder, CXX=quick)
     assert out == ANSWER
     assert "building the optimizers' kernels" in err
-    (library,) = tmp_path.iterdir()
+    (library,) = folder.iterdir()
     assert library.read_bytes() == content
+
+
+@pytest.mark.parametrize("damage", ["cut off", "changed", "of others", "in a folder of others", "of another build"])
+def test_what_is_not_whole_or_not_ours_is_not_found(tmp_path, damage):
+    (tmp_path / "built").write_bytes(b"a library")
+    folder = tmp_path / "kernels"
+    folder.mkdir(mode=0o700)
+    library = store.keep(folder, "key", tmp_path / "built")
+    assert store.find(folder, "key") == library
     assert library.stat().st_mode & 0o022 == 0
+    if damage == "cut off":
+        library.write_bytes(b"a lib")
+    elif damage == "changed":
+        library.write_bytes(b"a librarx")
+    elif damage == "of others":
+        library.chmod(0o777)
+    elif damage == "in a folder of others":
+        folder.chmod(0o777)
+    assert store.find(folder, "another" if damage == "of another build" else "key") is None
 
 
-def test_a_folder_that_others_can_write_to_is_not_used(tmp_path):
-    run(tmp_path)
+def test_a_library_takes_the_place_of_one_that_was_damaged(tmp_path):
+    for content in (b"first", b"second"):
+        (tmp_path / "built").write_bytes(content)
+        library = store.keep(tmp_path, "key", tmp_path / "built")
+    assert [path for path in tmp_path.iterdir() if path.suffix == ".so"] == [library]
+    assert library.read_bytes() == b"second"
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(monkeypatch, tmp_path):
     tmp_path.chmod(0o777)
-    out, err = run(tmp_path)
-    assert out == ANSWER
-    assert "others can write to" in err
+    monkeypatch.setenv("ACCEL_KERNEL_CACHE", str(tmp_path))
+    with pytest.raises(PermissionError, match="others can write to"):
+        store.open_folder()
 
 
-def test_a_folder_that_cannot_be_used_costs_a_build_and_no_more(tmp_path):
+def test_a_folder_that_cannot_be_used_costs_a_build_and_no_more(tmp_path, quick):
     (tmp_path / "file").touch()
-    out, err = run(tmp_path / "file" / "kernels")
+    out, err = run(tmp_path / "file" / "kernels", CXX=quick)
     assert out == ANSWER
     assert "cannot be kept" in err
 
@@ -93,21 +136,11 @@ def test_without_a_compiler_the_formula_serves_and_says_so(tmp_path):
 
 
 def test_a_compiler_that_fails_is_told_of_once_and_the_formula_serves(tmp_path):
+    """And is not run before an optimizer is made: until then it looks as if the kernels could be built."""
     script = STEP + 'print(accel.optimizers.explain("lamb")[0].reason); accel.optimizers.create("lamb", [member])'
     out, err = run(tmp_path, script, CXX="false")
     assert out.startswith("native formula True 0.5\nthe C++ compiler failed")
     assert err.count("optimizers run without the kernels") == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_nothing_is_built_before_an_optimizer_is_made(tmp_path):
-    script = """
-        import accelcore
-        accel = accelcore.select("cpu")
-        accel.optimizers.explain("lamb")
-        accel.optimizers.create
-    """
-    assert run(tmp_path, script) == ("", "")
     assert not list(tmp_path.iterdir())
 
 
