@@ -23,7 +23,7 @@ __all__ = [
     "Loop",
     "Task",
     "accelcore_calls",
-    "accelcore_tensors",
+    "accelcore_flat",
     "accelcore_trainer",
     "accelerate",
     "accelerate_accumulate",
@@ -112,9 +112,9 @@ def accelcore_trainer(
     return train
 
 
-def accelcore_tensors(task: Task, model: nn.Module, optimizer: Optimizer, batches: Batches) -> Pass:
-    """`trainer(batch)`, each parameter in a tensor of its own."""
-    return accelcore_trainer(task, model, optimizer, batches, flat=False)
+def accelcore_flat(task: Task, model: nn.Module, optimizer: Optimizer, batches: Batches) -> Pass:
+    """`trainer(batch)`, parameters and gradients in one piece of memory."""
+    return accelcore_trainer(task, model, optimizer, batches, flat=True)
 
 
 def accelcore_calls(task: Task, model: nn.Module, optimizer: Optimizer, batches: Batches) -> Pass:

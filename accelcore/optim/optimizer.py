@@ -16,7 +16,7 @@ from accelcore.optim.formulas import Formula
 from accelcore.optim.hooks import StepHooks
 from accelcore.optim.memory import FlatMemory, Run, Slot, lay_flat
 from accelcore.optim.present import present
-from accelcore.optim.route import Memory, Request, Route
+from accelcore.optim.route import Request, Route
 from accelcore.optim.saved import read_options, read_state
 from accelcore.optim.slot_state import Entry, by_parameter, pour
 from accelcore.optim.stepping import given, needs_closure, step_scaled
@@ -80,14 +80,14 @@ class Optimizer(StepHooks):
         """Whether every tensor of its state, but the counts, has the shape of its parameter. Kernels may rely on it."""
         return self.takes_flat or isinstance(self.engine, Formula)
 
-    def memory_for(self, dtypes: Iterable[torch.dtype], *, flat: bool) -> Memory:
-        """What the route can be given that it would take for these dtypes, which `flat` allows to lie in flat memory.
+    def route_for(self, dtypes: Iterable[torch.dtype], *, flat: bool) -> Route:
+        """The route that it would take for these dtypes, which `flat` allows to lie in flat memory.
 
         Raises:
             UnsupportedError: no route supports it.
         """
         request = replace(self._request, groups=_options_of(self.param_groups), flat=flat)
-        return self._choose(replace(request, parameters=tuple(torch.empty(0, dtype=dtype) for dtype in dtypes))).memory
+        return self._choose(replace(request, parameters=tuple(torch.empty(0, dtype=dtype) for dtype in dtypes)))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -120,7 +120,7 @@ class Optimizer(StepHooks):
             UnsupportedError: no route supports what it is to train.
         """
         entries, flat = dict(self.state), all(run.memory is not None for run in runs)
-        if flat and self.memory_for((run.value.dtype for run in runs), flat=True) == "tensors":
+        if flat and self.route_for((run.value.dtype for run in runs), flat=True).memory == "tensors":
             runs = list(chain.from_iterable(run.by_slot() for run in runs))
         groups: list[dict[str, Any]] = []
         for number, group in enumerate(self.param_groups):

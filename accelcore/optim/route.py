@@ -69,6 +69,7 @@ class Route:
     priority: int
     memory: Memory
     supports: Callable[[Request], str | None] = field(repr=False)
+    scattered: bool = False
 
     def make(self, request: Request, groups: Iterable[Any]) -> Optimizer:
         """The optimizer that computes the updates.

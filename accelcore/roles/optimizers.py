@@ -40,6 +40,7 @@ class Optimizers:
         priority: int = 0,
         supports: Callable[[Request], str | None] = lambda request: None,
         memory: Memory = "tensors",
+        scattered: bool = False,
     ) -> None:
         """Add a route.
 
@@ -52,6 +53,8 @@ class Optimizers:
             memory: what the factory can be given as parameters. `"tensors"`: each as it is. `"any"`: it treats each
                 element alike, so that a 1-D tensor may stand for many parameters. `"flat"`: such tensors only; where it
                 has to tell the parameters apart, the class has a method `place_runs(runs)`.
+            scattered: whether it updates many tensors at once wherever they lie, so that a trainer which may choose
+                does not lay them flat first.
 
         Raises:
             ConfigurationError: `name` already has a route of that name, or one of that priority.
@@ -63,7 +66,7 @@ class Optimizers:
                     f"optimizer {name!r} already has a route {other.name!r} of priority {other.priority}",
                     why=f"{route!r} of priority {priority} would make the choice depend on the order of registration",
                 )
-        routes.append(Route(route, factory, priority, memory, supports))
+        routes.append(Route(route, factory, priority, memory, supports, scattered))
         routes.sort(key=lambda entry: -entry.priority)
 
     def distrust(

@@ -18,7 +18,8 @@ __all__ = ["Flatten"]
 _WORTH = 1 << 14
 """Elements. With more to a parameter on average, copying gradients costs more than calling kernels for each saves: the
 update of 400 parameters of one size is as fast either way at 2^14, and flat up to 1.4 times slower beyond (measured on
-a CPU, by benchmarks/flat.py; AdamW by torch's fused kernel)."""
+a CPU, by benchmarks/flat.py; AdamW by torch's fused kernel). A route that updates many scattered tensors at once gains
+nothing from flat memory, and pays for the copies (the same program; AdamW by the CPU's own kernels)."""
 
 
 class Flatten:
@@ -31,7 +32,7 @@ class Flatten:
         if flat and reason is not None:
             raise ConfigurationError(f"flat=True cannot be done: {reason}", remedy="leave flat out")
         if isinstance(plan.optimizer, Optimizer):  # refuses now what no route can update
-            plan.optimizer.memory_for(_dtypes(plan), flat=flat is not False and reason is None)
+            plan.optimizer.route_for(_dtypes(plan), flat=flat is not False and reason is None)
 
     def apply(self, plan: Plan) -> None:
         plan.gradients.follow()
@@ -69,10 +70,10 @@ def _lies_flat(plan: Plan) -> bool:
         return flat
     if not isinstance(optimizer, Optimizer) or unfit(trained) is not None:
         return False
-    memory = optimizer.memory_for(_dtypes(plan), flat=True)
+    route = optimizer.route_for(_dtypes(plan), flat=True)
     sparse = any(getattr(module, "sparse", False) is True for module in plan.model.modules())  # torch's embeddings
-    if memory != "any" or sparse:
-        return memory == "flat"
+    if route.memory != "any" or sparse:
+        return route.memory == "flat"
     if plan.strategy.prefers_flat is not None:
         return plan.strategy.prefers_flat
-    return sum(parameter.numel() for parameter in trained) < _WORTH * len(trained)
+    return not route.scattered and sum(parameter.numel() for parameter in trained) < _WORTH * len(trained)

@@ -30,7 +30,7 @@ def create_optimizers() -> Optimizers:
     for name, kind in NATIVE.items():
         # "any" for all: those that tell parameters apart are told where they lie in flat memory, by place_runs.
         supports = partial(_refusal, by_row=kind.by_row)
-        registry.register(name, "native", kind, priority=_PRIORITY, supports=supports, memory="any")
+        registry.register(name, "native", kind, priority=_PRIORITY, supports=supports, memory="any", scattered=True)
     return registry
 
 
