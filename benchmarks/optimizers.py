@@ -192,7 +192,7 @@ class _Cases:
             weights = self._fresh(case)
             optimizer = accel.optimizers.create(name, weights, **self._kind.options)
             if case == FLAT:
-                if optimizer.memory_for([torch.float32], flat=True) == "tensors":
+                if optimizer.route_for([torch.float32], flat=True).memory == "tensors":
                     del self._weights[case]
                     self.missing[case] = f"its route {optimizer.route} takes a tensor for each parameter"
                     continue

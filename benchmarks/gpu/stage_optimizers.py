@@ -111,7 +111,7 @@ def _bound(name: str, shapes: Sequence[tuple[int, ...]], device: Device) -> Any:
         value.grad = 0.01 * torch.randn_like(value)
     optimizer = device.accel.optimizers.create(name, values, lr=LR, **OPTIMIZERS[name][0])
     slots = [Slot(str(number), 0, value, value) for number, value in enumerate(values)]
-    if optimizer.memory_for([torch.float32], flat=True) == "tensors":
+    if optimizer.route_for([torch.float32], flat=True).memory == "tensors":
         optimizer.bind([Run([slot], slot.trained) for slot in slots])
     else:
         memories = lay_flat(slots)
