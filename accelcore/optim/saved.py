@@ -44,7 +44,7 @@ def read_state(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, sh
             if shaped:
                 _check_shapes(parameter, entries[parameter])
     if any(map(_lacks_its_count, entries.values())):
-        logger.warning("the state counts no updates, as torch_npu's BertAdam does not: a schedule starts over")
+        logger.warning("the state has moments, and counts no updates: a schedule starts over")
     return entries
 
 

@@ -105,9 +105,8 @@ class Table:
 
     def find(self) -> Found:
         """Look for the gradients, for the next step."""
-        if not self._alike:
-            return Found.UNLIKE
-        return Found(self._library.tensors_find(self._tensors, _memory(self._addresses)))
+        found = Found(self._library.tensors_find(self._tensors, _memory(self._addresses)))
+        return Found.UNLIKE if found is Found.ALL and not self._alike else found
 
     def place(self, addresses: Sequence[int]) -> None:
         """Give the addresses of gradients that could not be found, 0 where there is none, for the next step."""

@@ -235,6 +235,26 @@ def test_a_gradient_with_other_strides_is_right(accel):
     assert distance(found, expected) < 1e-12
 
 
+@pytest.mark.parametrize("unlike", ["strides", "sparse"])
+def test_a_gradient_of_another_kind_hides_no_replaced_value_behind_it(accel, unlike):
+    first, second = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5))
+    native = accel.optimizers.create("sgd", [first, second], route="native", lr=0.25)
+    for parameter in (first, second):
+        parameter.grad = torch.ones_like(parameter)
+    native.step()
+    before = second.data
+    second.data = torch.full((5,), 8.0)
+    first.grad = torch.ones(4, 3).t() if unlike == "strides" else torch.ones(3, 4).to_sparse()
+    if unlike == "strides":
+        native.step()
+        assert second.tolist() == [7.75] * 5
+    else:
+        with pytest.raises(TrainingError, match="sparse"):
+            native.step()
+        assert second.tolist() == [8.0] * 5
+    assert before.tolist() == [0.75] * 5, "memory that was replaced is left alone"
+
+
 def test_autograd_notices_that_parameters_changed(accel):
     weight = nn.Parameter(torch.ones(3))
     loss = (weight * weight).sum()

@@ -33,7 +33,7 @@ def folder() -> Path:
     if not path.is_absolute() or (path.exists() and not path.is_dir()):
         raise ConfigurationError(
             f"{_VARIABLE}={shown(named)} is not the absolute path of a folder",
-            remedy="set it to a folder, such as /tmp/kernels, which is made if need be; or unset it",
+            remedy="set it to a folder that only you can write to, which is made if need be; or unset it",
         )
     return path
 

@@ -40,6 +40,7 @@ struct Tensors {
       ask_for(states, n);
       if (address(*states[n]) != state_addresses[n]) return REPLACED;
     }
+    bool alike = true;  // one that is not must not keep a later value from being looked at
     for (size_t n = 0; n < values.size(); n++) {
       ask_for(values, n);
       Impl& value = *values[n];
@@ -50,10 +51,11 @@ struct Tensors {
       if (!gradient.defined()) continue;
       if (waits[n]) return REPLACED;
       if (!is_plain(*gradient) || gradient->dtype() != value.dtype() || gradient->strides() != value.strides())
-        return UNLIKE;
-      found[n] = gradient->numel() ? gradient->mutable_data() : this;  // any address, where there is nothing to read
+        alike = false;
+      else
+        found[n] = gradient->numel() ? gradient->mutable_data() : this;  // any address, where there is nothing to read
     }
-    return ALL;
+    return alike ? ALL : UNLIKE;
   }
 
   void updated(void* const* found) {
@@ -88,7 +90,7 @@ void tensors_free(void* tensors) noexcept { delete static_cast<Tensors*>(tensors
 int tensors_find(void* tensors, void** found) noexcept try {
   return static_cast<Tensors*>(tensors)->find(found);
 } catch (...) {
-  return UNLIKE;
+  return REPLACED;  // not all was looked at
 }
 
 // Tells autograd that the values which had a gradient were changed.
