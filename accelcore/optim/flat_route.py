@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accelcore.optim.formulas.formula import Formula
 from accelcore.optim.memory import Run
+from accelcore.optim.stepping import Updating
 
 __all__ = ["FlatRoute", "Number", "Numbers", "State"]
 
@@ -22,7 +23,7 @@ State = dict[str, Tensor]
 Compile = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-class FlatRoute(Formula):
+class FlatRoute(Updating, Formula):
     """A formula whose arithmetic is for 1-D tensors that stand for many parameters. Put it before the formula's class.
 
     Args:
@@ -65,17 +66,7 @@ class FlatRoute(Formula):
         with torch.device("cpu"):  # whatever the default device is: a loop over parameters is many launches there
             self._parts = {run.value: self.parts_of(run) for run in runs}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.update(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
-        return loss
-
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-        """Update what has a gradient, after dividing it by `grad_scale`; nothing where `found_inf` is 1."""
         present = [[value for value in group["params"] if value.grad is not None] for group in self.param_groups]
         gradients: list[list[Any]] = [[value.grad for value in values] for values in present]
         unscale = None if grad_scale is None else 1 / grad_scale

@@ -9,7 +9,7 @@ anew: the kernels go through the memory of both side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 from accelcore.optim.groups import merged
+from accelcore.optim.stepping import Updating
 
 __all__ = ["FUSED"]
 
 Entries = list[dict[str, Any]]
 
 
-class _Fused(torch.optim.Optimizer):
+class _Fused(Updating, torch.optim.Optimizer):
     """Collects what the kernel needs. Subclasses put this before the torch class whose options they have."""
 
     def __init__(self, params: Any, **options: Any) -> None:
@@ -35,7 +36,6 @@ class _Fused(torch.optim.Optimizer):
         self._ones = {}
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-        """Update what has a gradient, after dividing it by `grad_scale`; nothing where `found_inf` is 1."""
         for group in merged(self.param_groups):
             for tensors in _alike([tensor for tensor in group["params"] if tensor.grad is not None]):
                 gradients: list[Any] = [tensor.grad for tensor in tensors]
@@ -47,15 +47,6 @@ class _Fused(torch.optim.Optimizer):
                 gradients = [_as_laid(tensor, gradient) for tensor, gradient in zip(tensors, gradients, strict=True)]
                 entries = [self.state[tensor] or self._begin(tensor, group) for tensor in tensors]
                 self._launch(group, tensors, gradients, entries, {"found_inf": found_inf, "grad_scale": grad_scale})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.update(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
-        return loss
 
     def _begin(self, tensor: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Make the state of a tensor that has its first gradient."""

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["merged"]
+__all__ = ["alike", "merged"]
 
 _NAMES = ("params", "param_names", "initial_lr")
 """What a group says beside options of the update."""
 
 
-def merged(groups: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """The groups, those of equal options as one: an update that looks at no group as a whole gives the same result.
+def alike(groups: Sequence[dict[str, Any]]) -> list[int]:
+    """For each group, the number of the first with equal options, its own if there is none before it.
 
-    Options that are tensors are equal where they are the same tensor.
+    An update that looks at no group as a whole gives the same result for two such groups as for one of both. Options
+    that are tensors are equal where they are the same tensor.
     """
+    known: list[tuple[int, dict[str, Any]]] = []
+    firsts = []
+    for number, group in enumerate(groups):
+        options = {key: id(v) if isinstance(v, Tensor) else v for key, v in group.items() if key not in _NAMES}
+        first = next((first for first, others in known if others == options), None)
+        if first is None:
+            known.append((first := number, options))
+        firsts.append(first)
+    return firsts
+
+
+def merged(groups: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """The groups, those with equal options as one."""
     if len(groups) == 1:
         return groups
-    alike: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for group in groups:
-        options = {key: id(v) if isinstance(v, Tensor) else v for key, v in group.items() if key not in _NAMES}
-        same = next((together for known, together in alike if known == options), None)
-        if same is None:
-            alike.append((options, {**group, "params": list(group["params"])}))
-        else:
-            same["params"] += group["params"]
-    return [together for _, together in alike]
+    members: dict[int, list[dict[str, Any]]] = {}
+    for first, group in zip(alike(groups), groups, strict=True):
+        members.setdefault(first, []).append(group)
+    return [{**own[0], "params": list(chain.from_iterable(g["params"] for g in own))} for own in members.values()]

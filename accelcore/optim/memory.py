@@ -65,7 +65,7 @@ class Run:
     Parameters share it as long as all of them received a gradient in the same steps.
 
     Args:
-        slots: theirs, all of one parameter group.
+        slots: theirs, all of one parameter group, or of groups with equal options.
         value: what is updated; 1-D where there is a `memory`.
         gradient: laid out as `value`; None where `value.grad` is set elsewhere.
         memory: what it is a stretch of.
@@ -89,6 +89,11 @@ class Run:
         if self.memory is None:
             return [self.value.grad is not None]
         return self.memory.received[self.first : self.last]
+
+    @property
+    def groups(self) -> set[int]:
+        """The numbers of its slots' groups; its own is the first of them."""
+        return {slot.group for slot in self.slots}
 
     def parts(self, tensor: Tensor) -> list[Tensor]:
         """A tensor that is laid out as `value`, seen as one tensor for each slot."""
@@ -191,15 +196,18 @@ class FlatMemory(GradientMemory):
     """Parameters of one dtype and device in one piece of memory, and their gradients in another, laid out alike.
 
     Args:
-        slots: in the order of their groups. Each parameter's memory is replaced by its place in the piece.
+        slots: those that may be updated as one side by side. Each parameter's memory is replaced by its place in the
+            piece.
+        together: for each group, the number of the one that it may be updated with; none: each by itself.
 
     Attributes:
         values: the piece of the parameters.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], together: Sequence[int] = ()) -> None:
         super().__init__([slot.parameter for slot in slots])
         self.slots = slots
+        self._kernels = [together[slot.group] if together else slot.group for slot in slots]
         self.values = torch.zeros_like(self.gradients)
         self._places = [_own_storage(view) for view in self.layout.views(self.values)]
         self._take_in(range(len(slots)))
@@ -221,9 +229,9 @@ class FlatMemory(GradientMemory):
         return True
 
     def runs(self, values: Tensor, gradients: Tensor) -> list[Run]:
-        """A run for each group, over pieces that are laid out as these."""
+        """A run for what may be updated as one, over pieces that are laid out as these."""
         whole = Run(self.slots, values, gradients, self)
-        return whole.split([n for n in range(1, len(self.slots)) if self.slots[n].group != self.slots[n - 1].group])
+        return whole.split([n for n in range(1, len(self.slots)) if self._kernels[n] != self._kernels[n - 1]])
 
     def _take_in(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -240,10 +248,14 @@ class FlatMemory(GradientMemory):
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 
 
-def lay_flat(slots: Sequence[Slot]) -> list[FlatMemory]:
-    """One piece of memory for each dtype and device among the parameters."""
+def lay_flat(slots: Sequence[Slot], together: Sequence[int] = ()) -> list[FlatMemory]:
+    """One piece of memory for each dtype and device among the parameters; `together` as for `FlatMemory`."""
+
+    def place(slot: Slot) -> tuple[int, int]:
+        return (together[slot.group] if together else slot.group, slot.group)
+
     with torch.no_grad():
-        return [FlatMemory(sorted(alike, key=lambda slot: slot.group)) for alike in by_kind(slots)]
+        return [FlatMemory(sorted(alike, key=place), together) for alike in by_kind(slots)]
 
 
 def by_kind(slots: Sequence[Slot]) -> list[list[Slot]]:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError
-from accelcore.optim.formulas import Formula
+from accelcore.optim.formulas import FORMULAS, Formula
+from accelcore.optim.groups import alike
 from accelcore.optim.hooks import StepHooks
 from accelcore.optim.memory import FlatMemory, Run, Slot, lay_flat
-from accelcore.optim.present import present
+from accelcore.optim.present import by_group, present
 from accelcore.optim.route import Request, Route
 from accelcore.optim.saved import read_options, read_state
 from accelcore.optim.slot_state import Entry, by_parameter, pour
@@ -79,6 +80,12 @@ class Optimizer(StepHooks):
     def keeps_shapes(self) -> bool:
         """Whether every tensor of its state, but the counts, has the shape of its parameter. Kernels may rely on it."""
         return self.takes_flat or isinstance(self.engine, Formula)
+
+    @property
+    def together(self) -> Sequence[int]:
+        """For each group, the number of the first that it may be updated with, as one: those with equal options."""
+        formula = FORMULAS.get(self.name)
+        return range(len(self.param_groups)) if formula is None or formula.by_group else alike(self.param_groups)
 
     def route_for(self, dtypes: Iterable[torch.dtype], *, flat: bool) -> Route:
         """The route that it would take for these dtypes, which `flat` allows to lie in flat memory.
@@ -256,7 +263,7 @@ class Optimizer(StepHooks):
             self._start_anew(dict(self.state))
         if self._route.memory == "flat":
             if not self._memories:
-                memories = lay_flat(self._slots())
+                memories = lay_flat(self._slots(), self.together)
                 self.bind(list(chain.from_iterable(each.runs(each.values, each.gradients) for each in memories)))
                 self._memories = memories
             for memory in self._memories:
@@ -286,10 +293,22 @@ class Optimizer(StepHooks):
             trained = engine_group["params"]
             engine_group.update(group)
             engine_group["params"] = trained
+        if self._spanning:
+            self._part()
+
+    def _part(self) -> None:
+        """Groups that were updated as one go on by themselves where their options are equal no more."""
+        assert self._runs is not None
+        firsts = alike(self.param_groups)
+        if all(firsts[run.group] == firsts[number] for run in self._spanning for number in run.groups):
+            return
+        self._runs = by_group(self._runs, self.engine.state)
+        self._place_runs()
 
     def _place_runs(self) -> None:
         assert self._runs is not None
         self._on_leaves = any(run.value.requires_grad for run in self._runs)
+        self._spanning = [run for run in self._runs if len(run.groups) > 1]
         for number, group in enumerate(self.engine.param_groups):
             group["params"] = [run.value for run in self._runs if run.group == number]
         place = getattr(self.engine, "place_runs", None)

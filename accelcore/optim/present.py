@@ -1,8 +1,8 @@
-"""Giving runs their gradients before a step, and dividing those of which only a part has one."""
+"""Giving runs their gradients before a step, and dividing those of which only a part has one, or other options."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from itertools import chain
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from accelcore.optim.memory import Run
 from accelcore.optim.slot_state import Entry, divide
 
-__all__ = ["present"]
+__all__ = ["by_group", "present"]
 
 
 def present(runs: Sequence[Run], state: MutableMapping[Tensor, Entry]) -> list[Run] | None:
@@ -32,12 +32,23 @@ def present(runs: Sequence[Run], state: MutableMapping[Tensor, Entry]) -> list[R
             run.value.grad = None
         else:
             mixed = True
-    return list(chain.from_iterable(_divided(run, state) for run in runs)) if mixed else None
+    return _divided(runs, state, lambda run: run.received) if mixed else None
 
 
-def _divided(run: Run, state: MutableMapping[Tensor, Entry]) -> list[Run]:
-    received = run.received
-    edges = [run.first + n for n in range(1, len(received)) if received[n] != received[n - 1]]
+def by_group(runs: Sequence[Run], state: MutableMapping[Tensor, Entry]) -> list[Run]:
+    """Runs of one group each, their state divided with them."""
+    return _divided(runs, state, lambda run: [slot.group for slot in run.slots])
+
+
+def _divided(
+    runs: Sequence[Run], state: MutableMapping[Tensor, Entry], trait: Callable[[Run], Sequence[int]]
+) -> list[Run]:
+    """The runs, divided where the trait of a slot differs from that of the one before it."""
+    return list(chain.from_iterable(_parts(run, trait(run), state) for run in runs))
+
+
+def _parts(run: Run, traits: Sequence[int], state: MutableMapping[Tensor, Entry]) -> list[Run]:
+    edges = [run.first + n for n in range(1, len(traits)) if traits[n] != traits[n - 1]]
     if not edges:
         return [run]
     parts = run.split(edges)

@@ -11,7 +11,25 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 
-__all__ = ["given", "needs_closure", "step_scaled"]
+__all__ = ["Updating", "given", "needs_closure", "step_scaled"]
+
+
+class Updating:
+    """An optimizer whose `step` is an `update`, by what torch's scaler left on it. Put it before torch's class."""
+
+    def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
+        """Update what has a gradient, after dividing it by `grad_scale`; nothing where `found_inf` is 1."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update, after computing the loss by `closure` if there is one; the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
+        return loss
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

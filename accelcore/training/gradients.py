@@ -163,10 +163,15 @@ class PerTensor(Gradients):
 
 
 class Flat(Gradients):
-    """Parameters and gradients in one piece of memory each, for every dtype and device."""
+    """Parameters and gradients in one piece of memory each, for every dtype and device.
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._memories: list[FlatMemory] = lay_flat(slots)
+    Args:
+        slots: what is trained.
+        together: for each group, the number of the one that it may be updated with; none: each by itself.
+    """
+
+    def __init__(self, slots: Sequence[Slot], together: Sequence[int] = ()) -> None:
+        self._memories: list[FlatMemory] = lay_flat(slots, together)
         super().__init__(list(chain.from_iterable(memory.slots for memory in self._memories)))
         self.values = [memory.values for memory in self._memories]
         self._cells = [memory.gradients for memory in self._memories]

@@ -45,6 +45,8 @@ class BertAdam(Formula):
         ValueError: an option is out of range.
     """
 
+    by_group = True
+
     def __init__(
         self,
         params: Any,

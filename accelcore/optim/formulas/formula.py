@@ -34,11 +34,14 @@ class Formula(torch.optim.Optimizer):
 
     Attributes:
         by_element: whether it treats each element alike, so that a 1-D tensor may stand for many parameters.
+        by_group: whether it looks at the parameters of a group together, so that groups with equal options must be
+            told apart.
         counts: whether the state counts the updates.
         counts_on_device: whether it does where the tensor is, and not on the host.
     """
 
     by_element = True
+    by_group = False
     counts = True
     counts_on_device = False
 

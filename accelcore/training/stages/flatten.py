@@ -37,7 +37,8 @@ class Flatten:
     def apply(self, plan: Plan) -> None:
         plan.gradients.follow()
         slots = _slots(plan)
-        gradients: Gradients = Flat(slots) if slots and _lies_flat(plan) else PerTensor(slots)
+        together = plan.optimizer.together if isinstance(plan.optimizer, Optimizer) else ()
+        gradients: Gradients = Flat(slots, together) if slots and _lies_flat(plan) else PerTensor(slots)
         if plan.policy.masters and any(slot.parameter.dtype in LOW for slot in slots):
             gradients = Masters(gradients, plan.gradients)
         plan.gradients = gradients

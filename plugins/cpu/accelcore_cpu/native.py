@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any, ClassVar
@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from accelcore.errors import TrainingError
 from accelcore.optim.formulas import Formula
 from accelcore.optim.memory import Run
+from accelcore.optim.stepping import Updating
 from accelcore_cpu.table import Found, Member, Table
 
 __all__ = ["Native"]
@@ -21,7 +22,7 @@ __all__ = ["Native"]
 _NOTHING = nullcontext()
 
 
-class Native(Formula):
+class Native(Updating, Formula):
     """A formula by a kernel. Subclasses put this before the formula whose options, checks and state they have.
 
     Gradients are read where backward left them. Where a step is given a `grad_scale` they are divided by it in memory,
@@ -52,21 +53,11 @@ class Native(Formula):
         super().__setstate__(state)
         self._table = None
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.update(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
-        return loss
-
     def place_runs(self, runs: Sequence[Run]) -> None:
         """Runs are given in place of parameters from now on."""
         self._runs, self._table = runs, None
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-        """Update what has a gradient, after dividing it by `grad_scale`; nothing where `found_inf` is 1."""
         found = self._look() if self._found is None else self._found
         self._found = None
         table, copies = self._table, list[tuple[Tensor, Tensor]]()

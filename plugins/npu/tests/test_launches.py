@@ -125,3 +125,25 @@ def test_a_step_with_every_option_waits_for_nothing(accel):
     for name in cases:
         few, many = cost(name, 10), cost(name, 300)
         assert few == many
+
+
+@pytest.mark.parametrize("name", sorted(FUSED))
+def test_a_group_for_each_parameter_costs_what_its_different_options_cost(accel, name):
+    """As some recipes make them; BertAdam clips each group by itself, which has to be a launch for each."""
+
+    def cost(parameters):
+        made = [nn.Parameter(torch.ones(4, 4, device=accel.device)) for _ in range(parameters)]
+        groups = [{"params": [one], "weight_decay": 0.1 * (number % 2)} for number, one in enumerate(made)]
+        optimizer = accel.optimizers.create(name, groups, lr=0.1)
+        for parameter in made:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with counters.count() as counted:
+            optimizer.step()
+        assert optimizer.route == "npu_fused"
+        return counted.launches.total()
+
+    if name == "bertadam":
+        assert cost(20) > 2 * cost(4)
+    else:
+        assert cost(4) == cost(20)
