@@ -1,0 +1,184 @@
+"""A whole model in one dtype: its tensors held so, what goes in and comes out cast, its state_dict in fp32 nonetheless.
+
+What apex calls O2 and O3 is made of these. Each change to a module is an object with `remove()`, but for `hold`, which
+is undone by `hold` in another dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["CastBoundary", "FP32StateDict", "hold"]
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def hold(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool) -> None:
+    """Hold a model's parameters and floating-point buffers in a dtype from now on.
+
+    They are cast in place: the same `Parameter` objects, which an optimizer may have, with other memory. A gradient is
+    cast with its parameter. Integers and complex numbers stay as they are.
+
+    Args:
+        model: on any device.
+        dtype: a floating-point one.
+        keep_batchnorm_fp32: hold BatchNorm with weights of its own, of any number of dimensions and SyncBatchNorm, in
+            fp32 instead: its statistics are sums over many numbers. It takes inputs of any dtype, and answers in that.
+    """
+    for module in model.modules():
+        kept = keep_batchnorm_fp32 and isinstance(module, _BatchNorm) and module.affine
+        moved = _hold_own(module, torch.float32 if kept else dtype)
+        if moved and isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # cuDNN wants its weights in one piece of memory
+
+
+class CastBoundary:
+    """Casts the floating-point tensors that a model's forward is given, and those that it returns.
+
+    They are found in tuples, lists, mappings and dataclasses, at any depth; containers in which nothing is cast are
+    passed on as they are, others as shallow copies. Other objects are not looked into. The casts are differentiable: a
+    gradient has the dtype of the tensor that it belongs to.
+
+    It is a pair of forward hooks on `model` alone, not on what is in it, and so goes wherever hooks go: into copies,
+    pickles, compiled and replicated models.
+
+    Args:
+        model: the root; whoever calls another method than its `forward` goes around.
+        inputs: dtype of the arguments; None leaves them alone.
+        outputs: dtype of the results; None leaves them alone.
+    """
+
+    def __init__(self, model: nn.Module, *, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+        self._handles: list[RemovableHandle] = []
+        if inputs is not None:
+            self._handles.append(model.register_forward_pre_hook(_CastInputs(inputs), with_kwargs=True))
+        if outputs is not None:
+            self._handles.append(model.register_forward_hook(_CastOutputs(outputs)))
+
+    def remove(self) -> None:
+        """Take the hooks off again. Copies of the model keep theirs."""
+        _remove(self._handles)
+
+
+class FP32StateDict:
+    """Makes `state_dict()` of a model that is held in bf16 or fp16 come out in fp32, and so that of its parts.
+
+    A checkpoint then says nothing of the precision it was trained in. `load_state_dict` takes it: torch casts each
+    value to the dtype of its parameter. With `keep_vars=True` the parameters themselves come out, as they are held.
+
+    Args:
+        model: the root.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._handles: list[RemovableHandle] = [
+            module.register_state_dict_post_hook(_to_fp32)  # type: ignore[no-untyped-call]
+            for module in model.modules()
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off again. Copies of the model keep theirs."""
+        _remove(self._handles)
+
+
+def _hold_own(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Hold the tensors of a module, without those of its children, in a dtype; whether one had to be cast."""
+    strange = [tensor for tensor in _own(module) if tensor.is_floating_point() and tensor.dtype != dtype]
+    for tensor in strange:
+        gradient, tensor.grad = tensor.grad, None
+        tensor.data = tensor.data.to(dtype)
+        tensor.grad = None if gradient is None else gradient.to(dtype)
+    return bool(strange)
+
+
+def _own(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+@dataclass(frozen=True)
+class _CastInputs:
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return _cast(inputs, self.dtype), _cast(named, self.dtype)
+
+
+@dataclass(frozen=True)
+class _CastOutputs:
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        return _cast(output, self.dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """A value with all floating-point tensors in it in a dtype; itself, where they are."""
+    if not _is_strange(value, dtype):
+        return value
+    if isinstance(value, Tensor):
+        return value.to(dtype)
+    if isinstance(value, tuple | list):
+        items = [_cast(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a namedtuple, or not
+    if isinstance(value, MutableMapping):  # before dataclasses: Hugging Face's outputs are both
+        named = {key: _cast(item, dtype) for key, item in value.items()}
+        return named if type(value) is dict else _updated(value, named)  # torch.compile does not see through `copy`
+    copied = copy.copy(value)
+    for name in _fields(value):
+        if _is_strange(part := getattr(value, name), dtype):
+            object.__setattr__(copied, name, _cast(part, dtype))  # of a frozen one, too
+    return copied
+
+
+def _is_strange(value: Any, dtype: torch.dtype) -> bool:
+    """Whether a floating-point tensor in a value is of another dtype."""
+    if isinstance(value, Tensor):
+        return value.is_floating_point() and value.dtype != dtype
+    if isinstance(value, tuple | list):
+        return any(_is_strange(item, dtype) for item in value)
+    if isinstance(value, MutableMapping):
+        return any(_is_strange(item, dtype) for item in value.values())
+    return any(_is_strange(getattr(value, name), dtype) for name in _fields(value))
+
+
+def _fields(value: Any) -> list[str]:
+    """The names of a dataclass's fields; none of anything else."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return []
+    return [field.name for field in fields(value) if hasattr(value, field.name)]
+
+
+def _updated(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> MutableMapping[Any, Any]:
+    copied = copy.copy(mapping)
+    copied.update(items)
+    return copied
+
+
+def _to_fp32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """A hook on each module: casts what is the module's own in a state_dict."""
+    for name in _names(module):
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and value.dtype in _LOW and not isinstance(value, nn.Parameter):
+            state[prefix + name] = value.float()
+
+
+def _names(module: nn.Module) -> Iterator[str]:
+    for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield name
+    for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
+        yield name
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
