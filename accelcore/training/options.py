@@ -28,7 +28,8 @@ class TrainerOptions(TypedDict, total=False):
             device. None: the model itself returns that, called as `model(**batch)` for a mapping, `model(*batch)` for a
             list or tuple, else `model(batch)`.
         scheduler: stepped once a window, also when a window is skipped for overflow.
-        precision: `"fp32"`, `"bf16"`, `"fp16"`, `"O1"` (fp16 by the op table of that name), or a `Policy`.
+        precision: `"fp32"`, `"bf16"`, `"fp16"`, one of apex's levels `"O0"` to `"O3"` (see `Policy.preset`), or a
+            `Policy`.
         loss_scale: a number for a static scale, `"dynamic"`, a `LossScale` for a dynamic one with settings of your own,
             None for the precision's own.
         fp32: exactness of fp32 matrix products during steps: `"ieee"`, `"fast"`, None for torch's own setting.

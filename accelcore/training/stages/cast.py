@@ -1,4 +1,4 @@
-"""Cast: the model is held in the dtype of its policy, and autocast is made ready."""
+"""Cast: the model is held in the dtype of its policy, behind a boundary that casts, and autocast is made ready."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accelcore.errors import UnsupportedError
+from accelcore.precision.casting import CastBoundary, FP32StateDict, hold
 from accelcore.training.contexts import Contexts
 from accelcore.training.plan import Plan
 from accelcore.training.policy import LOW, choose_policy
@@ -18,18 +19,23 @@ logger = logging.getLogger("accelcore")
 
 
 class Cast:
-    """Casts floating-point parameters and buffers to the policy's `model_dtype`."""
+    """Casts floating-point parameters and buffers to the policy's `model_dtype`, and what the model takes and returns.
+
+    The hooks that this takes are gone with the trainer; the model then is one in that dtype.
+    """
 
     def __init__(self) -> None:
         self._warned = False
+        self._state_dict: FP32StateDict | None = None
+        self._boundary: CastBoundary | None = None
 
     def check(self, plan: Plan) -> None:
         options = plan.options
-        plan.policy = choose_policy(options["precision"], options["loss_scale"])
-        plan.contexts = Contexts(plan.backend, plan.policy, options["fp32"])
+        plan.policy = policy = choose_policy(options["precision"], options["loss_scale"])
+        plan.contexts = Contexts(plan.backend, policy, options["fp32"])
         declared = plan.backend.capabilities.model_dtypes
         for name, parameter in plan.model.named_parameters():
-            dtype = plan.policy.model_dtype or str(parameter.dtype).removeprefix("torch.")
+            dtype = policy.model_dtype or str(parameter.dtype).removeprefix("torch.")
             if parameter.is_floating_point() and dtype not in declared:
                 raise UnsupportedError(
                     f"the parameter {name} is {dtype}, which {plan.backend.name} does not train",
@@ -38,8 +44,15 @@ class Cast:
                 )
 
     def apply(self, plan: Plan) -> None:
-        if plan.policy.model_dtype is not None:
-            plan.model.to(getattr(torch, plan.policy.model_dtype))
+        policy = plan.policy
+        if policy.model_dtype is not None:
+            dtype = getattr(torch, policy.model_dtype)
+            hold(plan.model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32)
+            if dtype in LOW:
+                self._drop(self._state_dict)
+                self._state_dict = FP32StateDict(plan.model)  # anew, because the model may have new parts
+            if policy.cast_boundary and self._boundary is None:
+                self._boundary = CastBoundary(plan.model, inputs=dtype, outputs=torch.float32)
         low = [name for name, parameter in plan.model.named_parameters() if _is_low(parameter)]
         if low and not plan.policy.masters and not self._warned:
             self._warned = True
@@ -48,6 +61,15 @@ class Cast:
                 len(low),
                 low[0],
             )
+
+    def __del__(self) -> None:
+        self._drop(self._state_dict)
+        self._drop(self._boundary)
+
+    @staticmethod
+    def _drop(hooks: FP32StateDict | CastBoundary | None) -> None:
+        if hooks is not None:
+            hooks.remove()
 
 
 def _is_low(parameter: nn.Parameter) -> bool:

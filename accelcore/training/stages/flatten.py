@@ -62,6 +62,8 @@ def _dtypes(plan: Plan) -> set[torch.dtype]:
     """The dtypes that are trained in: a parameter's own, or its master's."""
     name, masters = plan.policy.model_dtype, plan.policy.masters
     dtypes = {getattr(torch, name) if name else parameter.dtype for parameter in _trained(plan)}
+    if plan.policy.keep_batchnorm_fp32:
+        dtypes.add(torch.float32)
     return {torch.float32 if masters and dtype in LOW else dtype for dtype in dtypes}
 
 
