@@ -13,14 +13,21 @@ _GIGABYTES = {
     "tera": lambda row, column: torch.zeros(2**40, device="npu"),
     "random": lambda row, column: torch.randn(2**40, device="npu"),
     "range": lambda row, column: torch.arange(2**40, device="npu"),
+    "fine range": lambda row, column: torch.arange(0, 1, 2.0**-40, device="npu"),
+    "identity": lambda row, column: torch.eye(2**14, device="npu"),
+    "triangle": lambda row, column: torch.triu_indices(2**14, 2**14, device="npu"),
     "sum": lambda row, column: row + column,
     "product": lambda row, column: column @ row,
     "repeated": lambda row, column: row.repeat(2**14, 1),
     "expanded": lambda row, column: row.expand(2**14, 2**14).clone(),
+    "padded": lambda row, column: functional.pad(row, (0, 0, 2**13, 2**13)),
     "joined": lambda row, column: torch.cat([row] * 2**14),
     "one hot": lambda row, column: functional.one_hot(column.long().flatten(), 2**14),
     "looked up": lambda row, column: functional.embedding(column.long().flatten() - 1, row),
     "distances": lambda row, column: torch.cdist(column, column),
+    "distances of pairs": lambda row, column: functional.pdist(column),
+    "diagonal": lambda row, column: torch.diag_embed(row),
+    "into": lambda row, column: torch.eye(2**14, out=torch.empty(0, device="npu")),
 }
 
 

@@ -37,7 +37,7 @@ def room_finder(
     pointwise = torch.Tag.pointwise in operator.tags
 
     def find(values: list[Any], keywords: dict[str, Any], device: torch.device) -> None:
-        arguments = [*values, *keywords.values()]
+        arguments = [*values, *(value for name, value in keywords.items() if name not in signature.outs)]
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         elements = _broadcast(tensors) if pointwise else _most_elements(tensors, arguments)
         if elements * max((tensor.element_size() for tensor in tensors), default=_ELEMENT) <= memory:
@@ -67,13 +67,15 @@ def _broadcast(tensors: Iterable[Tensor]) -> int:
 
 def _most_elements(tensors: list[Tensor], arguments: list[Any]) -> float:
     """At least as many elements as results have that are seen in practice."""
-    counts = [tensor.numel() for tensor in tensors]
+    numbers = [abs(number) for number in _numbers(arguments)]
+    if not tensors and not any(True for argument in arguments for _ in tensors_in(argument)):
+        # Up to a square, as of `eye`; a range has more elements the smaller its step is.
+        return prod(max(1.0, number, 1 / number if number else 1.0) for number in numbers) ** 2
+    # Each row with each row or column, as in products, look-ups and distances.
+    longest: int = max((size for tensor in tensors for size in tensor.shape), default=1)
+    largest = max((tensor.numel() for tensor in tensors), default=0) * longest
     listed = sum(t.numel() for argument in arguments if not isinstance(argument, Tensor) for t in tensors_in(argument))
-    if len(tensors) > 1:  # each row of one with a row or a column of another, as in products and look-ups
-        longest: int = max(size for tensor in tensors for size in (1, *tensor.shape))
-        return max(counts) * longest + listed
-    times: float = prod(max(1.0, abs(number)) for number in _numbers(arguments))
-    return (sum(counts) + listed or 1) * times
+    return (largest + listed) * prod(1.0 + number for number in numbers)
 
 
 def _numbers(argument: Any) -> Iterator[float]:
