@@ -80,9 +80,6 @@ def test_the_matrix_unit_refuses_what_it_does_not_take(emulated_npu, product, dt
     assert (x + x).sum().item() == 32
 
 
-_SPARSE = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (2,), check_invariants=True)
-
-
 def _data_parallel():
     replicas = torch.nn.DataParallel(torch.nn.Linear(2, 2).npu(), device_ids=[0, 1])
     return replicas(torch.ones(4, 2, device="npu"))
@@ -93,11 +90,10 @@ def _data_parallel():
     [
         lambda: torch.npu._sleep(10),
         lambda: torch.quantize_per_tensor(torch.ones(2, device="npu"), 0.1, 0, torch.qint8),
-        lambda: _SPARSE.to("npu").coalesce(),
         lambda: torch.multiprocessing.reductions.reduce_tensor(torch.ones(2, device="npu")),
         _data_parallel,
     ],
-    ids=["sleep", "quantize", "coalesce", "share", "DataParallel"],
+    ids=["sleep", "quantize", "share", "DataParallel"],
 )
 def test_what_is_not_emulated_says_so(emulated_npu, use):
     with pytest.raises(RuntimeError, match="EMULATED"):

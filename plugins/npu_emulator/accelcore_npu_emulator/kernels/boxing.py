@@ -9,6 +9,7 @@ from torch import Tensor
 
 from accelcore_npu_emulator.kernels.generators import host_generator, seeded
 from accelcore_npu_emulator.kernels.host_memory import CPU, current_device, place, tensors_in, view
+from accelcore_npu_emulator.kernels.indices import with_wide_indices
 from accelcore_npu_emulator.kernels.matrix_unit import OPERATORS as ON_THE_MATRIX_UNIT
 from accelcore_npu_emulator.kernels.matrix_unit import check_dtypes
 from accelcore_npu_emulator.kernels.room import room_finder
@@ -39,11 +40,12 @@ def host_kernel(
 
 def _made(operator: torch._ops.OpOverload, machine: Machine, function: Callable[..., Any] | None) -> Callable[..., Any]:
     signature = Signature(operator)
-    run = _execution(signature, machine, _into_outs(function, signature.outs) if function else operator)
+    on_host = _into_outs(function, signature.outs) if function else with_wide_indices(operator, signature.base)
+    run = _execution(signature, machine, on_host)
     name, aliases, outs = signature.name, signature.aliases, signature.outs
     alias = aliases[0] if len(aliases) == 1 else None
     launches = not signature.is_view
-    makes_tensors = None in aliases and launches and not outs
+    makes_tensors = launches and (None in aliases or bool(outs))
     find_room = room_finder(operator, signature, machine.settings.memory)
     multiplies = signature.base in ON_THE_MATRIX_UNIT
     recorder, count_launch = machine.recorder, machine.count_launch
@@ -54,7 +56,7 @@ def _made(operator: torch._ops.OpOverload, machine: Machine, function: Callable[
         values, keywords, device = _on_host(signature, args, kwargs)
         if multiplies:
             check_dtypes(name, (value for value in values if isinstance(value, Tensor)))
-        if makes_tensors:
+        if makes_tensors and not any(out.numel() for key in outs for out in tensors_in(kwargs.get(key))):
             find_room(values, keywords, device)
         result = run(values, keywords, device)
         for key in outs:

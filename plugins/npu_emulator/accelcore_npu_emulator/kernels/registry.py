@@ -28,6 +28,7 @@ from accelcore_npu_emulator.kernels.boxing import host_kernel
 from accelcore_npu_emulator.kernels.copies import copy_kernels
 from accelcore_npu_emulator.kernels.optimizers import optimizer_kernels
 from accelcore_npu_emulator.kernels.overflow_checks import overflow_kernels
+from accelcore_npu_emulator.kernels.sparse import coalesce_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ def register(machine: Machine) -> list[torch.library.Library]:
         warnings.simplefilter("ignore")
         for name, key, kernel in _kernels(machine):
             give(name, key, kernel)
-        give("aten::_coalesce", "SparsePrivateUse1", _refusal("aten::_coalesce"))
+        give("aten::_coalesce", "SparsePrivateUse1", coalesce_kernel(machine))
         for name in missing:
             give(name, _DEVICE, _refusal(name))
             give(name, _AUTOGRAD, _refusal(name))
