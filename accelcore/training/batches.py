@@ -89,6 +89,7 @@ class Feed:
     Attributes:
         epoch: the epoch that is under way, or comes next; counted from 0.
         taken: batches this rank has been given in it.
+        turn: which loop over it is under way, of all so far: an older one is not at its place any more.
     """
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
@@ -101,7 +102,7 @@ class Feed:
         self._generators_start: list[Tensor] = []
         self._source: tuple[Any, Any] = (None, None)
         self._resuming = False
-        self._turn = 0  # which loop over batches is under way: an older one is not at its place any more
+        self.turn = 0
 
     def batches(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
         """One epoch of `loader`, or what is left of it after a resume."""
@@ -115,22 +116,22 @@ class Feed:
             self._start = self._runtime.rng_state()
             self._generators_start = [generator.get_state() for generator in generators]
             iterator = self._begin(source)
-        self._turn += 1
-        turn = self._turn
+        self.turn += 1
+        turn = self.turn
         # Workers read ahead as it is. Without them, reading ahead would draw the next batch's random numbers too early.
         ahead = isinstance(source, DataLoader) and source.num_workers > 0 and source.pin_memory
         try:
             for batch in self._one_ahead(iterator) if ahead else map(self._runtime.to_device, iterator):
                 self.taken += 1
                 yield batch
-                if turn != self._turn:
+                if turn != self.turn:
                     raise TrainingError(
                         "this loop over batches is not at its place any more",
                         why="a checkpoint was resumed inside it, or another loop over the same stream has begun",
                         remedy="leave it after trainer.resume(...), and begin it anew",
                     )
         finally:
-            if turn == self._turn:  # also where it was left early: what comes next is an epoch of its own
+            if turn == self.turn:  # also where it was left early: what comes next is an epoch of its own
                 self.epoch, self.taken = self.epoch + 1, 0
                 self._generators_start = [generator.get_state() for generator in generators]
 
@@ -156,7 +157,7 @@ class Feed:
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Be at a saved position, or at the beginning; the next call of `batches` goes on from there."""
-        self._turn += 1
+        self.turn += 1
         self._source = (None, None)
         self._resuming = state is not None
         if state is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from accelcore.errors import AccelError, TrainingError
 from accelcore.optim.optimizer import Optimizer as LateBound
 from accelcore.roles.scaler import LossScaler
+from accelcore.training.captured import CapturedStep
 from accelcore.training.clipping import Clipping
 from accelcore.training.options import loss_of_model
 from accelcore.training.plan import Plan
@@ -73,6 +74,23 @@ class Step:
             self.drop(error)
             raise
         return loss, aux
+
+    def launch(self, captured: CapturedStep, batch: Any) -> tuple[Tensor, Any, bool]:
+        """As `forward_backward`, `count` and `update`, as one graph: the loss, what came beside it, whether it closed
+        the window.
+        """
+        first, last = self._window.micro == 0, self._window.is_last
+        self.open()  # not in a graph, which serves the later micro-batches of a window, too
+        try:
+            loss, aux = captured(batch, self.forward_backward, self.work, first=first, last=last)
+        except BaseException as error:
+            if self.is_open:  # else it was dropped where it was raised
+                self.drop(error)
+            raise
+        full = self.count()
+        if full:
+            self.begin()
+        return loss, aux, full
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool) -> None:
         """Add the gradients of a loss; `outlast`: they have to outlast the next forward pass."""

@@ -15,8 +15,8 @@ from accelcore.errors import DistributedError, TrainingError
 from accelcore.roles.compiler import Compiled
 from accelcore.roles.composition import Roles
 from accelcore.training.batches import Feeds
-from accelcore.training.captured import CapturedStep
 from accelcore.training.clipping import Clipping
+from accelcore.training.epochs import epochs
 from accelcore.training.options import TrainerOptions, check_numbers, complete
 from accelcore.training.parts.every import every_part
 from accelcore.training.plan import Plan
@@ -39,8 +39,9 @@ class Trainer:
 
     The whole loop::
 
-        for batch in trainer.batches(loader):
-            loss = trainer(batch)
+        for epoch in trainer.epochs(10):
+            for batch in trainer.batches(loader):
+                loss = trainer(batch)
 
     `trainer(batch)` is short for the three calls that a loop of one's own makes::
 
@@ -120,6 +121,10 @@ class Trainer:
         """Micro-batches an update, as given."""
         return self._window.accumulate
 
+    def epochs(self, total: int) -> Iterator[int]:
+        """The epochs, counted from 0, that are left of `total`; where none is, the log says so."""
+        return epochs(self._feeds["train"], total, speaks=self._backend.collectives.rank == 0)
+
     def batches(self, loader: Iterable[Any], *, name: str = "train", shard: bool = True) -> Iterator[Any]:
         """One epoch of `loader`: on the device, this rank's share; at the end a short last window is flushed.
 
@@ -151,13 +156,16 @@ class Trainer:
             self._check_able()
             self._follow()
             self._feeds.check_shared(batch)
-        if self._plan.captured is not None:
-            return self._launch(self._plan.captured, batch)
-        loss, self.aux = self._step.forward_backward(batch)
-        loss = loss.detach()
-        if self._step.overwrites:
-            loss = loss.clone()
-        self.update()
+        if self._plan.captured is None:
+            loss, self.aux = self._step.forward_backward(batch)
+            loss = loss.detach()
+            if self._step.overwrites:
+                loss = loss.clone()
+            self.update()
+        else:
+            loss, self.aux, full = self._step.launch(self._plan.captured, batch)
+            if full:
+                self._end_window()
         for listener in self._plan.listeners.loss:
             listener(loss)
         return loss
@@ -266,24 +274,6 @@ class Trainer:
             self._preparation.repeat()
             self._compose()
             self._step.begin()
-
-    def _launch(self, captured: CapturedStep, batch: Any) -> Tensor:
-        last = self._window.is_last
-        self._step.open()  # not in a graph, which serves the later micro-batches of a window, too
-        try:
-            loss, self.aux = captured(
-                batch, self._step.forward_backward, self._step.work, first=self._window.micro == 0, last=last
-            )
-        except BaseException as error:
-            if self._step.is_open:  # else it was dropped where it was raised
-                self._step.drop(error)
-            raise
-        if self._step.count():
-            self._step.begin()
-            self._end_window()
-        for listener in self._plan.listeners.loss:
-            listener(loss)
-        return loss
 
     def _end_window(self) -> None:
         self.steps += 1

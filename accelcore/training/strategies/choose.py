@@ -20,27 +20,28 @@ _STRATEGIES: dict[str, Callable[[Roles, TrainerOptions], Strategy]] = {"ddp": DD
 
 
 def create_strategy(backend: Roles, options: TrainerOptions) -> Strategy:
-    """The strategy that was asked for, which does nothing in a job of one process.
+    """The strategy that was asked for, which does nothing in a job of one process, whatever the backend declares.
 
     Raises:
-        UnsupportedError: the backend does not declare it.
+        UnsupportedError: there is none of that name, or the backend does not declare it, for a job of several.
         ConfigurationError: `"none"` in a job of several ranks; an option that is another strategy's.
         DistributedError: a launcher started several ranks, and they have not met.
     """
     name, declared = options["parallel"], backend.capabilities.parallel
-    offered = [strategy for strategy in declared if strategy == _NONE or strategy in _STRATEGIES]
+    world_size = backend.collectives.world_size
+    known = [_NONE, *_STRATEGIES]
+    offered = [strategy for strategy in known if strategy in declared or world_size == 1]
     if name is not None and name not in offered:
         raise UnsupportedError(
             f"parallel={name!r} does not exist here",
-            why="the backend does not declare it",
+            why="the backend does not declare it" if name in known else "there is no strategy of that name",
             available=", ".join(f"parallel={strategy!r}" for strategy in offered),
-            remedy="leave parallel out for a job of one process",
+            remedy="choose one of those, or leave parallel out for a job of one process",
         )
     if options["comm_dtype"] is not None and name != "combine_ddp":
         raise ConfigurationError(
             f"comm_dtype={options['comm_dtype']!r} with parallel={name!r}", remedy='it is for parallel="combine_ddp"'
         )
-    world_size = backend.collectives.world_size
     if world_size == 1:
         launch = read_launch()
         if name != _NONE and launch is not None and launch.world_size > 1:

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from accelcore import Backend, Policy
+from accelcore import Backend, Policy, UnsupportedError
 from accelcore.roles.collectives import NoCollectives, TorchCollectives
 from lies.lie import LIES, declaring, lie, replaced
 from lies.optimizers import adam_for_adamw, registry
@@ -15,6 +15,19 @@ from lies.optimizers import adam_for_adamw, registry
 @lie("TestTraining.test_parallel", says="parallel='fsdp' does not exist here", parallel="fsdp")
 def strategy_that_does_not_exist(backend):
     return declaring(backend, parallel=("none", "ddp", "fsdp"))
+
+
+class _NeverAlone(Backend):
+    def trainer(self, model, optimizer, **options):
+        if options.get("parallel") not in self.capabilities.parallel:
+            raise UnsupportedError("not declared", remedy="declare it")
+        return super().trainer(model, optimizer, **options)
+
+
+@lie("TestTraining.test_parallel", says="not declared", parallel="combine_ddp")
+def strategy_that_is_refused_to_one_process(backend):
+    backend = declaring(backend, parallel=("none",))
+    return _NeverAlone(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
 
 
 @lie("TestTraining.test_fp32", says="error(", options={})

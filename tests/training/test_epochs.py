@@ -1,0 +1,67 @@
+"""Epochs: those that are left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import accelcore
+
+
+def make(accel):
+    model = nn.Linear(4, 1)
+    return accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=lambda m, b: m(b).sum())
+
+
+DATA = [torch.ones(2, 4)] * 3
+
+
+def test_those_are_given_that_are_left(accel, tmp_path, caplog):
+    trainer = make(accel)
+    seen = []
+    for epoch in trainer.epochs(3):
+        for batch in trainer.batches(DATA):
+            trainer(batch)
+        seen.append((epoch, trainer.epoch, trainer.steps))
+        trainer.save(tmp_path)
+    assert seen == [(0, 1, 3), (1, 2, 6), (2, 3, 9)]
+    assert not caplog.records
+
+    again = make(accel)
+    again.resume(tmp_path)
+    assert list(again.epochs(3)) == []
+    assert "finished: 3 of 3 epochs are done" in caplog.text
+    assert list(again.epochs(5)) == [3, 4]
+
+
+def test_an_epoch_that_is_left_early_counts_and_one_that_was_not_finished_goes_on(accel, tmp_path):
+    trainer = make(accel)
+    for epoch in trainer.epochs(2):
+        for number, batch in enumerate(trainer.batches(DATA)):
+            trainer(batch)
+            if number == epoch:
+                break
+        if epoch == 0:
+            assert trainer.epoch == 1
+    assert trainer.steps == 3
+    for batch in trainer.batches(DATA):
+        trainer(batch)
+        trainer.save(tmp_path)
+        break
+    resumed = make(accel)
+    resumed.resume(tmp_path)
+    assert [(epoch, sum(1 for _ in resumed.batches(DATA))) for epoch in resumed.epochs(4)] == [(2, 2), (3, 3)]
+
+
+def test_an_epoch_counts_where_its_batches_were_read_in_another_way(accel):
+    trainer = make(accel)
+    for epoch in trainer.epochs(2):
+        assert trainer.epoch == epoch
+    assert trainer.epoch == 2
+
+
+@pytest.mark.parametrize("total", [-1, 2.0, True, None, "3"])
+def test_what_is_no_number_of_epochs_is_refused(accel, total):
+    with pytest.raises(accelcore.ConfigurationError, match="number of epochs"):
+        make(accel).epochs(total)
