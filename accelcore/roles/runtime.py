@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from accelcore.errors import CheckpointError, UnsupportedError
+from accelcore.nested import moved
 
 __all__ = ["Memory", "Runtime", "TorchRuntime", "host_rng_state", "set_host_rng_state"]
 
@@ -139,8 +139,7 @@ class TorchRuntime(Runtime):
         return Memory(module.memory_allocated(self.device), module.max_memory_allocated(self.device), total)
 
     def to_device(self, batch: T) -> T:
-        moved: T = _moved(batch, self.device)
-        return moved
+        return moved(batch, self.device)
 
 
 def host_rng_state() -> dict[str, Tensor]:
@@ -178,31 +177,3 @@ def set_host_rng_state(state: Mapping[str, Tensor]) -> list[str]:
         )
         unknown -= {"numpy", "numpy_gauss"}
     return sorted(unknown)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=value.is_pinned())
-    if isinstance(value, type):
-        return value
-    if callable(getattr(value, "to", None)):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        moved = {key: _moved(entry, device) for key, entry in value.items()}
-        if not isinstance(value, MutableMapping):
-            return type(value)(moved)  # type: ignore[call-arg]
-        like = copy.copy(value)  # keeps what a subclass has beside its entries, such as a default
-        for key, entry in moved.items():
-            like[key] = entry
-        return like
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_moved(entry, device) for entry in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(entry, device) for entry in value)
-    if dataclasses.is_dataclass(value):
-        twin = copy.copy(value)
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                object.__setattr__(twin, field.name, _moved(getattr(value, field.name), device))
-        return twin
-    return value

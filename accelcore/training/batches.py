@@ -14,73 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.roles.collectives import Collectives
 from accelcore.roles.runtime import Runtime
+from accelcore.training.shares import share
 
-__all__ = ["Feed", "Feeds"]
+__all__ = ["Feed"]
 
 logger = logging.getLogger("accelcore")
-
-# What makes two DataLoaders alike, beside the dataset and the sampler.
-_COPIED = (
-    "batch_size",
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "drop_last",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
-
-
-class Feeds:
-    """The streams of a training, by name."""
-
-    def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
-        self._runtime, self._collectives = runtime, collectives
-        self._feeds: dict[str, Feed] = {}
-        self._checked = collectives.world_size == 1
-
-    def __getitem__(self, name: str) -> Feed:
-        if name not in self._feeds:
-            self._feeds[name] = Feed(self._runtime, self._collectives)
-        return self._feeds[name]
-
-    def check_shared(self, batch: Any) -> None:
-        """Warn, once, where every rank of a job trains on the same batch, which came from no stream of these."""
-        if self._checked:
-            return
-        self._checked = True
-        if any(feed.taken for feed in self._feeds.values()):
-            return
-        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        total = sum(float(leaf.detach().double().abs().sum()) for leaf in leaves)
-        both = torch.tensor([total, -total], dtype=torch.float32, device=self._runtime.device)
-        low, high = self._collectives.all_reduce(both, "min").tolist()
-        if leaves and low == -high and self._collectives.rank == 0:
-            logger.warning(
-                "every rank of this job trains on the same batch: read the loader through trainer.batches(loader), "
-                "which gives each rank its share"
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of each, as `load_state_dict` takes it."""
-        return {name: feed.state_dict() for name, feed in self._feeds.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Be at saved positions; a stream that has none is at its beginning."""
-        for name in {*self._feeds, *state}:
-            self[name].load_state_dict(state.get(name))
 
 
 class Feed:
@@ -165,6 +108,13 @@ class Feed:
         self.epoch, self.taken, self._seed = state["epoch"], state["taken"], state["seed"]
         self._start, self._generators_start = state["start"], state["generators"]
 
+    def move_to(self, epoch: int) -> None:
+        """Be at the beginning of an epoch."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ConfigurationError(f"epoch={epoch!r} is no epoch", remedy="give a whole number, 0 or more")
+        self.turn += 1
+        self.epoch, self.taken, self._resuming = epoch, 0, False
+
     def _begin(self, source: Any) -> Iterator[Any]:
         for part in (source, getattr(source, "dataset", None), *_samplers(source)):
             set_epoch = getattr(part, "set_epoch", None)
@@ -204,31 +154,12 @@ class Feed:
 
     def _share(self, loader: Iterable[Any]) -> Iterable[Any]:
         if self._source[0] is not loader:
-            self._source = (loader, self._shared(loader))
-        shared: Iterable[Any] = self._source[1]
-        return shared
-
-    def _shared(self, loader: Iterable[Any]) -> Iterable[Any]:
-        rank, world_size = self._collectives.rank, self._collectives.world_size
-        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-            return _EveryNth(loader, rank, world_size)
-        if isinstance(loader.sampler, DistributedSampler):
-            return loader
-        if not _is_plain(loader):
-            raise ConfigurationError(
-                f"a {type(loader).__name__} with a sampler of its own cannot be shared out among {world_size} ranks",
-                available="DataLoaders made with shuffle=True or False, or with a DistributedSampler",
-                remedy="if it already yields this rank's share, say trainer.batches(loader, shard=False)",
-            )
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            loader.dataset,
-            num_replicas=world_size,
-            rank=rank,
-            shuffle=isinstance(loader.sampler, RandomSampler),
-            seed=self._common_seed(),
-            drop_last=loader.drop_last,
-        )
-        return DataLoader(loader.dataset, sampler=sampler, **{name: getattr(loader, name) for name in _COPIED})
+            self._source = (loader, share(loader, self._collectives.rank, self._collectives.world_size))
+        source: Iterable[Any] = self._source[1]
+        if source is not loader and isinstance(source, DataLoader):
+            assert isinstance(source.sampler, DistributedSampler)
+            source.sampler.seed = self._common_seed()
+        return source
 
     def _common_seed(self) -> int:
         """Rank 0's seed, so that all ranks shuffle alike even where each has seeded itself differently."""
@@ -247,33 +178,3 @@ def _generators(loader: Any) -> list[torch.Generator]:
     """The generators that a loader draws its order from, beside the global one; each once."""
     found = (getattr(part, "generator", None) for part in (loader, *_samplers(loader)))
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
-
-
-def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether a loader takes all of its dataset, shuffled or not, so that a DistributedSampler can share it out."""
-    sampler = loader.sampler
-    if type(loader) is not DataLoader or loader.batch_size is None:
-        return False
-    if type(sampler) is RandomSampler:
-        whole = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-        return whole and sampler.generator in (None, loader.generator)
-    return type(sampler) is SequentialSampler
-
-
-class _EveryNth:
-    """A rank's share of a stream that every rank reads alike: its batch of each full round of `world_size`.
-
-    Batches of a last round that is not full are given to nobody, so that all ranks take the same number of steps.
-    """
-
-    def __init__(self, stream: Iterable[Any], rank: int, world_size: int) -> None:
-        self._stream, self._rank, self._world_size = stream, rank, world_size
-        self.dataset = getattr(stream, "dataset", None)
-
-    def __iter__(self) -> Iterator[Any]:
-        mine = None
-        for number, batch in enumerate(self._stream):
-            if number % self._world_size == self._rank:
-                mine = batch
-            if number % self._world_size == self._world_size - 1:
-                yield mine

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import AccelError, TrainingError
+from accelcore.nested import detached
 from accelcore.optim.optimizer import Optimizer as LateBound
 from accelcore.roles.scaler import LossScaler
 from accelcore.training.captured import CapturedStep
 from accelcore.training.clipping import Clipping
 from accelcore.training.options import loss_of_model
 from accelcore.training.plan import Plan
+from accelcore.training.turns import Turn
 from accelcore.training.window import Window
 
 __all__ = ["Step"]
@@ -35,7 +37,6 @@ class Step:
     Attributes:
         overwrites: whether what the model returns, and gradients it gives, are memory that its next call writes anew.
         failure: what failed in a step, where that may have parted the ranks of a job.
-        is_open: whether there are gradients of a window.
     """
 
     def __init__(self, plan: Plan, *, scaler: LossScaler, window: Window, clip: Clipping | None) -> None:
@@ -50,15 +51,25 @@ class Step:
         self.overwrites = plan.compiled is not None and plan.compiled.overwrites
         self.failure: BaseException | None = None
         self._reads_gradients = clip is not None or bool(plan.listeners.gradient_norm)
-        self.is_open = False
+        self._turn = Turn([slot.parameter for slot in plan.gradients.slots])
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there are gradients of a window."""
+        return self._turn.is_open
+
+    def take_turn(self) -> None:
+        """See that the gradients on the parameters are this window's, and not another trainer's."""
+        self._turn.take()
+
     def open(self) -> None:
         """Clear what others left behind before a window, such as another trainer of a module that both train."""
-        if not self.is_open:
+        self._turn.take()
+        if not self._turn.is_open:
             self._gradients.clear()
-            self.is_open = True
+            self._turn.is_open = True
 
     def forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
         """The loss of one micro-batch and what came beside it; its gradients are added to the window's."""
@@ -73,7 +84,7 @@ class Step:
         except BaseException as error:
             self.drop(error)
             raise
-        return loss, aux
+        return loss, None if aux is None else detached(aux)
 
     def launch(self, captured: CapturedStep, batch: Any) -> tuple[Tensor, Any, bool]:
         """As `forward_backward`, `count` and `update`, as one graph: the loss, what came beside it, whether it closed
@@ -130,6 +141,7 @@ class Step:
 
     def update(self, *, full: bool) -> None:
         """Update the parameters with the gradients of a window, a full one or a short one; the next one begins."""
+        self._turn.take()
         try:
             self.work(full=full)
             self._strategy.sync_buffers()
@@ -192,7 +204,7 @@ class Step:
 
     def begin(self, *, opened: bool = False) -> None:
         """A window begins, or one that was `opened` before goes on."""
-        self.is_open = opened
+        self._turn.is_open = opened
         if not opened:
             self._window.reset()
         self._strategy.micro(self._window.is_last)
@@ -217,6 +229,7 @@ class Step:
                 min(self._window.micro, self._window.accumulate),
                 self._window.accumulate,
             )
+        self._turn.take()
         self._gradients.clear()
         self._scaler.abandon()
         self.begin()

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from accelcore.errors import DistributedError, TrainingError
 from accelcore.roles.compiler import Compiled
 from accelcore.roles.composition import Roles
-from accelcore.training.batches import Feeds
 from accelcore.training.clipping import Clipping
 from accelcore.training.epochs import epochs
+from accelcore.training.feeds import Feeds
 from accelcore.training.options import TrainerOptions, check_numbers, complete
 from accelcore.training.parts.every import every_part
 from accelcore.training.plan import Plan
@@ -113,8 +113,12 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
-        """The epoch of `batches` that is under way, or comes next; counted from 0."""
-        return self._feeds["train"].epoch
+        """The epoch of `batches` that is under way, or comes next; counted from 0. Set, the next one is that."""
+        return self._feeds.count_epochs(self.steps)
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._feeds["train"].move_to(epoch)
 
     @property
     def accumulate(self) -> int:
@@ -224,6 +228,8 @@ class Trainer:
         """
         self._check_able()
         self._watch.check()
+        self._feeds.check_read(self.steps)
+        self._step.take_turn()
         return save(self._state(), Path(folder), steps=self.steps, keep=keep)
 
     def resume(self, folder: str | Path) -> Path | None:
@@ -238,6 +244,7 @@ class Trainer:
         """
         self._check_able()
         self._watch.check()
+        self._step.take_turn()
         found = resume(self._state(), Path(folder))
         if found is None:
             return None

@@ -95,3 +95,70 @@ def test_a_window_that_reaches_no_parameter_is_refused_with_and_without_a_scale(
             trainer(noise(1)[0][0])
         assert trainer.steps == 0
         assert trainer.scaler.state_dict() == state
+
+
+class ByHand:
+    """Windows of gradients that are kept apart, as nobody else can add to them."""
+
+    def __init__(self, optimizer, loss, accumulate):
+        self.optimizer, self.loss, self.accumulate = optimizer, loss, accumulate
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.kept = []
+
+    def __call__(self, batch):
+        self.kept.append(torch.autograd.grad(self.loss(batch) / self.accumulate, self.parameters))
+        if len(self.kept) == self.accumulate:
+            for parameter, *gradients in zip(self.parameters, *self.kept, strict=True):
+                parameter.grad = sum(gradients)
+            self.optimizer.step()
+            self.kept.clear()
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("saves", [True, False])
+def test_windows_that_interleave_each_have_their_own_gradients(accel, flat, saves, tmp_path):
+    """Each trainer has a window open while the other's backward pass runs through what it trains, or trains it, too."""
+    generator, critic = networks()
+    both = nn.ModuleList([generator, critic])  # the second trains the critic, too
+    first = accel.trainer(
+        critic, accel.optimizers.create("adamw", critic.parameters(), lr=0.1), accumulate=2, flat=flat,
+    )  # fmt: skip
+    second = accel.trainer(both, accel.optimizers.create("sgd", both.parameters(), lr=0.1), accumulate=3, flat=flat)
+    hand, judge = networks()
+    plain = (
+        ByHand(torch.optim.AdamW(judge.parameters(), lr=0.1), lambda batch: loss_of_critic(hand, judge, *batch), 2),
+        ByHand(
+            torch.optim.SGD([*hand.parameters(), *judge.parameters()], lr=0.1),
+            lambda batch: loss_of_generator(hand, judge, batch[0]), 3,
+        ),
+    )  # fmt: skip
+    for batch in noise(12):
+        first.backward(loss_of_critic(generator, critic, *batch))
+        if saves:
+            second.save(tmp_path)  # its gradients lie aside
+        first.update()
+        second.backward(loss_of_generator(generator, critic, batch[0]))
+        second.update()
+        for each in plain:
+            each(batch)
+    for ours, expected in ((generator, hand), (critic, judge)):
+        for mine, other in zip(ours.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_that_fails_drops_no_gradients_of_another(accel):
+    _, critic = networks()
+    optimizer = accel.optimizers.create("sgd", critic.parameters(), lr=0.1)
+    first = accel.trainer(critic, optimizer, loss=lambda m, b: m(b).sum(), accumulate=2)
+    second = accel.trainer(
+        critic, accel.optimizers.create("sgd", critic.parameters(), lr=0.1), loss=lambda m, b: 1 / 0, accumulate=2
+    )
+    hand = networks()[1]
+    rows = torch.ones(2, 3)
+    first(rows)
+    with pytest.raises(ZeroDivisionError):
+        second(rows)
+    first(rows)
+    hand(rows).sum().backward()
+    torch.optim.SGD(hand.parameters(), lr=0.1).step()
+    torch.testing.assert_close(critic[0].weight, hand[0].weight)

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.roles.runtime import Runtime
 from accelcore.roles.scaler import LossScaler
-from accelcore.training.batches import Feeds
+from accelcore.training.feeds import Feeds
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.model import MastersPart, ModelPart
 from accelcore.training.parts.optimizer import OptimizerPart

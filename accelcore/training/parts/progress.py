@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelcore.errors import CheckpointError
 from accelcore.roles.runtime import Runtime
 from accelcore.roles.scaler import LossScaler
-from accelcore.training.batches import Feeds
+from accelcore.training.feeds import Feeds
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Change, Saved, kind, number, table
 from accelcore.training.window import Window

@@ -1,0 +1,77 @@
+"""The streams of batches that a training reads, by name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from accelcore.roles.collectives import Collectives
+from accelcore.roles.runtime import Runtime
+from accelcore.training.batches import Feed
+
+__all__ = ["Feeds"]
+
+logger = logging.getLogger("accelcore")
+
+
+class Feeds:
+    """The streams of a training, by name."""
+
+    def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
+        self._runtime, self._collectives = runtime, collectives
+        self._feeds: dict[str, Feed] = {}
+        self._counts, self._checked_read, self._checked_shared = False, False, collectives.world_size == 1
+
+    def __getitem__(self, name: str) -> Feed:
+        if name not in self._feeds:
+            self._feeds[name] = Feed(self._runtime, self._collectives)
+        return self._feeds[name]
+
+    def count_epochs(self, steps: int) -> int:
+        """The epoch of `"train"`, for a loop that counts epochs, after so many `steps`."""
+        self._counts = True
+        self.check_read(steps)
+        return self["train"].epoch
+
+    def check_read(self, steps: int) -> None:
+        """Warn, once, where a loop counts epochs, and `steps` were made of batches that came through no stream."""
+        read = any(feed.epoch or feed.taken for feed in self._feeds.values())
+        if not self._counts or self._checked_read or read or not steps:
+            return
+        self._checked_read = True
+        if self._collectives.rank == 0:
+            logger.warning(
+                "no batch of this training came through trainer.batches(loader): its place in the data is not saved, a "
+                "resumed run begins at epoch 0, and in a job each rank trains on all of the data. Write `for batch in "
+                "trainer.batches(loader):`, or count by yourself and set trainer.epoch"
+            )
+
+    def check_shared(self, batch: Any) -> None:
+        """Warn, once, where every rank of a job trains on the same batch, which came from no stream of these."""
+        if self._checked_shared:
+            return
+        self._checked_shared = True
+        if any(feed.taken for feed in self._feeds.values()):
+            return
+        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        total = sum(float(leaf.detach().double().abs().sum()) for leaf in leaves)
+        both = torch.tensor([total, -total], dtype=torch.float32, device=self._runtime.device)
+        low, high = self._collectives.all_reduce(both, "min").tolist()
+        if leaves and low == -high and self._collectives.rank == 0:
+            logger.warning(
+                "every rank of this job trains on the same batch: write `for batch in trainer.batches(loader):`, which "
+                "gives each rank its share"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of each, as `load_state_dict` takes it."""
+        return {name: feed.state_dict() for name, feed in self._feeds.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Be at saved positions; a stream that has none is at its beginning."""
+        for name in {*self._feeds, *state}:
+            self[name].load_state_dict(state.get(name))

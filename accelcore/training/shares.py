@@ -1,0 +1,87 @@
+"""Sharing out data among the ranks of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from accelcore.errors import ConfigurationError
+
+__all__ = ["share"]
+
+# What makes two DataLoaders alike, beside the dataset and the sampler.
+_COPIED = (
+    "batch_size",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "drop_last",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
+    """A rank's share of what `loader` yields, for training: all ranks have as many batches.
+
+    Where it shuffles, all ranks have to be given the same seed: that of the sampler it is returned with.
+
+    Raises:
+        ConfigurationError: it has a sampler of its own.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return EveryNth(loader, rank, world_size)
+    if isinstance(loader.sampler, DistributedSampler):
+        return loader
+    if not _is_plain(loader):
+        raise ConfigurationError(
+            f"a {type(loader).__name__} with a sampler of its own cannot be shared out among {world_size} ranks",
+            available="DataLoaders made with shuffle=True or False, or with a DistributedSampler",
+            remedy="if it already yields this rank's share, say trainer.batches(loader, shard=False)",
+        )
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        loader.dataset,
+        num_replicas=world_size,
+        rank=rank,
+        shuffle=isinstance(loader.sampler, RandomSampler),
+        drop_last=loader.drop_last,
+    )
+    return DataLoader(loader.dataset, sampler=sampler, **{name: getattr(loader, name) for name in _COPIED})
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether a loader takes all of its dataset, shuffled or not, so that a DistributedSampler can share it out."""
+    sampler = loader.sampler
+    if type(loader) is not DataLoader or loader.batch_size is None:
+        return False
+    if type(sampler) is RandomSampler:
+        whole = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        return whole and sampler.generator in (None, loader.generator)
+    return type(sampler) is SequentialSampler
+
+
+class EveryNth:
+    """A rank's share of a stream that every rank reads alike: its batch of each full round of `world_size`.
+
+    Batches of a last round that is not full are given to nobody, so that all ranks take the same number of steps.
+    """
+
+    def __init__(self, stream: Iterable[Any], rank: int, world_size: int) -> None:
+        self._stream, self._rank, self._world_size = stream, rank, world_size
+        self.dataset = getattr(stream, "dataset", None)
+
+    def __iter__(self) -> Iterator[Any]:
+        mine = None
+        for number, batch in enumerate(self._stream):
+            if number % self._world_size == self._rank:
+                mine = batch
+            if number % self._world_size == self._world_size - 1:
+                yield mine

@@ -1,0 +1,105 @@
+"""The loop that a person writes first, and what it is told."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import accelcore
+
+TOLD = "no batch of this training came through trainer.batches(loader)"
+
+
+def make(accel, loss=lambda model, batch: model(batch).square().mean()):
+    model = nn.Linear(4, 2)
+    return accel.trainer(model, accel.optimizers.create("sgd", model.parameters(), lr=0.1), loss=loss)
+
+
+def loader():
+    return DataLoader(torch.ones(6, 4), 2)
+
+
+def test_a_loop_past_the_stream_is_told_once_when_it_saves_and_when_it_begins_again(accel, tmp_path, caplog):
+    trainer = make(accel)
+    for _ in range(trainer.epoch, 2):
+        for batch in loader():
+            trainer(batch)
+        trainer.save(tmp_path)
+    assert caplog.text.count(TOLD) == 1
+    assert "for batch in trainer.batches(loader):" in caplog.text
+    caplog.clear()
+    again = make(accel)
+    again.resume(tmp_path)
+    assert not caplog.records
+    assert (again.epoch, again.epoch) == (0, 0)
+    assert caplog.text.count(TOLD) == 1
+
+
+def test_a_loop_that_counts_steps_or_its_epochs_itself_is_told_nothing(accel, tmp_path, caplog):
+    trainer = make(accel)
+    while trainer.steps < 3:
+        trainer(torch.ones(2, 4))
+    trainer.save(tmp_path)
+    again = make(accel)
+    again.resume(tmp_path)
+    again(torch.ones(2, 4))
+    again.epoch = 5
+    again.save(tmp_path)
+    assert again.epoch == 5
+    assert not caplog.records
+
+
+def test_an_epoch_that_is_set_is_the_next_and_is_saved(accel, tmp_path):
+    trainer = make(accel)
+    for batch in trainer.batches(loader()):
+        trainer(batch)
+    trainer.epoch = 5
+    for batch in trainer.batches(loader()):
+        trainer(batch)
+        trainer.save(tmp_path)
+        assert trainer.epoch == 5
+    assert trainer.epoch == 6
+    again = make(accel)
+    again.resume(tmp_path)
+    assert again.epoch == 5
+    again.epoch = 7
+    assert [(epoch, len(list(again.batches(loader())))) for epoch in again.epochs(8)] == [(7, 3)]
+    with pytest.raises(accelcore.ConfigurationError, match="epoch=-1"):
+        again.epoch = -1
+
+
+def test_a_loop_inside_which_the_epoch_is_set_is_over(accel):
+    trainer = make(accel)
+    batches = trainer.batches(loader())
+    trainer(next(batches))
+    trainer.epoch = 3
+    with pytest.raises(accelcore.TrainingError, match="not at its place"):
+        next(batches)
+
+
+def test_aux_keeps_no_graph_alive(accel):
+    class Kept:
+        pass
+
+    kept = []
+
+    def loss(model, batch):
+        out = model(batch)
+        out.grad_fn.metadata["kept"] = one = Kept()  # lives as long as the graph
+        kept.append(weakref.ref(one))
+        return out.sum(), {"out": out, "rows": batch, "parts": [(out.mean(), 3), "text"]}
+
+    trainer = make(accel, loss)
+    rows = torch.ones(2, 4)
+    trainer(rows)
+    gc.collect()
+    assert kept[0]() is None
+    assert trainer.aux["rows"] is rows
+    assert trainer.aux["parts"][1] == "text"
+    assert not trainer.aux["out"].requires_grad
+    torch.testing.assert_close(trainer.aux["parts"][0][0], trainer.aux["out"].mean())
