@@ -7,13 +7,17 @@ touches no other. What is between two tensors, for alignment, stays zero.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
+from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
+from torch.utils.hooks import RemovableHandle
 
 from accelcore.errors import TrainingError
 
@@ -21,6 +25,9 @@ __all__ = ["FlatMemory", "GradientMemory", "Layout", "Run", "Slot", "by_kind", "
 
 _ALIGNMENT = 512
 """Bytes. What allocators of accelerators align a tensor to, and a multiple of a CPU's cache line."""
+
+_LARGE = 1 << 16
+"""Elements from which on a gradient is taken in by itself: calling what does that costs little beside copying it."""
 
 
 class Slot(NamedTuple):
@@ -129,7 +136,8 @@ class GradientMemory:
     """The gradients of parameters of one dtype and device in one piece of memory.
 
     Backward leaves gradients where it likes; `gather` copies them into the piece. So a gradient that is None stays
-    that, which an optimizer tells from zero.
+    that, which an optimizer tells from zero. Large ones are taken in during `backward`, each as soon as it is there:
+    it is in the cache then, and the next has its memory.
 
     Attributes:
         parameters: whose they are.
@@ -151,6 +159,33 @@ class GradientMemory:
         self.received = [False] * len(parameters)
         self._has_gaps = total > sum(parameter.numel() for parameter in parameters)
         self._kinds = self._look()
+        self._large = [number for number, view in enumerate(self.views) if view.numel() >= _LARGE]
+        self._receives = False
+        # What a hook of a parameter holds lives as long as that, so these hold nothing.
+        hooks = [
+            parameters[number].register_post_accumulate_grad_hook(partial(_arrived, ref(self), number))  # type: ignore[no-untyped-call]
+            for number in self._large
+        ]
+        finalize(self, _remove, hooks)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """What backward passes within leave on the parameters are the gradients for this piece."""
+        self._receives = True
+        try:
+            yield
+        finally:
+            self._receives = False
+
+    def take_in(self, number: int) -> None:
+        """Take in the gradient of a parameter, which shows that from now on and goes on to be added to there."""
+        parameter, view = self.parameters[number], self.views[number]
+        gradient = parameter.grad
+        if not self._receives or gradient is None or gradient is view:
+            return
+        if (gradient.layout, gradient.dtype, gradient.device) == (view.layout, view.dtype, view.device):
+            view.copy_(gradient)
+            parameter.grad = view
 
     @property
     def fits(self) -> bool:
@@ -161,14 +196,18 @@ class GradientMemory:
         """Copy the gradients into their piece; zeros where there is none."""
         gradients = [parameter.grad for parameter in self.parameters]
         self.received = received = [gradient is not None for gradient in gradients]
+        taken = {number for number in self._large if gradients[number] is self.views[number]}
         whole = all(received)
-        if self._has_gaps or not whole:
-            self.gradients.zero_()  # the gaps, too: an overflow that was clipped is nan everywhere
-        if whole:
+        # The gaps, too: an overflow that was clipped is nan everywhere.
+        if taken:
+            _clear(self._rest(received))
+        elif self._has_gaps or not whole:
+            self.gradients.zero_()
+        if whole and not taken:
             _copy(self.views, gradients)
         elif any(received):
-            pairs = [pair for pair in zip(self.views, gradients, strict=True) if pair[1] is not None]
-            _copy([view for view, _ in pairs], [gradient for _, gradient in pairs])
+            numbers = [number for number, there in enumerate(received) if there and number not in taken]
+            _copy([self.views[number] for number in numbers], [gradients[number] for number in numbers])
 
     def pack(self) -> Tensor:
         """The piece, and behind it for each parameter a 1 where it has a gradient: what ranks exchange."""
@@ -187,6 +226,13 @@ class GradientMemory:
         """Give each of as many tensors its gradient as `grad`, or None."""
         for tensor, view, received in zip(tensors, self.views, self.received, strict=True):
             tensor.grad = view if received else None
+
+    def _rest(self, received: Sequence[bool]) -> list[Tensor]:
+        """What of the piece belongs to no gradient: of those that were not received, and the gaps."""
+        absent = [view for view, there in zip(self.views, received, strict=True) if not there]
+        ends = [offset + view.numel() for offset, view in zip(self.layout.offsets, self.views, strict=False)]
+        gaps = [self.gradients[end:begin] for end, begin in zip(ends, self.layout.offsets[1:], strict=True)]
+        return [*absent, *(gap for gap in gaps if gap.numel())]
 
     def _look(self) -> list[tuple[Any, ...]]:
         return [(parameter.dtype, parameter.device, parameter.stride()) for parameter in self.parameters]
@@ -281,7 +327,25 @@ def unfit(parameters: Sequence[Tensor]) -> str | None:
     return None
 
 
+def _arrived(memory: ReferenceType[GradientMemory], number: int, parameter: nn.Parameter) -> None:
+    alive = memory()
+    if alive is not None:
+        alive.take_in(number)
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _clear(tensors: list[Tensor]) -> None:
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
 def _copy(views: list[Tensor], gradients: list[Any]) -> None:
+    if not views:
+        return
     try:
         torch._foreach_copy_(views, gradients)
     except (RuntimeError, NotImplementedError) as error:

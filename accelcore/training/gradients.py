@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 
 import torch
@@ -40,6 +41,18 @@ class Gradients(ABC):
 
     def follow(self) -> None:  # noqa: B027  # most have nothing to do
         """Take over what others wrote to the parameters since the last update."""
+
+    def memories(self) -> Sequence[GradientMemory]:
+        """The pieces of memory that gradients are laid into, as far as there are any."""
+        return ()
+
+    def backward(self, loss: Tensor, start: Tensor | None) -> None:
+        """Add the gradients of `loss`, multiplied by `start`; None for 1."""
+        with ExitStack() as stack:
+            if not self._held:  # memory that is to stay
+                for memory in self.memories():
+                    stack.enter_context(memory.backward())
+            torch.autograd.backward(loss, start)
 
     @abstractmethod
     def gather(self) -> None:
@@ -128,6 +141,9 @@ class PerTensor(Gradients):
         self.values = self._parameters
         self._memories: list[GradientMemory] = []
 
+    def memories(self) -> Sequence[GradientMemory]:
+        return self._memories
+
     def gather(self) -> None:
         self.received = [parameter.grad is not None for parameter in self._parameters]
 
@@ -175,6 +191,9 @@ class Flat(Gradients):
         super().__init__(list(chain.from_iterable(memory.slots for memory in self._memories)))
         self.values = [memory.values for memory in self._memories]
         self._cells = [memory.gradients for memory in self._memories]
+
+    def memories(self) -> Sequence[GradientMemory]:
+        return self._memories
 
     def follow(self) -> None:
         for memory in self._memories:

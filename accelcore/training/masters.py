@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from accelcore.optim.memory import Run
+from accelcore.optim.memory import GradientMemory, Run
 from accelcore.training.gradients import Gradients
 from accelcore.training.policy import LOW
 
@@ -64,6 +64,9 @@ class Masters(Gradients):
                 if slot.trained is not slot.parameter and id(slot.parameter) not in self._kept:
                     slot.trained.copy_(slot.parameter)
         self.note()
+
+    def memories(self) -> Sequence[GradientMemory]:
+        return self._inner.memories()
 
     def gather(self) -> None:
         self.follow()

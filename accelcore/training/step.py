@@ -125,7 +125,7 @@ class Step:
         else:
             start = None if share is None else torch.full_like(scaled, share)
         with self._arithmetic:
-            torch.autograd.backward(scaled, start)
+            self._gradients.backward(scaled, start)
         if self._window.is_last:
             self._strategy.exchange()
         if self.overwrites and outlast:

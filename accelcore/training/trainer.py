@@ -85,7 +85,9 @@ class Trainer:
         clip_norm = given["clip_norm"]
         flagged = backend.capabilities.overflow_flag
         self._clip = None if clip_norm is None else Clipping(clip_norm, flagged=flagged)
-        self._window = Window(given["accumulate"], backend.device, tensors_only=given["graph"])
+        self._window = Window(
+            given["accumulate"], backend.device, divisor=self._plan.strategy.divisor, tensors_only=given["graph"]
+        )
         self._feeds = Feeds(backend.runtime, backend.collectives)
         self._world_size = backend.collectives.world_size
         self._run = uuid4().hex

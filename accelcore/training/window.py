@@ -23,19 +23,21 @@ class Window:
     Args:
         accumulate: micro-batches of a full window.
         device: where weights are added up, so that the host never waits for one.
+        divisor: what gradients are divided by beside, because ranks add them up: in backward, where it costs nothing.
         tensors_only: whether a weight has to be a tensor, because steps are captured, and numbers would be baked in.
 
     Attributes:
         micro: micro-batches it has.
     """
 
-    def __init__(self, accumulate: int, device: torch.device, *, tensors_only: bool = False) -> None:
-        self.accumulate, self._device, self._tensors_only = accumulate, device, tensors_only
+    def __init__(self, accumulate: int, device: torch.device, *, divisor: int = 1, tensors_only: bool = False) -> None:
+        self.accumulate, self.divisor = accumulate, divisor
+        self._device, self._tensors_only = device, tensors_only
         self.micro = 0
         self._weighted: bool | None = None  # not known before the first backward pass
         self._unit: float | None = None
         self._total: Tensor | None = None  # one memory for all windows: captured steps add to it
-        self._whole_share = None if accumulate == 1 else 1 / accumulate
+        self._whole_share = None if accumulate * divisor == 1 else 1 / (accumulate * divisor)
 
     @property
     def is_last(self) -> bool:
@@ -67,7 +69,7 @@ class Window:
             self._total = torch.zeros((), device=self._device)
         share = weight / (self._unit * self.accumulate)
         self._total += share
-        return share
+        return share if self.divisor == 1 else share / self.divisor
 
     def correction(self, strategy: Strategy, *, full: bool) -> float | Tensor | None:
         """What the gradients of a window, their mean over ranks, are multiplied by; None for 1."""
@@ -93,6 +95,7 @@ class Window:
         return {
             "micro": self.micro,
             "accumulate": self.accumulate,
+            "divisor": self.divisor,
             "unit": self._unit,
             "total": self._total if self._weighted else None,
         }

@@ -154,6 +154,44 @@ def masters(accel, rank, options):
     return model.weight.double().flatten().tolist()
 
 
+class Wide(nn.Module):
+    """Of parameters that have as many elements as are taken in during backward, one can be left out of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inward, self.sometimes, self.outward = nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 7)
+
+    def forward(self, rows: torch.Tensor, use: bool) -> torch.Tensor:
+        hidden = torch.tanh(self.inward(rows))
+        return self.outward(self.sometimes(hidden) if use else hidden)
+
+
+def large(accel, rank, options):
+    """How far large parameters are from those that one process trains on the batches of both ranks."""
+
+    def loss(model, batch):
+        return model(*batch).square().mean()
+
+    def rows(rank, number):
+        return torch.randn(3, 300, generator=torch.Generator().manual_seed(50 * rank + number))
+
+    trainer = accel.trainer(
+        model := Wide(), accel.optimizers.create("sgd", model.parameters(), lr=LR), loss=loss, accumulate=2, **options
+    )
+    expected = Wide()
+    oracle = torch.optim.SGD(expected.parameters(), lr=LR)
+    for number in range(8):
+        trainer((rows(rank, number), number % 4 != 1 and number < 6))
+        for other in range(2):
+            (loss(expected, (rows(other, number), number % 4 != 1 and number < 6)) / 4).backward()
+        if number % 2:
+            oracle.step()
+            oracle.zero_grad()
+    every = [[each.detach() for each in net.parameters()] for net in (model, expected, Wide())]
+    return max(float((mine - its).norm() / (its - start).norm()) for mine, its, start in zip(*every, strict=True))
+
+
 def failures(accel, rank, options):
     """A backward pass that fails in a job: the trainer does not go on as if nothing had been."""
 
@@ -205,6 +243,11 @@ def checkpoints(accel, rank, options, folder):
     again = make(accel, options, seed=rank + 7)
     again.resume(folder / "shared")
     found = {"same": state(run(again, range(3, 6)).model) == state(whole.model)}
+    found["whole"] = state(whole.model)
+    other = "ddp" if options["parallel"] == "combine_ddp" else "combine_ddp"
+    crossed = make(accel, {"parallel": other, "accumulate": 2}, seed=rank + 7)
+    crossed.resume(folder / "shared")
+    found["crossed"] = state(run(crossed, range(3, 6)).model)
     before = state(again.model)
     try:
         again.resume(folder / ("shared" if rank == 0 else "not here"))
@@ -237,6 +280,7 @@ def main() -> None:
             "masters": masters(accel, job.rank, options),
             "shared_batch": shared_batch(accel, job.rank, options),
             "checkpoints": checkpoints(accel, job.rank, options, folder),
+            "large": large(accel, job.rank, options),
             "failures": failures(accel, job.rank, options),
         }
         (folder / f"{job.rank}.json").write_text(json.dumps(found))

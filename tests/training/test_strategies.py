@@ -151,6 +151,17 @@ def test_a_job_resumes_together_or_not_at_all(job):
         assert found["checkpoints"]["unchanged"]
 
 
+def test_an_open_window_goes_on_under_another_strategy(job):
+    for found in job[0]:
+        expected = {name: torch.tensor(value).double() for name, value in found["checkpoints"]["whole"].items()}
+        close(found["checkpoints"]["crossed"], expected, {"rtol": 0.05, "atol": 0.02})
+
+
+def test_large_gradients_are_taken_in_as_they_come(job, request):
+    for found in job[0]:
+        assert found["large"] < (0.02 if "bf16" in request.node.callspec.params["job"] else 1e-4)
+
+
 def test_a_save_that_only_one_rank_begins_says_so(fork_ranks, tmp_path):
     for rank in fork_ranks(RANKS, "lonely", tmp_path):
         rank.finish()

@@ -118,6 +118,7 @@ class WindowPart:
         _fit(gradients, shapes, "gradient")
         _fit(buffers, {name: buffer.shape for name, buffer in own_buffers.items()}, "buffer")
         total, unit = theirs.get("total"), theirs.get("unit")
+        divided = number(theirs.get("divisor", 1), "divisor") / self._window.divisor
         if not (total is None or (isinstance(total, Tensor) and total.numel() == 1)):
             raise CheckpointError(f"the checkpoint's window has the weight {kind(total)}, which is no scalar")
         if not (unit is None or isinstance(unit, float)):
@@ -127,7 +128,7 @@ class WindowPart:
             with torch.no_grad():
                 for name, value in buffers.items():
                     own_buffers[name].copy_(value)
-                self._gradients.load_state(gradients)
+                self._gradients.load_state({name: gradient * divided for name, gradient in gradients.items()})
             self._window.load_state({"micro": micro, "unit": unit, "total": total})
 
         return Change(commit)

@@ -15,7 +15,7 @@ from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.strategies.strategy import Strategy
 
-__all__ = ["CombineDDP", "average", "share_buffers"]
+__all__ = ["CombineDDP", "add_up", "share_buffers"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -29,6 +29,7 @@ class CombineDDP(Strategy):
 
     def __init__(self, backend: Roles, options: TrainerOptions) -> None:
         super().__init__(backend, options)
+        self.divisor = backend.collectives.world_size
         name = options["comm_dtype"]
         if name is not None and name not in _DTYPES:
             raise ConfigurationError(
@@ -42,7 +43,7 @@ class CombineDDP(Strategy):
         return model
 
     def reduce(self, gradients: Gradients, *, exchanged: bool) -> None:
-        average(self._collectives, gradients, self._comm_dtype)
+        add_up(self._collectives, gradients, comm_dtype=self._comm_dtype)
 
     def mean(self, value: Tensor) -> Tensor:
         return self._collectives.all_reduce(value, "avg")
@@ -51,10 +52,13 @@ class CombineDDP(Strategy):
         share_buffers(self._collectives, self._model)
 
 
-def average(collectives: Collectives, gradients: Gradients, comm_dtype: torch.dtype | None = None) -> None:
-    """Make gradients, and who has one, their mean over ranks."""
+def add_up(
+    collectives: Collectives, gradients: Gradients, *, divisor: int = 1, comm_dtype: torch.dtype | None = None
+) -> None:
+    """Make gradients, divided by `divisor`, their sum over ranks; what has one on any rank has one then."""
     for own in gradients.pack():
-        own /= collectives.world_size  # before they are summed: the sum of many ranks may be beyond a low precision
+        if divisor != 1:
+            own /= divisor  # before they are summed: the sum of many ranks may be beyond a low precision
         if comm_dtype is None or comm_dtype == own.dtype:
             collectives.all_reduce(own)
         else:

@@ -14,7 +14,7 @@ from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.roles.composition import Roles
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
-from accelcore.training.strategies.combine import average, share_buffers
+from accelcore.training.strategies.combine import add_up, share_buffers
 from accelcore.training.strategies.strategy import Strategy
 
 __all__ = ["DDP"]
@@ -92,7 +92,7 @@ class DDP(Strategy):
 
     def reduce(self, gradients: Gradients, *, exchanged: bool) -> None:
         if not exchanged:
-            average(self._collectives, gradients)
+            add_up(self._collectives, gradients, divisor=self._collectives.world_size)
 
     def mean(self, value: Tensor) -> Tensor:
         return self._collectives.all_reduce(value, "avg")

@@ -29,6 +29,9 @@ class Strategy(ABC):
     """Whether gradients should lie in one piece of memory: True where it packs them anyhow, False where torch keeps
     them in buckets of its own, None where it does not matter."""
 
+    divisor: int = 1
+    """What backward divides gradients by, so that their sum over ranks is their mean."""
+
     def __init__(self, backend: Roles, options: TrainerOptions) -> None:
         self._collectives = backend.collectives
 
