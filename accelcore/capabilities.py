@@ -17,7 +17,8 @@ class Capabilities:
         autocast_dtypes: dtypes that `autocast` takes, preferred first (`"bfloat16"`).
         autocast_tables: op tables that `autocast` takes (`"torch"`: the lists of `torch.autocast`; `"O1"`: apex's).
         model_dtypes: dtypes a whole model can be held and trained in.
-        fast_fp32: the reduced-precision format behind `fp32="fast"` (`"tf32"`, `"hf32"` or `"bf16"`), or None.
+        fast_fp32: the format in which `fp32="fast"` multiplies: `"tf32"`, `"hf32"`, `"bf16"`; `"fp32"` where that is a
+            quicker route to products that are as exact; None where there is no faster one.
         native_optimizers: optimizers with a kernel of this device's own (one launch for many parameters).
         compilers: compilers that `compile` can use; `{"backend": name}` asks for one.
         process_groups: torch.distributed backends the collectives run on; each can form a group by its name.

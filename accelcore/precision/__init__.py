@@ -16,6 +16,7 @@ from accelcore.precision.registration import (
     register_promote_function,
     remove_all,
 )
+from accelcore.precision.replaced import put_back
 from accelcore.precision.table import O1, Treatment
 
 __all__ = [
@@ -33,9 +34,11 @@ __all__ = [
 
 
 def reset() -> None:
-    """Take out of torch what O1 put there: its kernels, and the wrappers around registered functions.
+    """Take out of torch what accelcore put there: O1's kernels, those of a backend, and wrappers of functions.
 
-    Between regions, not in one. A region that is entered later puts the kernels back; registrations are gone.
+    Between regions, not in one. What is made later (a region, a context, a trainer) puts the kernels back; registered
+    functions are forgotten.
     """
     remove()
     remove_all()
+    put_back()

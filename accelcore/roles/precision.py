@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,7 +16,22 @@ from accelcore.precision.kernels import install, listed, name_of, torchs_operato
 from accelcore.precision.region import Region
 from accelcore.precision.table import Treatment
 
-__all__ = ["Precision", "TorchPrecision"]
+__all__ = ["Precision", "TorchPrecision", "Work"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a forward pass has to multiply.
+
+    Attributes:
+        products: how many matrix products and convolutions.
+        operations: their multiplications and additions together.
+        casts: how many tensors are cast for them, by autocast.
+    """
+
+    products: int
+    operations: int
+    casts: int
 
 
 class Precision(ABC):
@@ -39,10 +55,11 @@ class Precision(ABC):
 
     @abstractmethod
     def fp32(self, mode: str) -> AbstractContextManager[None]:
-        """A context in which fp32 matrix products are exact (`"ieee"`) or fast (`"fast"`: TF32, HF32...).
+        """A context in which fp32 matrix products are exact (`"ieee"`) or fast (`"fast"`).
 
-        The setting is the process's; it is put back on leaving. Backward must run inside too, so hold it around
-        whole steps. The context is entered once; each step asks for another.
+        What fast is, `fast_fp32` declares: in TF32, HF32 or bf16, or by a quicker route that is as exact. The setting
+        is the process's; it is put back on leaving. Backward must run inside too, so hold it around whole steps. The
+        context is entered once; each step asks for another.
 
         Raises:
             UnsupportedError: `"fast"` where the backend declares no `fast_fp32`; a mode that does not exist.
@@ -51,6 +68,17 @@ class Precision(ABC):
     @abstractmethod
     def table(self, name: str = "torch") -> frozenset[str]:
         """The operators that autocast intercepts here under table `name`, such as `"aten::mm"`."""
+
+    def prepare(self, dtype: torch.dtype) -> None:  # noqa: B027  # most devices have nothing to do
+        """Make ready for a model that is held in `dtype`, as autocast does by itself for its own."""
+
+    def fast_pays(self, work: Work) -> bool:
+        """Whether `fp32="fast"` is worth it for such a forward pass and its backward pass, where it is as exact."""
+        return True
+
+    def autocast_pays(self, dtype: torch.dtype, work: Work) -> bool:
+        """Whether autocast to `dtype` can be faster than fp32 for such a forward pass and its backward pass."""
+        return True
 
     def treatments(self) -> Mapping[str, Treatment]:
         """What table O1 does with operators that only this device's autocast knows, by their names without overload."""
@@ -64,12 +92,16 @@ class TorchPrecision(Precision):
         device_type: torch's name of the device.
         capabilities: what may be asked for.
         dispatch_key: the dispatcher key of this device's autocast kernels.
+        fast_setting: which of torch's settings of products is `fp32="fast"`.
     """
 
-    def __init__(self, device_type: str, capabilities: Capabilities, dispatch_key: str) -> None:
+    def __init__(
+        self, device_type: str, capabilities: Capabilities, dispatch_key: str, fast_setting: str = "high"
+    ) -> None:
         self._device_type = device_type
         self._capabilities = capabilities
         self._dispatch_key = dispatch_key
+        self._fast_setting = fast_setting
         self._dtypes = {getattr(torch, name): name for name in capabilities.autocast_dtypes}
 
     def autocast(
@@ -113,7 +145,7 @@ class TorchPrecision(Precision):
     def _fp32(self, *, fast: bool) -> Iterator[None]:
         # The legacy setter on purpose: after a write through the new API, legacy reads (inductor's) raise.
         before = self._legacy_setting()
-        torch.set_float32_matmul_precision("high" if fast else "highest")
+        torch.set_float32_matmul_precision(self._fast_setting if fast else "highest")
         try:
             yield
         finally:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
-from accelcore import AccelError, Backend, ConfigurationError
+from accelcore import AccelError, Backend, ConfigurationError, LossScale
 from accelcore.testing.declared import declared
-from accelcore.testing.oracles import batches, error, network
+from accelcore.testing.oracles import ExactHead, batches, eps, error, network
 
 __all__ = ["TestCompiler"]
+
+
+_AUTOCAST = (("bf16", "bfloat16"), ("fp16", "float16"), ("O1", "float16"))  # presets, and the dtypes they compute in
 
 
 def _failing(graph: Any, inputs: Any) -> Any:
@@ -30,23 +33,6 @@ class _Shifted(torch.nn.Module):
     def forward(self, rows: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
         shifted: torch.Tensor = self.norm(rows) + shift
         return shifted
-
-
-class _ExactHead(torch.nn.Module):
-    """Its last layer asks for fp32 also under autocast, as one whose gradients overflow otherwise does."""
-
-    def __init__(self, accel: Backend) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.body, self.head = torch.nn.Linear(8, 32), torch.nn.Linear(32, 4)
-        self._exact = partial(torch.autocast, accel.device.type, enabled=False)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        hidden = torch.relu(self.body(rows))
-        with self._exact():
-            logits: torch.Tensor = self.head(hidden.float())
-        return logits
 
 
 class TestCompiler:
@@ -89,7 +75,7 @@ class TestCompiler:
         """What is fp32 in an eager backward is fp32 in a compiled one, though forward ran under autocast."""
         known = accel.capabilities
         with declared(bool(known.compilers) and bool(known.autocast_dtypes), "a compiler under autocast"):
-            module, reference = (_ExactHead(accel).to(accel.device) for _ in range(2))
+            module, reference = (ExactHead(accel.device.type).to(accel.device) for _ in range(2))
             compiled, ((rows, _),) = accel.compiler.compile(module, {}), batches(1)
             for call in (compiled.module, reference):
                 with accel.autocast():
@@ -99,6 +85,28 @@ class TestCompiler:
             assert found is not None
             assert expected is not None
             assert error(found, expected) < 1e-4, "backward was compiled as if it ran under autocast"
+
+    @pytest.mark.parametrize(("precision", "dtype"), _AUTOCAST)
+    def test_training_is_eager(self, accel: Backend, precision: str, dtype: str) -> None:
+        """A head that forward computes in fp32, because its gradients overflow fp16, does not when it is compiled."""
+        known = accel.capabilities
+        with declared(
+            bool(known.compilers) and dtype in known.autocast_dtypes, f"a compiler under autocast to {dtype}"
+        ):
+            data, found = batches(6), []
+            for compile_ in (False, True):
+                model = ExactHead(accel.device.type)
+                optimizer = accel.optimizers.create("sgd", model.parameters(), lr=1e-3)
+                trainer = accel.trainer(
+                    model, optimizer, loss=lambda m, b: cross_entropy(m(b[0]), b[1]), precision=precision,
+                    loss_scale=LossScale(init=2.0**22), compile=compile_,
+                )  # fmt: skip
+                losses = [float(trainer(accel.runtime.to_device(batch))) for batch in data]
+                found.append((losses, trainer.skipped))
+            (eager, eager_skipped), (compiled, skipped) = found
+            assert not eager_skipped, "an eager window was skipped: autocast(enabled=False) does not hold in backward"
+            assert not skipped, f"compiled, {skipped} of {len(data)} windows are skipped, and none where it is eager"
+            assert error(torch.tensor(compiled), torch.tensor(eager)) < 8 * eps(getattr(torch, dtype))
 
     def test_every_compiler_is_there(self, accel: Backend) -> None:
         """Each compiler that is declared can be asked for by `{"backend": name}`, and computes what the module does."""

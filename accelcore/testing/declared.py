@@ -9,14 +9,25 @@ import pytest
 
 from accelcore.errors import UnsupportedError
 
-__all__ = ["FAST_FP32", "LOW_PRECISION", "MODEL_DTYPES", "NOT_DECLARED", "STRATEGIES", "TABLES", "declared"]
+__all__ = [
+    "FAST_FP32",
+    "LOW_PRECISION",
+    "MODEL_DTYPES",
+    "MOST_BITS",
+    "NOT_DECLARED",
+    "STRATEGIES",
+    "TABLES",
+    "declared",
+]
 
 # What the suite knows to test. A declaration may name nothing else: nobody could rely on it.
 LOW_PRECISION = ("bfloat16", "float16")
 MODEL_DTYPES = ("float32", "float64", "bfloat16", "float16")
 TABLES = ("torch", "O1")
 STRATEGIES = ("none", "ddp", "fsdp", "combine_ddp")
-FAST_FP32 = {"tf32": (10, 10), "hf32": (10, 12), "bf16": (7, 7)}
+MOST_BITS = 16
+"""So many bits of a fraction are looked at."""
+FAST_FP32 = {"tf32": (10, 10), "hf32": (10, 12), "bf16": (7, 7), "fp32": (MOST_BITS, MOST_BITS)}
 """Formats behind `fp32="fast"`: how many bits of their fraction the factors of a product keep, at least and at most."""
 
 NOT_DECLARED = "not declared, and refused: "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Stateful", "batches", "buffers", "eps", "error", "evaluated", "network", "weights"]
+__all__ = ["ExactHead", "Stateful", "batches", "buffers", "eps", "error", "evaluated", "network", "weights"]
 
 
 def eps(dtype: torch.dtype) -> float:
@@ -65,6 +66,28 @@ class Stateful(nn.Module):
             with torch.no_grad():
                 self.shift += 0.1 * (hidden.to(self.shift.dtype).mean(0) - self.shift)
         logits: Tensor = self.exit(self.drop(self.second(hidden - self.shift.to(hidden.dtype))))
+        return logits
+
+
+class ExactHead(nn.Module):
+    """A classifier whose last layer asks for fp32 also under autocast, as one whose gradients overflow fp16 does.
+
+    The same each time, on the CPU.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.body, self.head = nn.Linear(8, 32), nn.Linear(32, 4)
+            nn.init.normal_(self.head.weight, std=0.01)  # behind it, gradients are small again
+        self._exact = partial(torch.autocast, device_type, enabled=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Logits of 4 classes, in fp32."""
+        hidden = torch.relu(self.body(rows))
+        with self._exact():
+            logits: Tensor = self.head(hidden.float())
         return logits
 
 

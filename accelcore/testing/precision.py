@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d, cross_entropy, linear
 
 from accelcore import Backend, UnsupportedError
-from accelcore.testing.declared import FAST_FP32, LOW_PRECISION, declared
+from accelcore.testing.declared import FAST_FP32, LOW_PRECISION, MOST_BITS, declared
 from accelcore.testing.op_tables import OpTables
 from accelcore.testing.oracles import eps, error, weights
 
@@ -29,21 +29,18 @@ def _convolve(a: Tensor, b: Tensor) -> Tensor:
     return conv2d(a.t()[None, :, None, :], b.t()[:, :, None, None])[0, :, 0, :].t()
 
 
-_MOST_BITS = 16  # as many as are looked at
-
-
 def _bits_kept(device: torch.device, multiply: Callable[[Tensor, Tensor], Tensor]) -> int:
-    """How many bits of the fraction of its fp32 factors a product keeps, up to `_MOST_BITS`.
+    """How many bits of the fraction of its fp32 factors a product keeps, up to `MOST_BITS`.
 
     Row k is 1 + 2**-k and 1 in turn, and is multiplied by 1 and -1 in turn: what is left is 32 * 2**-k, or nothing
     where the format has fewer than k bits. Whichever way the device adds it up, fp32 holds every sum exactly.
     """
-    exponents = torch.arange(1, 65).clamp(max=_MOST_BITS).float()
+    exponents = torch.arange(1, 65).clamp(max=MOST_BITS).float()
     rows = torch.ones(64, 64)
     rows[:, ::2] += (2.0**-exponents)[:, None]
     signs = torch.tensor([1.0, -1.0]).repeat(32)[:, None].expand(64, 64).contiguous()
     found = multiply(rows.to(device), signs.to(device)).cpu()
-    kept = (found == (32 * 2.0**-exponents)[:, None]).all(1)[:_MOST_BITS].tolist()
+    kept = (found == (32 * 2.0**-exponents)[:, None]).all(1)[:MOST_BITS].tolist()
     return (*kept, False).index(False)
 
 
@@ -179,16 +176,18 @@ class TestPrecision(OpTables):
         with _torchs_setting("medium"):
             with accel.precision.fp32("ieee"):
                 bits, of_convolution = (_bits_kept(accel.device, multiply) for multiply in (torch.mm, _convolve))
-            assert bits == of_convolution == _MOST_BITS, f"a product kept {bits} bits, a convolution {of_convolution}"
+            assert bits == of_convolution == MOST_BITS, f"a product kept {bits} bits, a convolution {of_convolution}"
 
     def test_fp32_is_accurate(self, accel: Backend) -> None:
-        """Large fp32 products are as exact as fp32 allows."""
+        """Large fp32 products are as exact as fp32 allows, also in `fp32="fast"` where that is declared exact."""
         generator = torch.Generator().manual_seed(0)
         a, b = torch.randn(64, 256, generator=generator), torch.randn(256, 64, generator=generator)
-        with accel.precision.fp32("ieee"):
-            product = a.to(accel.device) @ b.to(accel.device)
-        assert product.dtype == torch.float32
-        assert error(product, a.double() @ b.double()) < 1e-6
+        for mode in ("ieee", "fast") if accel.capabilities.fast_fp32 == "fp32" else ("ieee",):
+            with accel.precision.fp32(mode):
+                product = a.to(accel.device) @ b.to(accel.device)
+            assert product.dtype == torch.float32
+            found = error(product, a.double() @ b.double())
+            assert found < 2e-6, f"a product of fp32={mode!r} is off by {found:.0e}"
 
     def test_fast_fp32(self, accel: Backend) -> None:
         """Under `fp32="fast"` the factors of a product keep as much of their fraction as the declared format has."""
@@ -196,7 +195,7 @@ class TestPrecision(OpTables):
         with declared(declared_format is not None, "fp32='fast'"), accel.precision.fp32("fast"):
             bits = _bits_kept(accel.device, torch.mm)
         assert declared_format is not None
-        if accel.emulated and bits == _MOST_BITS:
+        if accel.emulated and bits == MOST_BITS:
             pytest.skip(f"an emulated device multiplies as its host does: only a real one shows {declared_format}")
         least, most = FAST_FP32[declared_format]
         assert least <= bits <= most, f"{declared_format} keeps {least} to {most} bits, and a product kept {bits}"
@@ -217,7 +216,7 @@ class TestPrecision(OpTables):
             behind = _bits_kept(accel.device, torch.mm)
         if accel.emulated and fast == exact:
             pytest.skip("an emulated device multiplies as its host does in every mode")
-        assert exact == _MOST_BITS, "within fast fp32, ieee is not exact"
+        assert exact == MOST_BITS, "within fast fp32, ieee is not exact"
         assert again == fast, "the setting was not put back after an error in ieee"
         assert behind == outside, "the setting was not put back after an error in fast"
 

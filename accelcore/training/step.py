@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Step:
         self._region, self._arithmetic = plan.contexts.region, plan.contexts.arithmetic
         self._gradients, self._optimizer, self._strategy = plan.gradients, plan.optimizer, plan.strategy
         self._scaler, self._window, self._clip = scaler, window, clip
+        self._judge: Callable[[Tensor], None] | None = plan.contexts.judge
         self._exposes = not isinstance(plan.optimizer, LateBound)  # others know nothing of slots
         self._binding = getattr(plan.optimizer, "binding", None)
         self._world_size = plan.backend.collectives.world_size
@@ -114,6 +116,9 @@ class Step:
     def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise _no_loss(loss)
+        if self._judge is not None:
+            self._judge(loss)
+            self._judge = None
         self._strategy.before_backward()
         share = self._window.share(weight, self._strategy)
         scaled = self._scaler.scale(loss)
@@ -184,7 +189,8 @@ class Step:
             else:
                 self._norm = self._strategy.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers))))
         try:
-            scaler.step(self._optimizer, buffers, self._strategy.agree)
+            with self._arithmetic:  # some optimizers multiply matrices
+                scaler.step(self._optimizer, buffers, self._strategy.agree)
         finally:  # a hook may raise when the masters have been updated
             gradients.demote()
         self._overflow = scaler.overflowed if self._listeners.overflow else None

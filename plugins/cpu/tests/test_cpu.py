@@ -163,12 +163,6 @@ def test_each_declared_autocast_table_is_there_and_no_other(accel):
                 accel.precision.table(table)
 
 
-def test_fast_fp32_is_offered_exactly_where_it_is_declared(accel):
-    assert accel.capabilities.fast_fp32 is None
-    with pytest.raises(UnsupportedError):
-        accel.precision.fp32("fast")
-
-
 def test_native_optimizers_have_a_kernel_and_no_others_do(accel):
     routes = {name: [choice.route for choice in accel.optimizers.explain(name)] for name in accel.optimizers.names()}
     fused = {name for name, found in routes.items() if "fused" in found}

@@ -70,3 +70,14 @@ def compiler_of_another_backward(backend):
         return Compiled(torch.compile(module, backend="aot_eager"), compiled=True)
 
     return replaced(backend, "compiler", compile=compile)
+
+
+@lie(
+    "TestCompiler.test_training_is_eager", says="of 6 windows are skipped, and none where it is eager",
+    precision="fp16", dtype="float16",
+)  # fmt: skip
+def compiler_whose_backward_overflows(backend):
+    def compile(honest, module, options):
+        return Compiled(torch.compile(module, backend="aot_eager"), compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
+from accelcore import UnsupportedError
 from lies.lie import LIES, Lie, declaring, lie, replaced
 
 
@@ -63,9 +64,19 @@ def fp32_setting_that_stays_after_an_error(backend):
     return replaced(backend, "precision", fp32=fp32)
 
 
+@lie("TestPrecision.test_fast_fp32", says="unexpected success: fp32='fast'")
+def fast_fp32_that_is_not_declared(backend):
+    return declaring(backend, fast_fp32=None)
+
+
 @lie("TestPrecision.test_fast_fp32", says="fp32='fast' is not available")
 def declares_a_fast_fp32_that_it_refuses(backend):
-    return declaring(backend, fast_fp32="tf32")
+    def fp32(honest, mode):
+        if mode == "fast":
+            raise UnsupportedError("fp32='fast' is not available here")
+        return honest.fp32(mode)
+
+    return declaring(replaced(backend, "precision", fp32=fp32), fast_fp32="tf32")
 
 
 @lie("TestPrecision.test_autocast_refuses_other_dtypes", says="unexpected success", dtype=torch.float64)
@@ -227,8 +238,14 @@ class _Rounds(torch.overrides.TorchFunctionMode):
         return function(*((factor.view(torch.int32) & low).view(torch.float32) for factor in args))
 
 
-def fast_by_rounding(backend, bits, *, puts_back=True):
-    """A backend that declares TF32; its products in `fast` keep so many bits, those in `ieee` all of them."""
+class _Widened(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result.float() if result.__class__ is torch.Tensor and result.dtype is torch.bfloat16 else result
+
+
+def fast_by_rounding(backend, bits, *, puts_back=True, declared="tf32"):
+    """A backend whose products in `fast` keep so many bits, those in `ieee` all of them."""
     modes = []
 
     @contextmanager
@@ -242,7 +259,22 @@ def fast_by_rounding(backend, bits, *, puts_back=True):
             if puts_back:
                 modes[:] = before
 
-    return declaring(replaced(backend, "precision", fp32=fp32), fast_fp32="tf32")
+    return declaring(replaced(backend, "precision", fp32=fp32), fast_fp32=declared)
+
+
+@lie("TestPrecision.test_fast_fp32", says="fp32 keeps 16 to 16 bits, and a product kept 7")
+def fast_fp32_that_is_called_exact(backend):
+    return fast_by_rounding(backend, 7, declared="fp32")
+
+
+@lie("TestPrecision.test_fp32_is_accurate", says="a product of fp32='fast' is off by")
+def fast_fp32_that_adds_up_in_low_precision(backend):
+    @contextmanager
+    def fp32(honest, mode):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "fast"), _Widened():
+            yield
+
+    return replaced(backend, "precision", fp32=fp32)
 
 
 @lie("TestPrecision.test_fast_fp32", says="tf32 keeps 10 to 10 bits, and a product kept 7")

@@ -1,0 +1,87 @@
+"""Products in fp16 on a CPU without units for them: computed in fp32, which holds every fp16 number, and rounded.
+
+torch's own kernels add up number by number there, and take 5 to 400 times as long as fp32 does. The results are those
+of fp16 with sums in fp32. These kernels are below autograd and autocast: gradients, models that are held in fp16, and
+compiled code come by them as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from accelcore.precision.replaced import Kernel, Maker, replace
+from accelcore_cpu import fast_fp32
+
+__all__ = ["install"]
+
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.mv, _aten.addmv)  # the last two tensors are factors
+_OTHERS = (
+    _aten.addbmm.default,
+    _aten._addmm_activation.default,
+    _aten.convolution.default,
+    _aten.convolution_backward.default,
+    _aten.mkldnn_rnn_layer.default,  # which torch cannot compute in fp16 at all
+    _aten.mkldnn_rnn_layer_backward.default,
+)
+
+
+def install() -> None:
+    """From now on, products of fp16 tensors on the CPU are computed in fp32 and rounded."""
+    replace("products of fp16", _makers(), "CPU")
+
+
+def _makers() -> dict[OpOverload, Maker]:
+    makers: dict[OpOverload, Maker] = dict.fromkeys(_OTHERS, _rounded)
+    for packet in _PRODUCTS:
+        makers[packet.default] = _rounded
+        makers[packet.out] = _written(packet.default)
+    return makers
+
+
+def _rounded(torchs: Kernel) -> Kernel:
+    def kernel(*arguments: Any, **options: Any) -> Any:
+        if arguments[0].dtype is not torch.float16:
+            return torchs(*arguments, **options)
+        with fast_fp32.with_setting(_setting(arguments)):
+            found = torchs(*map(_widened, arguments), **options)
+        return _narrowed(found) if isinstance(found, Tensor) else tuple(map(_narrowed, found))
+
+    return kernel
+
+
+def _written(operator: OpOverload) -> Maker:
+    """A kernel that writes what `operator` gives: what compiled code calls."""
+
+    def make(torchs: Kernel) -> Kernel:
+        def kernel(*arguments: Any, out: Tensor, **options: Any) -> Tensor:
+            if arguments[0].dtype is not torch.float16:
+                torchs(*arguments, out=out, **options)
+                return out
+            found = operator(*arguments, **options)
+            return out.resize_(found.shape).copy_(found)
+
+        return kernel
+
+    return make
+
+
+def _widened(argument: Any) -> Any:
+    return argument.float() if isinstance(argument, Tensor) and argument.dtype is torch.float16 else argument
+
+
+def _narrowed(result: Any) -> Any:
+    return result.half() if isinstance(result, Tensor) and result.dtype is torch.float32 else result
+
+
+def _setting(arguments: tuple[Any, ...]) -> str:
+    """The quickest of torch's settings under which fp32 is exact."""
+    if not fast_fp32.is_quicker():
+        return "highest"
+    left, right = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]
+    operations = 2 * left.numel() * (right.shape[-1] if right.ndim > 1 else 1)
+    return fast_fp32.SETTING if fast_fp32.bargain().of(1, operations) > 0 else "highest"

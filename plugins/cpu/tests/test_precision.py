@@ -1,0 +1,284 @@
+"""fp32 by oneDNN's route, products of fp16 in fp32, attention in another form: all compute what torch's kernels do."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelcore_cpu import fast_fp32, low
+from accelcore_cpu.bargain import Bargain
+
+import accelcore
+from accelcore.precision import reset
+from accelcore.roles.precision import Work
+
+
+@pytest.fixture
+def accel():
+    return accelcore.select("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was():
+    torch.manual_seed(0)
+    yield
+    reset()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A machine on which oneDNN's route is quicker, and always worth it."""
+    monkeypatch.setattr(fast_fp32, "bargain", lambda: Bargain(cost=0.0, gain=1e-12))
+    fast_fp32.is_quicker.cache_clear()
+    yield
+    fast_fp32.is_quicker.cache_clear()
+
+
+@pytest.fixture
+def without_fp16_units(monkeypatch):
+    monkeypatch.setattr(low, "has_units", lambda dtype: dtype is not torch.float16)
+    low.say.cache_clear()
+    yield
+    low.say.cache_clear()
+
+
+def worst(found, expected):
+    return float((found.detach().double() - expected.detach()).abs().max() / expected.detach().abs().max())
+
+
+@pytest.mark.skipif(fast_fp32.format_of_fast() != "fp32", reason="this CPU multiplies in bf16 under fp32='fast'")
+class TestFastFp32:
+    def test_it_is_declared_as_exact_and_is(self, accel, quick):
+        a, b = torch.randn(96, 512), torch.randn(512, 160)
+        with accel.precision.fp32("fast"):
+            assert torch.get_float32_matmul_precision() == "medium"
+            found = a @ b
+        assert accel.capabilities.fast_fp32 == "fp32"
+        assert worst(found, a.double() @ b.double()) < 1e-6
+
+    def test_where_it_is_not_quicker_torchs_usual_route_is_taken(self, accel, monkeypatch):
+        monkeypatch.setattr(fast_fp32, "bargain", lambda: Bargain(cost=1e-5, gain=0.0))
+        fast_fp32.is_quicker.cache_clear()
+        try:
+            with accel.precision.fp32("fast"):
+                assert torch.get_float32_matmul_precision() == "highest"
+        finally:
+            fast_fp32.is_quicker.cache_clear()
+
+    @pytest.mark.parametrize("width", [4, 512])
+    def test_a_trainer_takes_it_where_its_products_are_large_enough(self, accel, width, monkeypatch, caplog):
+        monkeypatch.setattr(fast_fp32, "bargain", lambda: Bargain(cost=1e-5, gain=1e-12))
+        fast_fp32.is_quicker.cache_clear()
+        seen = []
+
+        class Watch(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                seen.append(torch.get_float32_matmul_precision())
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                seen.append(torch.get_float32_matmul_precision())
+                return gradient
+
+        class Muon(torch.optim.SGD):
+            def step(self, closure=None):
+                seen.append(torch.get_float32_matmul_precision())
+                return super().step(closure)
+
+        model = torch.nn.Linear(width, width)
+        trainer = accel.trainer(
+            model, Muon(model.parameters(), lr=0.1), loss=lambda m, x: Watch.apply(m(x)).sum(), fp32="fast"
+        )
+        for _ in range(2):
+            trainer(torch.ones(64, width))
+        usual = "medium" if width == 512 else "highest"
+        assert seen == ["medium", usual, usual] + [usual] * 3
+        assert ("too small to gain" in caplog.text) is (width == 4)
+        fast_fp32.is_quicker.cache_clear()
+
+    @pytest.mark.parametrize("option", [{"precision": "bf16"}, {"precision": "fp16"}, {"precision": "O1"}, {}])
+    def test_nothing_else_turns_it_on(self, accel, option):
+        seen = []
+        model = torch.nn.Linear(64, 64)
+
+        def loss(m, x):
+            seen.append(torch.get_float32_matmul_precision())
+            return m(x).sum()
+
+        trainer = accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, **option)
+        trainer(torch.ones(64, 64))
+        assert seen == ["highest"]
+
+
+SHAPES = {"even": (2, 4, 64, 64, 32), "odd": (1, 3, 37, 50, 24), "long": (1, 2, 300, 300, 16)}
+MASKS = ["none", "causal", "bool", "float", "nothing to see"]
+
+
+def attended(shape, mask, dtype, tensors):
+    """The output of attention and its gradients, in a dtype."""
+    _, _, length, keys, _ = shape
+    visible = torch.ones(length, keys, dtype=torch.bool).tril(keys - length)
+    given = {"none": None, "causal": None, "bool": visible, "nothing to see": visible.clone()}.get(mask)
+    if mask == "nothing to see":
+        given[3] = False
+    if mask == "float":
+        given = torch.linspace(-2, 2, keys).expand(length, keys).to(dtype)
+    query, key, value, gradient = (each.to(dtype).detach().requires_grad_() for each in tensors)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=given, is_causal=mask == "causal")
+    return output, *torch.autograd.grad(output, (query, key, value), gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+def test_attention_is_as_exact_as_torchs(accel, shape, mask, dtype, quick):
+    batch, heads, length, keys, width = shape
+    tensors = [
+        torch.randn(batch, rows, heads, width).bfloat16().transpose(1, 2) for rows in (length, keys, keys, length)
+    ]
+    exact, torchs = attended(shape, mask, torch.float64, tensors), attended(shape, mask, dtype, tensors)
+    accel.precision.prepare(dtype)
+    accel.precision.fp32("fast")
+    found = attended(shape, mask, dtype, tensors)
+    for one, other, true in zip(found, torchs, exact, strict=True):
+        assert one.dtype is dtype
+        assert one.stride() == other.stride(), "compiled code relies on how torch's kernel lays it out"
+        assert worst(one, true) < max(2 * worst(other, true), 4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        torch.mm, torch.matmul, lambda a, b: torch.addmm(b[0], a, b, beta=2, alpha=0.5),
+        lambda a, b: torch.mv(a, b[:, 0]),
+        lambda a, b: torch.bmm(a[None], b[None]), lambda a, b: F.linear(a[None], b.t(), b[0]),
+        lambda a, b: torch.baddbmm(b[None, :1], a[None], b[None]), lambda a, b: torch.einsum("ij,jk->k", a, b),
+        lambda a, b: F.conv1d(a[None], b[:8, :, None].expand(-1, -1, 3)), lambda a, b: a @ b[:, 0],
+        lambda a, b: F.conv_transpose1d(a[None], b[:40, :8, None].expand(-1, -1, 3)),
+        lambda a, b: F.conv2d(a[None, :8, :, None], b[:1].t()[:8, :, None, None], groups=8),
+    ],
+)  # fmt: skip
+def test_products_of_fp16_are_those_of_fp32_rounded(accel, without_fp16_units, product):
+    a, b = torch.randn(40, 64).half(), torch.randn(64, 40).half()
+    with accel.autocast(torch.float16):
+        low_inputs = [each.clone().requires_grad_() for each in (a, b)]
+        found = product(*low_inputs)
+        gradients = torch.autograd.grad(found, low_inputs, torch.ones_like(found), allow_unused=True)
+    exact_inputs = [each.double().requires_grad_() for each in (a, b)]
+    expected = product(*exact_inputs)
+    exact = torch.autograd.grad(expected, exact_inputs, torch.ones_like(expected), allow_unused=True)
+    assert found.dtype is torch.float16
+    # Sums in fp32, each result rounded once: half a unit in the last place, which is eps / 2 of it at most.
+    for one, true in zip((found, *gradients), (expected, *exact), strict=True):
+        assert worst(one, true) <= 0.51 * torch.finfo(torch.float16).eps
+
+
+def test_products_of_fp16_overflow_as_fp16(accel, without_fp16_units):
+    with accel.autocast(torch.float16):
+        assert (torch.full((2, 2), 300.0) @ torch.full((2, 2), 300.0)).isinf().all()
+
+
+@pytest.mark.parametrize("table", ["torch", "O1"])
+def test_recurrent_layers_train_in_fp16(accel, without_fp16_units, table):
+    layer, rows = torch.nn.LSTM(8, 16, batch_first=True), torch.randn(4, 5, 8)
+    expected = layer(rows)[0]
+    expected.sum().backward()
+    exact = [parameter.grad.clone() for parameter in layer.parameters()]
+    layer.zero_grad()
+    with accel.autocast(torch.float16, table=table):
+        found = layer(rows)[0]
+    found.float().sum().backward()
+    assert worst(found, expected) < 0.01
+    for parameter, true in zip(layer.parameters(), exact, strict=True):
+        assert worst(parameter.grad, true) < 0.01
+
+
+def test_compiled_products_of_fp16_are_the_eager_ones(accel, without_fp16_units):
+    torch._dynamo.reset()
+    accel.precision.prepare(torch.float16)
+    model = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.ReLU(), torch.nn.Linear(64, 48)).half()
+    rows = torch.randn(32, 48).half()
+    compiled = accel.compiler.compile(model, {})
+    results = []
+    for call in (model, compiled.module):
+        output = call(rows)
+        output.sum().backward()
+        results.append([output, *(parameter.grad.clone() for parameter in model.parameters())])
+        model.zero_grad()
+    assert compiled.compiled
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
+
+
+def test_reset_gives_torchs_kernels_back(accel, without_fp16_units):
+    kernels = {name: torch._C._dispatch_dump(name) for name in ("aten::mm", "aten::convolution")}
+    with accel.autocast(torch.float16):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert all(torch._C._dispatch_dump(name) != before for name, before in kernels.items())
+    reset()
+    assert all(torch._C._dispatch_dump(name) == before for name, before in kernels.items())
+    accel.autocast(torch.float16)
+    assert torch._C._dispatch_dump("aten::mm") != kernels["aten::mm"], "a region that is made later puts them back"
+
+
+def test_a_cpu_without_units_says_so_once_and_what_it_costs(accel, monkeypatch, caplog):
+    monkeypatch.setattr(low, "has_units", lambda dtype: False)
+    low.say.cache_clear()
+    for _ in range(2):
+        for dtype in (torch.bfloat16, torch.float16):
+            accel.autocast(dtype)
+    low.say.cache_clear()
+    bf16, fp16 = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "no units for bfloat16" in bf16
+    assert "times as long as in fp32" in bf16
+    assert "computed in fp32 and rounded" in fp16
+
+
+def test_autocast_of_a_tiny_model_is_warned_of_once_and_of_a_large_one_not(accel, monkeypatch, caplog):
+    monkeypatch.setattr(low, "has_units", lambda dtype: True)
+    monkeypatch.setattr(low, "_bargain", lambda dtype: Bargain(cost=1e-5, gain=1e-11))
+    for width in (512, 8):
+        model = torch.nn.Linear(width, width)
+        trainer = accel.trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda m, x: m(x).float().sum(), precision="bf16"
+        )
+        for _ in range(3):
+            trainer(torch.ones(64, width))
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == (width == 8)
+    assert "slower than fp32" in said[0]
+    assert 'precision="fp32"' in said[0]
+
+
+def test_a_bargain_is_found_by_the_shortest_of_several_runs(monkeypatch):
+    """The clock is ours: the other way costs 2 more each time, and takes a tenth for each operation."""
+    now = [0.0]
+    monkeypatch.setattr("accelcore_cpu.bargain.time.perf_counter", lambda: now[0])
+
+    def run(other, size):
+        now[0] += 3 + (0.1 * size + 2 if other else size)
+
+    found = Bargain.measure(run, (False, True), 0, 100, operations=100)
+    assert (found.cost, found.gain) == pytest.approx((2, 0.9))
+    assert found.of(3, 10) == pytest.approx(3)
+    assert Bargain.measure(run, (True, False), 0, 100, operations=100).gain == 0
+    assert Bargain.ratio(run, (False, True), 100) == pytest.approx(15 / 103)
+
+
+def test_work_is_that_of_the_forward_pass():
+    from accelcore.training.work import work_of
+
+    weight, image, rows = (torch.randn(shape, requires_grad=True) for shape in ((6, 4), (2, 4, 5, 5), (3, 4)))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.linear(rows, weight).float().sum() + F.conv2d(image, weight[:, :, None, None]).float().sum()
+    found = work_of(loss)
+    assert found is not None
+    assert (found.products, found.operations) == (2, 2 * 3 * 6 * 4 + 2 * 2 * 6 * 25 * 4)
+    assert found.casts >= 4
+    assert work_of(torch.compile(lambda x: x @ x.t(), backend="aot_eager")(weight).sum()) is None
+    assert work_of(weight.sum()) == Work(0, 0, 0)
