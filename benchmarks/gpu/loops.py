@@ -82,8 +82,8 @@ def undeclared(mode: Mode, device: Device) -> str:
     dtype = _DTYPES.get(mode.precision)
     if dtype is not None and str(dtype).removeprefix("torch.") not in declared.autocast_dtypes:
         return f"{device.accel.name} declares no autocast to {mode.precision} here"
-    if mode.fp32 == "fast" and not declared.fast_fp32:
-        return f"{device.accel.name} declares no fast fp32 here"
+    if mode.fp32 == "fast" and declared.fast_fp32 != "tf32":
+        return f"{device.accel.name} declares no TF32 here"
     if mode.graph and not declared.graphs:
         return f"{device.accel.name} declares no graphs"
     return ""

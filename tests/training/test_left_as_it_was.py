@@ -51,7 +51,7 @@ REFUSED = [
     {"loss_scale": -1.0},
     {"loss_scale": float("nan")},
     {"loss_scale": True},
-    {"fp32": "fast"},
+    {"fp32": "turbo"},
     {"accumulate": 0},
     {"clip_norm": True},
     {"clip_norm": -1},

@@ -62,7 +62,7 @@ def test_what_is_no_loss_is_refused_and_nothing_changes(accel, loss, says):
         ({"compile": "max-autotune"}, accelcore.ConfigurationError, "compile"),
         ({"clip_norm": "1"}, accelcore.ConfigurationError, "clip_norm"),
         ({"precision": []}, accelcore.ConfigurationError, "fp32, bf16, fp16"),
-        ({"fp32": "fast"}, accelcore.UnsupportedError, "ieee"),
+        ({"fp32": "turbo"}, accelcore.UnsupportedError, "ieee"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_training(accel, options, error, says):
