@@ -4,7 +4,7 @@
       step-00001200/              appears by one rename, when all in it is written and flushed
         manifest.json             sizes and SHA-256 of the files, world size, versions
         model.safetensors         readable by any safetensors tool, under the names of the model's state_dict
-        training.safetensors      optimizer, scaler, schedule
+        training.safetensors      optimizer, scaler, schedule, what a script adds
         rank-00000.safetensors    each rank's random state and position in the data
       .incomplete/                left behind by a process that was killed; cleared by the next save
 
@@ -31,16 +31,17 @@ from accelcore.checkpoint.codec import decode, encode
 from accelcore.errors import CheckpointError
 
 __all__ = [
+    "MANIFEST",
     "Checkpoint",
     "alone",
     "begin",
     "checkpoints",
     "clear",
     "finish",
-    "is_checkpoint",
     "is_checkpoint_name",
     "keep_newest",
     "path_of",
+    "place_of",
     "write_part",
     "writing",
 ]
@@ -51,7 +52,7 @@ _LARGEST_MANIFEST = 1 << 26
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _PART = re.compile(r"[a-z]+(-\d{5,})?")
 _INCOMPLETE = ".incomplete"
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 # What reading a file of somebody else's making can raise.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
@@ -60,12 +61,7 @@ def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if is_checkpoint_name(path)), key=_place)
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, whatever its name is."""
-    return (path / _MANIFEST).exists()
+    return sorted((path for path in folder.iterdir() if is_checkpoint_name(path)), key=place_of)
 
 
 def is_checkpoint_name(path: Path) -> bool:
@@ -73,8 +69,8 @@ def is_checkpoint_name(path: Path) -> bool:
     return _NAME.fullmatch(path.name) is not None
 
 
-def _place(path: Path) -> tuple[int, int]:
-    """The steps of a checkpoint, and its number among those of as many steps."""
+def place_of(path: Path) -> tuple[int, int]:
+    """The steps of a checkpoint, by its name, and its number among those of as many steps."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)
@@ -143,12 +139,12 @@ def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
         files[path.stem] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
     manifest = {"format": FORMAT, "steps": steps, **facts, "files": files}
     text = json.dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
-    (incomplete / _MANIFEST).write_text(text, encoding="utf-8")
-    _flush(incomplete / _MANIFEST)
+    (incomplete / MANIFEST).write_text(text, encoding="utf-8")
+    _flush(incomplete / MANIFEST)
     _flush(incomplete)
     # Of those that were saved at this step none is replaced, and the newest has the highest number, also where older
     # ones were deleted.
-    before = [_place(path) for path in checkpoints(folder)]
+    before = [place_of(path) for path in checkpoints(folder)]
     number = max((number + 1 for at, number in before if at == steps), default=0)
     incomplete.rename(path_of(folder, steps, number))
     _flush(folder)
@@ -230,15 +226,15 @@ def _verify(path: Path) -> dict[str, Any]:
     manifest = _read_manifest(path)
     digest = manifest.pop("sha256")
     if digest != _manifest_digest(manifest):
-        raise ValueError(f"{_MANIFEST} was changed after it was written")
+        raise ValueError(f"{MANIFEST} was changed after it was written")
     if type(manifest["format"]) is not int or manifest["format"] not in READABLE:
         raise ValueError(f"its format is {manifest['format']}; this accelcore reads formats 1 to {FORMAT}")
     for number in ("steps", "world_size"):
         if type(manifest[number]) is not int or manifest[number] < 0:
-            raise ValueError(f"{_MANIFEST} says {number}={manifest[number]!r}")
+            raise ValueError(f"{MANIFEST} says {number}={manifest[number]!r}")
     for name, facts in manifest["files"].items():
         if not _PART.fullmatch(name):
-            raise ValueError(f"{_MANIFEST} names the file {name!r}")
+            raise ValueError(f"{MANIFEST} names the file {name!r}")
         file = path / f"{name}.safetensors"
         if not file.is_file():
             raise ValueError(f"{file.name} is missing, or no file")
@@ -250,12 +246,12 @@ def _verify(path: Path) -> dict[str, Any]:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / _MANIFEST
+    file = path / MANIFEST
     if not file.is_file() or file.stat().st_size > _LARGEST_MANIFEST:  # a device would be read for ever
-        raise ValueError(f"{_MANIFEST} is missing, or no file of a manifest's size")
+        raise ValueError(f"{MANIFEST} is missing, or no file of a manifest's size")
     manifest = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_twins)
     if not isinstance(manifest, dict):
-        raise TypeError(f"{_MANIFEST} holds no object")
+        raise TypeError(f"{MANIFEST} holds no object")
     return manifest
 
 

@@ -19,11 +19,16 @@ logger = logging.getLogger("accelcore")
 
 
 class Feeds:
-    """The streams of a training, by name."""
+    """The streams of a training, by name.
+
+    Attributes:
+        speaks: whether this rank is the one that says what concerns all.
+    """
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
         self._runtime, self._collectives = runtime, collectives
         self._feeds: dict[str, Feed] = {}
+        self.speaks = collectives.rank == 0
         self._counts, self._checked_read, self._checked_shared = False, False, collectives.world_size == 1
 
     def __getitem__(self, name: str) -> Feed:
@@ -43,7 +48,7 @@ class Feeds:
         if not self._counts or self._checked_read or read or not steps:
             return
         self._checked_read = True
-        if self._collectives.rank == 0:
+        if self.speaks:
             logger.warning(
                 "no batch of this training came through trainer.batches(loader): its place in the data is not saved, a "
                 "resumed run begins at epoch 0, and in a job each rank trains on all of the data. Write `for batch in "
@@ -61,7 +66,7 @@ class Feeds:
         total = sum(float(leaf.detach().double().abs().sum()) for leaf in leaves)
         both = torch.tensor([total, -total], dtype=torch.float32, device=self._runtime.device)
         low, high = self._collectives.all_reduce(both, "min").tolist()
-        if leaves and low == -high and self._collectives.rank == 0:
+        if leaves and low == -high and self.speaks:
             logger.warning(
                 "every rank of this job trains on the same batch: write `for batch in trainer.batches(loader):`, which "
                 "gives each rank its share"

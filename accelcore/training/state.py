@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from accelcore.checkpoint import store
+from accelcore.checkpoint.finding import find
 from accelcore.errors import CheckpointError, ConfigurationError
 from accelcore.roles.composition import Roles
 from accelcore.training.agreement import Agreement
+from accelcore.training.parts.foreign import prepare_foreign
 from accelcore.training.parts.part import Change, Part, Saved, table
 
-__all__ = ["TrainingState", "resume", "save"]
+__all__ = ["TrainingState", "load", "resume", "save"]
 
 logger = logging.getLogger("accelcore")
 
@@ -86,7 +88,7 @@ def resume(training: TrainingState, folder: Path) -> tuple[Path, int, str] | Non
     failure: Exception | None = None
     checkpoint, changes = None, []
     try:
-        checkpoint = _find(folder)
+        checkpoint = find(folder)
         if checkpoint is not None:
             saved = _read(training, checkpoint)
             changes = [part.prepare(saved) for part in training.parts]
@@ -104,6 +106,22 @@ def resume(training: TrainingState, folder: Path) -> tuple[Path, int, str] | Non
     _commit(changes, agreement, folder)
     agreement.meet("trainer.resume()")
     return checkpoint.path, checkpoint.manifest["steps"], str(checkpoint.manifest.get("run", training.run))
+
+
+def load(training: TrainingState, path: Path) -> dict[str, Any]:
+    """Take over what another program has saved of a model and its optimizer; see `Trainer.load`."""
+    agreement = _agreement(training)
+    agreement.meet("trainer.load()")
+    failure: Exception | None = None
+    changes: list[Change] = []
+    rest: dict[str, Any] = {}
+    try:
+        changes, rest = prepare_foreign(training.parts, path)
+    except Exception as error:  # noqa: BLE001  # raised again when all ranks know
+        failure = _as_checkpoint_error(error, path)
+    agreement.settle(failure, "load")
+    _commit(changes, agreement, path)
+    return rest
 
 
 def _commit(changes: Sequence[Change], agreement: Agreement, folder: Path) -> None:
@@ -126,15 +144,6 @@ def _commit(changes: Sequence[Change], agreement: Agreement, folder: Path) -> No
     for change in changes:
         if change.undo is None:
             change.commit()
-
-
-def _find(folder: Path) -> store.Checkpoint | None:
-    if store.is_checkpoint(folder) or store.is_checkpoint_name(folder):
-        return store.Checkpoint(folder)
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file", remedy="give the folder that checkpoints were saved to")
-    found = store.checkpoints(folder)
-    return store.Checkpoint(found[-1]) if found else None
 
 
 def _read(training: TrainingState, checkpoint: store.Checkpoint) -> Saved:

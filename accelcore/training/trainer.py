@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -14,16 +13,17 @@ from torch.optim import Optimizer
 from accelcore.errors import DistributedError, TrainingError
 from accelcore.roles.compiler import Compiled
 from accelcore.roles.composition import Roles
+from accelcore.training.checkpointing import Checkpointing
 from accelcore.training.clipping import Clipping
-from accelcore.training.epochs import epochs
 from accelcore.training.feeds import Feeds
 from accelcore.training.options import TrainerOptions, check_numbers, complete
 from accelcore.training.parts.every import every_part
 from accelcore.training.plan import Plan
 from accelcore.training.policy import create_scaler
+from accelcore.training.reading import Reading
 from accelcore.training.schedule import Schedule
 from accelcore.training.stages.order import Preparation
-from accelcore.training.state import TrainingState, resume, save
+from accelcore.training.state import TrainingState
 from accelcore.training.step import Step
 from accelcore.training.watch import Watch
 from accelcore.training.window import Window
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Trainer"]
 
 
-class Trainer:
+class Trainer(Reading, Checkpointing):
     """Trains one model with one optimizer. Made by `accel.trainer(...)`.
 
     The whole loop::
@@ -65,6 +65,7 @@ class Trainer:
         scaler: the loss scaler; one that does nothing where none is needed.
         aux: what the last `loss` returned beside the scalar.
         steps: windows closed so far.
+        extra: what `save(extra=...)` or `resume` was last given, empty at first; each checkpoint holds it.
 
     Raises:
         ConfigurationError: arguments that contradict each other. Model and optimizer are then as they were.
@@ -92,6 +93,7 @@ class Trainer:
         self._world_size = backend.collectives.world_size
         self._run = uuid4().hex
         self.aux: Any = None
+        self.extra: dict[str, Any] = {}
         self.steps = 0
         self._compose()
         self._step.begin()
@@ -114,47 +116,9 @@ class Trainer:
         return self.scaler.skipped
 
     @property
-    def epoch(self) -> int:
-        """The epoch of `batches` that is under way, or comes next; counted from 0. Set, the next one is that."""
-        return self._feeds.count_epochs(self.steps)
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self._feeds["train"].move_to(epoch)
-
-    @property
     def accumulate(self) -> int:
         """Micro-batches an update, as given."""
         return self._window.accumulate
-
-    def epochs(self, total: int) -> Iterator[int]:
-        """The epochs, counted from 0, that are left of `total`; where none is, the log says so."""
-        return epochs(self._feeds["train"], total, speaks=self._backend.collectives.rank == 0)
-
-    def batches(self, loader: Iterable[Any], *, name: str = "train", shard: bool = True) -> Iterator[Any]:
-        """One epoch of `loader`: on the device, this rank's share; at the end a short last window is flushed.
-
-        After a `resume` in mid-epoch the first call yields what was left of that epoch. The batches before it are
-        loaded again and dropped, which keeps random augmentation exact; save at an epoch's end where that costs too
-        much. A position is counted from the batch that was last handed out, so save after training on it.
-
-        An epoch that is left early, by `break` or an exception, is over. To be able to go on in the middle of it, save
-        inside the loop.
-
-        Args:
-            loader: a DataLoader, over a map-style or iterable dataset, or any iterable of batches. In a job of several
-                ranks one with a plain sampler is given a `DistributedSampler`; of an iterable, which every rank must
-                read in the same order, each rank gets every `world_size`-th batch and an incomplete last round is
-                dropped.
-            name: which of several streams this is; each has a position of its own, and only `"train"` is
-                flushed. To evaluate, read a loader through `accel.runtime.to_device`: sharing it out would repeat or
-                drop rows to give all ranks as many.
-            shard: False where the loader already yields this rank's share.
-        """
-        self._check_able()
-        yield from self._feeds[name].batches(loader, shard=shard)
-        if name == "train":
-            self.flush()
 
     def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch; the loss, detached and unscaled. Does not wait for the device."""
@@ -219,44 +183,11 @@ class Trainer:
             self._step.update(full=False)
             self._end_window()
 
-    def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
-        """Save all that is needed to go on as if nothing had happened, as a new checkpoint in `folder`.
-
-        Model, optimizer, scaler, schedule, position in the data, random states, gradients of an open window. It
-        appears whole or not at all. In a job every rank calls this, with a folder that all of them share.
-
-        Args:
-            keep: delete all but the newest `keep` checkpoints of this run afterwards; None deletes nothing.
-        """
+    def _state(self) -> TrainingState:
         self._check_able()
         self._watch.check()
         self._feeds.check_read(self.steps)
         self._step.take_turn()
-        return save(self._state(), Path(folder), steps=self.steps, keep=keep)
-
-    def resume(self, folder: str | Path) -> Path | None:
-        """Go on from the newest checkpoint in `folder`, or from `folder` if it is itself one.
-
-        Returns:
-            The checkpoint, or None where there is none.
-
-        Raises:
-            CheckpointError: it is damaged, or belongs to another model; on all ranks alike, and this trainer is left
-                as it was.
-        """
-        self._check_able()
-        self._watch.check()
-        self._step.take_turn()
-        found = resume(self._state(), Path(folder))
-        if found is None:
-            return None
-        path, self.steps, self._run = found
-        if self._plan.captured is not None:
-            self._plan.captured.forget()
-        self._step.begin(opened=self._window.micro > 0)
-        return path
-
-    def _state(self) -> TrainingState:
         plan = self._plan
         return TrainingState(
             backend=self._backend,
@@ -269,9 +200,15 @@ class Trainer:
                 window=self._window,
                 feeds=self._feeds,
                 runtime=self._backend.runtime,
+                extra=self.extra,
             ),
             run=self._run,
         )
+
+    def _restored(self) -> None:
+        if self._plan.captured is not None:
+            self._plan.captured.forget()
+        self._step.begin(opened=self._window.micro > 0)
 
     def _compose(self) -> None:
         self._watch = Watch(self.model, self.optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,6 +13,7 @@ from accelcore.roles.runtime import Runtime
 from accelcore.roles.scaler import LossScaler
 from accelcore.training.feeds import Feeds
 from accelcore.training.gradients import Gradients
+from accelcore.training.parts.extra import ExtraPart
 from accelcore.training.parts.model import MastersPart, ModelPart
 from accelcore.training.parts.optimizer import OptimizerPart
 from accelcore.training.parts.part import Part
@@ -31,6 +33,7 @@ def every_part(
     window: Window,
     feeds: Feeds,
     runtime: Runtime,
+    extra: dict[str, Any],
 ) -> Sequence[Part]:
     """What a checkpoint is made of. A new kind of state is one more of these."""
     return [
@@ -42,4 +45,5 @@ def every_part(
         WindowPart(model, window, gradients),
         FeedsPart(feeds, runtime),
         RandomPart(runtime),
+        ExtraPart(extra),
     ]

@@ -1,0 +1,34 @@
+"""What a script adds to its checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from accelcore.errors import CheckpointError
+from accelcore.training.parts.part import Change, Saved
+
+__all__ = ["ExtraPart"]
+
+
+class ExtraPart:
+    """A dict of the script's own: plain values, tensors, and lists, tuples and dicts of these."""
+
+    name = "extra"
+    scope: Literal["shared"] = "shared"
+
+    def __init__(self, extra: dict[str, Any]) -> None:
+        self._extra = extra
+
+    def state(self) -> Any:
+        return self._extra
+
+    def prepare(self, saved: Saved) -> Change:
+        theirs = saved.shared.get("extra", {})
+        if not isinstance(theirs, dict):
+            raise CheckpointError(f"the checkpoint's extra is no dict, but {theirs!r}")
+
+        def commit() -> None:
+            self._extra.clear()
+            self._extra.update(theirs)
+
+        return Change(commit)

@@ -1,0 +1,70 @@
+"""What a script adds to its checkpoints, and checkpoints that were given other names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accelcore import CheckpointError, ConfigurationError
+
+
+def make(accel):
+    model = nn.Linear(4, 1)
+    return accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=lambda m, b: m(b).sum())
+
+
+def test_extra_is_given_back_and_kept(accel, tmp_path):
+    trainer = make(accel)
+    assert trainer.extra == {}
+    given = {"best": 0.5, "average": {"weight": torch.ones(2)}, "at": (3, None), 7: "seven"}
+    trainer.save(tmp_path, extra=given)
+    trainer(torch.ones(2, 4))
+    trainer.save(tmp_path)
+
+    again = make(accel)
+    again.resume(tmp_path)
+    assert again.steps == 1
+    assert torch.equal(again.extra["average"].pop("weight"), torch.ones(2))
+    assert again.extra == {"best": 0.5, "average": {}, "at": (3, None), 7: "seven"}
+    again.extra["best"] = 0.25
+    again.save(tmp_path)
+    last = make(accel)
+    last.resume(tmp_path)
+    assert last.extra["best"] == 0.25
+
+
+def test_what_a_checkpoint_cannot_hold_is_named(accel, tmp_path):
+    with pytest.raises(CheckpointError, match=r"extra\.model is a Linear"):
+        make(accel).save(tmp_path, extra={"model": nn.Linear(2, 2)})
+    with pytest.raises(ConfigurationError, match="is no dict"):
+        make(accel).save(tmp_path, extra=[1])
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_checkpoint_that_was_renamed_is_found_by_its_manifest(accel, tmp_path, number):
+    trainer = make(accel)
+    paths = []
+    for _ in range(3):
+        trainer(torch.ones(2, 4))
+        paths.append(trainer.save(tmp_path))
+    renamed = paths[number].rename(tmp_path / "best")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "manifest.json").write_text("{}")
+    again = make(accel)
+    assert again.resume(tmp_path) == (renamed if number == 2 else paths[2])
+    assert again.steps == 3
+    assert make(accel).resume(renamed) == renamed
+    for path in paths:
+        if path.exists():
+            path.rename(tmp_path / f"old {path.name}")
+    assert make(accel).resume(tmp_path).name == ("best" if number == 2 else "old step-00000003")
+    trainer.save(tmp_path, keep=1)
+    assert renamed.exists()
+
+
+def test_a_damaged_checkpoint_is_one_whatever_its_name(accel, tmp_path):
+    path = make(accel).save(tmp_path).rename(tmp_path / "best")
+    (path / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="damaged"):
+        make(accel).resume(tmp_path)

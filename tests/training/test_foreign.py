@@ -1,0 +1,166 @@
+"""Files that other programs have saved."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import accelcore
+from accelcore import CheckpointError, Policy
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def make(accel, optimizer="adamw", model=None, **options):
+    model = net() if model is None else model
+    return accel.trainer(
+        model, accel.optimizers.create(optimizer, model.parameters(), lr=0.01),
+        loss=lambda m, b: m(b).square().mean(), **options,
+    )  # fmt: skip
+
+
+def rows():
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def trained():
+    """A model and an optimizer, trained by hand, and what they do next."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        _step(model, optimizer)
+    return model, optimizer
+
+
+def _step(model, optimizer):
+    optimizer.zero_grad()
+    loss = model(rows()).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def wrapped(state, prefix):
+    return {prefix + name: value for name, value in state.items()}
+
+
+def lightning(model, optimizer):
+    extra = {"criterion.weight": torch.ones(2)}
+    return {
+        "epoch": 4, "global_step": 12, "pytorch-lightning_version": "2.6.0", "loops": {}, "lr_schedulers": [],
+        "state_dict": {**wrapped(model, "model."), **extra}, "optimizer_states": [optimizer],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tree", "rest"),
+    [
+        (lambda model, optimizer: {"model": model, "optimizer": optimizer, "epoch": 4}, {"epoch": 4}),
+        (
+            lambda model, optimizer: {
+                "model_state_dict": wrapped(model, "module._orig_mod."), "optimizer_state_dict": optimizer, "args": {},
+            },
+            {"args": {}},
+        ),
+        (lightning, {"epoch": 4, "global_step": 12}),
+    ],
+    ids=["torch", "wrapped", "Lightning"],
+)  # fmt: skip
+def test_a_training_goes_on_as_by_hand(accel, trained, tmp_path, caplog, tree, rest):
+    model, optimizer = trained
+    torch.save(tree(model.state_dict(), optimizer.state_dict()), tmp_path / "last.pth")
+    trainer = make(accel)
+    found = trainer.load(tmp_path / "last.pth")
+    assert rest.items() <= found.items()
+    assert ("criterion.weight" in caplog.text) == ("loops" in found)
+    for _ in range(3):
+        assert float(trainer(rows())) == pytest.approx(_step(model, optimizer), rel=1e-5)
+
+
+def test_folders_of_accelerate(accel, trained, tmp_path):
+    model, optimizer = trained
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    state = model.state_dict()
+    names = list(state)
+    parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
+    for part, members in parts.items():
+        save_file({name: state[name] for name in members}, tmp_path / part)
+    index = {"weight_map": {name: part for part, members in parts.items() for name in members}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    several = make(accel)
+    several.load(tmp_path)
+    save_file(state, tmp_path / "model.safetensors")
+    one = make(accel)
+    one.load(tmp_path)
+    expected = [_step(model, optimizer) for _ in range(2)]
+    for trainer in (several, one):
+        assert [float(trainer(rows())) for _ in range(2)] == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_alone_and_in_another_dtype(accel, tmp_path):
+    """Also a checkpoint's, of one's own: to begin another training with."""
+    model = nn.Linear(4, 1)
+    torch.save(model.half().state_dict(), tmp_path / "half.pt")
+    trainer = make(accel, model=nn.Linear(4, 1))
+    assert trainer.load(tmp_path / "half.pt") == {}
+    torch.testing.assert_close(trainer.model.weight, model.weight.float())
+    trainer(rows())
+    path = trainer.save(tmp_path / "own")
+    low = make(accel, model=nn.Linear(4, 1), precision=Policy(model_dtype="bfloat16"), flat=True)
+    low.load(path)
+    torch.testing.assert_close(low.model.weight, trainer.model.weight.bfloat16())
+    low.save(tmp_path / "low")
+    back = make(accel, model=nn.Linear(4, 1))
+    back.resume(tmp_path / "low")
+    torch.testing.assert_close(back.model.weight, trainer.model.weight, rtol=0, atol=0)  # its masters were exact
+
+
+class Evil:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('it was run')",))
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({"model": net().state_dict(), "code": Evil()}, "would run code"),
+        ({"weights": net().state_dict()}, "no model's state_dict is found"),
+        ({"model": nn.Linear(2, 2).state_dict()}, "of another model"),
+        ({"model": net().state_dict(), "optimizer": [1, 2]}, "not one optimizer's state_dict"),
+        (
+            {"model": net().state_dict(), "optimizer": torch.optim.AdamW(net()[0].parameters()).state_dict()},
+            "other parameter groups",
+        ),
+        ([1, 2], "holds a list"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(accel, tmp_path, tree, says):
+    torch.save(tree, tmp_path / "file.pth")
+    trainer = make(accel)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=says):
+        trainer.load(tmp_path / "file.pth")
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    trainer(rows())
+
+
+def test_what_is_no_such_file(accel, tmp_path):
+    (tmp_path / "text.pth").write_text("nothing")
+    (tmp_path / "empty").mkdir()
+    for path, says in (("text.pth", "cannot be read|run code"), ("empty", "no model is found"), ("x.pth", "x.pth")):
+        with pytest.raises(CheckpointError, match=says):
+            make(accel).load(tmp_path / path)
+
+
+def test_a_file_is_no_checkpoint_to_resume_from(accel, tmp_path):
+    torch.save({}, tmp_path / "file.pth")
+    with pytest.raises(CheckpointError, match=r"trainer\.load"):
+        make(accel).resume(tmp_path / "file.pth")
+    assert isinstance(accelcore.CheckpointError("x"), RuntimeError)
