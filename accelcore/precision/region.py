@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accelcore.precision.compiled import mark, unmark
 
-__all__ = ["Region", "holds", "in_low_precision"]
+__all__ = ["Region", "forget_casts", "holds", "in_low_precision"]
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -21,7 +21,7 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
-        self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
 
 
 _state = _State()
@@ -82,6 +82,11 @@ def in_low_precision(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.to(dtype)
     # The weight is kept beside its cast, so that no other can come by its id.
     kept = _state.casts.get((id(tensor), dtype))
-    if kept is None:
-        kept = _state.casts[id(tensor), dtype] = (tensor, tensor.to(dtype))
-    return kept[1]
+    if kept is None or kept[1] != tensor._version:  # or it was written to, by load_state_dict for one
+        kept = _state.casts[id(tensor), dtype] = (tensor, tensor._version, tensor.to(dtype))
+    return kept[2]
+
+
+def forget_casts() -> None:
+    """Cast weights anew from now on, in regions that this thread stays in: an optimizer has updated them."""
+    _state.casts.clear()
