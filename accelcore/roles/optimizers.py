@@ -100,6 +100,13 @@ class Optimizers:
         twin._routes = {name: list(routes) for name, routes in self._routes.items()}
         return twin
 
+    def take_over(self, other: Optimizers) -> None:
+        """Have another registry's routes from now on, and none of these: for what was made here, and then moved.
+
+        An optimizer that exists takes one of them when it is bound again.
+        """
+        self._routes = other.copy()._routes
+
     def names(self) -> tuple[str, ...]:
         """The optimizers that `create` knows here, sorted."""
         return tuple(sorted(self._routes))
