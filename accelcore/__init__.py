@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from accelcore.capabilities import Capabilities
     from accelcore.errors import (
         AccelError,
+        AmpError,
         BackendUnavailableError,
         CheckpointError,
         ConfigurationError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "API",
     "AccelError",
+    "AmpError",
     "Backend",
     "BackendUnavailableError",
     "Capabilities",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "AccelError",
+    "AmpError",
     "BackendUnavailableError",
     "CheckpointError",
     "ConfigurationError",
@@ -51,6 +52,10 @@ def _rebuild(kind: type[AccelError], what: str, why: str, available: str, remedy
 
 class ConfigurationError(AccelError, ValueError):
     """An argument or an environment variable has a value that makes no sense."""
+
+
+class AmpError(ConfigurationError, RuntimeError):
+    """An argument or a call of `accelcore.apex.amp` that makes no sense; what apex raises as a RuntimeError."""
 
 
 class UnknownBackendError(AccelError, LookupError):

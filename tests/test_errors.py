@@ -12,6 +12,7 @@ from accelcore import errors
 
 ANCESTORS = {
     "AccelError": Exception,
+    "AmpError": RuntimeError,
     "BackendUnavailableError": RuntimeError,
     "CheckpointError": RuntimeError,
     "ConfigurationError": ValueError,

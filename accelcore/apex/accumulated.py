@@ -1,0 +1,213 @@
+"""The gradients of what one optimizer trains, from one backward pass to the next, and to its step.
+
+They are exchanged and unscaled after each backward pass, and added to those of passes before it, in fp32 masters where
+there are any; so a step may come after several losses, each with a scale of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelcore.apex.levels import Properties
+from accelcore.apex.loss_scaling import AmpScaler
+from accelcore.backend import Backend
+from accelcore.errors import AmpError
+from accelcore.optim.memory import Slot
+from accelcore.optim.optimizer import Optimizer as LateBound
+from accelcore.training.options import complete
+from accelcore.training.plan import Plan
+from accelcore.training.policy import Policy
+from accelcore.training.stages.bind import Bind
+from accelcore.training.stages.flatten import Flatten
+from accelcore.training.strategies.alone import Alone
+from accelcore.training.strategies.choose import create_strategy
+
+__all__ = ["Accumulated"]
+
+
+class Accumulated:
+    """What an optimizer trains, and the gradients that its next step will take.
+
+    Args:
+        backend: where it trains.
+        models: of which it trains parameters.
+        optimizer: of accelcore or of torch.
+        properties: of `amp.initialize`.
+
+    Attributes:
+        has_masters: whether some of it are fp32 masters.
+
+    Raises:
+        AccelError: it cannot be trained so; nothing has been changed.
+    """
+
+    has_masters: bool
+
+    def __init__(
+        self, backend: Backend, models: Sequence[nn.Module], optimizer: Optimizer, properties: Properties
+    ) -> None:
+        self._exchanges, dtype = properties.combine_ddp, properties.cast_model_type
+        options = complete(
+            {"flat": properties.combine_grad or None, "parallel": "combine_ddp" if self._exchanges else None}
+        )
+        self._models, self._optimizer = models, optimizer
+        self._plan = plan = Plan(backend, nn.Module(), optimizer, options)
+        plan.policy = Policy(
+            model_dtype=None if dtype is None else str(dtype).removeprefix("torch."), masters=properties.master_weights
+        )
+        plan.strategy = create_strategy(backend, options) if self._exchanges else Alone(backend, options)
+        self._stages = (Flatten(), Bind())
+        self._scaled_by: tuple[AmpScaler, int] | None = None  # by what a delayed pass left them scaled
+        self._before: list[Tensor | None] = []  # those of earlier passes, by slot
+        self._exposed: list[Tensor | None] = []
+        self._check()
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """What is trained."""
+        return self._plan.gradients.slots
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """What the optimizer updates, in the order of its groups: fp32 masters, or the parameters themselves."""
+        self._plan.gradients.follow()
+        trained = {id(slot.parameter): slot.trained for slot in self.slots}
+        return [trained.get(id(member), member) for member in self._members()]
+
+    @property
+    def are_scaled(self) -> bool:
+        """Whether a pass has left them scaled, for the next to unscale."""
+        return self._scaled_by is not None
+
+    def bind(self) -> None:
+        """Let the optimizer train what there is now, with the parameters of rank 0 where ranks exchange gradients."""
+        plan = self._plan
+        for stage in self._stages:
+            stage.apply(plan)
+        if self._exchanges:
+            plan.strategy.replicate(plan.model, plan.gradients)
+            plan.gradients.replicated()
+        runs = self._optimizer.bound if isinstance(self._optimizer, LateBound) else None
+        self._is_flat = bool(plan.options["flat"]) or any(run.memory is not None for run in runs or ())
+        self.has_masters = any(slot.trained is not slot.parameter for slot in self.slots)
+        self._seen = self._look()
+
+    def begin(self, scaler: AmpScaler) -> None:
+        """A backward pass begins, of a loss that this scaler has scaled.
+
+        Raises:
+            AmpError: there are gradients that another scaler, or another scale, has scaled.
+        """
+        if self._scaled_by is not None:
+            if self._scaled_by != (scaler, scaler.passes):
+                raise AmpError(
+                    "gradients that delay_unscale=True left scaled would be unscaled by another scale",
+                    why="the pass after it has another loss_id, or the scale has moved between them",
+                    remedy="give both the same loss_id and optimizers, or leave delay_unscale out",
+                )
+            return
+        held = {id(slot.parameter): slot.trained.grad for slot in self.slots}
+        if self._look() != self._seen:
+            self._check()
+            self.bind()
+        before = [held.get(id(slot.parameter)) for slot in self.slots]
+        # What is laid flat, and what masters have, is memory that this pass will write to.
+        reused = self._is_flat or self.has_masters
+        self._before = [each.clone() if each is not None and reused else each for each in before]
+        self._clear()
+
+    def delay(self, scaler: AmpScaler) -> None:
+        """The backward pass is over, and its gradients stay as they are, scaled."""
+        self._scaled_by = (scaler, scaler.passes)
+
+    def end(self, scaler: AmpScaler) -> None:
+        """The backward pass is over: exchange its gradients, unscale them, add those of earlier passes."""
+        gradients, strategy = self._plan.gradients, self._plan.strategy
+        for slot, before in zip(self.slots, self._before, strict=True):
+            if before is not None and slot.parameter.grad is None:
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
+        gradients.gather()
+        if self._exchanges and getattr(self._optimizer, "combine_ddp", True):
+            strategy.reduce(gradients, exchanged=True)
+        gradients.promote()
+        scaler.unscale(self._optimizer, gradients.buffers(), strategy.agree)
+        self._expose()
+        self._add(self._before)
+        self._before, self._scaled_by = [], None
+
+    def take_replaced(self) -> None:
+        """Where a script has put other gradients in place of those in flat memory, take them into it."""
+        now = [slot.trained.grad for slot in self.slots]
+        if not self._is_flat or all(a is b for a, b in zip(now, self._exposed or [None] * len(now), strict=True)):
+            return
+        wanted = [None if gradient is None else gradient.clone() for gradient in now]
+        for slot, gradient in zip(self.slots, wanted, strict=True):
+            slot.parameter.grad = None if gradient is None else torch.zeros_like(slot.parameter)
+        self._plan.gradients.gather()
+        self._plan.gradients.promote()
+        self._expose()
+        self._add(wanted)
+
+    def buffers(self) -> list[Tensor]:
+        """All of them, unscaled, in whatever memory they are."""
+        self.take_replaced()
+        return self._plan.gradients.buffers()
+
+    def updated(self) -> None:
+        """What is trained was updated, or a step skipped: give parameters their masters' values, ranks the buffers."""
+        self._plan.gradients.demote()
+        self._plan.strategy.sync_buffers()
+
+    def drop(self) -> None:
+        """Forget all of them, those of earlier passes, too."""
+        self._before, self._scaled_by = [], None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._plan.gradients.clear()
+        for slot in self.slots:
+            slot.trained.grad = None
+        self._exposed = []
+
+    def _expose(self) -> None:
+        self._plan.gradients.expose()
+        self._exposed = [slot.trained.grad for slot in self.slots]
+
+    def _add(self, earlier: Sequence[Tensor | None]) -> None:
+        pairs = zip(self._exposed, earlier, strict=True)
+        both = [(own, before) for own, before in pairs if own is not None and before is not None]
+        if both:
+            torch._foreach_add_([own for own, _ in both], [before for _, before in both])
+
+    def _check(self) -> None:
+        self._plan.model = _container(self._models, self._members())
+        for stage in self._stages:
+            stage.check(self._plan)
+
+    def _members(self) -> Iterable[Tensor]:
+        return chain.from_iterable(self._plan.groups())
+
+    def _look(self) -> list[tuple[Any, ...]]:
+        """By what it is noticed that parameters were added, frozen, or given other memory."""
+        return [(id(member), member.requires_grad, member.data_ptr()) for member in self._members()]
+
+
+def _container(models: Iterable[nn.Module], trained: Iterable[Tensor]) -> nn.Module:
+    """A module of the models that have a part in what is trained, and of the parameters that are in none of them."""
+    container, strays = nn.Module(), {id(parameter): parameter for parameter in trained}
+    for number, model in enumerate(models):
+        if not strays.keys().isdisjoint(map(id, model.parameters())):
+            container.add_module(str(number), model)
+    for parameter in container.parameters():
+        strays.pop(id(parameter), None)
+    for number, stray in enumerate(strays.values()):
+        if not isinstance(stray, nn.Parameter):
+            raise AmpError("an optimizer trains a tensor that is no nn.Parameter", remedy="make it one")
+        container.register_parameter(f"of_no_model_{number}", stray)
+    return container

@@ -1,0 +1,175 @@
+"""apex.amp on any device: mixed precision for scripts that say `amp.initialize` and `amp.scale_loss`.
+
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0)
+    ...
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+The page on apex says what differs from apex itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelcore.apex import casts
+from accelcore.apex.initialize import initialize
+from accelcore.apex.prepared import prepared_of
+from accelcore.apex.state import listed
+from accelcore.apex.state import state as _amp_state
+from accelcore.errors import AmpError, CheckpointError
+from accelcore.precision.registration import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+
+__all__ = [
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "reset",
+    "scale_loss",
+    "state_dict",
+]
+
+logger = logging.getLogger("accelcore")
+
+_PREFIX = "loss_scaler"
+
+
+@contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Optimizer | Sequence[Optimizer],
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """A context that yields the loss, in fp32 and scaled, to call `backward()` on.
+
+    When it is left, the gradients are unscaled, in fp32, and added to those of passes before it; and where one of them
+    has overflowed, each of the optimizers skips its next step, once.
+
+    Args:
+        loss: of any shape, and dtype.
+        optimizers: all those that train a parameter which this loss reaches.
+        loss_id: which of the scales is this loss's.
+        model: not used, as in apex.
+        delay_unscale: leave the gradients scaled, and let the next pass unscale the sum: for all but the last pass of
+            an accumulation.
+        delay_overflow_check: leave it to the next pass of this `loss_id` to consider an overflow of this one.
+
+    Raises:
+        AmpError: `initialize` was not called, an optimizer was not given to it, there is no such `loss_id`, or
+            gradients are scaled by something else. A RuntimeError, too.
+    """
+    if _amp_state.enabled is None:
+        raise AmpError("amp.scale_loss before amp.initialize", remedy="call amp.initialize(model, optimizer) first")
+    if not _amp_state.enabled:
+        yield loss
+        return
+    scalers = _amp_state.loss_scalers
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
+        raise AmpError(
+            f"there is no loss_id={loss_id!r}",
+            available=f"0 to {len(scalers) - 1}",
+            remedy="say num_losses in initialize",
+        )
+    scaler, trained = scalers[loss_id], [prepared_of(each) for each in listed(optimizers, Optimizer, "optimizer")]
+    for each in trained:
+        each.gradients.begin(scaler)
+    with casts.suspended():
+        try:
+            yield scaler.scale(loss)
+            if delay_unscale:
+                for each in trained:
+                    each.gradients.delay(scaler)
+                return
+            for each in trained:
+                each.gradients.end(scaler)
+            found = scaler.close(delay=delay_overflow_check)
+        except BaseException:
+            scaler.abandon()
+            for each in trained:
+                each.drop()
+            raise
+    for each in trained:
+        each.found(found, scaler)
+
+
+def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
+    """The loss scales, as apex writes them: `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 12}}`.
+
+    Args:
+        destination: a mapping to put them into.
+    """
+    state: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
+    for number, scaler in enumerate(_amp_state.loss_scalers):
+        state[f"{_PREFIX}{number}"] = scaler.state()
+    return state
+
+
+def load_state_dict(state: Mapping[str, Any]) -> None:
+    """Go on with saved loss scales, after `initialize`. What has no counterpart here is dropped, and that is said.
+
+    Raises:
+        CheckpointError: they are not as `state_dict` writes them.
+    """
+    scalers = _amp_state.loss_scalers
+    names = [f"{_PREFIX}{number}" for number in range(len(scalers))]
+    strange = [name for name in state if not name.startswith(_PREFIX)]
+    if strange:
+        raise CheckpointError(
+            f"the state of amp has {', '.join(map(str, strange))}", available=f"{_PREFIX}0 and its like"
+        )
+    if len(state) != len(scalers):
+        logger.warning("the saved state of amp has %d loss scales, and this run %d", len(state), len(scalers))
+    for name, scaler in zip(names, scalers, strict=True):
+        if name in state:
+            scaler.load(state[name])
+
+
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    """What an optimizer updates, one after the other: fp32 masters where there are any, else the parameters.
+
+    Clip these, as in `clip_grad_norm_(amp.master_params(optimizer), 1.0)`.
+    """
+    if _amp_state.enabled:
+        yield from prepared_of(optimizer).gradients.masters
+        return
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def disable_casts() -> AbstractContextManager[None]:
+    """A context in which O1 casts nothing."""
+    return casts.suspended()
+
+
+def reset() -> None:
+    """Forget `initialize`: O1 ends, and there are no loss scales. apex has no such function.
+
+    Models and optimizers stay as they are. `accelcore.precision.reset()` takes out the kernels and registrations.
+    """
+    casts.leave()
+    _amp_state.enabled, _amp_state.loss_scalers = None, []

@@ -1,0 +1,69 @@
+"""apex.parallel on any device: torch's own, under the names and arguments that scripts have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn import parallel
+
+from accelcore.errors import UnsupportedError
+
+__all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"]
+
+SyncBatchNorm = nn.SyncBatchNorm
+
+_ONLY_SPEED = {
+    "message_size",
+    "delay_allreduce",
+    "shared_param",
+    "allreduce_trigger_params",
+    "retain_allreduce_buffers",
+    "num_allreduce_streams",
+    "allreduce_communicators",
+    "gradient_predivide_factor",
+    "prof",
+}
+_DEFAULTS = {"allreduce_always_fp32": False, "gradient_average": True}
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    """torch's DistributedDataParallel, of a model that `amp.initialize` has returned.
+
+    Args:
+        module: the model, on this rank's device.
+        options: apex's. Those that only concern speed are taken and mean nothing here.
+
+    Raises:
+        UnsupportedError: an option that would give other gradients.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        for name, value in options.items():
+            if name not in _ONLY_SPEED and (name not in _DEFAULTS or value != _DEFAULTS[name]):
+                raise UnsupportedError(
+                    f"apex.parallel.DistributedDataParallel with {name}={value!r}",
+                    why="torch's DistributedDataParallel, which this is, averages gradients in their own dtype",
+                    remedy="leave it out, or use torch.nn.parallel.DistributedDataParallel and its options",
+                )
+        device = next(module.parameters()).device
+        super().__init__(
+            module,
+            device_ids=None if device.index is None else [device.index],
+            find_unused_parameters=bool(options.get("delay_allreduce", False)),
+        )
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: ProcessGroup | None = None, channel_last: bool = False
+) -> nn.Module:
+    """Put torch's SyncBatchNorm in place of every BatchNorm, before the optimizer is made; torch wants it on a GPU.
+
+    Args:
+        module: a model.
+        process_group: over which ranks statistics are taken; None for all.
+        channel_last: not used: torch looks at the inputs.
+    """
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
+    return converted
