@@ -114,6 +114,9 @@ class Prepared:
         self.gradients.take_replaced()
         found, finders = self._found, self._finders
         self._found, self._finders = None, []
+        if isinstance(optimizer, SkippingOptimizer) and not self.gradients.buffers():
+            optimizer.skip()  # as torch's optimizers, which pass over what has no gradient
+            return None
         if found is None:
             return inner()
         if getattr(optimizer, "_step_supports_amp_scaling", False) and all(each.trusts_kernels for each in finders):

@@ -131,6 +131,7 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     shell_complete=_devices,
     help="Run on an emulation of the backend NAME, on this host; for those whose emulator is installed.",
 )
+@click.option("--apex", is_flag=True, help="Let `import apex` in the script, and its ranks, find accelcore.apex.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -140,6 +141,7 @@ def run(
     nproc: int,
     max_restarts: int,
     emulate: str | None,
+    apex: bool,
     module: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -156,10 +158,20 @@ def run(
       accelcore run --device npu,cuda,cpu -m mypackage.train
       accelcore run --nproc 2 --max-restarts 1 train.py
       accelcore run --emulate npu --device npu train.py
+      accelcore run --apex train.py
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     from accelcore.cli import launch
 
-    launch.run(script, arguments, module=module, device=device, nproc=nproc, max_restarts=max_restarts, emulate=emulate)
+    launch.run(
+        script,
+        arguments,
+        module=module,
+        device=device,
+        nproc=nproc,
+        max_restarts=max_restarts,
+        emulate=emulate,
+        apex=apex,
+    )
 
 
 @app.group()

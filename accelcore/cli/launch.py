@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from accelcore.autoload import VARIABLE, autoloads, of_unusable_backends
 from accelcore.cli import rank
+from accelcore.cli.stand_in import apex_path
 from accelcore.entrypoints import declared
 from accelcore.environment import requested_device, shown
 from accelcore.errors import ConfigurationError, UnsupportedError
@@ -27,13 +28,15 @@ def run(
     nproc: int = 1,
     max_restarts: int = 0,
     emulate: str | None = None,
+    apex: bool = False,
 ) -> NoReturn:
     """Become the script; everything that can be a mistake is found before that.
 
     A restart is torch's launcher's work too, so that it is used for one rank where restarts are asked for.
 
     Raises:
-        ConfigurationError: `device`, or ACCEL_DEVICE, is outside the grammar of `select()`; or the script is not there.
+        ConfigurationError: `device`, or ACCEL_DEVICE, is outside the grammar of `select()`; or the script is not there;
+            or it has an apex of its own, and `apex` gives it one.
         UnsupportedError: nothing installed emulates the backend that `emulate` names.
     """
     environ = dict(os.environ)
@@ -55,6 +58,8 @@ def run(
         if reason:
             environ[VARIABLE] = "0"
             sys.stderr.write(f"accelcore: {VARIABLE}=0 for this run, because {reason}\n")
+    if apex:
+        environ["PYTHONPATH"] = apex_path(environ, Path.cwd() if module or script == "-" else Path(script).parent)
     program = ["-m", script, *arguments] if module else [script, *arguments]
     command = [sys.executable, *program]
     if launched:
