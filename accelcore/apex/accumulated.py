@@ -85,6 +85,18 @@ class Accumulated:
         """Whether a pass has left them scaled, for the next to unscale."""
         return self._scaled_by is not None
 
+    @property
+    def missed_a_pass(self) -> bool:
+        """Whether there are gradients of parameters, of which their masters have received nothing."""
+        return not self._exposed and any(
+            slot.trained.grad is None and slot.parameter.grad is not None for slot in self.slots
+        )
+
+    @property
+    def are_none(self) -> bool:
+        """Whether nothing of what is trained has a gradient."""
+        return all(slot.trained.grad is None for slot in self.slots)
+
     def bind(self) -> None:
         """Let the optimizer train what there is now, with the parameters of rank 0 where ranks exchange gradients."""
         plan = self._plan
@@ -168,6 +180,14 @@ class Accumulated:
         """Forget all of them, those of earlier passes, too."""
         self._before, self._scaled_by = [], None
         self._clear()
+
+    def set_to_zero(self) -> None:
+        """Forget their values; a parameter that has a gradient keeps one, of zeros."""
+        self._before, self._scaled_by = [], None
+        for slot in self.slots:
+            for gradient in (slot.parameter.grad, slot.trained.grad):
+                if gradient is not None:
+                    gradient.detach().zero_()
 
     def _clear(self) -> None:
         self._plan.gradients.clear()

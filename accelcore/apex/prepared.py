@@ -84,12 +84,11 @@ class Prepared:
         Raises:
             ConfigurationError: there are no gradients. A ValueError, too.
         """
-        buffers = self.gradients.buffers()
-        if not buffers:
+        if self.gradients.are_none:
             raise ConfigurationError("there are no gradients to clip", remedy="clip after the `with amp.scale_loss`")
         if float(norm_type) != 2.0:
             return clip_grad_norm_(self.gradients.masters, max_norm, norm_type)
-        return Clipping(float(max_norm), flagged=self._flagged)(buffers, lambda norm: norm)
+        return Clipping(float(max_norm), flagged=self._flagged)(self.gradients.buffers(), lambda norm: norm)
 
     def _step(self, inner: Callable[[], Any], closure: Any) -> Any:
         """Update what is trained, unless a gradient overflowed; `inner`: the optimizer's own step."""
@@ -114,7 +113,7 @@ class Prepared:
         self.gradients.take_replaced()
         found, finders = self._found, self._finders
         self._found, self._finders = None, []
-        if isinstance(optimizer, SkippingOptimizer) and not self.gradients.buffers():
+        if isinstance(optimizer, SkippingOptimizer) and self.gradients.are_none:
             optimizer.skip()  # as torch's optimizers, which pass over what has no gradient
             return None
         if found is None:
@@ -140,11 +139,9 @@ class Prepared:
                 "step() after a backward pass with delay_unscale=True: the gradients are still scaled",
                 remedy="leave delay_unscale out of the last `with amp.scale_loss(...)` before step()",
             )
-        slots = self.gradients.slots
-        lost = sum(slot.parameter.grad is not None and slot.trained.grad is None for slot in slots)
-        if lost:
+        if self.gradients.missed_a_pass:
             raise AmpError(
-                f"{lost} parameters have a gradient, and their fp32 masters have none",
+                "parameters have gradients, and their fp32 masters have none",
                 why="a backward pass ran outside of `with amp.scale_loss(...)`, which gives the masters theirs",
                 remedy="call backward inside of it, also where no scale is needed",
             )
@@ -154,11 +151,8 @@ class Prepared:
         inner(set_to_none)
         if set_to_none:
             self.gradients.drop()
-            return
-        for slot in self.gradients.slots:
-            for gradient in (slot.parameter.grad, slot.trained.grad):
-                if gradient is not None:
-                    gradient.detach_().zero_()
+        else:
+            self.gradients.set_to_zero()
 
 
 def is_prepared(optimizer: Optimizer) -> bool:
