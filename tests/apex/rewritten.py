@@ -1,6 +1,7 @@
 """Run a script that was written for apex after changing its import lines, and nothing else.
 
-As a program: rewritten.py FOLDER SCRIPT ARGUMENTS; what the script returns goes to FOLDER/rank-N.json.
+As a program, a rank of a job: rewritten.py FOLDER RUNS, a JSON list of scripts with their arguments. Each forms the
+process group, as it thinks; what they return goes to FOLDER/rank-N.json.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -31,7 +34,20 @@ def run(script: str, *arguments: object) -> dict[str, Any]:
     return load(script)["main"]([str(argument) for argument in arguments])
 
 
-if __name__ == "__main__":
-    folder, script, *arguments = sys.argv[1:]
-    found = run(script, *arguments)
+def _ranks(folder: str, runs: str) -> None:
+    from accelcore.apex import amp
+
+    args = json.loads(runs)
+    dist.init_process_group(os.environ.get("DIST_BACKEND", "gloo"))
+    dist.init_process_group, leave = lambda backend: None, dist.destroy_process_group
+    dist.destroy_process_group = lambda: None
+    found = []
+    for script, *arguments in args:
+        found.append(run(script, *arguments))
+        amp.reset()
     Path(folder, f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found), encoding="utf-8")
+    leave()
+
+
+if __name__ == "__main__":
+    _ranks(*sys.argv[1:])
