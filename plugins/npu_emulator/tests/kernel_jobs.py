@@ -38,6 +38,16 @@ def overflow():
     return torch_npu.npu.utils.is_support_inf_nan(), (half(300.0) * 300).item()
 
 
+def product_of_bfloat16():
+    """What it is refused with, or nothing."""
+    values = torch.ones(2, 2, dtype=torch.bfloat16).npu()
+    try:
+        values @ values
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def saturated_masks():
     """Attention with a mask of -inf is no overflow."""
     scores = half(1.0, 2.0, 3.0).masked_fill(torch.tensor([False, False, True]).npu(), float("-inf"))

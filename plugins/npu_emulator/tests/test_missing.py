@@ -61,25 +61,6 @@ def test_what_torch_npu_lacks_runs_on_the_cpu_with_its_warning(emulated_process)
     assert "'aten::digamma.out' is not currently supported on the NPU backend and will fall back" in done.stderr
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32], ids=str)
-@pytest.mark.parametrize(
-    "product",
-    [
-        lambda x: x @ x,
-        lambda x: torch.bmm(x[None], x[None]),
-        lambda x: torch.addmm(x, x, x),
-        lambda x: x @ x[0],
-        lambda x: torch.nn.functional.conv2d(x[None, None], x[None, None]),
-    ],
-    ids=["mm", "bmm", "addmm", "mv", "conv2d"],
-)
-def test_the_matrix_unit_refuses_what_it_does_not_take(emulated_npu, product, dtype):
-    x = torch.ones(4, 4, dtype=dtype).to(emulated_npu)
-    with pytest.raises(RuntimeError, match=r"EMULATED: npu operator aten::\w+ takes float32, float16 and"):
-        product(x)
-    assert (x + x).sum().item() == 32
-
-
 def _data_parallel():
     replicas = torch.nn.DataParallel(torch.nn.Linear(2, 2).npu(), device_ids=[0, 1])
     return replicas(torch.ones(4, 2, device="npu"))

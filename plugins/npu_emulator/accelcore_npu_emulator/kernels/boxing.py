@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from accelcore_npu_emulator.kernels.element_types import dtype_check
 from accelcore_npu_emulator.kernels.generators import host_generator, seeded
 from accelcore_npu_emulator.kernels.host_memory import CPU, current_device, place, tensors_in, view
 from accelcore_npu_emulator.kernels.indices import with_wide_indices
-from accelcore_npu_emulator.kernels.matrix_unit import OPERATORS as ON_THE_MATRIX_UNIT
-from accelcore_npu_emulator.kernels.matrix_unit import check_dtypes
 from accelcore_npu_emulator.kernels.room import room_finder
 from accelcore_npu_emulator.kernels.signature import Signature
 
@@ -47,15 +46,15 @@ def _made(operator: torch._ops.OpOverload, machine: Machine, function: Callable[
     launches = not signature.is_view
     makes_tensors = launches and (None in aliases or bool(outs))
     find_room = room_finder(operator, signature, machine.settings.memory)
-    multiplies = signature.base in ON_THE_MATRIX_UNIT
+    check_dtypes = dtype_check(name, signature.base)
     recorder, count_launch = machine.recorder, machine.count_launch
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if launches:
             count_launch(name)
         values, keywords, device = _on_host(signature, args, kwargs)
-        if multiplies:
-            check_dtypes(name, (value for value in values if isinstance(value, Tensor)))
+        if check_dtypes is not None:
+            check_dtypes(values)
         if makes_tensors and not any(out.numel() for key in outs for out in tensors_in(kwargs.get(key))):
             find_room(values, keywords, device)
         result = run(values, keywords, device)
