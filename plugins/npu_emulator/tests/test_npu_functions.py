@@ -104,3 +104,11 @@ def test_private_formats_hold_the_same_values():
         torch.testing.assert_close((cast + 1).cpu(), values + 1)
     finally:
         torch.npu.config.allow_internal_format = False
+
+
+def test_the_gradient_of_a_cast_has_a_graph_where_one_is_asked_for():
+    x = torch.rand(4, device="npu", requires_grad=True)
+    y = torch_npu.npu_dtype_cast(x, torch.float16)
+    [gradient] = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+    assert gradient.dtype == torch.float32
+    assert gradient.grad_fn is not None

@@ -64,7 +64,5 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "npu_one_hot": _one_hot,
     "npu_dtype_cast": _cast,
     "_npu_dtype_cast": _cast,
-    "npu_dtype_cast_backward": _cast,
-    "_npu_dtype_cast_backward": _cast,
     "npu_dtype_cast_": lambda x, src: x.copy_(src),
 }

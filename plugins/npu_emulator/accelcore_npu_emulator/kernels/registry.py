@@ -49,8 +49,9 @@ _TORCH_NPU_ATEN = frozenset({
     "unfold", "unsqueeze", "view", "view_as_complex", "view_as_real",
 })  # fmt: skip
 _TORCH_NPU_OWN = frozenset({
-    "_npu_format_cast", "copy_memory_", "empty_with_format", "empty_with_swapped_memory", "get_npu_format",
-    "get_storage_size", "npu_change_data_ptr", "npu_format_cast", "npu_format_cast_", "print_npugraph_tensor",
+    "_npu_dtype_cast_backward", "_npu_format_cast", "copy_memory_", "empty_with_format",
+    "empty_with_swapped_memory", "get_npu_format", "get_storage_size", "npu_change_data_ptr",
+    "npu_dtype_cast_backward", "npu_format_cast", "npu_format_cast_", "print_npugraph_tensor",
     "save_npugraph_tensor", "set_op_timeout_ms", "super_kernel_scope_begin", "super_kernel_scope_end",
     "unsafe_empty_with_format",
 })  # fmt: skip
