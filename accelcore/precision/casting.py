@@ -40,7 +40,20 @@ def hold(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool) -> 
             module.flatten_parameters()  # cuDNN wants its weights in one piece of memory
 
 
-class CastBoundary:
+class _Hooks:
+    """Hooks on a model, until they are removed."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def remove(self) -> None:
+        """Take the hooks off again. Copies of the model keep theirs."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class CastBoundary(_Hooks):
     """Casts the floating-point tensors that a model's forward is given, and those that it returns.
 
     They are found in tuples, lists, mappings and dataclasses, at any depth; containers in which nothing is cast are
@@ -57,18 +70,14 @@ class CastBoundary:
     """
 
     def __init__(self, model: nn.Module, *, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
-        self._handles: list[RemovableHandle] = []
+        super().__init__()
         if inputs is not None:
             self._handles.append(model.register_forward_pre_hook(_CastInputs(inputs), with_kwargs=True))
         if outputs is not None:
             self._handles.append(model.register_forward_hook(_CastOutputs(outputs)))
 
-    def remove(self) -> None:
-        """Take the hooks off again. Copies of the model keep theirs."""
-        _remove(self._handles)
 
-
-class FP32StateDict:
+class FP32StateDict(_Hooks):
     """Makes `state_dict()` of a model that is held in bf16 or fp16 come out in fp32, and so that of its parts.
 
     A checkpoint then says nothing of the precision it was trained in. `load_state_dict` takes it: torch casts each
@@ -79,14 +88,9 @@ class FP32StateDict:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._handles: list[RemovableHandle] = [
-            module.register_state_dict_post_hook(_to_fp32)  # type: ignore[no-untyped-call]
-            for module in model.modules()
-        ]
-
-    def remove(self) -> None:
-        """Take the hooks off again. Copies of the model keep theirs."""
-        _remove(self._handles)
+        super().__init__()
+        for module in model.modules():
+            self._handles.append(module.register_state_dict_post_hook(_to_fp32))  # type: ignore[no-untyped-call]
 
 
 def _hold_own(module: nn.Module, dtype: torch.dtype) -> bool:
@@ -176,9 +180,3 @@ def _names(module: nn.Module) -> Iterator[str]:
         yield name
     for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
         yield name
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()

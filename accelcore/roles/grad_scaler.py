@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -21,7 +20,10 @@ from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.roles.loss_scale import LossScale
-from accelcore.roles.loss_scaler import Agree, LossScaler, SkippingOptimizer, gradients_of, refuse_fp16
+from accelcore.roles.loss_scaler import Agree, LossScaler, SkippingOptimizer, refuse_closure
+from accelcore.roles.overflow_streak import OverflowStreak
+from accelcore.roles.scaled_gradients import FindBad, by_dtype, first_not_finite, gradients_of, refuse_fp16
+from accelcore.roles.scaler_state import VERSION, as_torch_writes, is_static
 
 __all__ = ["GradScaler"]
 
@@ -34,12 +36,23 @@ class _Stage(Enum):
     STEPPED = auto()
 
 
+@dataclass
+class _Progress:
+    """How far an optimizer is in this step; `known`: whether it overflowed, where the host has read that."""
+
+    optimizer: Optimizer
+    found: Tensor
+    had_gradients: bool
+    stage: _Stage = _Stage.SCALED
+    known: bool | None = None
+
+
 class GradScaler(LossScaler):
     """Dynamic loss scale: multiplied by `backoff` after an overflow, by `growth` after `interval` clean steps in a row.
 
     Scale, growth tracker and overflow flag stay on the device. An optimizer whose kernel takes `grad_scale` and
     `found_inf` (torch's fused ones) unscales and skips inside the kernel, without a host synchronisation; any other
-    needs one a step.
+    needs one a step. After 20 overflows in a row the log names the first parameter whose gradient is not finite.
 
     Args:
         device: where gradients are.
@@ -55,10 +68,10 @@ class GradScaler(LossScaler):
         self._settings = settings
         self._scale = torch.full((), settings.init, dtype=torch.float32, device=device)
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
-        self._skipped = torch.zeros((), dtype=torch.int32, device=device)
+        self._skipped = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        self._stages: dict[int, _Stage] = defaultdict(lambda: _Stage.SCALED)
-        self._overflows: dict[int, Tensor] = {}
+        self._progress: dict[int, _Progress] = {}
+        self._streak = OverflowStreak(device)
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self._scale
@@ -66,52 +79,60 @@ class GradScaler(LossScaler):
     def unscale_(
         self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
     ) -> None:
-        stage = self._stages[id(optimizer)]
+        stage = self._stage(optimizer)
         if stage is not _Stage.SCALED:
             done = "unscale_ was already called" if stage is _Stage.UNSCALED else "step was already called"
             raise TrainingError(f"{done} for this optimizer since the last update", remedy="call scaler.update() first")
         self._look(optimizer, gradients, self._scale.double().reciprocal().float(), agree)
-        self._stages[id(optimizer)] = _Stage.UNSCALED
+        self._progress[id(optimizer)].stage = _Stage.UNSCALED
 
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
-        key = id(optimizer)
-        stage = self._stages[key]
+        refuse_closure(gradients)
+        stage = self._stage(optimizer)
         if stage is _Stage.STEPPED:
             raise TrainingError("step was called twice since the last update", remedy="call scaler.update() first")
         if self.trusts_kernels and getattr(optimizer, "_step_supports_amp_scaling", False):
             if stage is _Stage.SCALED:
                 self._look(optimizer, gradients, self._one, agree)
-            self._step_in_kernel(optimizer, None if stage is _Stage.UNSCALED else self._scale)
+            progress = self._progress[id(optimizer)]
+            _step_in_kernel(optimizer, None if stage is _Stage.UNSCALED else self._scale, progress.found)
         else:
             if stage is _Stage.SCALED:
                 self.unscale_(optimizer, gradients, agree)
-            if not self._overflows[key].item():
+            progress = self._progress[id(optimizer)]
+            progress.known = bool(progress.found.item())
+            if not progress.known:
                 optimizer.step()
             elif isinstance(optimizer, SkippingOptimizer):
                 optimizer.skip()
-        self._stages[key] = _Stage.STEPPED
+        progress.stage = _Stage.STEPPED
 
-    def update(self) -> None:
-        if not self._overflows:
+    def update(self, find_bad: FindBad | None = None) -> None:
+        found = self.overflowed
+        if found is None:
             raise TrainingError(
                 "update was called before any gradient was looked at",
                 remedy="call scaler.step(optimizer), or unscale_, first",
             )
-        found = torch.stack(list(self._overflows.values())).amax()
-        moves = self._settings
-        torch._amp_update_scale_(self._scale, self._clean_steps, found, moves.growth, moves.backoff, moves.interval)
-        self._scale.clamp_(moves.min, moves.max)
-        self._skipped += found.to(torch.int32)
+        steps = self._progress.values()
+        if any(step.had_gradients for step in steps):  # else nothing was seen of how the scale fits
+            moves = self._settings
+            torch._amp_update_scale_(self._scale, self._clean_steps, found, moves.growth, moves.backoff, moves.interval)
+            self._scale.clamp_(moves.min, moves.max)
+            self._skipped += found
+            in_a_row = self._streak.add(found, _known(steps))
+            self._streak.tell(
+                in_a_row, self._scale, find_bad or (lambda: first_not_finite(step.optimizer for step in steps))
+            )
         self.abandon()
 
     def abandon(self) -> None:
-        self._overflows.clear()
-        self._stages.clear()
+        self._progress = {}
 
     @property
     def overflowed(self) -> Tensor | None:
-        found = list(self._overflows.values())
-        return torch.stack(found).amax() if found else None
+        found = [progress.found for progress in self._progress.values()]
+        return None if not found else found[0] if len(found) == 1 else torch.stack(found).amax()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -121,15 +142,20 @@ class GradScaler(LossScaler):
             "growth_interval": self._settings.interval,
             "_growth_tracker": self._clean_steps.item(),
             "skipped": self.skipped,
+            "dynamic": True,  # torch_npu's asks for it
+            "version": VERSION,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def takes(self, state: Mapping[str, Any]) -> bool:
+        return bool(state) and (set(state) == {"loss_scale", "unskipped"} or not is_static(state))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`, or that of torch's, torch_npu's or apex's scaler, as far as it goes.
 
         torch's counts no skipped steps, torch_npu's says besides that it is dynamic, and apex's has only the scale and
         the clean steps: what a state does not say stays as it is here.
         """
-        theirs = _as_torch_writes(state)
+        theirs = as_torch_writes(state)
         mine = self._settings
         low, high = mine.min, mine.max
         try:
@@ -158,36 +184,40 @@ class GradScaler(LossScaler):
     def skipped(self) -> int:
         return int(self._skipped.item())
 
+    def _stage(self, optimizer: Optimizer) -> _Stage:
+        progress = self._progress.get(id(optimizer))
+        return _Stage.SCALED if progress is None else progress.stage
+
     def _look(
         self, optimizer: Optimizer, gradients: Sequence[Tensor] | None, multiplier: Tensor, agree: Agree | None
     ) -> None:
-        found = self._check(list(gradients_of(optimizer)) if gradients is None else gradients, multiplier)
-        self._overflows[id(optimizer)] = found if agree is None else agree(found)
+        given = gradients_of(optimizer) if gradients is None else gradients
+        found = self._check(given, multiplier)
+        self._progress[id(optimizer)] = _Progress(
+            optimizer, found if agree is None else agree(found), had_gradients=bool(given) or agree is not None
+        )
 
     def _check(self, gradients: Sequence[Tensor], multiplier: Tensor) -> Tensor:
         """Multiply every gradient by `multiplier`; 1.0 where one was inf or NaN, else 0.0."""
         found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
-        alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for gradient in gradients:
-            alike[gradient.dtype].append(gradient)
-        refuse_fp16(gradients)
+        alike = by_dtype(gradients)
+        if not self.takes_fp16:
+            refuse_fp16(alike)
         for members in alike.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(members, found, multiplier)
+            torch._amp_foreach_non_finite_check_and_unscale_(list(members), found, multiplier)
         return found
 
-    def _step_in_kernel(self, optimizer: Any, scale: Tensor | None) -> None:
-        optimizer.grad_scale, optimizer.found_inf = scale, self._overflows[id(optimizer)]
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
+
+def _step_in_kernel(optimizer: Any, scale: Tensor | None, found: Tensor) -> None:
+    optimizer.grad_scale, optimizer.found_inf = scale, found
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 
-def _as_torch_writes(state: dict[str, Any]) -> dict[str, Any]:
-    """A state under torch's keys."""
-    if set(state) == {"loss_scale", "unskipped"}:
-        return {"scale": state["loss_scale"], "_growth_tracker": state["unskipped"]}
-    missing = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"} - set(state)
-    if missing:
-        raise CheckpointError(f"the state of the loss scaler lacks {', '.join(sorted(missing))}")
-    return state
+def _known(steps: Collection[_Progress]) -> bool | None:
+    """Whether one overflowed; None where that is only known to the device."""
+    if any(step.known is None for step in steps):
+        return None
+    return any(step.known for step in steps)

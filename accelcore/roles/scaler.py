@@ -10,8 +10,9 @@ from accelcore.errors import ConfigurationError
 from accelcore.roles.grad_scaler import GradScaler
 from accelcore.roles.loss_scale import LossScale
 from accelcore.roles.loss_scaler import LossScaler, NoScaler, StaticScaler
+from accelcore.roles.scaler_state import described
 
-__all__ = ["GradScaler", "LossScale", "LossScaler", "NoScaler", "Scalers", "StaticScaler"]
+__all__ = ["GradScaler", "LossScale", "LossScaler", "NoScaler", "Scalers", "StaticScaler", "described"]
 
 
 class Scalers:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 from accelcore.optim.memory import FlatMemory, GradientMemory, Run, Slot, by_kind, lay_flat
+from accelcore.roles.scaled_gradients import is_finite
 
 __all__ = ["Flat", "Gradients", "PerTensor", "dense"]
 
@@ -102,6 +103,12 @@ class Gradients(ABC):
 
     def note(self) -> None:  # noqa: B027
         """Masters and parameters agree, whoever wrote to them last."""
+
+    def first_not_finite(self) -> str | None:
+        """The name of the first slot whose gradient has an inf or NaN in it. Waits for the device."""
+        by_slot = zip(self.slots, self.trained(self.cells()), strict=True)  # type: ignore[arg-type]  # None passes
+        bad = (slot.name for slot, gradient in by_slot if gradient is not None and not is_finite(gradient))
+        return next(bad, None)
 
     def clear(self) -> None:
         """Drop all gradients, or set those that are held to zero."""

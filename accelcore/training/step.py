@@ -194,7 +194,7 @@ class Step:
         finally:  # a hook may raise when the masters have been updated
             gradients.demote()
         self._overflow = scaler.overflowed if self._listeners.overflow else None
-        scaler.update()
+        scaler.update(gradients.first_not_finite)
         gradients.clear()
         self._window.forget_weights()
 

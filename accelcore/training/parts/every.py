@@ -38,7 +38,7 @@ def every_part(
     """What a checkpoint is made of. A new kind of state is one more of these."""
     return [
         ModelPart(model, gradients),
-        MastersPart(gradients),
+        MastersPart(model, gradients),
         SchedulePart(scheduler),
         OptimizerPart(model, optimizer, gradients),
         ScalerPart(scaler),

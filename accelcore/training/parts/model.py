@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -11,12 +12,18 @@ from torch import Tensor, nn
 from accelcore.errors import CheckpointError
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Change, Saved, kind, table
+from accelcore.training.policy import LOW
 
 __all__ = ["MastersPart", "ModelPart"]
 
+logger = logging.getLogger("accelcore")
+
+_ALIKE = {torch.float32, *LOW}
+"""Dtypes that a run may change between."""
+
 
 class MastersPart:
-    """fp32 masters, by the names of their parameters.
+    """fp32 masters, by the names of their parameters, as far as the model's part does not have their values.
 
     A checkpoint with masters also restores an fp32 model, and one of an fp32 model restores masters: a run moves
     between precisions without losing any.
@@ -25,16 +32,16 @@ class MastersPart:
     name = "masters"
     scope: Literal["shared"] = "shared"
 
-    def __init__(self, gradients: Gradients) -> None:
-        self._gradients = gradients
+    def __init__(self, model: nn.Module, gradients: Gradients) -> None:
+        self._model, self._gradients = model, gradients
 
     def state(self) -> dict[str, Tensor]:
-        self._gradients.follow()
-        return {slot.name: slot.trained for slot in self._gradients.slots if slot.trained is not slot.parameter}
+        masters, (_, told) = _masters(self._gradients), _in_fp32(self._model, self._gradients)
+        return {name: master for name, master in masters.items() if name not in told}
 
     def prepare(self, saved: Saved) -> Change:
         exact = _exact(saved)
-        pairs = [(master, exact[name]) for name, master in self.state().items() if name in exact]
+        pairs = [(master, exact[name]) for name, master in _masters(self._gradients).items() if name in exact]
 
         def commit() -> None:
             with torch.no_grad():
@@ -46,7 +53,10 @@ class MastersPart:
 
 
 class ModelPart:
-    """The model's `state_dict`. It is a file of its own, which any tool for safetensors reads."""
+    """The model's `state_dict`, with the values of fp32 masters where there are any.
+
+    It is a file of its own, which any tool for safetensors reads.
+    """
 
     name = "model"
     scope: Literal["shared"] = "shared"
@@ -55,35 +65,74 @@ class ModelPart:
         self._model, self._gradients = model, gradients
 
     def state(self) -> dict[str, Any]:
-        return self._model.state_dict()
+        return _in_fp32(self._model, self._gradients)[0]
 
     def prepare(self, saved: Saved) -> Change:
-        trained = {slot.name: slot for slot in self._gradients.slots}
-        has_masters = {name for name, slot in trained.items() if slot.trained is not slot.parameter}
-        exact = _exact(saved)
-        state = dict(saved.model)
-        for name, own in self.state().items():
-            # Precision may change where the fp32 value is known on either side.
-            changes = isinstance(own, Tensor) and name in exact and exact[name].dtype == torch.float32
-            if changes and (own.dtype == torch.float32 or name in has_masters) and exact[name].shape == own.shape:
-                state[name] = exact[name].to(own.dtype)
-        _check(self.state(), state)
+        masters, exact = _masters(self._gradients), _exact(saved)
+        own, state = self._model.state_dict(), dict(saved.model)
+        held = dict(_tensors(self._model))
+        rounded = []
+        for name, value in own.items():
+            told = exact.get(name)
+            if told is None or told.shape != value.shape or not {told.dtype, value.dtype} <= _ALIKE:
+                continue
+            state[name] = told.to(value.dtype)
+            dtype = held[name].dtype if name in held else value.dtype
+            if name not in masters and not torch.equal(told, told.to(dtype).to(told.dtype)):
+                rounded.append(name)
+        _check(own, state)
+        if rounded:
+            logger.warning(
+                "%d tensors of the checkpoint, such as %s, are rounded: here they have no fp32 masters",
+                len(rounded),
+                rounded[0],
+            )
         # What modules and hooks of others do with it may raise: there has to be a way back.
-        before = {name: _on_host(value) for name, value in self.state().items()}
+        before = {name: value.detach().to("cpu", copy=True) for name, value in held.items()}
 
         def commit() -> None:
             self._model.load_state_dict(state)
 
         def undo() -> None:
             with torch.no_grad():  # past hooks, which would refuse again
-                for name, own in self.state().items():
-                    if isinstance(own, Tensor):
-                        own.copy_(before[name])
-            if not all(isinstance(value, Tensor) for value in before.values()):
-                self._model.load_state_dict(before)
+                for name, tensor in held.items():
+                    tensor.copy_(before[name])
+            if not all(isinstance(value, Tensor) for value in own.values()):
+                self._model.load_state_dict(own)
             self._gradients.note()
 
         return Change(commit, undo)
+
+
+def _masters(gradients: Gradients) -> dict[str, Tensor]:
+    gradients.follow()
+    return {slot.name: slot.trained for slot in gradients.slots if slot.trained is not slot.parameter}
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all names that they have."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _in_fp32(model: nn.Module, gradients: Gradients) -> tuple[dict[str, Any], set[str]]:
+    """The model's state_dict with masters in place of what they are rounded to, and of which parameters those are.
+
+    A module or hook may have changed what it says of a parameter; its master is then not what it says.
+    """
+    gradients.follow()
+    masters = {id(slot.parameter): slot for slot in gradients.slots if slot.trained is not slot.parameter}
+    state, told = dict(model.state_dict()), set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        slot, value = masters.get(id(parameter)), state.get(name)
+        if slot is not None and isinstance(value, Tensor) and _equal(value, parameter):
+            state[name] = slot.trained
+            told.add(slot.name)
+    return state, told
+
+
+def _equal(value: Tensor, parameter: Tensor) -> bool:
+    return value.shape == parameter.shape and torch.equal(value.to(parameter.dtype), parameter)
 
 
 def _exact(saved: Saved) -> dict[str, Tensor]:
@@ -106,7 +155,3 @@ def _check(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         raise CheckpointError(
             "the checkpoint is of another model", why=shown, remedy="build the model as it was when it was saved"
         )
-
-
-def _on_host(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.errors import CheckpointError
 from accelcore.roles.runtime import Runtime
-from accelcore.roles.scaler import LossScaler
+from accelcore.roles.scaler import LossScaler, described
 from accelcore.training.feeds import Feeds
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Change, Saved, kind, number, table
@@ -37,22 +37,21 @@ class ScalerPart:
 
     def prepare(self, saved: Saved) -> Change:
         theirs, before = saved.shared.get("scaler"), self._scaler.state_dict()
-        if bool(theirs) != bool(before):  # another precision has none, or begins with its own
-            if table(saved.own.get("window"), "window", "micro")["micro"]:
-                raise CheckpointError(
-                    "the checkpoint was saved within a window, with another loss scaler than this training's",
-                    why="the gradients in it are multiplied by the loss scale of then",
-                    remedy="resume with the precision it was made with, or from a checkpoint saved between two windows",
-                )
-            logger.warning(
-                "the checkpoint %s a loss scale, and this training %s: %s",
-                "has" if theirs else "has not",
-                "has one" if before else "has none",
-                "it is dropped" if theirs else "it begins at its initial value",
+        state = table(theirs or {}, "loss scaler")
+        if self._scaler.takes(state):
+            return Change(lambda: self._scaler.load_state_dict(state), lambda: self._scaler.load_state_dict(before))
+        if table(saved.own.get("window"), "window", "micro")["micro"]:
+            raise CheckpointError(
+                "the checkpoint was saved within a window, with another loss scale than this training's",
+                why="the gradients in it are multiplied by the loss scale of then",
+                remedy="resume with the precision it was made with, or from a checkpoint saved between two windows",
             )
-            return Change(lambda: None)
-        state = table(theirs, "loss scaler")
-        return Change(lambda: self._scaler.load_state_dict(state), lambda: self._scaler.load_state_dict(before))
+        logger.warning(
+            "the checkpoint has %s, and this training %s: it goes on with its own",
+            described(state),
+            described(before),
+        )
+        return Change(lambda: None)
 
 
 class SchedulePart:

@@ -1,0 +1,141 @@
+"""A skipped step leaves no trace, and calls out of order are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accelcore.errors import TrainingError
+from tests.roles.scaled_steps import INF, NAN, ROUTES, Side, parameter, train_step
+
+OF_ADAGRAD = [route for route in ROUTES if route != "native"]
+ROUTES_OF = [(name, route) for name in ("adam", "adamw", "sgd") for route in ROUTES]
+ROUTES_OF += [("adagrad", route) for route in OF_ADAGRAD]
+
+
+@pytest.mark.parametrize(("name", "route"), ROUTES_OF)
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+def test_a_skipped_step_changes_no_weight_and_counts_for_nothing(accel, name, route, bad):
+    """A run with an overflow in it ends where the same run without that step ends."""
+
+    def run(steps):
+        weight = parameter(1.0, -2.0)
+        options = {"momentum": 0.5} if name == "sgd" else {}
+        optimizer = accel.optimizers.create(name, [weight], lr=0.125, route=route, weight_decay=0.5, **options)
+        scaler = accel.scaler.create(init=2.0)
+        for factors in steps:
+            train_step(scaler, optimizer, weight, factors)
+        return weight, optimizer.state[weight], scaler
+
+    steps = [(1.0, 2.0), (0.5, -1.0), (4.0, 4.0)]
+    weight, state, scaler = run([steps[0], (bad, 1.0), (1.0, bad), *steps[1:]])
+    plain, plain_state, _ = run(steps)
+    assert scaler.skipped == 2
+    assert weight.tolist() == plain.tolist()
+    assert set(state) == set(plain_state)
+    for key, value in plain_state.items():
+        assert torch.equal(torch.as_tensor(state[key]), torch.as_tensor(value)), key
+
+
+@pytest.mark.parametrize(("name", "route"), ROUTES_OF)
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.5}], ids=["plain", "momentum"])
+def test_a_run_whose_first_step_overflows_is_right_from_the_second_on(accel, name, options, route):
+    options = options if name == "sgd" else {}
+
+    def run(*steps):
+        weight = parameter(1.0, -2.0)
+        optimizer = accel.optimizers.create(name, [weight], lr=0.125, route=route, **options)
+        scaler = accel.scaler.create(init=2.0)
+        for factors in steps:
+            train_step(scaler, optimizer, weight, factors)
+        return weight.tolist()
+
+    # What a fresh allocation holds is chance; in this mode torch fills it with NaN, which nobody takes for zero.
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert run((INF, 1.0)) == [1.0, -2.0]
+        assert run((INF, 1.0), (2.0, 1.0), (1.0, 1.0)) == run((2.0, 1.0), (1.0, 1.0))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_schedule_stepped_after_a_skipped_first_step_stays_quiet(accel, route):
+    weight = parameter()
+    optimizer = accel.optimizers.create("adamw", [weight], lr=0.125, route=route)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    train_step(accel.scaler.create(), optimizer, weight, (INF, 1.0))
+    schedule.step()  # a warning is an error here
+
+
+def test_fused_optimizers_keep_no_reference_to_the_scaler(accel):
+    scaler, weight = accel.scaler.create(), parameter()
+    optimizer = accel.optimizers.create("adamw", [weight], lr=0.125, route="fused")
+    train_step(scaler, optimizer, weight, (1.0, 1.0))
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw fused"])
+@pytest.mark.parametrize("bad", [(), (0,), (1,), (0, 1)])
+def test_two_optimizers_share_one_scale_and_skip_each_for_itself(accel, kind, bad):
+    ours, theirs = accel.scaler.create(), torch.amp.GradScaler("cpu")
+    sides = {scaler: [Side(scaler, kind), Side(scaler, kind)] for scaler in (ours, theirs)}
+    for gradients in ([[1.0, 1.0, 1.0], [2.0]], [[1.0, INF, 1.0], [2.0]], [[3.0, 1.0, 1.0], [2.0]]):
+        for scaler, pair in sides.items():
+            for index, side in enumerate(pair):
+                clean = [[1.0, 0.0, 1.0], [2.0]]
+                chosen = gradients if index in bad else clean
+                side.optimizer.zero_grad()
+                loss = sum((w * torch.tensor(g)).sum() for w, g in zip(side.weights, chosen, strict=True))
+                scaler.scale(loss).backward()
+            scaler.unscale_(pair[0].optimizer)
+            for side in pair:
+                scaler.step(side.optimizer)
+            scaler.update()
+    assert ours.state_dict()["scale"] == theirs.get_scale() == (32768.0 if bad else 65536.0)
+    assert ours.skipped == (1 if bad else 0)
+    for mine, others in zip(sides[ours], sides[theirs], strict=True):
+        for weight, other in zip(mine.weights, others.weights, strict=True):
+            assert torch.equal(weight, other)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_calls_out_of_order_are_refused_and_the_next_right_step_works(accel, route):
+    scaler, weight = accel.scaler.create(), parameter(1.0, -2.0)
+    optimizer = accel.optimizers.create("adamw", [weight], lr=0.125, route=route)
+    with pytest.raises(TrainingError, match="before any gradient was looked at"):
+        scaler.update()
+    weight.grad = torch.tensor([65536.0, 65536.0])
+    scaler.unscale_(optimizer)
+    with pytest.raises(TrainingError, match="unscale_ was already called"):
+        scaler.unscale_(optimizer)
+    assert weight.grad.tolist() == [1.0, 1.0]
+    scaler.step(optimizer)
+    stepped = weight.tolist()
+    with pytest.raises(TrainingError, match="step was called twice"):
+        scaler.step(optimizer)
+    with pytest.raises(TrainingError, match="step was already called"):
+        scaler.unscale_(optimizer)
+    assert weight.tolist() == stepped
+    scaler.update()
+    with pytest.raises(TrainingError, match="before any gradient was looked at"):
+        scaler.update()
+    train_step(scaler, optimizer, weight, (1.0, 1.0))
+    assert weight.tolist() != stepped
+    assert scaler.state_dict()["_growth_tracker"] == 2
+
+
+@pytest.mark.parametrize("make", ["create", "static", "none"])
+def test_a_closure_is_refused(accel, make):
+    scaler = {
+        "create": lambda: accel.scaler.create(),
+        "static": lambda: accel.scaler.create(init=8.0, dynamic=False),
+        "none": accel.scaler.none,
+    }[make]()
+    optimizer = torch.optim.SGD([weight := parameter()], lr=0.5)
+    weight.grad = torch.ones(2)
+    with pytest.raises(TrainingError, match="closure"):
+        scaler.step(optimizer, lambda: weight.sum())
+    scaler.step(optimizer)
+    scaler.update()
