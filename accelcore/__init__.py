@@ -36,12 +36,14 @@ if TYPE_CHECKING:
     from accelcore.selection import installed, select
     from accelcore.training.observers import Observer
     from accelcore.training.policy import Policy
+    from accelcore.training.sharding import FSDP
     from accelcore.training.trainer import Trainer
 
     __version__: str
 
 __all__ = [
     "API",
+    "FSDP",
     "AccelError",
     "AmpError",
     "Backend",
@@ -70,6 +72,7 @@ _HOMES = {
     "API": "hookspecs",
     "Backend": "backend",
     "Capabilities": "capabilities",
+    "FSDP": "training.sharding",
     "KnownFault": "known_faults",
     "LossScale": "roles.loss_scale",
     "Observer": "training.observers",

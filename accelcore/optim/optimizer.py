@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -19,6 +19,7 @@ from accelcore.optim.memory import FlatMemory, Run, Slot, lay_flat
 from accelcore.optim.present import by_group, present
 from accelcore.optim.route import Request, Route
 from accelcore.optim.saved import read_options, read_state
+from accelcore.optim.shards import is_sharded
 from accelcore.optim.slot_state import Entry, by_parameter, pour
 from accelcore.optim.stepping import given, needs_closure, step_scaled
 
@@ -53,6 +54,8 @@ class Optimizer(StepHooks):
     binding: object = None
     _runs: list[Run] | None
     _memories: list[FlatMemory]
+    _unbound: defaultdict[Tensor, Any]
+    _aside: dict[Tensor, Entry]
 
     def __init__(self, request: Request, groups: Iterable[Any], choose: Callable[[Request], Route]) -> None:
         self._request, self._choose = request, choose
@@ -87,13 +90,16 @@ class Optimizer(StepHooks):
         formula = FORMULAS.get(self.name)
         return range(len(self.param_groups)) if formula is None or formula.by_group else alike(self.param_groups)
 
-    def route_for(self, dtypes: Iterable[torch.dtype], *, flat: bool) -> Route:
+    def route_for(self, dtypes: Iterable[torch.dtype], *, flat: bool, sharded: bool = False) -> Route:
         """The route that it would take for these dtypes, which `flat` allows to lie in flat memory.
+
+        Args:
+            sharded: whether it updates shards of parameters.
 
         Raises:
             UnsupportedError: no route supports it.
         """
-        request = replace(self._request, groups=_options_of(self.param_groups), flat=flat)
+        request = replace(self._request, groups=_options_of(self.param_groups), flat=flat, sharded=sharded)
         return self._choose(replace(request, parameters=tuple(torch.empty(0, dtype=dtype) for dtype in dtypes)))
 
     @property
@@ -134,7 +140,8 @@ class Optimizer(StepHooks):
             options = {key: value for key, value in group.items() if key not in ("foreach", "fused", "param_names")}
             groups.append({**options, "params": [run.value for run in runs if run.group == number]})
         trained = tuple(run.value for run in runs)
-        request = replace(self._request, parameters=trained, groups=_options_of(groups), flat=flat)
+        sharded = any(is_sharded(slot.parameter) for run in runs for slot in run.slots)
+        request = replace(self._request, parameters=trained, groups=_options_of(groups), flat=flat, sharded=sharded)
         self._take_route(request, groups)
         for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
             group.update({key: engine_group[key] for key in ("foreach", "fused") if key in engine_group})
@@ -142,6 +149,19 @@ class Optimizer(StepHooks):
         self._members = [len(group["params"]) for group in self.param_groups]
         self._place_runs()
         self.binding = object()
+
+    def exchange(self, others: Mapping[Tensor, Tensor], entries: dict[Tensor, Entry]) -> None:
+        """Have other parameters in place of some, until it is bound to them.
+
+        Args:
+            others: for each of its parameters that is replaced, the one that is trained in its place.
+            entries: their state.
+        """
+        self._aside = {p: entry for p, entry in self.state.items() if p not in others} | entries
+        self._unbound = defaultdict(dict)
+        self._runs, self._memories = None, []
+        for group in self.param_groups:
+            group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
 
     @property
     def bound(self) -> Sequence[Run] | None:
@@ -233,7 +253,7 @@ class Optimizer(StepHooks):
         self._on_leaves = True
         self._memories = []
         self._unbound = self.engine.state
-        self._aside: dict[Tensor, Entry] = {}
+        self._aside = {}
 
     def _share_groups(self) -> None:
         """Unbound, the engine's groups are these very dicts, so that a change of an option needs no copy."""

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from accelcore.errors import ConfigurationError, PluginError
+from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.memory import unfit
 
 __all__ = ["Choice", "Factory", "Memory", "Request", "Route", "choose"]
@@ -30,6 +31,7 @@ class Request:
         groups: what each parameter group says in place of `options`.
         route: `"auto"`, or the one route that may serve it.
         flat: False where each parameter is a tensor of its own, and has to stay that.
+        sharded: whether what is updated are shards, parts of parameters of which other ranks have the rest.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Request:
     groups: tuple[dict[str, Any], ...] = ()
     route: str = "auto"
     flat: bool = True
+    sharded: bool = False
 
     def values(self, option: str, default: Any) -> list[Any]:
         """The values that `option` has, over all groups."""
@@ -106,6 +109,14 @@ def choose(routes: Sequence[Route], request: Request) -> tuple[Choice, ...]:
             reason = route.supports(request)
             if reason is None and route.memory == "flat":
                 reason = unfit(request.parameters) if request.flat else "it updates flat memory only"
+            if reason is None and request.sharded and not _by_element(route, request.name):
+                reason = "it looks at each parameter as a whole, and this rank has a part of it"
             taken = reason is None
             choices.append(Choice(route.name, taken, reason or ""))
     return tuple(choices)
+
+
+def _by_element(route: Route, name: str) -> bool:
+    """Whether a route treats each element alike, whatever parameter it belongs to."""
+    formula = FORMULAS.get(name)
+    return route.memory == "any" and (formula is None or (formula.by_element and not formula.by_group))

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.optim.formulas import Formula
-from accelcore.optim.memory import Run
+from accelcore.optim.memory import Run, Slot
+from accelcore.optim.shards import as_shard, shard_of
 
 __all__ = ["COUNTERS", "Entry", "by_parameter", "divide", "pour"]
 
@@ -52,7 +53,8 @@ def pour(entries: Mapping[Tensor, Entry], runs: Sequence[Run], optimizer: Optimi
                 # Where each step is counted: by a kernel on the device, else on the host, which need not wait for it.
                 place = run.value.device if counts_there else torch.device("cpu")
                 dtype = formula.state_dtype(group, run.value) if formula else run.value.dtype
-                optimizer.state[run.value] = _poured([entries[s.parameter] for s in run.slots], run, dtype, place)
+                own = [_own(entries[slot.parameter], slot) for slot in run.slots]
+                optimizer.state[run.value] = _poured(own, run, dtype, place)
     return divided
 
 
@@ -70,6 +72,8 @@ def divide(run: Run, parts: Sequence[Run], state: MutableMapping[Tensor, Entry])
 
 
 def _seen(run: Run, key: str, value: Any) -> Sequence[Any]:
+    if run.memory is None and isinstance(value, Tensor) and key not in COUNTERS:
+        return [as_shard(value, slot.parameter) for slot in run.slots]
     if run.memory is None or not isinstance(value, Tensor):
         return [value] * len(run.slots)
     if value.shape == run.value.shape:
@@ -81,6 +85,14 @@ def _history(entry: Entry) -> dict[str, Any]:
     """What parameters must have in common to be updated as one: the same keys, and equal counts."""
     return {
         key: (value.item() if isinstance(value, Tensor) else value) if key in COUNTERS else None
+        for key, value in entry.items()
+    }
+
+
+def _own(entry: Entry, slot: Slot) -> Entry:
+    """What of a parameter's state belongs to what is trained here: where that is a shard, its part."""
+    return {
+        key: shard_of(value, slot.parameter) if isinstance(value, Tensor) and key not in COUNTERS else value
         for key, value in entry.items()
     }
 

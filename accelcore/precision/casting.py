@@ -21,7 +21,7 @@ __all__ = ["CastBoundary", "FP32StateDict", "hold"]
 _LOW = (torch.bfloat16, torch.float16)
 
 
-def hold(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool) -> None:
+def hold(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool, parameters: bool = True) -> None:
     """Hold a model's parameters and floating-point buffers in a dtype from now on.
 
     They are cast in place: the same `Parameter` objects, which an optimizer may have, with other memory. A gradient is
@@ -32,10 +32,11 @@ def hold(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool) -> 
         dtype: a floating-point one.
         keep_batchnorm_fp32: hold BatchNorm with weights of its own, of any number of dimensions and SyncBatchNorm, in
             fp32 instead: its statistics are sums over many numbers. It takes inputs of any dtype, and answers in that.
+        parameters: False leaves them as they are, and casts buffers only.
     """
     for module in model.modules():
         kept = keep_batchnorm_fp32 and isinstance(module, _BatchNorm) and module.affine
-        moved = _hold_own(module, torch.float32 if kept else dtype)
+        moved = _hold_own(module, torch.float32 if kept else dtype, parameters=parameters)
         if moved and isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants its weights in one piece of memory
 
@@ -93,9 +94,10 @@ class FP32StateDict(_Hooks):
             self._handles.append(module.register_state_dict_post_hook(_to_fp32))  # type: ignore[no-untyped-call]
 
 
-def _hold_own(module: nn.Module, dtype: torch.dtype) -> bool:
+def _hold_own(module: nn.Module, dtype: torch.dtype, *, parameters: bool) -> bool:
     """Hold the tensors of a module, without those of its children, in a dtype; whether one had to be cast."""
-    strange = [tensor for tensor in _own(module) if tensor.is_floating_point() and tensor.dtype != dtype]
+    own = _own(module) if parameters else module.buffers(recurse=False)
+    strange = [tensor for tensor in own if tensor.is_floating_point() and tensor.dtype != dtype]
     for tensor in strange:
         gradient, tensor.grad = tensor.grad, None
         tensor.data = tensor.data.to(dtype)

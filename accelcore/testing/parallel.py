@@ -11,13 +11,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from accelcore import Backend
+from accelcore.testing.declared import SHARDING, STRATEGIES
 from accelcore.testing.job import two_ranks
 from accelcore.testing.oracles import buffers, error, evaluated
-from accelcore.testing.ranks import STEPS, VARIANTS, Partly, share, uses
+from accelcore.testing.ranks import STEPS, VARIANTS, Partly, share, uses, variants_of
 
 __all__ = ["TestParallel"]
-
-KNOWN = ("ddp", "combine_ddp")
 
 
 @cache
@@ -52,10 +51,12 @@ def found_by(accel: Backend, strategy: str, variant: str) -> list[dict[str, Any]
     """What both ranks have after their training."""
     if strategy not in accel.capabilities.parallel or not accel.capabilities.process_groups:
         pytest.skip(f"not declared: parallel={strategy!r}; another test sees that it is refused")
+    if variant not in variants_of(strategy):
+        pytest.skip(f"no variant of parallel={strategy!r}: shards do not lie flat")
     return [rank[variant] for rank in two_ranks(accel, strategy)]
 
 
-@pytest.mark.parametrize("strategy", KNOWN)
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
 class TestParallel:
     """Every strategy that is declared, on two ranks whose models start apart, and which use other layers."""
 
@@ -82,8 +83,20 @@ class TestParallel:
             assert error(torch.tensor(first["buffers"][name]), value) < 1e-3, f"the buffer {name} is another one"
         assert error(torch.tensor(first["evaluated"]), evaluated(reference, torch.device("cpu"))) < 1e-3
 
+    def test_a_rank_holds_its_share(self, accel: Backend, strategy: str) -> None:
+        """A strategy that divides the model leaves each rank about half of it; any other, all."""
+        held = [rank["elements"] for rank in found_by(accel, strategy, "plain")]
+        whole = sum(parameter.numel() for parameter in Partly(seed=0).parameters())
+        if strategy in SHARDING:
+            assert sum(held) == whole, f"of {whole} elements the ranks hold {held}"
+            assert max(held) < 0.75 * whole, "a rank holds nearly the whole model"
+        else:
+            assert held == [whole, whole]
+
     def test_gradients_stay_on_their_rank_within_a_window(self, accel: Backend, strategy: str) -> None:
-        """Before the last micro-batch of a window nothing is exchanged."""
+        """Before the last micro-batch of a window nothing is exchanged, but by what has to: gradients of shards are."""
+        if strategy in SHARDING:
+            pytest.skip("gradients of shards are reduced in every backward pass")
         left, right = (rank["gradients"] for rank in found_by(accel, strategy, "accumulated"))
         within = range(0, STEPS, 2)
         assert all(left[number] != right[number] for number in within), "gradients were exchanged within a window"

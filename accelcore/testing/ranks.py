@@ -18,11 +18,24 @@ import torch.distributed as dist
 from torch import nn
 
 import accelcore
-from accelcore.testing.declared import LOW_PRECISION
+from accelcore.optim.shards import is_sharded, shard
+from accelcore.testing.declared import LOW_PRECISION, SHARDING
 from accelcore.testing.kinds import VIEWS
 from accelcore.testing.oracles import Stateful, batches, buffers, evaluated
 
-__all__ = ["OPERATIONS", "ROWS", "STEPS", "VARIANTS", "Partly", "base_of", "main", "reduced", "share", "uses"]
+__all__ = [
+    "OPERATIONS",
+    "ROWS",
+    "STEPS",
+    "VARIANTS",
+    "Partly",
+    "base_of",
+    "main",
+    "reduced",
+    "share",
+    "uses",
+    "variants_of",
+]
 
 ROWS, STEPS = 16, 4
 OPERATIONS = ("sum", "avg", "min", "max", "broadcast")
@@ -123,6 +136,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Ways in which two ranks train one model, by name."""
 
 
+def variants_of(strategy: str) -> dict[str, dict[str, Any]]:
+    """Those that there are under a strategy: shards do not lie flat."""
+    return {name: options for name, options in VARIANTS.items() if strategy not in SHARDING or "flat" not in options}
+
+
 def _trained(accel: accelcore.Backend, job: Any, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
     """What a rank has after `STEPS` micro-batches; ranks start apart, and must not stay so."""
     model = Partly(seed=job.rank)
@@ -136,16 +154,22 @@ def _trained(accel: accelcore.Backend, job: Any, strategy: str, options: dict[st
         trainer.backward(loss)
         gradient = model.entry.weight.grad
         assert gradient is not None, "backward left no gradient"
-        local.append(gradient.flatten()[:4].tolist())
+        local.append(shard(gradient).flatten()[:4].tolist())
         trainer.update()
     trainer.flush()
     return {
-        "weights": {name: parameter.detach().cpu().tolist() for name, parameter in model.named_parameters()},
+        "weights": {name: _whole(parameter).cpu().tolist() for name, parameter in model.named_parameters()},
+        "elements": sum(shard(parameter).numel() for parameter in model.parameters()),
         "buffers": {name: buffer.tolist() for name, buffer in buffers(model).items()},
         "evaluated": evaluated(model, accel.device).tolist(),
         "gradients": local,
         "steps": trainer.steps,
     }
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return whole.detach()
 
 
 def main() -> None:
@@ -159,7 +183,9 @@ def main() -> None:
         found["collectives"] = _collectives(accel, job, folder)
         for strategy in accel.capabilities.parallel:
             if strategy != "none":
-                found[strategy] = {name: _trained(accel, job, strategy, options) for name, options in VARIANTS.items()}
+                found[strategy] = {
+                    name: _trained(accel, job, strategy, options) for name, options in variants_of(strategy).items()
+                }
     found["collectives"]["open"] = dist.is_initialized()
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 

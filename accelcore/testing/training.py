@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from accelcore import Backend, Policy, UnsupportedError
-from accelcore.testing.declared import declared
+from accelcore.testing.declared import STRATEGIES, declared
 from accelcore.testing.options import EVERY, oracle
 from accelcore.testing.oracles import Stateful, batches, buffers, eps, error, evaluated, network, weights
 
@@ -266,7 +266,7 @@ class TestTraining:
                 assert error(torch.tensor(one), torch.tensor(other)) < 10 * tolerance
             assert graphed_steps == steps == 12
 
-    @pytest.mark.parametrize("parallel", ["ddp", "fsdp", "combine_ddp", "no such strategy"])
+    @pytest.mark.parametrize("parallel", [*STRATEGIES[1:], "no such strategy"])
     def test_parallel(self, accel: Backend, parallel: str) -> None:
         """In one process every strategy is as if it were not there, declared or not; what is none is refused."""
         with declared(parallel in ("ddp", "combine_ddp", *accel.capabilities.parallel), f"parallel={parallel!r}"):

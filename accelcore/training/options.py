@@ -13,6 +13,7 @@ from accelcore.errors import ConfigurationError
 from accelcore.roles.scaler import LossScale
 from accelcore.training.observers import Observer
 from accelcore.training.policy import Policy
+from accelcore.training.sharding import FSDP
 
 __all__ = ["DEFAULTS", "Loss", "TrainerOptions", "Weight", "check_numbers", "complete", "loss_of_model"]
 
@@ -38,9 +39,11 @@ class TrainerOptions(TypedDict, total=False):
             scalar tensor. The gradients of a window are then those of the mean over all of them, on all ranks. None
             lets each micro-batch count alike.
         clip_norm: largest 2-norm of all gradients together; None clips nothing.
-        parallel: `"none"`, or a strategy that the backend declares, such as `"ddp"` or `"combine_ddp"`; in a job of one
-            process all are the same. None: `"none"`, unless a launcher started several ranks; then it has to be said.
-        comm_dtype: dtype in which `"combine_ddp"` exchanges gradients, by torch's name; None for their own.
+        parallel: `"none"`, or a strategy that the backend declares, such as `"ddp"`, `"combine_ddp"` or `"fsdp"`, or
+            `FSDP(...)`, which is `"fsdp"` with settings of your own; in a job of one process all are the same. None:
+            `"none"`, unless a launcher started several ranks; then it has to be said.
+        comm_dtype: dtype in which `"combine_ddp"` and `"fsdp"` add up gradients over ranks, by torch's name; None for
+            their own, and for fp32 where low precision is computed in that has fp32 shards.
         flat: whether parameters and gradients are laid into one piece of memory each; None: where that is faster.
         compile: True, or options for the compiler.
         graph: capture whole steps and launch each as one, which pays where a step is many short operators. For
@@ -58,7 +61,7 @@ class TrainerOptions(TypedDict, total=False):
     accumulate: int
     weight: Weight | None
     clip_norm: float | None
-    parallel: str | None
+    parallel: str | FSDP | None
     comm_dtype: str | None
     flat: bool | None
     compile: bool | Mapping[str, Any]

@@ -131,8 +131,7 @@ class Step:
             start = None if share is None else torch.full_like(scaled, share)
         with self._arithmetic:
             self._gradients.backward(scaled, start)
-        if self._window.is_last:
-            self._strategy.exchange()
+        self._strategy.exchange(last=self._window.is_last)
         if self.overwrites and outlast:
             self._gradients.load_state(self._gradients.state())
 
@@ -235,6 +234,7 @@ class Step:
                 min(self._window.micro, self._window.accumulate),
                 self._window.accumulate,
             )
+        self._strategy.abandon()
         self._turn.take()
         self._gradients.clear()
         self._scaler.abandon()

@@ -211,7 +211,7 @@ class Trainer(Reading, Checkpointing):
         self._step.begin(opened=self._window.micro > 0)
 
     def _compose(self) -> None:
-        self._watch = Watch(self.model, self.optimizer)
+        self._watch = Watch(self.model, self.optimizer, self._plan.strategy.rest)
         self._step = Step(self._plan, scaler=self.scaler, window=self._window, clip=self._clip)
 
     def _follow(self) -> None:

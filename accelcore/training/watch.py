@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 
 from torch import Tensor, nn
@@ -30,10 +31,15 @@ register_module_parameter_registration_hook(_note)
 
 
 class Watch:
-    """What is trained, as it was when this was made."""
+    """What is trained, as it was when this was made.
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+    Args:
+        model, optimizer: as the trainer has prepared them.
+        rest: sees that the model has the parameters that are trained, and nothing gathered of them.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None] = lambda: None) -> None:
+        self._model, self._optimizer, self._rest = model, optimizer, rest
         self._registrations = _registrations[0]
         self._members = _members(optimizer)
         self._held = _held(optimizer)
@@ -75,6 +81,7 @@ class Watch:
 
     def check(self) -> None:
         """Raise TrainingError where the model's parameters are not those that its trainer was made for."""
+        self._rest()
         now = dict(self._model.named_parameters())
         gone = [name for name, parameter in self._of_model.items() if now.get(name) is not parameter]
         held = _held(self._optimizer)

@@ -24,6 +24,7 @@ CASES = {
     "ddp flat": {"parallel": "ddp", "flat": True},
     "combine": {"parallel": "combine_ddp", "flat": False},
     "combine flat": {"parallel": "combine_ddp", "flat": True},
+    "fsdp": {"parallel": "fsdp"},
     "combine bf16": {"parallel": "combine_ddp", "comm_dtype": "bfloat16"},
 }
 LR, DECAY = 0.1, 0.5
@@ -67,7 +68,11 @@ def make(accel, options, *, seed=0, **more):
 
 
 def state(model):
-    return {name: value.double().flatten().tolist() for name, value in model.state_dict().items()}
+    return {name: whole(value).double().flatten().tolist() for name, value in model.state_dict().items()}
+
+
+def whole(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def used(rank: int, number: int) -> bool:
@@ -151,7 +156,7 @@ def masters(accel, rank, options):
         if number % 10 == 0:  # the trainer is prepared anew, and the masters stay exact
             model.bias.requires_grad_(not model.bias.requires_grad)
         trainer(torch.ones(1, 4, dtype=torch.bfloat16))
-    return model.weight.double().flatten().tolist()
+    return whole(model.state_dict()["weight"]).double().flatten().tolist()
 
 
 class Wide(nn.Module):
@@ -279,8 +284,8 @@ def main() -> None:
             "changes": changes(accel, job.rank, options),
             "masters": masters(accel, job.rank, options),
             "shared_batch": shared_batch(accel, job.rank, options),
-            "checkpoints": checkpoints(accel, job.rank, options, folder),
-            "large": large(accel, job.rank, options),
+            "checkpoints": {} if "fsdp" in case else checkpoints(accel, job.rank, options, folder),
+            "large": None if "fsdp" in case else large(accel, job.rank, options),
             "failures": failures(accel, job.rank, options),
         }
         (folder / f"{job.rank}.json").write_text(json.dumps(found))

@@ -47,7 +47,9 @@ class Cast:
         policy = plan.policy
         if policy.model_dtype is not None:
             dtype = getattr(torch, policy.model_dtype)
-            hold(plan.model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32)
+            # Shards stay exact: they are the masters, and low precision is what they are gathered in.
+            whole = not (plan.strategy.shards and policy.masters)
+            hold(plan.model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32, parameters=whole)
             if dtype in LOW:
                 self._drop(self._state_dict)
                 self._state_dict = FP32StateDict(plan.model)  # anew, because the model may have new parts

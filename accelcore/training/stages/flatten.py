@@ -12,6 +12,7 @@ from accelcore.training.gradients import Flat, Gradients, PerTensor
 from accelcore.training.masters import Masters
 from accelcore.training.plan import Plan
 from accelcore.training.policy import LOW
+from accelcore.training.shards import Shards
 
 __all__ = ["Flatten"]
 
@@ -26,19 +27,25 @@ class Flatten:
     """Finds the slots, lays them flat where that was asked for or is faster, and gives them fp32 masters."""
 
     def check(self, plan: Plan) -> None:
-        flat, reason = plan.options["flat"], unfit(_trained(plan))
+        flat, reason = plan.options["flat"], _unfit(plan)
         if flat not in (True, False, None):
             raise ConfigurationError(f"flat={flat!r} is neither yes nor no", available="True, False, or None to choose")
         if flat and reason is not None:
             raise ConfigurationError(f"flat=True cannot be done: {reason}", remedy="leave flat out")
         if isinstance(plan.optimizer, Optimizer):  # refuses now what no route can update
-            plan.optimizer.route_for(_dtypes(plan), flat=flat is not False and reason is None)
+            plan.optimizer.route_for(
+                _dtypes(plan), flat=flat is not False and reason is None, sharded=plan.strategy.shards
+            )
 
     def apply(self, plan: Plan) -> None:
         plan.gradients.follow()
         slots = _slots(plan)
         together = plan.optimizer.together if isinstance(plan.optimizer, Optimizer) else ()
-        gradients: Gradients = Flat(slots, together) if slots and _lies_flat(plan) else PerTensor(slots)
+        gradients: Gradients
+        if plan.strategy.shards:
+            gradients = Shards(slots, plain=isinstance(plan.optimizer, Optimizer))
+        else:
+            gradients = Flat(slots, together) if slots and _lies_flat(plan) else PerTensor(slots)
         if plan.policy.masters and any(slot.parameter.dtype in LOW for slot in slots):
             gradients = Masters(gradients, plan.gradients)
         plan.gradients = gradients
@@ -46,6 +53,11 @@ class Flatten:
 
 def _trained(plan: Plan) -> list[Tensor]:
     return [parameter for parameters in plan.groups() for parameter in parameters if parameter.requires_grad]
+
+
+def _unfit(plan: Plan) -> str | None:
+    """Why what is trained cannot lie flat; None where it can."""
+    return "each rank has shards of the parameters" if plan.strategy.shards else unfit(_trained(plan))
 
 
 def _slots(plan: Plan) -> list[Slot]:

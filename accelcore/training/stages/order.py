@@ -13,10 +13,11 @@ from accelcore.training.stages.flatten import Flatten
 from accelcore.training.stages.observe import Observe
 from accelcore.training.stages.place import Place
 from accelcore.training.stages.replicate import Replicate
+from accelcore.training.stages.shard import Shard
 
 __all__ = ["Preparation"]
 
-_ORDER = (Place, Cast, Flatten, Bind, Replicate, Observe, Compile, Capture)
+_ORDER = (Place, Cast, Shard, Flatten, Bind, Replicate, Observe, Compile, Capture)
 
 
 class Preparation:
@@ -30,6 +31,7 @@ class Preparation:
 
     def repeat(self) -> None:
         """Take it through once more, because other parameters are trained now."""
+        self._plan.strategy.rest()
         self._check()
         self._apply(self._stages)
 

@@ -31,6 +31,8 @@ class Place:
             )
 
     def apply(self, plan: Plan) -> None:
+        if plan.strategy.shards:  # moved part by part when it is divided: the device need not hold all of it
+            return
         plan.model.to(plan.backend.device)
         optimizer = plan.optimizer
         if not isinstance(optimizer, Optimizer) and _has_state_elsewhere(optimizer, plan.backend.device):

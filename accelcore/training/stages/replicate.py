@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from accelcore.training.plan import Plan
-from accelcore.training.strategies.choose import create_strategy
 
 __all__ = ["Replicate"]
 
@@ -12,8 +11,7 @@ class Replicate:
     """Lets the strategy put what it needs around the model."""
 
     def check(self, plan: Plan) -> None:
-        plan.strategy = create_strategy(plan.backend, plan.options)
-        plan.strategy.check(plan.model)
+        pass  # the strategy was checked when it was chosen
 
     def apply(self, plan: Plan) -> None:
         plan.forward = plan.strategy.replicate(plan.model, plan.gradients)

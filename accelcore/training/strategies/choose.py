@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from accelcore.environment import read_launch
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.roles.composition import Roles
 from accelcore.training.options import TrainerOptions
+from accelcore.training.sharding import FSDP
 from accelcore.training.strategies.alone import Alone
 from accelcore.training.strategies.combine import CombineDDP
 from accelcore.training.strategies.ddp import DDP
+from accelcore.training.strategies.fsdp import FullySharded
 from accelcore.training.strategies.strategy import Strategy
 
 __all__ = ["create_strategy"]
 
 _NONE = "none"
-_STRATEGIES: dict[str, Callable[[Roles, TrainerOptions], Strategy]] = {"ddp": DDP, "combine_ddp": CombineDDP}
+_STRATEGIES: dict[str, Callable[[Roles, TrainerOptions], Strategy]] = {
+    "ddp": DDP,
+    "combine_ddp": CombineDDP,
+    "fsdp": partial(FullySharded, sharding=FSDP()),
+    "zero2": partial(FullySharded, sharding=FSDP(reshard_after_forward=False)),
+    "zero3": partial(FullySharded, sharding=FSDP()),
+}
+_TAKES_COMM_DTYPE = ("combine_ddp", "fsdp", "zero2", "zero3")
 
 
 def create_strategy(backend: Roles, options: TrainerOptions) -> Strategy:
@@ -27,7 +37,8 @@ def create_strategy(backend: Roles, options: TrainerOptions) -> Strategy:
         ConfigurationError: `"none"` in a job of several ranks; an option that is another strategy's.
         DistributedError: a launcher started several ranks, and they have not met.
     """
-    name, declared = options["parallel"], backend.capabilities.parallel
+    asked, declared = options["parallel"], backend.capabilities.parallel
+    name = "fsdp" if isinstance(asked, FSDP) else asked
     world_size = backend.collectives.world_size
     known = [_NONE, *_STRATEGIES]
     offered = [strategy for strategy in known if strategy in declared or world_size == 1]
@@ -38,9 +49,10 @@ def create_strategy(backend: Roles, options: TrainerOptions) -> Strategy:
             available=", ".join(f"parallel={strategy!r}" for strategy in offered),
             remedy="choose one of those, or leave parallel out for a job of one process",
         )
-    if options["comm_dtype"] is not None and name != "combine_ddp":
+    if options["comm_dtype"] is not None and name not in _TAKES_COMM_DTYPE:
         raise ConfigurationError(
-            f"comm_dtype={options['comm_dtype']!r} with parallel={name!r}", remedy='it is for parallel="combine_ddp"'
+            f"comm_dtype={options['comm_dtype']!r} with parallel={name!r}",
+            remedy=f"it is for parallel={' or '.join(map(repr, _TAKES_COMM_DTYPE))}",
         )
     if world_size == 1:
         launch = read_launch()
@@ -59,4 +71,4 @@ def create_strategy(backend: Roles, options: TrainerOptions) -> Strategy:
             available=", ".join(f'parallel="{strategy}"' for strategy in offered if strategy != _NONE),
             remedy="say which, or leave accel.distributed() out to run independent processes",
         )
-    return _STRATEGIES[name](backend, options)
+    return FullySharded(backend, options, asked) if isinstance(asked, FSDP) else _STRATEGIES[name](backend, options)

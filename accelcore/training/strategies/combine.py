@@ -15,9 +15,10 @@ from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.strategies.strategy import Strategy
 
-__all__ = ["CombineDDP", "add_up", "share_buffers"]
+__all__ = ["COMM_DTYPES", "CombineDDP", "add_up", "broadcast", "share_buffers"]
 
-_DTYPES = ("float32", "bfloat16", "float16")
+COMM_DTYPES = ("float32", "bfloat16", "float16")
+"""What gradients can be exchanged in."""
 
 
 class CombineDDP(Strategy):
@@ -31,15 +32,15 @@ class CombineDDP(Strategy):
         super().__init__(backend, options)
         self.divisor = backend.collectives.world_size
         name = options["comm_dtype"]
-        if name is not None and name not in _DTYPES:
+        if name is not None and name not in COMM_DTYPES:
             raise ConfigurationError(
-                f"comm_dtype={name!r} is no dtype to add gradients in", available=", ".join(_DTYPES)
+                f"comm_dtype={name!r} is no dtype to add gradients in", available=", ".join(COMM_DTYPES)
             )
         self._comm_dtype: torch.dtype | None = None if name is None else getattr(torch, name)
 
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
         self._model = model
-        _broadcast(self._collectives, [*model.parameters(), *model.buffers()])
+        broadcast(self._collectives, [*model.parameters(), *model.buffers()])
         return model
 
     def reduce(self, gradients: Gradients, *, exchanged: bool) -> None:
@@ -68,12 +69,12 @@ def add_up(
 
 def share_buffers(collectives: Collectives, model: nn.Module) -> None:
     """Give all ranks the buffers of rank 0."""
-    _broadcast(collectives, list(model.buffers()))
+    broadcast(collectives, list(model.buffers()))
 
 
 @torch.no_grad()
-def _broadcast(collectives: Collectives, tensors: list[Tensor]) -> None:
-    """Tensors of any dtype, at once, as bytes."""
+def broadcast(collectives: Collectives, tensors: list[Tensor]) -> None:
+    """Give all ranks these tensors of rank 0, of any dtype, at once, as bytes."""
     tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
     if not tensors:
         return

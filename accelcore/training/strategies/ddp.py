@@ -14,6 +14,7 @@ from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.roles.composition import Roles
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
+from accelcore.training.policy import Policy
 from accelcore.training.strategies.combine import add_up, share_buffers
 from accelcore.training.strategies.strategy import Strategy
 
@@ -38,7 +39,7 @@ class DDP(Strategy):
         self._arrived: list[Tensor] = []
         self._ran = [False]
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, policy: Policy) -> None:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigurationError("the model has no parameter to train", remedy="look for requires_grad_(False)")
 
@@ -72,7 +73,9 @@ class DDP(Strategy):
         self._ran[0] = False
         self._arrived.clear()
 
-    def exchange(self) -> None:
+    def exchange(self, *, last: bool) -> None:
+        if not last:
+            return
         arrived = set(map(id, self._arrived))
         received = self._module.received
         self._had = [parameter.grad is not None for parameter in self._parameters]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from accelcore.roles.composition import Roles
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
+from accelcore.training.policy import Policy
 
 __all__ = ["Strategy"]
 
@@ -32,11 +33,23 @@ class Strategy(ABC):
     divisor: int = 1
     """What backward divides gradients by, so that their sum over ranks is their mean."""
 
+    shards: bool = False
+    """Whether the model is divided among the ranks."""
+
     def __init__(self, backend: Roles, options: TrainerOptions) -> None:
         self._collectives = backend.collectives
 
-    def check(self, model: nn.Module) -> None:  # noqa: B027  # most can train any model
-        """Raise ConfigurationError for a model that this strategy cannot train; changes nothing."""
+    def check(self, model: nn.Module, policy: Policy) -> None:  # noqa: B027  # most can train any model
+        """Raise ConfigurationError for what this strategy cannot train; changes nothing."""
+
+    def shard(self, model: nn.Module, policy: Policy) -> None:  # noqa: B027  # most leave it whole
+        """Divide the model among the ranks, where this strategy does so (`shards`): as it is on rank 0.
+
+        Parameters are replaced by their shards, which are on the device, and exact where the policy has masters.
+        """
+
+    def rest(self) -> None:  # noqa: B027
+        """Between two steps: have the parameters in the model that are trained, and nothing gathered of them."""
 
     @abstractmethod
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
@@ -48,8 +61,11 @@ class Strategy(ABC):
     def before_backward(self) -> None:  # noqa: B027
         """Raise TrainingError where these gradients would stay on this rank."""
 
-    def exchange(self) -> None:  # noqa: B027
-        """After the last backward pass of a window: exchange what was not exchanged meanwhile."""
+    def exchange(self, *, last: bool) -> None:  # noqa: B027
+        """After a backward pass, the `last` of a window or not: exchange what was not exchanged meanwhile."""
+
+    def abandon(self) -> None:  # noqa: B027
+        """A step failed: be ready for the next window."""
 
     @abstractmethod
     def reduce(self, gradients: Gradients, *, exchanged: bool) -> None:

@@ -12,9 +12,9 @@ from lies.lie import LIES, declaring, lie, replaced
 from lies.optimizers import adam_for_adamw, registry
 
 
-@lie("TestTraining.test_parallel", says="parallel='fsdp' does not exist here", parallel="fsdp")
+@lie("TestBackend.test_declaration_is_readable", says="parallel declares sharding")
 def strategy_that_does_not_exist(backend):
-    return declaring(backend, parallel=("none", "ddp", "fsdp"))
+    return declaring(backend, parallel=("none", "ddp", "sharding"))
 
 
 class _NeverAlone(Backend):
@@ -101,6 +101,21 @@ LIES["combined_strategy_that_does_nothing"] = dataclasses.replace(
     told_by="strategy_that_does_nothing",
 )
 strategy_that_does_nothing.told_by = "strategy_that_does_nothing"
+
+
+class _Whole(Backend):
+    """Calls it sharding, and leaves each rank the whole model."""
+
+    def trainer(self, model, optimizer, **options):
+        return super().trainer(model, optimizer, **{**options, "parallel": "ddp"})
+
+
+@lie("TestParallel.test_a_rank_holds_its_share", says="elements the ranks hold", strategy="fsdp")
+def sharding_that_divides_nothing(backend):
+    return _Whole(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
+
+
+sharding_that_divides_nothing.told_by = "sharding_that_divides_nothing"
 
 
 class _ForgetsBytes(TorchCollectives):

@@ -1,0 +1,52 @@
+"""Shard: the ranks of a job divide the model among themselves, where their strategy does that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from accelcore.optim.optimizer import Optimizer
+from accelcore.optim.shards import as_shard, shard_of
+from accelcore.training.plan import Plan
+from accelcore.training.strategies.choose import create_strategy
+
+__all__ = ["Shard"]
+
+
+class Shard:
+    """Chooses the strategy, and lets the optimizer train shards in place of the parameters they were cut from."""
+
+    def check(self, plan: Plan) -> None:
+        plan.strategy = create_strategy(plan.backend, plan.options)
+        plan.strategy.check(plan.model, plan.policy)
+
+    def apply(self, plan: Plan) -> None:
+        before = dict(plan.model.named_parameters())
+        plan.strategy.shard(plan.model, plan.policy)
+        after = dict(plan.model.named_parameters())
+        others: dict[Tensor, Tensor] = {own: after[name] for name, own in before.items() if after[name] is not own}
+        if others:
+            _exchange(plan.optimizer, others)
+
+
+def _exchange(optimizer: Any, others: dict[Tensor, Tensor]) -> None:
+    """Let an optimizer train other parameters in place of those it has, and take its state along."""
+    entries = {
+        others.get(held, held): {key: _cut(value, others[held]) for key, value in entry.items()}
+        for held, entry in optimizer.state.items()
+        if held in others
+    }
+    if isinstance(optimizer, Optimizer):
+        optimizer.exchange(others, entries)
+        return
+    for group in optimizer.param_groups:
+        group["params"] = [others.get(held, held) for held in group["params"]]
+    for held in others:
+        optimizer.state.pop(held, None)
+    optimizer.state.update(entries)
+
+
+def _cut(value: Any, parameter: Tensor) -> Any:
+    divided = isinstance(value, Tensor) and value.dim() > 0
+    return as_shard(shard_of(value, parameter), parameter) if divided else value

@@ -1,0 +1,302 @@
+"""One rank of a job that trains divided models: `fsdp_ranks.py FOLDER`. Each writes what it found to FOLDER/RANK.pt."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import accelcore
+from accelcore import FSDP, Policy
+
+LR, STEPS = 0.05, 3
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.outer = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.outer(torch.nn.functional.gelu(self.inner(self.norm(x))))
+
+
+class Transformer(nn.Module):
+    """Embedding and head share one weight, of a number of rows that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 6)
+        self.blocks = nn.ModuleList(Block(6) for _ in range(3))
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class Convolutions(nn.Module):
+    """A residual network with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 5, 3, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(5) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Conv2d(5, 5, 3, padding=1) for _ in range(2))
+        self.head = nn.Linear(5, 13)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + torch.relu(norm(layer(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class Partly(nn.Module):
+    """One part is frozen, one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.unused = nn.Linear(6, 6), nn.Linear(3, 3)
+        self.blocks = nn.ModuleList(Block(6) for _ in range(2))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.frozen(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+MODELS = {"transformer": Transformer, "convolutions": Convolutions, "partly": Partly}
+GROUPS = {"transformer": Block, "convolutions": (nn.BatchNorm2d, nn.Conv2d), "partly": Block}
+
+
+def made(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return MODELS[name]()
+
+
+def batch_of(name: str, rank: int, number: int):
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    if name == "transformer":
+        return torch.randint(13, (4, 5), generator=generator)
+    if name == "convolutions":
+        return torch.randn(6, 1, 5, 5, generator=generator)
+    return torch.randn(4, 6, generator=generator)
+
+
+def loss_of(model, batch):
+    out = model(batch)
+    if batch.dtype == torch.int64:
+        return cross_entropy(out.flatten(0, -2).float(), batch.flatten())
+    return mse_loss(out.float(), torch.ones_like(out, dtype=torch.float32))
+
+
+def state(model):
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().double().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def run(name, rank, train, *, steps=STEPS, accumulate=1):
+    for number in range(steps * accumulate):
+        train(batch_of(name, rank, number))
+
+
+def by_hand(name, rank, wrap, *, accumulate=1, clip=None, policy=None):
+    """A loop with fully_shard as one writes it."""
+    model = made(name)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    options = {"mp_policy": policy} if policy else {}
+    for part in [part for part in model.modules() if isinstance(part, wrap)]:
+        fully_shard(part, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3)
+    for number in range(STEPS * accumulate):
+        (loss_of(model, batch_of(name, rank, number)) / accumulate).backward()
+        if (number + 1) % accumulate == 0:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return state(model)
+
+
+def replicated(name, rank):
+    """A loop with DistributedDataParallel as one writes it."""
+    model = made(name)
+    replica = DistributedDataParallel(model, find_unused_parameters=name == "partly")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(replica, batch_of(name, rank, number)).backward()
+        optimizer.step()
+    return state(model)
+
+
+def trained(accel, name, *, parallel="fsdp", optimizer="ours", seed=None, accumulate=1, model=None, **options):
+    """The optimizer is made first; ranks start from other weights, which they must not keep."""
+    rank = accel.collectives.rank
+    model = model or made(name, rank if seed is None else seed)
+    make = {
+        "ours": lambda: accel.optimizers.create("adamw", model.parameters(), lr=LR, eps=1e-3),
+        "torch": lambda: torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3),
+        "fused": lambda: torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3, fused=True),
+    }[optimizer]
+    trainer = accel.trainer(model, make(), loss=loss_of, parallel=parallel, accumulate=accumulate, **options)
+    run(name, rank, trainer, accumulate=accumulate)
+    return trainer
+
+
+def equal(accel, rank):
+    """Every model, with both kinds of optimizers, and what torch makes of it by hand."""
+    found = {}
+    for name in MODELS:
+        wrap = FSDP(wrap=GROUPS[name])
+        found[name] = {
+            "start": {key: value.double() for key, value in made(name).state_dict().items()},
+            "by hand": by_hand(name, rank, GROUPS[name]),
+            "replicated": replicated(name, rank),
+            "ours": state(trained(accel, name, parallel=wrap).model),
+            "torch": state(trained(accel, name, parallel=wrap, optimizer="torch").model),
+            "fused": state(trained(accel, name, parallel=wrap, optimizer="fused").model),
+            **{word: state(trained(accel, name, parallel=word).model) for word in ("fsdp", "zero2", "zero3")},
+            "offloaded": state(trained(accel, name, parallel=FSDP(cpu_offload=True)).model),
+        }
+    return found
+
+
+def options(accel, rank):
+    low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    bf16 = {"precision": Policy(model_dtype="bfloat16")}
+    given = trained(accel, "transformer", model=made("transformer").bfloat16()).model
+    return {
+        "accumulated by hand": by_hand("transformer", rank, Block, accumulate=2, clip=0.1),
+        "accumulated": state(trained(accel, "transformer", accumulate=2, clip_norm=0.1).model),
+        "accumulated torch": state(trained(accel, "transformer", accumulate=2, clip_norm=0.1, optimizer="torch").model),
+        "scaled": state(trained(accel, "transformer", accumulate=2, clip_norm=0.1, loss_scale="dynamic").model),
+        "bf16 by hand": by_hand("transformer", rank, Block, policy=low),
+        "bf16": state(trained(accel, "transformer", seed=0, **bf16).model),
+        "given in bf16": {str(parameter.dtype) for parameter in given.parameters()},
+        "autocast": state(trained(accel, "transformer", precision="bf16").model),
+        "autocast ddp": state(trained(accel, "transformer", precision="bf16", parallel="ddp").model),
+        "O1": state(trained(accel, "transformer", precision="O1").model),
+        "O1 ddp": state(trained(accel, "transformer", precision="O1", parallel="ddp").model),
+    }
+
+
+def groups(accel, rank):
+    """What is a group, how much of it a rank holds, and what there is after an evaluation."""
+    found = {}
+    for name, parallel in (
+        ("list", "fsdp"),
+        ("type", FSDP(wrap=nn.LayerNorm)),
+        ("function", FSDP(wrap=lambda module: isinstance(module, Block))),
+        ("tied", FSDP(wrap=(nn.Embedding, Block))),
+    ):
+        trainer = trained(accel, "transformer", parallel=parallel)
+        found[name] = [key for key, part in trainer.model.named_modules() if isinstance(part, FSDPModule)]
+    model = trainer.model
+    parameters = list(model.parameters())
+    found["elements"] = [sum(p.numel() for p in parameters), sum(p.to_local().numel() for p in parameters)]
+    with torch.no_grad():
+        out = trainer.forward(batch_of("transformer", 0, 0))
+    found["evaluated"] = out
+    found["kinds"] = Counter(type(p.data).__name__ for p in model.parameters())
+    entry = trainer.optimizer.state[next(model.parameters())]
+    found["moment"] = [tuple(entry["exp_avg"].shape), tuple(entry["exp_avg"].to_local().shape)]
+    found["route"] = trainer.optimizer.route
+    return found
+
+
+def refused(accel, rank):
+    """What is refused says why, and leaves model and optimizer as they were."""
+    found = {}
+    cases = {
+        "flat": ({"flat": True}, None, "adamw"),
+        "graph": ({"graph": True}, None, "adamw"),
+        "lamb": ({}, None, "lamb"),
+        "bertadam": ({}, None, "bertadam"),
+        "offload": ({"parallel": FSDP(cpu_offload=True), "loss_scale": "dynamic"}, None, "adamw"),
+        "wrap": ({"parallel": FSDP(wrap=nn.LSTM)}, None, "adamw"),
+        "scalar": ({}, lambda model: model.register_parameter("scale", nn.Parameter(torch.ones(()))), "adamw"),
+        "dtypes": ({}, lambda model: model.blocks[0].double(), "adamw"),
+        "sparse": ({}, lambda model: setattr(model.embedding, "sparse", True), "adamw"),
+        "comm_dtype": ({"comm_dtype": "int8"}, None, "adamw"),
+    }
+    for name, (options, change, optimizer) in cases.items():
+        model = made("transformer")
+        if change:
+            change(model)
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        made_first = accel.optimizers.create(optimizer, model.parameters(), lr=LR)
+        held = list(model.parameters())
+        try:
+            accel.trainer(model, made_first, loss=loss_of, **{"parallel": "fsdp", **options})
+            found[name] = "not refused"
+        except accelcore.AccelError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        now = list(model.parameters())
+        same = all(a is b for a, b in zip(held, now, strict=True)) and type(model) is Transformer
+        same = same and all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+        params = [parameter for group in made_first.param_groups for parameter in group["params"]]
+        found[name + " unchanged"] = same and all(a is b for a, b in zip(params, held, strict=True))
+    return found
+
+
+def again(accel, rank):
+    """State that an optimizer had before; a second trainer of a model that is divided; one that the user divided."""
+    found = {}
+    model = made("partly")
+    for kind in ("ours", "torch"):
+        model = made("partly")
+        make = accel.optimizers.create if kind == "ours" else lambda name, *a, **k: torch.optim.AdamW(*a, **k)
+        optimizer = make("adamw", model.parameters(), lr=LR, eps=1e-3)
+        loss_of(model, batch_of("partly", 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trainer = accel.trainer(model, optimizer, loss=loss_of, parallel="fsdp")
+        run("partly", rank, trainer)
+        found[kind] = state(model)
+    second = accel.trainer(model, torch.optim.SGD(model.parameters(), lr=LR), loss=loss_of, parallel="fsdp")
+    run("partly", rank, second)
+    found["second"] = state(model)
+    own = made("partly")
+    fully_shard(own.blocks[0], mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+    fully_shard(own, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+    found["own"] = state(trained(accel, "partly", model=own).model)
+    found["theirs"] = state(trained(accel, "partly").model)
+    return found
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    accel = accelcore.select("cpu")
+    with accel.distributed() as job:
+        found = {
+            "equal": equal(accel, job.rank),
+            "options": options(accel, job.rank),
+            "groups": groups(accel, job.rank),
+            "refused": refused(accel, job.rank),
+            "again": again(accel, job.rank),
+        }
+        torch.save(found, folder / f"{job.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

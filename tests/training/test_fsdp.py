@@ -1,0 +1,144 @@
+"""Models that the ranks divide among themselves, against loops written by hand with torch's own engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.fsdp_ranks import LR, STEPS, batch_of, loss_of, made
+
+RANKS = Path(__file__).with_name("fsdp_ranks.py")
+MODELS = ("transformer", "convolutions", "partly")
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def job(request, fork_ranks, tmp_path_factory):
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("job")
+    ended = [rank.finish(300) for rank in fork_ranks(RANKS, folder, size=request.param)]
+    assert [rank.returncode for rank in ended] == [0] * request.param, "\n".join(rank.stderr for rank in ended)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(request.param)]
+
+
+def close(found, expected, **tolerance):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_weights_are_those_of_the_loop_by_hand(job, name):
+    for rank in job:
+        found = rank["equal"][name]
+        moved = [key for key, value in found["start"].items() if not torch.equal(value, found["ours"][key])]
+        assert len(moved) >= len(found["start"]) // 2, "it trained nothing"
+        # Without statistics of a batch every way gives one result; those of rank 0 are everybody's here, not by hand.
+        expected = {key: value for key, value in found["by hand"].items() if "running" not in key}
+        for way in ("ours", "torch", "fused", "fsdp", "zero2", "zero3", "offloaded"):
+            weights = {key: value for key, value in found[way].items() if "running" not in key}
+            close(weights, expected, rtol=1e-5, atol=1e-6)
+            assert all(torch.equal(value, job[0]["equal"][name][way][key]) for key, value in found[way].items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_weights_are_those_of_ddp(job, name):
+    for rank in job:
+        found = rank["equal"][name]
+        expected = {key: value for key, value in found["replicated"].items() if "running" not in key}
+        weights = {key: value for key, value in found["ours"].items() if "running" not in key}
+        close(weights, expected, rtol=1e-4, atol=1e-5)
+    first = job[0]["equal"][name]
+    close(first["ours"], first["replicated"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_part_that_nobody_uses_is_not_decayed_and_a_frozen_one_stays(job):
+    found = job[0]["equal"]["partly"]
+    for key in ("unused.weight", "frozen.weight"):
+        assert torch.equal(found["ours"][key], found["start"][key])
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        ("accumulated", "accumulated by hand"),
+        ("accumulated torch", "accumulated by hand"),
+        ("scaled", "accumulated by hand"),
+        ("bf16", "bf16 by hand"),
+        ("autocast", "autocast ddp"),
+        ("O1", "O1 ddp"),
+    ],
+)
+def test_options_mean_what_they_mean_elsewhere(job, ours, expected):
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if "hand" in expected else {"rtol": 2e-2, "atol": 2e-2}
+    for rank in job:
+        close(rank["options"][ours], rank["options"][expected], **tolerance)
+
+
+def test_shards_of_a_model_in_low_precision_are_its_masters(job):
+    assert job[0]["options"]["given in bf16"] == {"torch.float32"}
+
+
+def test_groups_are_what_was_chosen_and_a_tied_weight_stays_with_the_model(job):
+    found = job[0]["groups"]
+    blocks = [f"blocks.{number}" for number in range(3)]
+    assert found["list"] == ["", *blocks]
+    assert found["type"] == ["", *(f"{block}.norm" for block in blocks)]
+    assert found["function"] == found["tied"] == ["", *blocks]
+
+
+def test_each_rank_holds_its_share_and_trains_plain_tensors(job):
+    whole = job[0]["groups"]["elements"][0]
+    own = [rank["groups"]["elements"][1] for rank in job]
+    assert sum(own) == whole
+    assert max(own) < 2 * whole / len(job)
+    for rank in job:
+        assert set(rank["groups"]["kinds"]) == {"DTensor"}, "an evaluation left something gathered"
+        assert torch.equal(rank["groups"]["evaluated"], job[0]["groups"]["evaluated"])
+        assert rank["groups"]["moment"][0] == (13, 6)
+        assert rank["groups"]["moment"][1] != (13, 6)
+        assert rank["groups"]["route"] in ("native", "fused")
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("flat", "each rank has shards"),
+        ("graph", "graph"),
+        ("lamb", "it looks at each parameter as a whole"),
+        ("bertadam", "it looks at each parameter as a whole"),
+        ("offload", "cpu_offload=True with a loss scale"),
+        ("wrap", "LayerNorm"),
+        ("scalar", "'scale' cannot be divided among ranks: it is a scalar"),
+        ("dtypes", "several dtypes"),
+        ("sparse", "sparse"),
+        ("comm_dtype", "'int8'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_changed(job, case, says):
+    for rank in job:
+        assert says in rank["refused"][case]
+        assert rank["refused"][f"{case} unchanged"]
+
+
+def test_state_that_the_optimizer_had_goes_on(job):
+    for rank in job:
+        close(rank["again"]["ours"], rank["again"]["torch"], rtol=1e-5, atol=1e-6)
+        first, second = rank["again"]["torch"], rank["again"]["second"]
+        assert not all(torch.equal(second[key], value) for key, value in first.items())
+        close(rank["again"]["own"], rank["again"]["theirs"], rtol=1e-6, atol=1e-7)
+
+
+def test_state_that_the_optimizer_had_is_that_of_a_loop_on_one_process(job):
+    model = made("partly")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3)
+    loss_of(model, batch_of("partly", 0, 0)).backward()
+    optimizer.step()
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(len(job)):
+            (loss_of(model, batch_of("partly", rank, number)) / len(job)).backward()
+        optimizer.step()
+    expected = {name: value.double() for name, value in model.state_dict().items()}
+    close(job[0]["again"]["ours"], expected, rtol=1e-4, atol=1e-5)
