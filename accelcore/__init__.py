@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from accelcore.probe import Probe
     from accelcore.roles.loss_scale import LossScale
     from accelcore.selection import installed, select
+    from accelcore.training.activations import Recompute
     from accelcore.training.observers import Observer
     from accelcore.training.policy import Policy
     from accelcore.training.sharding import FSDP
@@ -58,6 +59,7 @@ __all__ = [
     "PluginError",
     "Policy",
     "Probe",
+    "Recompute",
     "Trainer",
     "TrainingError",
     "UnknownBackendError",
@@ -78,6 +80,7 @@ _HOMES = {
     "Observer": "training.observers",
     "Policy": "training.policy",
     "Probe": "probe",
+    "Recompute": "training.activations",
     "Trainer": "training.trainer",
     "hookimpl": "hookspecs",
     "installed": "selection",

@@ -11,6 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.errors import ConfigurationError
 from accelcore.roles.scaler import LossScale
+from accelcore.training.activations import Recompute
+from accelcore.training.modules import Parts
 from accelcore.training.observers import Observer
 from accelcore.training.policy import Policy
 from accelcore.training.sharding import FSDP
@@ -44,6 +46,12 @@ class TrainerOptions(TypedDict, total=False):
             `"none"`, unless a launcher started several ranks; then it has to be said.
         comm_dtype: dtype in which `"combine_ddp"` and `"fsdp"` add up gradients over ranks, by torch's name; None for
             their own, and for fp32 where low precision is computed in that has fp32 shards.
+        checkpoint: the parts of the model that keep only what they were given, and are computed anew in backward: the
+            modules of a type, or of a tuple of types, or those for which a function returns True;
+            `Recompute(parts, save=[...])` also keeps the results of some operators. Random numbers and running
+            statistics are those of the first time.
+        offload: the parts whose activations wait for their backward pass in pinned memory of the host, chosen
+            likewise; for a part that is in both, that is what it was given.
         flat: whether parameters and gradients are laid into one piece of memory each; None: where that is faster.
         compile: True, or options for the compiler.
         graph: capture whole steps and launch each as one, which pays where a step is many short operators. For
@@ -63,6 +71,8 @@ class TrainerOptions(TypedDict, total=False):
     clip_norm: float | None
     parallel: str | FSDP | None
     comm_dtype: str | None
+    checkpoint: Parts | Recompute | None
+    offload: Parts | None
     flat: bool | None
     compile: bool | Mapping[str, Any]
     graph: bool
@@ -80,6 +90,8 @@ DEFAULTS: TrainerOptions = {
     "clip_norm": None,
     "parallel": None,
     "comm_dtype": None,
+    "checkpoint": None,
+    "offload": None,
     "flat": None,
     "compile": False,
     "graph": False,

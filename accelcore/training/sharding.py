@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
-
 from accelcore.errors import ConfigurationError
+from accelcore.training.modules import Parts, check_parts
 
-__all__ = ["FSDP", "Wrap"]
-
-Wrap = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
+__all__ = ["FSDP"]
 
 
 @dataclass(frozen=True)
@@ -32,28 +28,16 @@ class FSDP:
             the host, where the optimizer then works, too.
 
     Raises:
-        ConfigurationError: `wrap` is neither of that.
+        ConfigurationError: `wrap` chooses no modules; another option is neither True nor False.
     """
 
-    wrap: Wrap | None = None
+    wrap: Parts | None = None
     reshard_after_forward: bool = True
     cpu_offload: bool = False
 
     def __post_init__(self) -> None:
-        wrap, kinds = self.wrap, self.wrap if isinstance(self.wrap, tuple) else (self.wrap,)
-        is_types = all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds) and bool(kinds)
-        is_function = callable(wrap) and not isinstance(wrap, type)
-        if not (wrap is None or is_types or is_function):
-            raise ConfigurationError(
-                f"wrap={wrap!r} chooses no modules",
-                available="a type of module, a tuple of types, a function of a module that returns True or False",
-            )
+        if self.wrap is not None:
+            check_parts(self.wrap, "wrap")
         for name in ("reshard_after_forward", "cpu_offload"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r} is neither True nor False")
-
-    def chooses(self, module: nn.Module) -> bool:
-        """Whether a module is one that `wrap` names; False for all where it is None."""
-        if isinstance(self.wrap, type | tuple):
-            return isinstance(module, self.wrap)
-        return self.wrap is not None and bool(self.wrap(module))

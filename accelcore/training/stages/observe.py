@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelcore.errors import ConfigurationError
+from accelcore.training.activations import recomputing
 from accelcore.training.observers import Listeners, Observer
 from accelcore.training.plan import Plan
 
@@ -58,7 +59,8 @@ class _Tell:
         self._listener, self._name = listener, name
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._listener(self._name, output)
+        if not recomputing():
+            self._listener(self._name, output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Tell:
         return self

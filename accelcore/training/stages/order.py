@@ -12,12 +12,13 @@ from accelcore.training.stages.compiled import Compile
 from accelcore.training.stages.flatten import Flatten
 from accelcore.training.stages.observe import Observe
 from accelcore.training.stages.place import Place
+from accelcore.training.stages.recompute import Recomputing
 from accelcore.training.stages.replicate import Replicate
 from accelcore.training.stages.shard import Shard
 
 __all__ = ["Preparation"]
 
-_ORDER = (Place, Cast, Shard, Flatten, Bind, Replicate, Observe, Compile, Capture)
+_ORDER = (Place, Recomputing, Cast, Shard, Flatten, Bind, Replicate, Observe, Compile, Capture)
 
 
 class Preparation:

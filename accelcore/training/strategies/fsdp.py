@@ -13,6 +13,7 @@ from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.shards import is_sharded
 from accelcore.roles.composition import Roles
 from accelcore.training.gradients import Gradients
+from accelcore.training.modules import chosen
 from accelcore.training.options import TrainerOptions
 from accelcore.training.policy import LOW, Policy
 from accelcore.training.sharding import FSDP
@@ -76,12 +77,7 @@ class FullySharded(Strategy):
                 why="the scale is on the device, and the gradients it belongs to are not",
                 remedy='say precision="bf16", which needs no loss scale',
             )
-        _check_dtypes(parameters, policy)
-        if self._sharding.wrap is not None and not _chosen(model, self._sharding):
-            raise ConfigurationError(
-                f"wrap={self._sharding.wrap!r} chooses no module of this model",
-                available=", ".join(sorted({type(module).__name__ for module in model.modules()})),
-            )
+        self._plan_groups(model, policy)
 
     def shard(self, model: nn.Module, policy: Policy) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -229,19 +225,9 @@ def _unfit(parameter: nn.Parameter) -> str | None:
     return None if parameter.is_contiguous() else "not contiguous"
 
 
-def _chosen(model: nn.Module, sharding: FSDP) -> list[nn.Module]:
+def _groups(model: nn.Module, sharding: FSDP) -> list[nn.Module]:
     """The modules that are groups of their own, the outer ones first."""
-    modules = _blocks(model) if sharding.wrap is None else filter(sharding.chooses, model.modules())
-    return [module for module in modules if module is not model and not _shares(model, module)]
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The items of lists of modules, those of the outermost lists; lists themselves are not called."""
-    for child in module.children():
-        if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield child
-        else:
-            yield from _blocks(child)
+    return [module for module in chosen(model, sharding.wrap, "wrap") if not _shares(model, module)]
 
 
 def _shares(model: nn.Module, module: nn.Module) -> bool:

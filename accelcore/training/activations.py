@@ -1,0 +1,156 @@
+"""What a forward pass keeps for the backward pass: less of it, or not on the device.
+
+By torch's own means: `torch.utils.checkpoint` computes a part of the model anew in backward, and
+`torch.autograd.graph.save_on_cpu` lets what is kept wait in the memory of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from accelcore.errors import ConfigurationError
+from accelcore.training.modules import Parts, check_parts
+
+__all__ = ["Keeping", "Recompute", "recomputing"]
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activation checkpointing with a list of operators whose results are kept all the same.
+
+    Attributes:
+        parts: what is computed anew, as for `checkpoint=` in a trainer.
+        save: operators that are not: `[torch.ops.aten.mm.default]` keeps the results of matrix products.
+
+    Raises:
+        ConfigurationError: `parts` chooses no modules; something in `save` is no operator.
+    """
+
+    parts: Parts
+    save: Sequence[torch._ops.OpOverload] = ()
+
+    def __post_init__(self) -> None:
+        check_parts(self.parts, "parts")
+        if strange := [each for each in self.save if not isinstance(each, torch._ops.OpOverload)]:
+            raise ConfigurationError(
+                f"save lists {strange[0]!r}, which is no operator", remedy="name overloads: torch.ops.aten.mm.default"
+            )
+
+
+class Keeping:
+    """How the forward pass of a module keeps what its backward pass needs.
+
+    Args:
+        device: where the module is.
+        recompute: whether it is computed anew, from what it was given; else all is kept.
+        save: operators whose results are kept.
+        offload: whether what is kept waits in pinned memory of the host.
+    """
+
+    def __init__(self, device: torch.device, *, recompute: bool, save: Sequence[Any], offload: bool) -> None:
+        self._recompute, self._offload = recompute, offload
+        # checkpoint looks at positional arguments to find the device whose random state it has to restore.
+        self._anchor = torch.empty(0, device=device)
+        self._options: dict[str, Any] = {"use_reentrant": False}
+        if save:
+            self._options["context_fn"] = partial(create_selective_checkpoint_contexts, list(save))
+
+    def install(self, module: nn.Module) -> None:
+        """Let a module keep it so from now on. As with `fully_shard`, its class becomes one made for that."""
+        if not isinstance(module, _Keeps):
+            module.__class__ = _kind(type(module))
+        module.__dict__[_KEEPING] = self
+
+    def remove(self, module: nn.Module) -> None:
+        """Undo it, where nobody else has taken this one's place."""
+        if module.__dict__.get(_KEEPING) is self:
+            del module.__dict__[_KEEPING]
+            if type(module).__dict__.get(_MADE_FROM) is not None:
+                module.__class__ = type(module).__dict__[_MADE_FROM]
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
+        """Call a module's `forward`."""
+        with _offload(module, self._anchor.device) if self._offload else nullcontext():
+            if not self._recompute:
+                return forward(*args, **named)
+            computed = partial(_computed, module, forward, tuple(named))
+            # All are positional: of others checkpoint saves none.
+            return checkpoint(computed, self._anchor, *args, *named.values(), **self._options)
+
+
+def recomputing() -> bool:
+    """Whether a forward pass runs within a backward pass, to compute something anew."""
+    return torch._C._current_graph_task_id() != -1
+
+
+_KEEPING, _MADE_FROM = "_accelcore_keeping", "_accelcore_made_from"
+
+
+class _Keeps(nn.Module):
+    """Put before the class of a module, whose `forward` it calls."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        keeping = self.__dict__.get(_KEEPING)
+        if keeping is None or not torch.is_grad_enabled():
+            return super().forward(*args, **named)
+        return keeping(self, super().forward, args, named)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy, and what is unpickled, is of the class that the module had."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        made, arguments, state, *rest = reduced
+        kinds = tuple(getattr(kind, _MADE_FROM, kind) if isinstance(kind, type) else kind for kind in arguments)
+        return made, kinds, {name: value for name, value in state.items() if name != _KEEPING}, *rest
+
+
+_kinds: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _kind(base: type[nn.Module]) -> type[nn.Module]:
+    if base not in _kinds:
+        _kinds[base] = type(base.__name__, (_Keeps, base), {"__module__": base.__module__, _MADE_FROM: base})
+    return _kinds[base]
+
+
+def _computed(
+    module: nn.Module, forward: Callable[..., Any], names: tuple[str, ...], anchor: Tensor, *given: Any
+) -> Any:
+    count = len(given) - len(names)
+    with _unchanged(module) if recomputing() else nullcontext():
+        return forward(*given[:count], **dict(zip(names, given[count:], strict=True)))
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Leave buffers, such as running statistics, as the first computation left them."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _offload(module: nn.Module, device: torch.device) -> AbstractContextManager[object]:
+    """`save_on_cpu` of torch, but for parameters: those are there anyway."""
+    inner = save_on_cpu(pin_memory=True, device_type=device.type)
+    held = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def pack(tensor: Tensor) -> Any:
+        stays = tensor.device != device or tensor.untyped_storage().data_ptr() in held
+        return tensor if stays else inner.pack_hook(tensor)
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else inner.unpack_hook(packed)
+
+    return saved_tensors_hooks(pack, unpack)
