@@ -6,6 +6,7 @@ By torch's own means: `torch.utils.checkpoint` computes a part of the model anew
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -60,9 +61,7 @@ class Keeping:
         self._recompute, self._offload = recompute, offload
         # checkpoint looks at positional arguments to find the device whose random state it has to restore.
         self._anchor = torch.empty(0, device=device)
-        self._options: dict[str, Any] = {"use_reentrant": False}
-        if save:
-            self._options["context_fn"] = partial(create_selective_checkpoint_contexts, list(save))
+        self._save = list(save)
 
     def install(self, module: nn.Module) -> None:
         """Let a module keep it so from now on. As with `fully_shard`, its class becomes one made for that."""
@@ -82,9 +81,26 @@ class Keeping:
         with _offload(module, self._anchor.device) if self._offload else nullcontext():
             if not self._recompute:
                 return forward(*args, **named)
-            computed = partial(_computed, module, forward, tuple(named))
+            computed = partial(_computed, forward, tuple(named))
+            contexts = partial(self._contexts, module)
             # All are positional: of others checkpoint saves none.
-            return checkpoint(computed, self._anchor, *args, *named.values(), **self._options)
+            return checkpoint(computed, self._anchor, *args, *named.values(), use_reentrant=False, context_fn=contexts)
+
+    def compiled(self, forward: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
+        """The same where a compiler traces it, which takes care of random numbers and buffers itself."""
+        if not self._recompute:
+            return forward(*args, **named)
+        if not self._save:
+            return checkpoint(forward, *args, use_reentrant=False, **named)
+        contexts = partial(create_selective_checkpoint_contexts, self._save)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **named)
+
+    def _contexts(self, module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What a module is called in, and what it is computed anew in."""
+        if not self._save:
+            return nullcontext(), _unchanged(module, nullcontext())
+        first, again = create_selective_checkpoint_contexts(self._save)  # type: ignore[no-untyped-call]
+        return first, _unchanged(module, again)
 
 
 def recomputing() -> bool:
@@ -102,14 +118,16 @@ class _Keeps(nn.Module):
         keeping = self.__dict__.get(_KEEPING)
         if keeping is None or not torch.is_grad_enabled():
             return super().forward(*args, **named)
+        if torch.compiler.is_compiling():
+            return keeping.compiled(super().forward, args, named)
         return keeping(self, super().forward, args, named)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy, and what is unpickled, is of the class that the module had."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        made, arguments, state, *rest = reduced
-        kinds = tuple(getattr(kind, _MADE_FROM, kind) if isinstance(kind, type) else kind for kind in arguments)
-        return made, kinds, {name: value for name, value in state.items() if name != _KEEPING}, *rest
+        own = getattr(self, "__getstate__", None)
+        state = dict(self.__dict__ if own is None else own())
+        state.pop(_KEEPING, None)
+        return copyreg._reconstructor, (getattr(type(self), _MADE_FROM), object, None), state  # type: ignore[attr-defined]
 
 
 _kinds: dict[type[nn.Module], type[nn.Module]] = {}
@@ -121,20 +139,18 @@ def _kind(base: type[nn.Module]) -> type[nn.Module]:
     return _kinds[base]
 
 
-def _computed(
-    module: nn.Module, forward: Callable[..., Any], names: tuple[str, ...], anchor: Tensor, *given: Any
-) -> Any:
+def _computed(forward: Callable[..., Any], names: tuple[str, ...], anchor: Tensor, *given: Any) -> Any:
     count = len(given) - len(names)
-    with _unchanged(module) if recomputing() else nullcontext():
-        return forward(*given[:count], **dict(zip(names, given[count:], strict=True)))
+    return forward(*given[:count], **dict(zip(names, given[count:], strict=True)))
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Leave buffers, such as running statistics, as the first computation left them."""
+def _unchanged(module: nn.Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """A context around `inner` that leaves buffers, such as running statistics, as they were."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
-        yield
+        with inner:
+            yield
     finally:
         with torch.no_grad():
             for buffer, value in before:

@@ -185,6 +185,7 @@ def options(accel, rank):
     bf16 = {"precision": Policy(model_dtype="bfloat16")}
     given = trained(accel, "transformer", model=made("transformer").bfloat16()).model
     return {
+        "plain by hand": by_hand("transformer", rank, Block),
         "accumulated by hand": by_hand("transformer", rank, Block, accumulate=2, clip=0.1),
         "accumulated": state(trained(accel, "transformer", accumulate=2, clip_norm=0.1).model),
         "accumulated torch": state(trained(accel, "transformer", accumulate=2, clip_norm=0.1, optimizer="torch").model),
@@ -192,6 +193,12 @@ def options(accel, rank):
         "bf16 by hand": by_hand("transformer", rank, Block, policy=low),
         "bf16": state(trained(accel, "transformer", seed=0, **bf16).model),
         "given in bf16": {str(parameter.dtype) for parameter in given.parameters()},
+        **{
+            f"anew {parallel}": state(trained(accel, "transformer", seed=0, parallel=parallel, checkpoint=Block).model)
+            for parallel in ("ddp", "combine_ddp", "fsdp", "zero2")
+        },
+        "O2": state(trained(accel, "convolutions", precision="O2").model),
+        "O2 ddp": state(trained(accel, "convolutions", precision="O2", parallel="ddp").model),
         "autocast": state(trained(accel, "transformer", precision="bf16").model),
         "autocast ddp": state(trained(accel, "transformer", precision="bf16", parallel="ddp").model),
         "O1": state(trained(accel, "transformer", precision="O1").model),
@@ -288,13 +295,13 @@ def main() -> None:
     torch.set_num_threads(1)
     accel = accelcore.select("cpu")
     with accel.distributed() as job:
-        found = {
-            "equal": equal(accel, job.rank),
-            "options": options(accel, job.rank),
-            "groups": groups(accel, job.rank),
-            "refused": refused(accel, job.rank),
-            "again": again(accel, job.rank),
-        }
+        found = {"equal": equal(accel, job.rank), "groups": groups(accel, job.rank)}
+        if job.world_size == 2:
+            found |= {
+                "options": options(accel, job.rank),
+                "refused": refused(accel, job.rank),
+                "again": again(accel, job.rank),
+            }
         torch.save(found, folder / f"{job.rank}.pt")
 
 

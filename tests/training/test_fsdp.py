@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,30 @@ RANKS = Path(__file__).with_name("fsdp_ranks.py")
 MODELS = ("transformer", "convolutions", "partly")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def job(request, fork_ranks, tmp_path_factory):
-    """What each rank found."""
-    folder = tmp_path_factory.mktemp("job")
-    ended = [rank.finish(300) for rank in fork_ranks(RANKS, folder, size=request.param)]
-    assert [rank.returncode for rank in ended] == [0] * request.param, "\n".join(rank.stderr for rank in ended)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(request.param)]
+@pytest.fixture(scope="module")
+def job_of(fork_ranks, tmp_path_factory):
+    """What each rank of a job of a size found."""
+
+    @cache
+    def found(size):
+        folder = tmp_path_factory.mktemp("job")
+        ended = [rank.finish(300) for rank in fork_ranks(RANKS, folder, size=size)]
+        assert [rank.returncode for rank in ended] == [0] * size, "\n".join(rank.stderr for rank in ended)
+        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+    return found
+
+
+@pytest.fixture(params=[2, 4])
+def job(request, job_of):
+    """Jobs of two and of four."""
+    return job_of(request.param)
+
+
+@pytest.fixture
+def pair(job_of):
+    """A job of two."""
+    return job_of(2)
 
 
 def close(found, expected, **tolerance):
@@ -68,16 +86,18 @@ def test_a_part_that_nobody_uses_is_not_decayed_and_a_frozen_one_stays(job):
         ("bf16", "bf16 by hand"),
         ("autocast", "autocast ddp"),
         ("O1", "O1 ddp"),
+        ("O2", "O2 ddp"),
+        *((f"anew {parallel}", "plain by hand") for parallel in ("ddp", "combine_ddp", "fsdp", "zero2")),
     ],
 )
-def test_options_mean_what_they_mean_elsewhere(job, ours, expected):
+def test_options_mean_what_they_mean_elsewhere(pair, ours, expected):
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if "hand" in expected else {"rtol": 2e-2, "atol": 2e-2}
-    for rank in job:
+    for rank in pair:
         close(rank["options"][ours], rank["options"][expected], **tolerance)
 
 
-def test_shards_of_a_model_in_low_precision_are_its_masters(job):
-    assert job[0]["options"]["given in bf16"] == {"torch.float32"}
+def test_shards_of_a_model_in_low_precision_are_its_masters(pair):
+    assert pair[0]["options"]["given in bf16"] == {"torch.float32"}
 
 
 def test_groups_are_what_was_chosen_and_a_tied_weight_stays_with_the_model(job):
@@ -116,29 +136,29 @@ def test_each_rank_holds_its_share_and_trains_plain_tensors(job):
         ("comm_dtype", "'int8'"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_changed(job, case, says):
-    for rank in job:
+def test_what_does_not_fit_is_refused_before_anything_is_changed(pair, case, says):
+    for rank in pair:
         assert says in rank["refused"][case]
         assert rank["refused"][f"{case} unchanged"]
 
 
-def test_state_that_the_optimizer_had_goes_on(job):
-    for rank in job:
+def test_state_that_the_optimizer_had_goes_on(pair):
+    for rank in pair:
         close(rank["again"]["ours"], rank["again"]["torch"], rtol=1e-5, atol=1e-6)
         first, second = rank["again"]["torch"], rank["again"]["second"]
         assert not all(torch.equal(second[key], value) for key, value in first.items())
         close(rank["again"]["own"], rank["again"]["theirs"], rtol=1e-6, atol=1e-7)
 
 
-def test_state_that_the_optimizer_had_is_that_of_a_loop_on_one_process(job):
+def test_state_that_the_optimizer_had_is_that_of_a_loop_on_one_process(pair):
     model = made("partly")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3)
     loss_of(model, batch_of("partly", 0, 0)).backward()
     optimizer.step()
     for number in range(STEPS):
         optimizer.zero_grad()
-        for rank in range(len(job)):
-            (loss_of(model, batch_of("partly", rank, number)) / len(job)).backward()
+        for rank in range(len(pair)):
+            (loss_of(model, batch_of("partly", rank, number)) / len(pair)).backward()
         optimizer.step()
     expected = {name: value.double() for name, value in model.state_dict().items()}
-    close(job[0]["again"]["ours"], expected, rtol=1e-4, atol=1e-5)
+    close(pair[0]["again"]["ours"], expected, rtol=1e-4, atol=1e-5)

@@ -97,7 +97,7 @@ def _capabilities() -> Capabilities:
         native_optimizers=tuple(sorted(FUSED)),
         compilers=installed_compilers(),
         process_groups=("hccl", "gloo"),
-        parallel=("none", "ddp", "combine_ddp"),
+        parallel=("none", "ddp", "combine_ddp", "fsdp", "zero2", "zero3"),
         streams=True,
         pinned_memory=True,
         overflow_flag=saturates,
