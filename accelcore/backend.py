@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelcore.roles.composition import Roles
 
@@ -27,3 +27,21 @@ class Backend(Roles):
         from accelcore.training.trainer import Trainer
 
         return Trainer(self, model, optimizer, **options)
+
+    def replicate(self, module: nn.Module, **options: Any) -> nn.Module:
+        """A module to call in a loop without a trainer: the ranks of a job train it as one.
+
+        It is moved to the device. In a job of one process it is returned itself, else inside torch's
+        DistributedDataParallel: every backward pass through that averages the gradients over ranks. For what is not a
+        forward pass, such as saving or `module.parameters()`, go on using the module.
+
+        Args:
+            module: where ranks differ, rank 0's parameters and buffers are taken.
+            options: DistributedDataParallel's, such as `find_unused_parameters=True`; alone they do nothing.
+
+        Raises:
+            UnsupportedError: the backend does not declare `"ddp"`, in a job of several ranks.
+        """
+        from accelcore.training.replicate import replicate
+
+        return replicate(self, module, **options)

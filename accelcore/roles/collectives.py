@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,17 +12,16 @@ from torch import Tensor
 
 from accelcore.environment import Launch
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
+from accelcore.roles.ranks import Op, Ranks
 
 __all__ = ["Collectives", "NoCollectives", "Op", "TorchCollectives"]
-
-Op = Literal["sum", "avg", "min", "max"]
 
 _DRAIN_SECONDS = 0.1
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-class Collectives(ABC):
-    """Communication between the ranks of a job.
+class Collectives(Ranks):
+    """Communication between the ranks of a job; what scripts ask of it beside these operations, `Ranks` has.
 
     Before `init`, and in a job of one process, rank is 0, world_size is 1 and every operation is the identity: a loop
     need not ask whether it runs alone.

@@ -101,9 +101,32 @@ class Roles:
         else:
             launch = Launch(rank, world_size, rank if local_rank is None else local_rank, init_method)
         self.collectives.init(launch, timeout=timeout)
+        before, self.collectives.launch = self.collectives.launch, launch
         try:
             yield self.collectives
             # Rank 0 holds the store the others talk to: it must not leave while they still work.
             self.collectives.barrier()
         finally:
+            self.collectives.launch = before
             self.collectives.close()
+
+    def join(
+        self,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        local_rank: int | None = None,
+        init_method: str = "env://",
+        timeout: timedelta | None = None,
+    ) -> Collectives:
+        """As `distributed`, for the rest of the process: `job = accel.join()`, in a script that lives at module level.
+
+        The job is left when the interpreter exits: at once where an error ended the script, else when the other ranks
+        are there, too, or after a minute.
+        """
+        from accelcore.roles.joining import join
+
+        job = self.distributed(
+            rank=rank, world_size=world_size, local_rank=local_rank, init_method=init_method, timeout=timeout
+        )
+        return join(job)

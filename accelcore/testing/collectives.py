@@ -121,6 +121,24 @@ class TestCollectives:
         for rank in _job(accel):
             assert rank["broadcast"] == [[1.0], [2.0], [2**40 + 1]], "it is another rank's tensor"
 
+    def test_gather(self, accel: Backend) -> None:
+        """gather gives every rank the rows of all, however many each has, from the device and from the CPU."""
+        for rank in _job(accel):
+            assert rank["gathered"] == [[1.0, 2.0, 2.0], [1.0, 2.0]], "what is gathered is not the rows of all ranks"
+
+    def test_words(self, accel: Backend) -> None:
+        """A rank knows whether it is the main one and its number on its host, and takes means over ranks."""
+        for number, rank in enumerate(_job(accel)):
+            assert rank["words"] == [number == 0, number, 1.5, [1.5, -1.5]], "a rank is not what it says, or a mean"
+
+    def test_replica(self, accel: Backend) -> None:
+        """A replicated module has rank 0's parameters, and in backward the mean of the ranks' gradients."""
+        if "ddp" not in accel.capabilities.parallel:
+            pytest.skip('not declared: parallel="ddp"')
+        for rank in two_ranks(accel, "replicated"):
+            assert rank["gradient"] == [[1.5, 1.5]], "the ranks' gradients are apart"
+            assert rank["weight"] == [[1.0, 1.0]], "the ranks' parameters are apart"
+
     def test_barrier(self, accel: Backend) -> None:
         """No rank leaves a barrier before every rank has come to it."""
         first, _ = _job(accel)

@@ -67,6 +67,8 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
     whole = tensor(2**40 + job.rank, dtype=torch.int64)
     found["broadcast"] = [job.broadcast(tensor(mine), source).tolist() for source in range(2)]
     found["broadcast"].append(job.broadcast(whole, 1).tolist())
+    found["words"] = [job.is_main, job.local_rank, job.mean(mine), job.mean(tensor(mine, -mine)).tolist()]
+    found["gathered"] = [job.gather(rows).tolist() for rows in (tensor(*[mine] * (job.rank + 1)), torch.tensor(mine))]
     group = job.cpu_group()
     on_host = torch.tensor([mine])
     dist.all_reduce(on_host, group=group)
@@ -127,6 +129,17 @@ def uses(rank: int, number: int) -> bool:
     return number == 0 if rank == 0 else number % 2 == 1
 
 
+def _replicated(accel: accelcore.Backend, job: Any) -> dict[str, Any]:
+    """The gradient that a rank has of a replica, of which each has seen its own rows."""
+    module = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(module.weight, 1.0 + job.rank)
+    rows = torch.full((1, 2), 1.0 + job.rank, device=accel.device)
+    replica = accel.replicate(module)
+    replica(rows).sum().backward()
+    assert module.weight.grad is not None, "backward left no gradient"
+    return {"gradient": module.weight.grad.tolist(), "weight": module.weight.tolist()}
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"accumulate": 2},
@@ -181,6 +194,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     with accel.distributed(rank=rank, world_size=2, init_method=meet, timeout=timedelta(seconds=60)) as job:
         found["collectives"] = _collectives(accel, job, folder)
+        if "ddp" in accel.capabilities.parallel:
+            found["replicated"] = _replicated(accel, job)
         for strategy in accel.capabilities.parallel:
             if strategy != "none":
                 found[strategy] = {

@@ -21,9 +21,29 @@ from accelcore.roles.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 from accelcore.training.shares import share
 
-__all__ = ["Feed"]
+__all__ = ["Batches", "Feed"]
 
 logger = logging.getLogger("accelcore")
+
+
+class Batches(Iterator[Any]):
+    """Batches of one epoch, to be iterated over once.
+
+    Its length is how many a whole epoch has; after a resume within one, fewer are left of it. What is read from an
+    iterable without a length has none.
+    """
+
+    def __init__(self, batches: Iterator[Any], length: Callable[[], int]) -> None:
+        self._batches, self._length = batches, length
+
+    def __iter__(self) -> Iterator[Any]:  # noqa: PYI034
+        return self._batches  # these, so that a loop has nothing between it and a batch
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        return self._length()
 
 
 class Feed:
@@ -49,7 +69,10 @@ class Feed:
 
     def batches(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
         """One epoch of `loader`, or what is left of it after a resume."""
-        source = self._share(loader) if shard and self._collectives.world_size > 1 else loader
+        source = self._source_of(loader, shard)
+        if source is not loader and isinstance(source, DataLoader):
+            assert isinstance(source.sampler, DistributedSampler)
+            source.sampler.seed = self._common_seed()
         generators = _generators(loader)
         if self._resuming:
             iterator = self._go_back(source, generators)
@@ -152,13 +175,16 @@ class Feed:
         self._runtime.set_rng_state(now)
         return iterator
 
-    def _share(self, loader: Iterable[Any]) -> Iterable[Any]:
+    def length(self, loader: Iterable[Any], *, shard: bool) -> int:
+        """How many batches an epoch of `loader` has for this rank. Asks no other."""
+        return len(self._source_of(loader, shard))  # type: ignore[arg-type]
+
+    def _source_of(self, loader: Iterable[Any], shard: bool) -> Iterable[Any]:
+        if not shard or self._collectives.world_size == 1:
+            return loader
         if self._source[0] is not loader:
             self._source = (loader, share(loader, self._collectives.rank, self._collectives.world_size))
         source: Iterable[Any] = self._source[1]
-        if source is not loader and isinstance(source, DataLoader):
-            assert isinstance(source.sampler, DistributedSampler)
-            source.sampler.seed = self._common_seed()
         return source
 
     def _common_seed(self) -> int:

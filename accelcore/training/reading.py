@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from accelcore.training.batches import Batches
 from accelcore.training.epochs import epochs
+from accelcore.training.evaluation import Evaluation
 from accelcore.training.feeds import Feeds
 
 __all__ = ["Reading"]
@@ -17,6 +19,7 @@ class Reading(ABC):
 
     steps: int
     _feeds: Feeds
+    _evaluation: Evaluation
 
     @abstractmethod
     def flush(self) -> None:
@@ -39,8 +42,10 @@ class Reading(ABC):
         """The epochs, counted from 0, that are left of `total`; where none is, the log says so."""
         return epochs(self._feeds["train"], total, speaks=self._feeds.speaks)
 
-    def batches(self, loader: Iterable[Any], *, name: str = "train", shard: bool = True) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any], *, name: str = "train", shard: bool = True) -> Batches:
         """One epoch of `loader`: on the device, this rank's share; at the end a short last window is flushed.
+
+        `len(trainer.batches(loader))` is how many batches that is, for a progress bar or a schedule.
 
         After a `resume` in mid-epoch the first call yields what was left of that epoch. The batches before it are
         loaded again and dropped, which keeps random augmentation exact; save at an epoch's end where that costs too
@@ -54,11 +59,25 @@ class Reading(ABC):
                 ranks one with a plain sampler is given a `DistributedSampler`; of an iterable, which every rank must
                 read in the same order, each rank gets every `world_size`-th batch and an incomplete last round is
                 dropped.
-            name: which of several streams this is; each has a position of its own, and only `"train"` is
-                flushed. To evaluate, read a loader through `accel.runtime.to_device`: sharing it out would repeat or
-                drop rows to give all ranks as many.
+            name: which of several streams this is; each has a position of its own, and only `"train"` is flushed.
             shard: False where the loader already yields this rank's share.
         """
+        return Batches(self._train_on(loader, name, shard), lambda: self._feeds[name].length(loader, shard=shard))
+
+    def evaluate(self, loader: Iterable[Any]) -> Batches:
+        """The batches of `loader`, to evaluate on: on the device, every row once over all ranks.
+
+        In the loop the model is in evaluation mode, under `no_grad` and autocast; behind it all is as it was. Ranks may
+        have different numbers of rows, and of batches: put results together behind the loop, with `job.gather` or sums.
+        Where the loader does not shuffle, what is gathered is in the order of its rows.
+
+        Args:
+            loader: a DataLoader, shared out by rows, whatever its sampler; anything else by batches, and all ranks must
+                read it in the same order. Every rank calls this.
+        """
+        return self._evaluation.batches(loader)
+
+    def _train_on(self, loader: Iterable[Any], name: str, shard: bool) -> Iterator[Any]:
         self._check_able()
         yield from self._feeds[name].batches(loader, shard=shard)
         if name == "train":

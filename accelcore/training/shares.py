@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from accelcore.errors import ConfigurationError
+from accelcore.roles.collectives import Collectives
 
-__all__ = ["share"]
+__all__ = ["share", "share_once"]
 
 # What makes two DataLoaders alike, beside the dataset and the sampler.
 _COPIED = (
@@ -57,6 +59,32 @@ def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
     return DataLoader(loader.dataset, sampler=sampler, **{name: getattr(loader, name) for name in _COPIED})
 
 
+def share_once(loader: Iterable[Any], collectives: Collectives, device: torch.device) -> Iterable[Any]:
+    """A rank's share of what `loader` yields, for evaluation: each row is in one rank's, and ranks may have more than
+    others.
+
+    Where it has rows and does not shuffle, those of a rank are next to each other, so that all together are in order.
+    Other streams, which all ranks have to read alike, are shared out by batches.
+    """
+    rank, world_size = collectives.rank, collectives.world_size
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return EveryNth(loader, rank, world_size, whole=False)
+    rows: Sequence[Any] = range(len(loader.dataset))  # type: ignore[arg-type]
+    if isinstance(loader.sampler, DistributedSampler) or _is_plain(loader):
+        if loader.drop_last and not isinstance(loader.sampler, DistributedSampler):
+            rows = rows[: len(loader) * loader.batch_size]
+    else:
+        rows = list(loader.sampler)
+        if not all(type(row) is int for row in rows):
+            return EveryNth(loader, rank, world_size, whole=False)
+        size = int(collectives.broadcast(torch.tensor(len(rows), device=device)))
+        own = torch.tensor((rows + [0] * size)[:size], device=device)  # which ranks may have drawn differently
+        rows = collectives.broadcast(own).tolist()
+    mine = rows[len(rows) * rank // world_size : len(rows) * (rank + 1) // world_size]
+    options = {name: getattr(loader, name) for name in _COPIED}
+    return DataLoader(loader.dataset, sampler=mine, **{**options, "drop_last": False})
+
+
 def _is_plain(loader: DataLoader[Any]) -> bool:
     """Whether a loader takes all of its dataset, shuffled or not, so that a DistributedSampler can share it out."""
     sampler = loader.sampler
@@ -69,19 +97,26 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
 
 
 class EveryNth:
-    """A rank's share of a stream that every rank reads alike: its batch of each full round of `world_size`.
+    """A rank's share of a stream that every rank reads alike: its batch of each round of `world_size`.
 
-    Batches of a last round that is not full are given to nobody, so that all ranks take the same number of steps.
+    Args:
+        whole: whether batches of a last round that is not full are given to nobody, so that all ranks take the same
+            number of steps.
     """
 
-    def __init__(self, stream: Iterable[Any], rank: int, world_size: int) -> None:
-        self._stream, self._rank, self._world_size = stream, rank, world_size
+    def __init__(self, stream: Iterable[Any], rank: int, world_size: int, *, whole: bool = True) -> None:
+        self._stream, self._rank, self._world_size, self._whole = stream, rank, world_size, whole
         self.dataset = getattr(stream, "dataset", None)
 
     def __iter__(self) -> Iterator[Any]:
         mine = None
         for number, batch in enumerate(self._stream):
-            if number % self._world_size == self._rank:
+            turn = number % self._world_size
+            if turn == self._rank:
                 mine = batch
-            if number % self._world_size == self._world_size - 1:
+            if turn == (self._world_size - 1 if self._whole else self._rank):
                 yield mine
+
+    def __len__(self) -> int:
+        batches = len(self._stream)  # type: ignore[arg-type]  # where it has no length, neither has its share
+        return (batches if self._whole else batches + self._world_size - 1 - self._rank) // self._world_size

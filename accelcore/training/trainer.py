@@ -15,6 +15,7 @@ from accelcore.roles.compiler import Compiled
 from accelcore.roles.composition import Roles
 from accelcore.training.checkpointing import Checkpointing
 from accelcore.training.clipping import Clipping
+from accelcore.training.evaluation import Evaluation
 from accelcore.training.feeds import Feeds
 from accelcore.training.options import TrainerOptions, check_numbers, complete
 from accelcore.training.parts.every import every_part
@@ -90,6 +91,7 @@ class Trainer(Reading, Checkpointing):
             given["accumulate"], backend.device, divisor=self._plan.strategy.divisor, tensors_only=given["graph"]
         )
         self._feeds = Feeds(backend.runtime, backend.collectives)
+        self._evaluation = Evaluation(backend, model, self._plan.contexts.make_region)
         self._world_size = backend.collectives.world_size
         self._run = uuid4().hex
         self.aux: Any = None

@@ -88,6 +88,9 @@ class _Apart(Backend):
             model, optimizer, **{**options, "parallel": "none"}
         )
 
+    def replicate(self, module, **options):
+        return module.to(self.device)
+
 
 @lie("TestParallel.test_two_ranks_train_one_model", says="the ranks trained apart", strategy="ddp", variant="plain")
 def strategy_that_does_nothing(backend):
@@ -116,6 +119,15 @@ def sharding_that_divides_nothing(backend):
 
 
 sharding_that_divides_nothing.told_by = "sharding_that_divides_nothing"
+
+
+LIES["replica_that_is_alone"] = dataclasses.replace(
+    strategy_that_does_nothing,
+    name="replica_that_is_alone",
+    test="TestCollectives.test_replica",
+    says="the ranks' gradients are apart",
+    arguments={},
+)
 
 
 class _ForgetsBytes(TorchCollectives):

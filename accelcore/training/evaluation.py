@@ -1,0 +1,52 @@
+"""Reading data to evaluate a model on: every row once, and nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelcore.roles.composition import Roles
+from accelcore.training.batches import Batches
+from accelcore.training.shares import share_once
+
+__all__ = ["Evaluation"]
+
+
+class Evaluation:
+    """Evaluates a model that is being trained.
+
+    Args:
+        backend: where; it knows the job.
+        make_region: makes the context of a forward pass.
+    """
+
+    def __init__(
+        self, backend: Roles, model: nn.Module, make_region: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        self._backend, self._model, self._make_region = backend, model, make_region
+
+    def batches(self, loader: Iterable[Any]) -> Batches:
+        """This rank's share of `loader`; see `Trainer.evaluate`."""
+        return Batches(self._evaluated(loader), lambda: len(self._share(loader)))  # type: ignore[arg-type]
+
+    def _evaluated(self, loader: Iterable[Any]) -> Iterator[Any]:
+        model, runtime = self._model, self._backend.runtime
+        training = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            for batch in self._share(loader):
+                moved = runtime.to_device(batch)
+                with torch.no_grad(), self._make_region():  # not around the loader, which may compute, too
+                    yield moved
+        finally:
+            model.train(training[model])  # what modules of others do then is theirs
+            for module, before in training.items():
+                module.training = before
+
+    def _share(self, loader: Iterable[Any]) -> Iterable[Any]:
+        job = self._backend.collectives
+        return loader if job.world_size == 1 else share_once(loader, job, self._backend.device)

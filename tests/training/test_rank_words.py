@@ -1,0 +1,216 @@
+"""What scripts say around the step: of ranks, of evaluation, of a module without a trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import forks
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+import accelcore
+
+RANKS = Path(__file__).with_name("rank_words.py")
+
+
+@pytest.fixture(scope="module")
+def job(fork_ranks, tmp_path_factory):
+    """What each of three ranks found, and what it printed."""
+    folder = tmp_path_factory.mktemp("words")
+    ended = [rank.finish() for rank in fork_ranks(RANKS, folder, size=3)]
+    assert [rank.returncode for rank in ended] == [0] * 3, "\n".join(rank.stderr for rank in ended)
+    return [json.loads((folder / f"{rank}.json").read_text()) | {"said": ended[rank].stdout} for rank in range(3)]
+
+
+def test_a_rank_knows_its_place_and_the_main_one_prints(job):
+    assert [rank["is_main"] for rank in job] == [True, False, False]
+    assert [rank["local_rank"] for rank in job] == [0, 1, 2]
+    assert [rank["said"] for rank in job] == ["from the main rank\n", "", ""]
+
+
+def test_one_goes_first_and_the_others_find_what_it_left_also_where_it_failed(job):
+    assert [rank["seen"] for rank in job] == [False, True, True]
+    assert [rank.get("failed") for rank in job] == ["no room", None, None]
+
+
+def test_gather_gives_every_rank_the_rows_of_all(job):
+    for rank in job:
+        assert rank["rows"] == [[10.0, 11.0], [20.0, 21.0], [22.0, 23.0]]
+        assert rank["none"] == [0, 2]
+        assert rank["scalars"] == [0, 1, 2]
+        assert rank["kinds"] == [[0, 1, 0]] * 7
+        assert rank["columns"] == [[r + c, r + c + 3] for c in range(3) for r in range(3)]
+        assert "rows of different kinds" in rank["refused"]
+
+
+def test_mean_of_numbers_and_tensors(job):
+    for rank in job:
+        assert (rank["number"], rank["tensor"], rank["integers"]) == (1.0, [1.0, 1.0], 1.0)
+        assert rank["half"] == torch.tensor(6e4).half().item(), "the sum overflowed"
+
+
+def test_a_replica_averages_in_backward_and_begins_alike(job):
+    torch.manual_seed(0)
+    weight = nn.Linear(2, 1, bias=False).weight.tolist()
+    for rank in job:
+        assert rank["replicated"]["weight"] == weight
+        assert rank["replicated"]["gradient"] == [[1.0, 1.0]]
+
+
+def test_an_evaluation_has_every_row_once_over_all_ranks(job):
+    every = [float(row) for row in range(20)]
+    for name, expected in {
+        "plain": every, "shuffled": every, "distributed": every, "dropping": every[:16], "subset": every[::2],
+        "list": every, "few": every[:2],
+    }.items():  # fmt: skip
+        rows = [row for rank in job for row in rank["evaluated"][name]["rows"]]
+        assert sorted(rows) == expected, name
+        if name in ("plain", "shuffled", "distributed", "dropping", "few"):
+            assert rows == expected, f"{name}: what is gathered is out of order"
+        for rank in job:
+            assert rank["evaluated"][name]["batches"] == rank["evaluated"][name]["length"], name
+    assert sorted(row for rank in job for row in rank["stream"]) == every[:14]
+
+
+def test_the_length_of_an_epoch_is_what_it_yields(job):
+    for rank in job:
+        for name, (length, batches) in rank["lengths"].items():
+            assert length in (batches, None), name
+    assert job[0]["alone"] == 2
+
+
+JOINS = """
+import sys, torch, accelcore
+job = accelcore.select("cpu").join()
+total = job.all_reduce(torch.ones(1))
+if job.rank == 1 and len(sys.argv) > 1:
+    raise ValueError("rank 1 ends like this")
+print(total.item(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("fails", [(), ("fails",)])
+def test_a_job_is_joined_until_exit_and_an_error_waits_for_nobody(fails):
+    """Real processes: how an interpreter ends is what is tested."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOINS, *fails], env={**os.environ, **place}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for place in forks.places(2)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=50) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, len(fails)], said
+    assert said[0][0] == "2.0\n"
+    assert "Traceback" not in said[0][1]
+    assert fails or said[0][1] == "", "the main rank ends in order, and says nothing more"
+    assert ("rank 1 ends like this" in said[1][1]) == bool(fails)
+
+
+def test_alone_all_words_do_nothing(accel, capsys):
+    with accel.distributed() as job:
+        rows = torch.ones(2, 3, requires_grad=True)
+        assert torch.equal(job.gather(rows), rows)
+        assert job.gather(torch.tensor(2.0)).tolist() == [2.0]
+        assert (job.mean(2), job.mean(torch.tensor([1, 2])).tolist()) == (2.0, [1.0, 2.0])
+        assert (job.is_main, job.local_rank) == (True, 0)
+        with job.first():
+            job.print("here")
+        data = torch.arange(4.0)
+        sampler = DistributedSampler(data, num_replicas=job.world_size, rank=job.rank)
+        trainer = make(accel)
+        assert sum(len(batch) for batch in trainer.batches(DataLoader(data, 2, sampler=sampler))) == 4
+    assert capsys.readouterr().out == "here\n"
+    module = nn.Linear(2, 2)
+    assert accel.replicate(module) is module
+
+
+def make(accel, model=None, **options):
+    model = model or nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    return accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), **options)
+
+
+def test_in_an_evaluation_nothing_is_trained_and_behind_it_all_is_as_it_was(accel):
+    trainer = make(accel, precision="bf16")
+    trainer.model[2].eval()
+    calls = []
+    trainer.model.register_forward_hook(lambda module, *_: calls.append(module.training))
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            assert torch.is_grad_enabled(), "the data is read as it is in training"
+            assert not torch.is_autocast_enabled("cpu")
+            return torch.ones(4) * index
+
+    loader, seen = DataLoader(Data(), 2), 0
+    assert len(trainer.evaluate(loader)) == 3
+    for batch in trainer.evaluate(loader):
+        out = trainer.model(batch)
+        assert not out.requires_grad
+        assert trainer.model[0](batch).dtype == torch.bfloat16
+        seen += len(batch)
+    assert (seen, calls) == (5, [False] * 3)
+
+    def as_it_was():
+        flags = [module.training for module in trainer.model.modules()]
+        return (flags, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == (
+            [True, True, True, False], True, False,
+        )  # fmt: skip
+
+    assert as_it_was()
+    for _ in trainer.evaluate(loader):
+        break
+    assert as_it_was()
+    with pytest.raises(ValueError, match="in the loop"):
+        raise_in(trainer.evaluate(loader))
+    assert as_it_was()
+    trainer.backward(trainer.model(torch.ones(3, 4)).sum())
+
+
+def raise_in(batches):
+    for _ in batches:
+        raise ValueError("in the loop")
+
+
+def test_a_module_that_does_something_when_its_mode_changes_does_it_behind_an_evaluation_too(accel):
+    class Merges(nn.Linear):  # as layers of low rank do
+        merged = False
+
+        def train(self, mode=True):
+            self.merged = not mode
+            return super().train(mode)
+
+    trainer = make(accel, nn.Sequential(Merges(4, 4)))
+    for _ in trainer.evaluate([torch.ones(2, 4)]):
+        assert trainer.model[0].merged
+    assert not trainer.model[0].merged
+
+
+def test_what_has_no_length_has_none(accel):
+    trainer = make(accel)
+    assert len(trainer.batches([1, 2, 3])) == 3
+    with pytest.raises(TypeError, match="no len"):
+        len(trainer.batches(iter([torch.ones(2, 4)])))
+    assert len(list(trainer.batches(iter([torch.ones(2, 4)])))) == 1
+
+
+def test_what_cannot_be_replicated_is_refused(accel, monkeypatch):
+    with pytest.raises(accelcore.ConfigurationError, match="no parameter to train"):
+        accel.replicate(nn.Linear(2, 2).requires_grad_(False))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(accelcore.DistributedError, match=r"accel\.join"):
+        accel.replicate(nn.Linear(2, 2))
