@@ -47,13 +47,13 @@ class Gradients(ABC):
         """The pieces of memory that gradients are laid into, as far as there are any."""
         return ()
 
-    def backward(self, loss: Tensor, start: Tensor | None) -> None:
+    def backward(self, loss: Tensor, start: Tensor | None, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, multiplied by `start`; None for 1."""
         with ExitStack() as stack:
             if not self._held:  # memory that is to stay
                 for memory in self.memories():
                     stack.enter_context(memory.backward())
-            torch.autograd.backward(loss, start)
+            torch.autograd.backward(loss, start, retain_graph=retain_graph)
 
     @abstractmethod
     def gather(self) -> None:

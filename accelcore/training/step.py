@@ -105,15 +105,17 @@ class Step:
             self.begin()
         return loss, aux, full
 
-    def backward(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool) -> None:
+    def backward(
+        self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False
+    ) -> None:
         """Add the gradients of a loss; `outlast`: they have to outlast the next forward pass."""
         try:
-            self._add(loss, weight, outlast=outlast)
+            self._add(loss, weight, outlast=outlast, retain_graph=retain_graph)
         except BaseException as error:
             self.drop(error)
             raise
 
-    def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool) -> None:
+    def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise _no_loss(loss)
         if self._judge is not None:
@@ -130,7 +132,7 @@ class Step:
         else:
             start = None if share is None else torch.full_like(scaled, share)
         with self._arithmetic:
-            self._gradients.backward(scaled, start)
+            self._gradients.backward(scaled, start, retain_graph=retain_graph)
         self._strategy.exchange(last=self._window.is_last)
         if self.overwrites and outlast:
             self._gradients.load_state(self._gradients.state())

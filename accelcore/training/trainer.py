@@ -146,12 +146,13 @@ class Trainer(Reading, Checkpointing):
         """The context of the forward pass and the loss."""
         return self._plan.contexts.make_region()
 
-    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None) -> None:
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, one micro-batch's mean.
 
         Args:
             loss: a scalar.
             weight: over how many examples it is a mean; None where every micro-batch counts alike.
+            retain_graph: whether another loss of the same forward pass comes after this one.
 
         Raises:
             TrainingError: `loss` is not a scalar tensor that depends on the parameters, or the model that made it is
@@ -165,7 +166,7 @@ class Trainer(Reading, Checkpointing):
                 "this trainer weighs micro-batches, and backward was given no weight",
                 remedy="call trainer.backward(loss, weight=...), or leave weight= out of accel.trainer(...)",
             )
-        self._step.backward(loss, weight, outlast=True)
+        self._step.backward(loss, weight, outlast=True, retain_graph=retain_graph)
         for listener in self._plan.listeners.loss:
             listener(loss.detach())
 

@@ -119,14 +119,14 @@ def test_another_optimizer_scheduler_scaler_or_window_is_refused(accel, tmp_path
 
     refused("another optimizer", optimizer="sgd", accumulate=2)
     refused("window", accumulate=3)
-    refused("loss scaler", precision="fp16", accumulate=2)
+    refused("another loss scale", precision="fp16", accumulate=2)
     model = trainer.model
     bare = accel.trainer(model, accel.optimizers.create("adamw", model.parameters(), lr=1e-2), accumulate=2)
     with pytest.raises(accelcore.CheckpointError, match="scheduler"):
         bare.resume(tmp_path)
 
 
-def test_adam_and_adamw_are_not_one_and_a_static_scale_is_no_other(accel, tmp_path):
+def test_adam_and_adamw_are_not_one_and_another_static_scale_is_gone_on_with(accel, tmp_path, caplog):
     model = nn.Linear(2, 1)
 
     def trainer(name, loss_scale):
@@ -135,8 +135,11 @@ def test_adam_and_adamw_are_not_one_and_a_static_scale_is_no_other(accel, tmp_pa
     trainer("adamw", 128.0).save(tmp_path)
     with pytest.raises(accelcore.CheckpointError, match="another optimizer"):
         trainer("adam", 128.0).resume(tmp_path)
-    with pytest.raises(accelcore.CheckpointError, match=r"loss_scale=128\.0"):
-        trainer("adamw", 1024.0).resume(tmp_path)
+    other = trainer("adamw", 1024.0)
+    other.resume(tmp_path)
+    assert other.scaler.state_dict()["scale"] == 1024.0
+    (line,) = (record.message for record in caplog.records)
+    assert "a static loss scale of 128.0, and this training a static loss scale of 1024.0" in line
 
 
 @pytest.mark.parametrize(

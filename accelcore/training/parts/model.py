@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import CheckpointError
+from accelcore.optim.memory import Slot
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Change, Saved, kind, table
 from accelcore.training.policy import LOW
@@ -36,17 +37,18 @@ class MastersPart:
         self._model, self._gradients = model, gradients
 
     def state(self) -> dict[str, Tensor]:
-        masters, (_, told) = _masters(self._gradients), _in_fp32(self._model, self._gradients)
-        return {name: master for name, master in masters.items() if name not in told}
+        _, told = _in_fp32(self._model, self._gradients)
+        return {slot.name: slot.trained for slot in _with_master(self._gradients) if slot.name not in told}
 
     def prepare(self, saved: Saved) -> Change:
-        exact = _exact(saved)
-        pairs = [(master, exact[name]) for name, master in _masters(self._gradients).items() if name in exact]
+        exact = {**saved.model, **_saved_masters(saved)}
 
         def commit() -> None:
+            self._gradients.follow()
             with torch.no_grad():
-                for master, value in pairs:
-                    master.copy_(value)
+                for slot in _with_master(self._gradients):
+                    if _is_rounded_to(slot.parameter, exact.get(slot.name)):
+                        slot.trained.copy_(exact[slot.name])
             self._gradients.note()
 
         return Change(commit)
@@ -68,17 +70,19 @@ class ModelPart:
         return _in_fp32(self._model, self._gradients)[0]
 
     def prepare(self, saved: Saved) -> Change:
-        masters, exact = _masters(self._gradients), _exact(saved)
+        exact, have_masters = _saved_masters(saved), {id(slot.parameter) for slot in _with_master(self._gradients)}
         own, state = self._model.state_dict(), dict(saved.model)
         held = dict(_tensors(self._model))
         rounded = []
         for name, value in own.items():
-            told = exact.get(name)
-            if told is None or told.shape != value.shape or not {told.dtype, value.dtype} <= _ALIKE:
+            told = state.get(name)
+            if _is_rounded_to(told, exact.get(name)):
+                told = exact[name]
+            if not isinstance(told, Tensor) or told.shape != value.shape or not {told.dtype, value.dtype} <= _ALIKE:
                 continue
             state[name] = told.to(value.dtype)
-            dtype = held[name].dtype if name in held else value.dtype
-            if name not in masters and not torch.equal(told, told.to(dtype).to(told.dtype)):
+            tensor = held.get(name, value)
+            if id(tensor) not in have_masters and not torch.equal(told, told.to(tensor.dtype).to(told.dtype)):
                 rounded.append(name)
         _check(own, state)
         if rounded:
@@ -104,9 +108,8 @@ class ModelPart:
         return Change(commit, undo)
 
 
-def _masters(gradients: Gradients) -> dict[str, Tensor]:
-    gradients.follow()
-    return {slot.name: slot.trained for slot in gradients.slots if slot.trained is not slot.parameter}
+def _with_master(gradients: Gradients) -> list[Slot]:
+    return [slot for slot in gradients.slots if slot.trained is not slot.parameter]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -121,27 +124,33 @@ def _in_fp32(model: nn.Module, gradients: Gradients) -> tuple[dict[str, Any], se
     A module or hook may have changed what it says of a parameter; its master is then not what it says.
     """
     gradients.follow()
-    masters = {id(slot.parameter): slot for slot in gradients.slots if slot.trained is not slot.parameter}
+    masters = {id(slot.parameter): slot for slot in _with_master(gradients)}
     state, told = dict(model.state_dict()), set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         slot, value = masters.get(id(parameter)), state.get(name)
-        if slot is not None and isinstance(value, Tensor) and _equal(value, parameter):
+        if slot is not None and _is_rounded_to(parameter, value):
             state[name] = slot.trained
             told.add(slot.name)
     return state, told
 
 
-def _equal(value: Tensor, parameter: Tensor) -> bool:
-    return value.shape == parameter.shape and torch.equal(value.to(parameter.dtype), parameter)
+def _is_rounded_to(rounded: Any, value: Any) -> bool:
+    """Whether a value, in the dtype of another tensor, is that tensor."""
+    if not isinstance(rounded, Tensor) or not isinstance(value, Tensor) or value.shape != rounded.shape:
+        return False
+    return torch.equal(value.to(rounded), rounded)
 
 
-def _exact(saved: Saved) -> dict[str, Tensor]:
-    """The most precise value of each parameter that a checkpoint has."""
+def _saved_masters(saved: Saved) -> dict[str, Tensor]:
     masters = table(saved.shared.get("masters", {}), "masters")
-    model = {name: value for name, value in saved.model.items() if isinstance(value, Tensor)}
-    if strange := [name for name in masters if name not in model or masters[name].shape != model[name].shape]:
+    strange = [name for name, value in masters.items() if kind(value) != _kind_of_master(saved.model.get(name))]
+    if strange:
         raise CheckpointError(f"the checkpoint has a master of {strange[0]!r}, which is no such parameter of its model")
-    return {**model, **masters}
+    return masters
+
+
+def _kind_of_master(value: Any) -> str:
+    return kind(value.float()) if isinstance(value, Tensor) and value.is_floating_point() else "none"
 
 
 def _check(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
