@@ -1,7 +1,7 @@
 """Run a script that was written for apex after changing its import lines, and nothing else.
 
-As a program, a rank of a job: rewritten.py FOLDER RUNS, a JSON list of scripts with their arguments. Each forms the
-process group, as it thinks; what they return goes to FOLDER/rank-N.json.
+As a program, a rank of a job: rewritten.py FOLDER RUNS, a JSON list of scripts with their arguments, in which RANK
+stands for the rank's number. Each forms the process group, as it thinks; what they return goes to FOLDER/rank-N.json.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _ranks(folder: str, runs: str) -> None:
     dist.destroy_process_group = lambda: None
     found = []
     for script, *arguments in args:
-        found.append(run(script, *arguments))
+        found.append(run(script, *(each.replace("RANK", os.environ["RANK"]) for each in arguments)))
         amp.reset()
     Path(folder, f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found), encoding="utf-8")
     leave()
