@@ -81,10 +81,20 @@ def test_what_is_not_emulated_says_so(emulated_npu, use):
         use()
 
 
-def test_torchs_profiler_sees_the_host(emulated_npu):
+def test_torchs_profiler_sees_the_host_and_says_so_once(emulated_npu):
+    x = torch.ones(2, device=emulated_npu)
+    with pytest.warns(UserWarning, match=r"EMULATED: torch\.profiler records the host"), torch.profiler.profile():
+        x.add_(1)
     with torch.profiler.profile() as profile:
-        torch.ones(2, device=emulated_npu).add_(1)
+        x.add_(1)
     assert "aten::add_" in {event.name for event in profile.events()}
+
+
+def test_torch_npus_profiler_says_that_it_records_nothing(emulated_npu, tmp_path, capfd):
+    handler = torch_npu.profiler.tensorboard_trace_handler(str(tmp_path), analyse_flag=False)
+    with torch_npu.profiler.profile(on_trace_ready=handler):
+        torch.ones(2, device=emulated_npu).add_(1)
+    assert "EMULATED: torch_npu's profiler records nothing" in capfd.readouterr().err
 
 
 def test_torch_npus_sync_debug_mode_tells_waits(emulated_npu):

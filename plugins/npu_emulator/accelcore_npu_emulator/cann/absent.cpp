@@ -1,4 +1,6 @@
 // What torch_npu links against and the emulator does not have: kernels loaded as binaries, and the profiler.
+#include <cstdio>
+
 #include "emulator.h"
 
 namespace {
@@ -42,7 +44,12 @@ EXPORT aclError aclnnInplaceCopy() {
 }
 EXPORT aclError aclnnInplaceCopyGetWorkspaceSize() { return aclnnInplaceCopy(); }
 
-// The profiler may be started and stopped; it records nothing.
+// torch_npu's profiler asks for this to begin with, and goes on without; what comes after it does nothing.
+EXPORT void *aclprofCreateConfig() {
+  std::fputs("EMULATED: torch_npu's profiler records nothing: what takes how long on a device is not emulated\n", stderr);
+  return nullptr;
+}
+EXPORT int aclprofDestroyConfig() { return 0; }
 EXPORT int MsprofGetHashId() { return 0; }
 EXPORT int MsprofRegisterCallback() { return 0; }
 EXPORT int MsprofReportAdditionalInfo() { return 0; }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+import torch
+
 from accelcore_npu_emulator.kernels.float_status import FloatStatus
 from accelcore_npu_emulator.kernels.generators import Generators
 from accelcore_npu_emulator.kernels.graph import Recorder
@@ -22,12 +24,20 @@ class Machine:
 
     def __init__(self, native: Native) -> None:
         self.settings = native.settings
-        self.count_launch = native.count_launch
+        self._count_launch = native.count_launch
         self.count_copy = native.count_copy
         self._count_synchronize = native.count_synchronize
         self.recorder = Recorder()
         self.generators = Generators(self.recorder)
         self.float_status = FloatStatus(native.settings)
+        self._profiler_was_seen = False
+
+    def count_launch(self, name: str) -> None:
+        """One operator is executed on the device; a profiler that is on learns of the host's work alone."""
+        self._count_launch(name)
+        if not self._profiler_was_seen and torch.autograd._profiler_enabled():
+            self._profiler_was_seen = True
+            warnings.warn("EMULATED: torch.profiler records the host; a device's times are not emulated", stacklevel=2)
 
     def synchronize(self, what: str) -> None:
         """The host waits for the device: counted, refused in a capture, and told where torch_npu was asked to tell it.
