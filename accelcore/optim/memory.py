@@ -7,8 +7,7 @@ touches no other. What is between two tensors, for alignment, stays zero.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -145,6 +144,8 @@ class GradientMemory:
         gradients: the piece.
         views: it, seen parameter by parameter.
         received: for each parameter, whether it has a gradient.
+        takes_in: whether it takes in gradients during backward.
+        receives: whether what backward leaves on the parameters now are the gradients for this piece; to be set.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -160,7 +161,7 @@ class GradientMemory:
         self._has_gaps = total > sum(parameter.numel() for parameter in parameters)
         self._kinds = self._look()
         self._large = [number for number, view in enumerate(self.views) if view.numel() >= _LARGE]
-        self._receives = False
+        self.takes_in, self.receives = bool(self._large), False
         # What a hook of a parameter holds lives as long as that, so these hold nothing.
         hooks = [
             parameters[number].register_post_accumulate_grad_hook(partial(_arrived, ref(self), number))  # type: ignore[no-untyped-call]
@@ -168,20 +169,11 @@ class GradientMemory:
         ]
         finalize(self, _remove, hooks)
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """What backward passes within leave on the parameters are the gradients for this piece."""
-        self._receives = True
-        try:
-            yield
-        finally:
-            self._receives = False
-
     def take_in(self, number: int) -> None:
         """Take in the gradient of a parameter, which shows that from now on and goes on to be added to there."""
         parameter, view = self.parameters[number], self.views[number]
         gradient = parameter.grad
-        if not self._receives or gradient is None or gradient is view:
+        if not self.receives or gradient is None or gradient is view:
             return
         if (gradient.layout, gradient.dtype, gradient.device) == (view.layout, view.dtype, view.device):
             view.copy_(gradient)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import chain
 
 import torch
@@ -49,11 +48,15 @@ class Gradients(ABC):
 
     def backward(self, loss: Tensor, start: Tensor | None, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, multiplied by `start`; None for 1."""
-        with ExitStack() as stack:
-            if not self._held:  # memory that is to stay
-                for memory in self.memories():
-                    stack.enter_context(memory.backward())
+        # Gradients whose memory is held stay where they are.
+        receiving = [] if self._held else [memory for memory in self.memories() if memory.takes_in]
+        for memory in receiving:
+            memory.receives = True
+        try:
             torch.autograd.backward(loss, start, retain_graph=retain_graph)
+        finally:
+            for memory in receiving:
+                memory.receives = False
 
     @abstractmethod
     def gather(self) -> None:
