@@ -32,6 +32,11 @@ def test_narrow_indices_are_as_good_as_wide_ones(operation):
     torch.testing.assert_close(device.grad.cpu(), host.grad)
 
 
+def test_one_hot_of_narrow_classes():
+    classes = torch.tensor([2, 0, 1])
+    assert torch.equal(functional.one_hot(classes.int().npu(), 4).cpu(), functional.one_hot(classes, 4))
+
+
 def test_narrow_targets_of_a_margin_loss():
     values, targets = torch.randn(2, 4), torch.tensor([[3, 0, -1, 1], [2, -1, 0, 1]])
     found = functional.multilabel_margin_loss(values.npu(), targets.int().npu())

@@ -100,3 +100,20 @@ def test_fourier_transforms_and_their_gradients(transform, norm):
 )
 def test_losses(loss, reduction):
     same(lambda x: loss(x, reduction), lambda x: loss(x, reduction), [torch.randn(4, 5)])
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_a_loss_of_several_steps_is_rounded_once(reduction):
+    def loss(x, y, w):
+        return functional.binary_cross_entropy_with_logits(x, y, pos_weight=w, reduction=reduction)
+
+    inputs = [torch.randn(10, 64).half(), torch.rand(10, 64).half(), torch.rand(64).half() * 3]
+    device = [value.npu() for value in inputs]
+    device[0].requires_grad_()
+    single = [value.float() for value in inputs]
+    single[0].requires_grad_()
+    expected, found = loss(*single), loss(*device)
+    assert torch.equal(found.cpu(), expected.half())
+    expected.sum().backward()
+    found.sum().backward()
+    assert torch.equal(device[0].grad.cpu(), single[0].grad.half())

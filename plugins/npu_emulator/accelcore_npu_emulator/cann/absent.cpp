@@ -32,6 +32,10 @@ EXPORT int HcclCommInitAll() {
   return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "several NPUs in one process (DataParallel) are not emulated");
 }
 
+EXPORT aclError aclmdlRIDebugJsonPrint(aclmdlRI, const char *, uint32_t) {
+  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "a captured graph as JSON is not emulated");
+}
+
 EXPORT aclError aclnnSleep() {
   return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "npu operator aclnnSleep is not emulated");
 }

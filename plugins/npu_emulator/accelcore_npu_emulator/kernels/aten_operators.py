@@ -116,6 +116,19 @@ def _binary_cross_entropy_backward(
     return gradients(loss, [input], grad_output)[0]
 
 
+def _rounded_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of several steps, each of which the CPU would round to the low precision of the inputs."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        dtype = args[0].dtype
+        if dtype not in (torch.float16, torch.bfloat16):
+            return function(*args, **kwargs)
+        single = [arg.float() if isinstance(arg, Tensor) else arg for arg in args]
+        return function(*single, **kwargs).to(dtype)
+
+    return kernel
+
+
 def _with_dtype(function: Callable[..., Tensor], tensors: int) -> Callable[..., Tensor]:
     """A product of low-precision matrices with a result of higher precision."""
 
@@ -143,7 +156,9 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "npu_gather_backward": _gather_backward,
     "_conv_depthwise2d": _depthwise,
     "_conv_depthwise2d_backward": _depthwise_backward,
-    "npu_binary_cross_entropy_with_logits_backward": _binary_cross_entropy_backward,
+    "binary_cross_entropy_with_logits": _rounded_once(torch.ops.aten.binary_cross_entropy_with_logits),
+    "npu_binary_cross_entropy_with_logits_backward": _rounded_once(_binary_cross_entropy_backward),
+    "one_hot": lambda self, num_classes=-1: functional.one_hot(self.long(), num_classes),
     "div_": _divide_in_place,
     # A lazy clone would make a copy-on-write storage of the whole address space.
     "_lazy_clone": torch.clone,

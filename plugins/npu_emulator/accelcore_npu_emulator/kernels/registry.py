@@ -57,6 +57,8 @@ _TORCH_NPU_OWN = frozenset({
 })  # fmt: skip
 # torch_npu's autograd nodes for these call the device's library directly.
 _PAST_THE_DISPATCHER = ("_thnn_fused_gru_cell", "binary_cross_entropy_with_logits", "renorm")
+# torch_npu has autograd kernels for these, though there is no graph to record.
+_OF_INTEGERS = ("one_hot",)
 # A part of this operator's result stays on the host.
 _BY_PARTS = ("_pack_padded_sequence",)
 _HOST_KEYS = ("CPU", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
@@ -110,7 +112,10 @@ def _kernels(machine: Machine) -> Iterator[tuple[str, str, Callable[..., Any]]]:
         if name in special:
             yield name, _DEVICE, special[name]
         elif function is not None:
-            yield name, _DEVICE, host_kernel(operator, machine, function)
+            kernel = host_kernel(operator, machine, function)
+            yield name, _DEVICE, kernel
+            if base in _OF_INTEGERS:
+                yield name, _AUTOGRAD, kernel
         elif not any(_has(name, key) for key in _HOST_KEYS) or "npu" in base:
             yield name, _DEVICE, _refusal(name)
             if _has(name, _AUTOGRAD):
