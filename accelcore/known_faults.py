@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pkgutil
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["TORCH_FAULTS", "KnownFault"]
@@ -53,7 +54,7 @@ class KnownFault:
     def installed(self) -> str | None:
         """The version of the package that is installed, or None."""
         try:
-            return version(self.package)
+            return _version(self.package)
         except PackageNotFoundError:
             return None
 
@@ -72,6 +73,12 @@ class KnownFault:
 
     def __str__(self) -> str:
         return f"{self.what} ({self.package} {self.versions}: {self.reference})"
+
+
+@cache
+def _version(package: str) -> str:
+    """Kept, because each backend asks for the same ones again and finding out means parsing all of their metadata."""
+    return version(package)
 
 
 FP16_EPSILON = KnownFault(

@@ -41,8 +41,10 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def accel() -> accelcore.Backend:
-    """The CPU backend, selected as a user would."""
-    return accelcore.select("cpu")
+    """The CPU backend, as `select("cpu")` makes it; to find it takes longer than most tests, which do not ask how."""
+    from accelcore_cpu.backend import create  # here: the process that gives tests to others needs no torch
+
+    return create()
 
 
 @pytest.fixture(scope="session")
