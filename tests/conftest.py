@@ -13,8 +13,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side: a thread for each core would be too many
-
 import pytest
 from hypothesis import settings
 

@@ -22,6 +22,11 @@ from pathlib import Path
 
 import pytest
 
+# Read when torch is loaded, here and in all that tests start. Tests run side by side: a thread for each core would be
+# too many, and one that spins while it waits takes the core that another test needs.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # What scripts import, some of it when they first need it; nothing here starts a thread.
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "accelcore_cpu.backend", "pytest"]
 

@@ -22,8 +22,6 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from accelcore import Backend
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side: a thread for each core would be too many
-
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))  # also for the forks, which import it by its name
 forks = import_module("forks")
 fork, fork_ranks = forks.fork, forks.fork_ranks

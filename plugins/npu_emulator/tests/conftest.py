@@ -17,8 +17,6 @@ import pytest
 from accelcore_npu_emulator import activate, environment
 from hypothesis import settings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side: a thread for each core would be too many
-
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))  # also for the forks, which import it by its name
 servers = import_module("forks").servers
 
