@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -12,12 +14,15 @@ import torch
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.known_faults import KnownFault
 from accelcore.optim.formula_route import formula_routes
+from accelcore.optim.known_class import name_of, request_of
 from accelcore.optim.optimizer import Optimizer
 from accelcore.optim.route import Choice, Factory, Memory, Request, Route, choose
 
 __all__ = ["Choice", "Factory", "Memory", "Optimizers", "Request"]
 
 Parameters = Iterable[Any]
+
+logger = logging.getLogger("accelcore")
 
 
 class Optimizers:
@@ -111,13 +116,13 @@ class Optimizers:
         """The optimizers that `create` knows here, sorted."""
         return tuple(sorted(self._routes))
 
-    def explain(self, name: str, **options: Any) -> tuple[Choice, ...]:
+    def explain(self, name: str | type[torch.optim.Optimizer], **options: Any) -> tuple[Choice, ...]:
         """Every route to `name`, best first, with the one `create` would take for these options, and why not others."""
-        return self._explain(Request(name.lower(), options))
+        return self._explain(Request(_name(name), options))
 
     def create(
         self,
-        name: str,
+        name: str | type[torch.optim.Optimizer],
         params: Parameters,
         *,
         lr: float | torch.Tensor | None = None,
@@ -130,7 +135,7 @@ class Optimizers:
         more for what is trained in the end, if that is something else.
 
         Args:
-            name: one of `names()`, in any letter case.
+            name: one of `names()`, in any letter case; or the class of torch's that goes by it.
             params: parameters, or parameter groups, as for `torch.optim`.
             lr: learning rate; None takes the optimizer's own default.
             route: `"auto"`, or one route by name.
@@ -140,6 +145,7 @@ class Optimizers:
             UnsupportedError: there is no such optimizer here, or no route supports this request; each says why.
             ConfigurationError: a hyperparameter is unknown or out of range.
         """
+        name = _name(name)
         try:
             groups = _listed(params)
         except TypeError as error:
@@ -149,8 +155,26 @@ class Optimizers:
         if lr is not None:
             options["lr"] = lr
         own = tuple({**group, "params": None} if _is_group(group) else {} for group in groups)
-        request = Request(name.lower(), options, tuple(_parameters(groups)), own, route)
+        request = Request(name, options, tuple(_parameters(groups)), own, route)
         return Optimizer(request, groups, self._choose)
+
+    def fastest(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The same optimizer by its fastest route here: for one that somebody else's factory has made.
+
+        It takes over groups, options and state. Make schedules from what is returned. One whose class is not torch's
+        own is returned as it is, and the log says so.
+        """
+        if isinstance(optimizer, Optimizer):
+            return optimizer
+        name = name_of(type(optimizer))
+        if name is None or name not in self._routes:
+            logger.warning("%s goes on as it is: no other route to it is known here", type(optimizer).__name__)
+            return optimizer
+        groups, options = request_of(optimizer)
+        made = self.create(name, groups, **options)
+        if optimizer.state:
+            made.load_state_dict(optimizer.state_dict())
+        return made
 
     def _choose(self, request: Request) -> Route:
         choices = self._explain(request)
@@ -166,12 +190,24 @@ class Optimizers:
 
     def _explain(self, request: Request) -> tuple[Choice, ...]:
         if request.name not in self._routes:
+            near = get_close_matches(request.name, self._routes, n=1)
             raise UnsupportedError(
                 f"there is no optimizer {request.name!r} here",
                 available=", ".join(self.names()),
-                remedy="choose one of those, or install a package that registers it",
+                remedy=(f"did you mean {near[0]!r}? Else " if near else "")
+                + "choose one of those, or install a package that registers it",
             )
         return choose(self._routes[request.name], request)
+
+
+def _name(asked: str | type[torch.optim.Optimizer]) -> str:
+    name = name_of(asked) if isinstance(asked, type) else asked.lower() if isinstance(asked, str) else None
+    if name is None:
+        raise ConfigurationError(
+            f"{asked!r} is neither the name of an optimizer nor a class of torch's",
+            remedy='give a name, such as "adamw"; an optimizer of another\'s making goes to accel.trainer as it is',
+        )
+    return name
 
 
 def _unless(

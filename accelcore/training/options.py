@@ -17,7 +17,7 @@ from accelcore.training.observers import Observer
 from accelcore.training.policy import Policy
 from accelcore.training.sharding import FSDP
 
-__all__ = ["DEFAULTS", "Loss", "TrainerOptions", "Weight", "check_numbers", "complete", "loss_of_model"]
+__all__ = ["DEFAULTS", "Loss", "TrainerOptions", "Weight", "check_numbers", "complete"]
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], "float | Tensor"]
@@ -27,8 +27,9 @@ class TrainerOptions(TypedDict, total=False):
     """The options of `accel.trainer(model, optimizer, ...)`. Every one may be left out.
 
     Attributes:
-        loss: `loss(model, batch)` returns a scalar, or `(scalar, aux)`; `model` is the one to call, prepared for this
-            device. None: the model itself returns that, called as `model(**batch)` for a mapping, `model(*batch)` for a
+        loss: `loss(model, batch)` returns a scalar, `(scalar, aux)`, or an object with `.loss` or a dict with "loss",
+            which is then `aux`; `model` is the one to call, prepared for this device. None: the model itself returns
+            that, or a tuple whose first is the loss, called as `model(**batch)` for a mapping, `model(*batch)` for a
             list or tuple, else `model(batch)`.
         scheduler: stepped once a window, also when a window is skipped for overflow.
         precision: `"fp32"`, `"bf16"`, `"fp16"`, one of apex's levels `"O0"` to `"O3"` (see `Policy.preset`), or a
@@ -129,12 +130,3 @@ def check_numbers(options: TrainerOptions) -> None:
         isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0
     ):
         raise ConfigurationError(f"clip_norm={clip_norm!r} is not a norm", remedy="give a number > 0, or None")
-
-
-def loss_of_model(model: Callable[..., Any], batch: Any) -> Any:
-    """The loss where none is given: what the model itself returns."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, list | tuple):
-        return model(*batch)
-    return model(batch)

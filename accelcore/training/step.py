@@ -15,7 +15,7 @@ from accelcore.optim.optimizer import Optimizer as LateBound
 from accelcore.roles.scaler import LossScaler
 from accelcore.training.captured import CapturedStep
 from accelcore.training.clipping import Clipping
-from accelcore.training.options import loss_of_model
+from accelcore.training.losses import loss_of_model, no_loss, split_loss
 from accelcore.training.plan import Plan
 from accelcore.training.turns import Turn
 from accelcore.training.window import Window
@@ -79,8 +79,8 @@ class Step:
             with self._region:
                 loss = self._loss(self._forward, batch)
             aux = None
-            if type(loss) is tuple:
-                loss, aux = loss
+            if not isinstance(loss, Tensor):
+                loss, aux = split_loss(loss)
             weight = None if self._weight is None else self._weight(batch)
             self._add(loss, weight, outlast=not self._window.is_last)
         except BaseException as error:
@@ -117,7 +117,7 @@ class Step:
 
     def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise _no_loss(loss)
+            raise no_loss(loss)
         if self._judge is not None:
             self._judge(loss)
             self._judge = None
@@ -241,21 +241,3 @@ class Step:
         self._gradients.clear()
         self._scaler.abandon()
         self.begin()
-
-
-def _no_loss(loss: object) -> TrainingError:
-    """What to raise for something that backward cannot start from."""
-    if not isinstance(loss, Tensor):
-        return TrainingError(
-            f"the loss is a {type(loss).__name__}, not a tensor",
-            remedy="return a scalar tensor, or (scalar, aux), from loss(model, batch) or from the model",
-        )
-    if loss.numel() != 1:
-        return TrainingError(
-            f"the loss has shape {tuple(loss.shape)}, not a scalar's",
-            remedy="reduce it, with loss.mean() or loss.sum()",
-        )
-    return TrainingError(
-        "the loss depends on no parameter that is trained",
-        remedy="look for torch.no_grad(), detach() or frozen parameters on its way",
-    )

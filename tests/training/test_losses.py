@@ -1,0 +1,94 @@
+"""What a model, or a loss of one's own, may return."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import accelcore
+
+
+@dataclass
+class Output:
+    """As of a Hugging Face model."""
+
+    loss: torch.Tensor | None
+    logits: torch.Tensor
+
+
+class Named(NamedTuple):
+    logits: torch.Tensor
+    loss: torch.Tensor
+
+
+FORMS = {
+    "scalar": lambda loss, logits: loss,
+    "pair": lambda loss, logits: (loss, logits),
+    "object": Output,
+    "dict": lambda loss, logits: OrderedDict(logits=logits, loss=loss),
+    "named tuple": lambda loss, logits: Named(logits, loss),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.layer, self.form = nn.Linear(3, 2), form
+        nn.init.ones_(self.layer.weight)
+
+    def forward(self, rows):
+        logits = self.layer(rows)
+        return self.form(logits.square().mean(), logits)
+
+
+def train(accel, form, loss):
+    model = Model(form)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    trainer = accel.trainer(model, optimizer, loss=loss)
+    found = trainer(torch.ones(2, 3))
+    return found, trainer
+
+
+@pytest.mark.parametrize("loss", [None, lambda model, batch: model(batch)], ids=["the model's", "one's own"])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_is_trained_on(accel, name, loss):
+    found, trainer = train(accel, FORMS[name], loss)
+    logits = {
+        "object": lambda aux: aux.logits, "dict": lambda aux: aux["logits"], "named tuple": lambda aux: aux.logits,
+        "pair": lambda aux: aux, "scalar": lambda aux: aux,
+    }[name](trainer.aux)  # fmt: skip
+    if name == "scalar":
+        assert logits is None
+    else:
+        torch.testing.assert_close(found, logits.square().mean())
+        assert not logits.requires_grad
+    assert not torch.equal(trainer.model.layer.weight, torch.ones(2, 3))
+
+
+def test_a_model_may_return_more_and_a_loss_of_ones_own_may_not(accel):
+    found, trainer = train(accel, lambda loss, logits: (loss, logits, "hidden"), None)
+    torch.testing.assert_close(found, trainer.aux[0].square().mean())
+    assert trainer.aux[1] == "hidden"
+    with pytest.raises(accelcore.TrainingError, match="a tuple of 3"):
+        train(accel, lambda loss, logits: (loss, logits, 3), lambda model, batch: model(batch))
+    with pytest.raises(accelcore.TrainingError, match="a tuple of 1"):
+        train(accel, lambda loss, logits: (loss,), None)
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (lambda loss, logits: Output(None, logits), "labels"),
+        (lambda loss, logits: {"logits": logits}, "the loss is a dict"),
+        (lambda loss, logits: 0.5, "the loss is a float"),
+        (lambda loss, logits: logits, "not a scalar's"),
+    ],
+)
+def test_what_has_no_loss_is_refused(accel, form, says):
+    with pytest.raises(accelcore.TrainingError, match=says):
+        train(accel, form, None)
