@@ -27,6 +27,7 @@ from accelcore.training.stages.bind import Bind
 from accelcore.training.stages.flatten import Flatten
 from accelcore.training.strategies.alone import Alone
 from accelcore.training.strategies.choose import create_strategy
+from accelcore.training.strategies.combine import add_up
 
 __all__ = ["Accumulated"]
 
@@ -59,7 +60,9 @@ class Accumulated:
         self._models, self._optimizer = models, optimizer
         self._plan = plan = Plan(backend, nn.Module(), optimizer, options)
         plan.policy = Policy(
-            model_dtype=None if dtype is None else str(dtype).removeprefix("torch."), masters=properties.master_weights
+            model_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+            masters=properties.master_weights,
+            keep_batchnorm_fp32=dtype is not None and properties.keep_batchnorm_fp32,
         )
         plan.strategy = create_strategy(backend, options) if self._exchanges else Alone(backend, options)
         self._stages = (Flatten(), Bind())
@@ -145,8 +148,8 @@ class Accumulated:
             if before is not None and slot.parameter.grad is None:
                 slot.parameter.grad = torch.zeros_like(slot.parameter)
         gradients.gather()
-        if self._exchanges and getattr(self._optimizer, "combine_ddp", True):
-            strategy.reduce(gradients, exchanged=True)
+        if strategy.divisor > 1 and getattr(self._optimizer, "combine_ddp", True):
+            add_up(self._plan.backend.collectives, gradients, divisor=strategy.divisor)
         gradients.promote()
         scaler.unscale(self._optimizer, gradients.buffers(), strategy.agree)
         self._expose()
@@ -170,6 +173,10 @@ class Accumulated:
         """All of them, unscaled, in whatever memory they are."""
         self.take_replaced()
         return self._plan.gradients.buffers()
+
+    def first_not_finite(self) -> str | None:
+        """The name of the first parameter whose gradient has an inf or NaN in it. Waits for the device."""
+        return self._plan.gradients.first_not_finite()
 
     def updated(self) -> None:
         """What is trained was updated, or a step skipped: give parameters their masters' values, ranks the buffers."""

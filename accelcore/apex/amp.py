@@ -107,7 +107,8 @@ def scale_loss(
                 return
             for each in trained:
                 each.gradients.end(scaler)
-            found = scaler.close(delay=delay_overflow_check)
+            names = (each.gradients.first_not_finite() for each in trained)
+            found = scaler.close(lambda: next(filter(None, names), None), delay=delay_overflow_check)
         except BaseException:
             scaler.abandon()
             for each in trained:

@@ -61,14 +61,9 @@ def initialize(
     they train together, in place and unscaled, and returns their norm. O1 begins here, in this thread, for all that is
     computed on the device, and ends with `reset()`.
 
-    An argument that is None leaves what the level says:
-
-    | level | models | operators | BatchNorm | masters | loss scale |
-    |---|---|---|---|---|---|
-    | O0 | fp32 | as they are | | | 1.0 |
-    | O1 | as they are | by table O1 | | | dynamic |
-    | O2 | fp16 | as they are | fp32 | fp32 | dynamic |
-    | O3 | fp16 | as they are | fp16 | none | 1.0 |
+    An argument that is None leaves what the level says. O0: models in fp32, a loss scale of 1. O1: operators cast by
+    table O1, dynamic scale. O2: models in fp16 but for BatchNorm, fp32 masters, dynamic scale. O3: models in fp16, no
+    masters, a loss scale of 1.
 
     Args:
         models: one, or a list; not yet wrapped for several ranks, and in fp32.

@@ -13,7 +13,8 @@ from accelcore.errors import CheckpointError
 from accelcore.roles.composition import Roles
 from accelcore.roles.loss_scale import LossScale
 from accelcore.roles.loss_scaler import Agree, LossScaler
-from accelcore.training.policy import LOW, Policy, create_scaler
+from accelcore.roles.scaled_gradients import FindBad
+from accelcore.training.policy import Policy, create_scaler
 
 __all__ = ["AmpScaler"]
 
@@ -41,6 +42,7 @@ class AmpScaler:
         wanted = None if loss_scale == 1.0 else loss_scale
         self._scaler: LossScaler = create_scaler(backend.scaler, Policy(loss_scale=wanted))
         self.trusts_kernels = bool(getattr(self._scaler, "trusts_kernels", False))
+        self._scaler.takes_fp16 = True  # where there are no masters, as at O3; others are unscaled in fp32
         self.passes = 0
         self._unchecked: Tensor | None = None
 
@@ -53,18 +55,14 @@ class AmpScaler:
         return self._scaler.scale(loss.float())
 
     def unscale(self, optimizer: Optimizer, gradients: list[Tensor], agree: Agree) -> None:
-        """Divide the gradients of an optimizer's parameters by the scale, and look at them, in fp32."""
-        low = [gradient for gradient in gradients if gradient.dtype in LOW]
-        wide = [gradient.float() if gradient.dtype in LOW else gradient for gradient in gradients]
-        self._scaler.unscale_(optimizer, wide, lambda found: self._with_unchecked(agree(found)))
-        if low:
-            pairs = zip(gradients, wide, strict=True)
-            torch._foreach_copy_(low, [exact for gradient, exact in pairs if gradient.dtype in LOW])
+        """Divide the gradients of an optimizer's parameters by the scale, in place, and look at them."""
+        self._scaler.unscale_(optimizer, gradients, lambda found: self._with_unchecked(agree(found)))
 
-    def close(self, *, delay: bool) -> Tensor | None:
+    def close(self, find_bad: FindBad, *, delay: bool) -> Tensor | None:
         """The backward pass is over, and the gradients of all its optimizers are unscaled.
 
         Args:
+            find_bad: names the first parameter whose gradient is not finite.
             delay: leave it to the next pass to consider what was found in this one.
 
         Returns:
@@ -76,7 +74,7 @@ class AmpScaler:
             self._scaler.abandon()
             return None
         self._unchecked = None
-        self._scaler.update()
+        self._scaler.update(find_bad)
         self.passes += 1
         return found
 

@@ -191,13 +191,30 @@ def test_an_overflow_in_a_pass_whose_check_is_delayed_is_not_forgotten(delayed):
 def test_a_backward_pass_that_fails_leaves_nothing_behind():
     model, optimizer = made(dynamic_init_scale=64.0)
     backward(model(X).sum() * math.inf, optimizer)
-    with pytest.raises(ZeroDivisionError), amp.scale_loss(model(X).sum(), optimizer) as scaled:
-        scaled.backward()
-        raise ZeroDivisionError
+
+    def fail():
+        with amp.scale_loss(model(X).sum(), optimizer) as scaled:
+            scaled.backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert model.weight.grad is None
     backward(model(X).sum(), optimizer)
     optimizer.step()
     assert model.weight.tolist() == [[0.75, 0.5]]
+
+
+def test_after_many_overflows_the_log_names_the_first_bad_parameter(caplog):
+    model, optimizer = made("ours", "O2", dynamic_init_scale=1.0)
+    with caplog.at_level(logging.WARNING, "accelcore"):
+        for _ in range(20):
+            optimizer.zero_grad()
+            backward(model(X).sum() * math.inf, optimizer)
+            optimizer.step()
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("20 updates in a row")
+    assert "that of 0.weight" in said
 
 
 def test_no_host_waits_for_an_optimizer_whose_kernel_skips(monkeypatch):
