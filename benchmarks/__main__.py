@@ -17,6 +17,7 @@ _BENCHMARKS = {
     "flat": "what flat parameters and gradients do to a step, and that the trainer's choice never harms",
     "launches": "what a step launches on an emulated NPU next to the loop by hand",
     "optimizers": "the nine optimizers in multiples of what memory allows, beside torch's own and pytorch_optimizer",
+    "precision": "what each precision costs and gains on the CPU, in shares of what products can do here",
     "overhead": "what a training step costs over the same step written by hand",
     "parallel": "what a step of two ranks costs over torch's DistributedDataParallel by hand",
     "startup": "what an import costs next to importing torch",

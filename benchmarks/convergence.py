@@ -34,7 +34,9 @@ SMALL = Shape(layers=2, heads=2, width=64, context=64, vocabulary=256)
 def converge(accel: accelcore.Backend, quick: bool) -> Iterator[Table]:
     """A table of the accuracy on digits, and one of a small GPT's loss, both on what was not trained on."""
     seeds = range(2) if quick else range(5)
-    yield _table("Error on digits, %", {name: [_digits(accel, seed, o) for seed in seeds] for name, o in PRESETS.items()})
+    yield _table(
+        "Error on digits, %", {name: [_digits(accel, seed, o) for seed in seeds] for name, o in PRESETS.items()}
+    )
     steps = 10 if quick else 150
     found = {name: [_text(accel, seed, options, steps) for seed in seeds] for name, options in PRESETS.items()}
     yield _table(f"Loss of a small GPT after {steps} steps, nats a byte", found)
@@ -85,7 +87,7 @@ def _text(accel: accelcore.Backend, seed: int, options: Mapping[str, Any], steps
     def batch(first: int, last: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         starts = torch.randint(first, last - SMALL.context - 1, (16,), generator=generator)
         taken = torch.stack([tokens[start : start + SMALL.context + 1] for start in starts])
-        return taken[:, :-1], taken[:, 1:]
+        return taken[:, :-1].contiguous(), taken[:, 1:].contiguous()
 
     torch.manual_seed(seed)
     model, generator = GPT(SMALL), torch.Generator().manual_seed(seed)

@@ -17,7 +17,7 @@ import accelcore
 from accelcore import Policy
 from benchmarks.convergence import converge
 from benchmarks.paired import Timing, compare, sample
-from benchmarks.precision_models import HAND_BF16, HAND_FP32, LR, TASKS, by_hand
+from benchmarks.precision_models import HAND_BF16, LR, TASKS, by_hand
 from benchmarks.report import Goal, Row, Table
 from benchmarks.torch_alone import TorchAlone
 
@@ -133,7 +133,7 @@ def _scaled(accel: accelcore.Backend, rounds: int) -> Table:
     return Table(
         f"A step of {layers} layers of {width}, flat", plain, "ms", _settings(rounds),
         [Row(*pair) for pair in timings.items()],
-        [Goal(f"a step with a loss scale / without", SCALED, timings[scaled].ratio.median)],
+        [Goal("a step with a loss scale / without", SCALED, timings[scaled].ratio.median)],
     )  # fmt: skip
 
 
@@ -161,14 +161,21 @@ def _unscaled(accel: accelcore.Backend, rounds: int) -> Table:
 
     base, lying = f"torch's GradScaler, {TENSORS} tensors", "accelcore, the same in flat memory"
     each: list[Any] = [parameter.grad for parameter in parameters]
-    cases = {base: by_torch, f"{base}, again": by_torch, lying: by_ours([flat]), "accelcore, tensor by tensor": by_ours(each)}
+    cases = {
+        base: by_torch,
+        f"{base}, again": by_torch,
+        lying: by_ours([flat]),
+        "accelcore, tensor by tensor": by_ours(each),
+    }
     timings = _compare(cases, base, rounds, seconds=0.01)
     settings = _settings(rounds, elements=flat.numel(), tensors=TENSORS)
     goals = [Goal(f"unscale and check, {lying} / {base}", UNSCALED, timings[lying].ratio.median)]
     return Table("Unscale and check", base, "ms", settings, [Row(*pair) for pair in timings.items()], goals)
 
 
-def _compare(cases: Mapping[str, Callable[[], object]], base: str, rounds: int, *, seconds: float) -> Mapping[str, Timing]:
+def _compare(
+    cases: Mapping[str, Callable[[], object]], base: str, rounds: int, *, seconds: float
+) -> Mapping[str, Timing]:
     return compare(sample(cases, rounds=rounds, seconds=seconds, clock=process_time), base)
 
 

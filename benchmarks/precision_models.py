@@ -1,4 +1,4 @@
-"""What the benchmark of precision trains: a small GPT on the standard library's text, and a ResNet-18 of 32 x 32 pixels.
+"""What the benchmark of precision trains: a small GPT on the standard library's text, a ResNet-18 of 32 x 32 pixels.
 
 Free of accelcore: a process in which torch is as it comes makes them, too.
 """
