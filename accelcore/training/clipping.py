@@ -12,13 +12,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Clipping"]
+from accelcore.training.gradients import Gradients
+
+__all__ = ["Clipping", "ClippingBy"]
 
 _ONE_KERNEL = (torch.float32, torch.bfloat16)
 
 
 class Clipping:
     """Clips the norm of all gradients together.
+
+    Given the gradients of parameters one by one it is torch's `clip_grad_norm_`, to the last bit. In flat memory the norm
+    is added up in another order, and may differ in its last bit.
 
     Args:
         max_norm: the largest 2-norm.
@@ -48,3 +53,28 @@ class Clipping:
         else:
             torch._foreach_mul_(gradients, factor)
         return norm
+
+
+class ClippingBy:
+    """Clips by a function of the script's: by value, adaptively, or in any other way.
+
+    Args:
+        function: given what is trained (parameters, or their fp32 masters) as far as it has a gradient, it changes
+            `grad` in place, as `torch.nn.utils.clip_grad_value_` does; a tensor that it puts there instead counts, too.
+    """
+
+    def __init__(self, function: Callable[[list[Tensor]], object]) -> None:
+        self._function = function
+
+    @torch.no_grad()
+    def __call__(self, gradients: Gradients) -> None:
+        """Clip the gradients of a window: reduced over ranks, and unscaled."""
+        gradients.expose()
+        slots = zip(gradients.slots, gradients.received, strict=True)
+        trained = [slot.trained for slot, received in slots if received]
+        before = [tensor.grad for tensor in trained]
+        self._function(list(trained))
+        for tensor, own in zip(trained, before, strict=True):
+            if tensor.grad is not own and own is not None:
+                own.copy_(torch.zeros_like(own) if tensor.grad is None else tensor.grad)
+                tensor.grad = own

@@ -41,7 +41,10 @@ class TrainerOptions(TypedDict, total=False):
         weight: `weight(batch)` is over how many examples or tokens a micro-batch's loss is a mean, as a number or a
             scalar tensor. The gradients of a window are then those of the mean over all of them, on all ranks. None
             lets each micro-batch count alike.
-        clip_norm: largest 2-norm of all gradients together; None clips nothing.
+        clip_norm: largest 2-norm of all gradients together, as torch's `clip_grad_norm_`; None clips nothing.
+        clip: `clip(parameters)` changes gradients in place before the update, in another way: by
+            `torch.nn.utils.clip_grad_value_(parameters, 1.0)`, adaptively, ... It is given what has a gradient, reduced
+            over ranks and unscaled; in place of parameters in low precision their fp32 masters.
         parallel: `"none"`, or a strategy that the backend declares, such as `"ddp"`, `"combine_ddp"` or `"fsdp"`, or
             `FSDP(...)`, which is `"fsdp"` with settings of your own; in a job of one process all are the same. None:
             `"none"`, unless a launcher started several ranks; then it has to be said.
@@ -70,6 +73,7 @@ class TrainerOptions(TypedDict, total=False):
     accumulate: int
     weight: Weight | None
     clip_norm: float | None
+    clip: Callable[[list[Tensor]], object] | None
     parallel: str | FSDP | None
     comm_dtype: str | None
     checkpoint: Parts | Recompute | None
@@ -89,6 +93,7 @@ DEFAULTS: TrainerOptions = {
     "accumulate": 1,
     "weight": None,
     "clip_norm": None,
+    "clip": None,
     "parallel": None,
     "comm_dtype": None,
     "checkpoint": None,
@@ -130,3 +135,12 @@ def check_numbers(options: TrainerOptions) -> None:
         isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0
     ):
         raise ConfigurationError(f"clip_norm={clip_norm!r} is not a norm", remedy="give a number > 0, or None")
+    clip = options["clip"]
+    if clip is not None and not callable(clip):
+        raise ConfigurationError(
+            f"clip={clip!r} is no function",
+            remedy=f"say clip_norm={clip!r}, or clip=lambda parameters: torch.nn.utils.clip_grad_value_(parameters, "
+            f"{clip!r})",
+        )
+    if clip is not None and clip_norm is not None:
+        raise ConfigurationError("clip= and clip_norm= together", remedy="give one of them")

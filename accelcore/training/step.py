@@ -14,7 +14,7 @@ from accelcore.nested import detached
 from accelcore.optim.optimizer import Optimizer as LateBound
 from accelcore.roles.scaler import LossScaler
 from accelcore.training.captured import CapturedStep
-from accelcore.training.clipping import Clipping
+from accelcore.training.clipping import Clipping, ClippingBy
 from accelcore.training.losses import loss_of_model, no_loss, split_loss
 from accelcore.training.plan import Plan
 from accelcore.training.turns import Turn
@@ -52,7 +52,9 @@ class Step:
         self._world_size = plan.backend.collectives.world_size
         self.overwrites = plan.compiled is not None and plan.compiled.overwrites
         self.failure: BaseException | None = None
-        self._reads_gradients = clip is not None or bool(plan.listeners.gradient_norm)
+        self._clip_by = None if plan.options["clip"] is None else ClippingBy(plan.options["clip"])
+        wanted = clip is not None or self._clip_by is not None or bool(plan.listeners.gradient_norm)
+        self._reads_gradients = wanted
         self._turn = Turn([slot.parameter for slot in plan.gradients.slots])
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
@@ -187,8 +189,10 @@ class Step:
             scaler.unscale_(self._optimizer, buffers, self._strategy.agree)
             if self._clip is not None:
                 self._norm = self._clip(buffers, self._strategy.norm)
-            else:
+            elif self._listeners.gradient_norm:
                 self._norm = self._strategy.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers))))
+            if self._clip_by is not None:
+                self._clip_by(gradients)
         try:
             with self._arithmetic:  # some optimizers multiply matrices
                 scaler.step(self._optimizer, buffers, self._strategy.agree)

@@ -80,3 +80,65 @@ def test_an_overflow_that_is_not_skipped_is_seen_as_torch_shows_it(accel, flat):
     trainer(torch.full((1, 2), float("inf")))
     assert model[0].weight.isnan().all()
     assert model[1].weight.isfinite().all()
+
+
+def adaptive(parameters):
+    """Brock et al. 2021, of whole tensors; it puts new tensors in place of gradients."""
+    for parameter in parameters:
+        most = 0.01 * parameter.norm().clamp(min=1e-3)
+        norm = parameter.grad.norm()
+        if norm > most:
+            parameter.grad = parameter.grad * (most / norm)
+
+
+@pytest.mark.parametrize("clip", [lambda parameters: nn.utils.clip_grad_value_(parameters, 0.02), adaptive])
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"loss_scale": 1024.0}, {"precision": accelcore.Policy(model_dtype="bfloat16")}]
+)
+@pytest.mark.parametrize("name", ["sgd", "torch's"])
+def test_by_a_function_as_by_hand(accel, clip, flat, options, name):
+    def net():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 2), nn.Linear(2, 2))  # the last goes unused
+
+    low = "precision" in options
+    ours, hand = net(), net()
+    kind = torch.optim.SGD if name == "torch's" else accel.optimizers.create
+    made = kind(ours.parameters(), lr=0.5) if name == "torch's" else kind("sgd", ours.parameters(), lr=0.5)
+    trainer = accel.trainer(
+        ours, made, loss=lambda m, x: m[1](m[0](x)).square().sum(), clip=clip, flat=flat, accumulate=2, **options
+    )
+    its = torch.optim.SGD(hand.parameters(), lr=0.5)
+    feed = [torch.randn(3, 7, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    for number, x in enumerate(feed, start=1):
+        trainer(x.bfloat16() if low else x)
+        (hand[1](hand[0](x)).square().sum() / 2).backward()
+        if number % 2 == 0:
+            clip([parameter for parameter in hand.parameters() if parameter.grad is not None])
+            its.step()
+            its.zero_grad()
+    for mine, by_hand in zip(ours.parameters(), hand.parameters(), strict=True):
+        torch.testing.assert_close(mine.float(), by_hand, **({"rtol": 0.05, "atol": 0.02} if low else {}))
+
+
+def test_what_a_function_does_to_an_overflow_is_skipped_with_it(accel):
+    model = nn.Linear(2, 2)
+    trainer = accel.trainer(
+        model, accel.optimizers.create("adamw", model.parameters()), loss=lambda m, x: m(x).sum(), loss_scale="dynamic",
+        clip=lambda parameters: [parameter.grad.zero_() for parameter in parameters],
+    )  # fmt: skip
+    before = model.weight.detach().clone()
+    trainer(torch.full((1, 2), float("inf")))
+    assert trainer.skipped == 1
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"clip": 1.0}, r"clip_norm=1\.0, or clip=lambda"), ({"clip": adaptive, "clip_norm": 1.0}, "give one of them")],
+)
+def test_mistakes(accel, options, says):
+    model = nn.Linear(2, 2)
+    with pytest.raises(accelcore.ConfigurationError, match=says):
+        accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), **options)
