@@ -24,17 +24,20 @@ def create(index: int) -> Backend:
 
     Raises:
         BackendUnavailableError: torch_npu cannot be imported, or there is no such device.
+        ConfigurationError: ACCEL_NPU_FALLBACK is invalid.
     """
     late = "torch_npu" not in sys.modules
     _import_runtime()
 
     from accelcore_npu.collectives import NpuCollectives
     from accelcore_npu.compiler import NpuCompiler
+    from accelcore_npu.fallback import apply_setting
     from accelcore_npu.optimizers import create_optimizers
     from accelcore_npu.precision import NpuPrecision
     from accelcore_npu.runtime import NpuRuntime
     from accelcore_npu.scaler import FlagScaler, NpuScaler
 
+    apply_setting()
     device = torch.device("npu", index)
     runtime = NpuRuntime(device)
     if late:
