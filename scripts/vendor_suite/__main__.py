@@ -67,7 +67,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("outputs/vendor_suite"), help="the folder for the result")
     parser.add_argument("--revision", default="unknown", help="what is checked out, for the table")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="vendor-suite-") as folder:
         suite = Path(folder) / "test"

@@ -15,14 +15,15 @@ from run_file import Outcome
 __all__ = ["RESULT", "Table", "verdict"]
 
 RESULT = "vendor_suite.json"
-VERDICTS = ("passed", "refused", "wrong", "limit", "hardware", "environment", "skipped")
+VERDICTS = ("passed", "refused", "wrong", "limit", "torch_npu", "hardware", "environment", "skipped")
 _MEANING = {
     "passed": "the test's own verdict",
     "refused": "the failure says EMULATED",
     "wrong": "it failed or its process died, and none of the rules in this file explains it",
     "limit": "it was stopped at a limit of time, memory or processes",
-    "hardware": "it compares times, random numbers recorded on a device, or what CANN's profiler and logs tell",
+    "hardware": "it is about times, another part, random numbers recorded on a device, or CANN's profiler and logs",
     "environment": "a package or program is not installed, pytest cannot start it, or it is for another torch-npu",
+    "torch_npu": "torch_npu's own code does this, on any device, as its public source shows",
     "skipped": "by the suite itself, in its code or in its list of tests that do not work",
 }
 # A line of an error, or of what the test's processes said; not one of source, which pytest indents.
@@ -31,14 +32,26 @@ _ENVIRONMENT = (
     r"ModuleNotFoundError: No module named",
     r"FileNotFoundError: \[Errno 2\] No such file or directory: '(etcd|msprof|npu-smi|git|ninja|bisheng|clang)'",
     r"urllib\.error\.URLError|requests\.exceptions\.ConnectionError",
+    r"ModuleNotFoundError: nvidia-ml-py does not seem to be installed",
+    r"OSError: Could not load this library: .*libop_plugin_atb\.so",  # Ascend's transformer library is a package apart
+    r"Failed to build stub:",  # of C++ allocators, by sources beside the tests
     r"fixture 'mesh' not found|object has no attribute 'runTest'",  # no tests: a script for torchrun, base classes
+    r"TypeError: \w+\.\w+\(\) missing \d+ required positional arguments",  # nor are these, without their own runner
     r"TypeError: foreach_all_gather\(\) takes 7 positional",  # the installed torch-npu is not that of the tests
-    r'"Overriden is not allowed" does not match',  # nor is the installed torch
+    r'"Overriden is not allowed" does not match|"input must have the type" does not match',  # nor the installed torch
+    r"ImportError: cannot import name '\w+' from 'torch\.",
+    r"TypeError: only 0-dimensional arrays can be converted to Python scalars",  # nor the installed numpy
 )
 _HARDWARE = (
     r"assertTrue\(slow_time > fast_time\)",
     r"assertRtolEqual\(base_result\[index\]",  # random numbers, recorded on a device
+    r"assertFalse\(done_event\.query\(\)\)",  # that the device is still at work
+    r"is not supported by the current soc version\.",  # another part
     r"check_operators_in_prof\(|self\.assertIn\('aclnn",
+)
+_TORCH_NPU = (
+    # Its registration of torch's sparse kernels does not select the device of their tensors.
+    r"device\(\) == values_\.device\(\) INTERNAL ASSERT FAILED",
 )
 
 
@@ -48,7 +61,7 @@ def verdict(outcome: Outcome) -> str:
         return outcome.outcome
     if _REFUSED.search(outcome.text):
         return "refused"
-    for name, patterns in (("environment", _ENVIRONMENT), ("hardware", _HARDWARE)):
+    for name, patterns in (("torch_npu", _TORCH_NPU), ("environment", _ENVIRONMENT), ("hardware", _HARDWARE)):
         if any(re.search(pattern, outcome.text) for pattern in patterns):
             return name
     return "wrong"

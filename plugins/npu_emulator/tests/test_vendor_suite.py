@@ -76,10 +76,12 @@ def test_the_table_counts_what_needs_no_hardware(runner, tmp_path):
         "optim/test_c.py",
         [run_file.Outcome("d", "skipped"), run_file.Outcome("e", "failed", "(slow_time > fast_time)")],
     )
+    fault = "E   RuntimeError: device() == values_.device() INTERNAL ASSERT FAILED at ..."
+    table.add("npu/test_d.py", [run_file.Outcome("f", "failed", fault)])
     table.write(tmp_path)
     lines = (tmp_path / "vendor_suite.md").read_text().splitlines()
-    assert lines[0] == "EMULATED: torch_npu's own tests, revision v1; 3 files"
-    assert "| all | 1 | 1 | 2 | 0 | 0 | 0 | 1 |" in lines
+    assert lines[0] == "EMULATED: torch_npu's own tests, revision v1; 4 files"
+    assert "| all | 1 | 1 | 2 | 0 | 1 | 0 | 0 | 1 |" in lines
     assert "Of 4 tests that need no hardware, 50.0 % passed or were refused clearly." in lines
     again = tables.Table.read([tmp_path / tables.RESULT])
     assert again.markdown() == table.markdown()
