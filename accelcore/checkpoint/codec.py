@@ -7,14 +7,18 @@ stored under its path in the tree, once: tied weights stay tied.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from accelcore.errors import CheckpointError
+from accelcore.optim.shards import is_sharded, rows_of, shard
 
-__all__ = ["decode", "encode"]
+__all__ = ["Pieces", "decode", "encode"]
+
+Pieces = dict[str, tuple[Tensor, int, int]]
+"""By name, a shard of a tensor, its first row and the number of its rows."""
 
 _TAG = "$"
 _DTYPES = {
@@ -25,8 +29,11 @@ _DTYPES = {
 """What safetensors stores."""
 
 
-def encode(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tensor]]:
     """Split a tree of dicts, lists, tuples, counters, plain values and tensors into JSON data and CPU tensors.
+
+    Args:
+        pieces: takes this rank's shards of those that are divided among ranks, which then are not among the tensors.
 
     Raises:
         CheckpointError: the tree holds something else; the message names where.
@@ -58,7 +65,8 @@ def encode(tree: Any) -> tuple[Any, dict[str, Tensor]]:
 
     def store(tensor: Tensor, path: str) -> str:
         # The same bytes seen through the same shape are one tensor; any other view is copied out of its buffer.
-        tensor = tensor.detach()
+        divided = is_sharded(tensor) and pieces is not None
+        whole, tensor = tensor, shard(tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{path.lstrip('.')} is a {tensor.layout} tensor of {tensor.dtype}, which a checkpoint cannot hold",
@@ -69,7 +77,7 @@ def encode(tree: Any) -> tuple[Any, dict[str, Tensor]]:
         if tensor.numel() and place in stored:
             return stored[place]
         name = path.lstrip(".")
-        while name in tensors:
+        while name in tensors or (pieces is not None and name in pieces):
             name += "_"
         stored[place] = name
         own = tensor.cpu().contiguous()
@@ -77,13 +85,22 @@ def encode(tree: Any) -> tuple[Any, dict[str, Tensor]]:
         if storage.nbytes() > own.nbytes or storage.data_ptr() in buffers:
             own = own.clone()
         buffers.add(own.untyped_storage().data_ptr())
-        tensors[name] = own
+        if divided and pieces is not None and is_sharded(whole):
+            pieces[name] = (own, *rows_of(whole))
+        else:
+            tensors[name] = own
         return name
 
     return walk(tree, ""), tensors
 
 
-def decode(data: Any, tensors: dict[str, Tensor]) -> Any:
+class Tensors(Protocol):
+    """Tensors by name."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+
+def decode(data: Any, tensors: Tensors) -> Any:
     """Put together what `encode` split.
 
     Raises:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from accelcore.checkpoint.store import MANIFEST, Checkpoint, checkpoints, is_checkpoint_name, place_of
+from accelcore.checkpoint.manifest import MANIFEST
+from accelcore.checkpoint.store import Checkpoint, checkpoints, is_checkpoint_name, place_of
 from accelcore.errors import CheckpointError
 
 __all__ = ["find"]
 
 
-def find(folder: Path) -> Checkpoint | None:
+def find(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint | None:
     """`folder` itself, where it is a checkpoint, or the newest in it, also where it was given another name.
+
+    Args:
+        share: which of how many ranks this is; see `Checkpoint`.
 
     Raises:
         CheckpointError: it is a file, or the checkpoint is damaged.
     """
     if (folder / MANIFEST).exists() or is_checkpoint_name(folder):
-        return Checkpoint(folder)
+        return Checkpoint(folder, share)
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(
             f"{folder} is a file",
@@ -27,7 +31,9 @@ def find(folder: Path) -> Checkpoint | None:
     named = checkpoints(folder)
     found = {path: place_of(path)[0] for path in named[-1:]}
     found.update({path: _steps_in(path) for path in _renamed(folder)})
-    return Checkpoint(max(found, key=found.__getitem__)) if found else None  # of two alike, the first: the named one
+    return (
+        Checkpoint(max(found, key=found.__getitem__), share) if found else None
+    )  # of two alike, the first: the named one
 
 
 def _renamed(folder: Path) -> list[Path]:

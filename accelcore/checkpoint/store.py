@@ -5,6 +5,8 @@
         manifest.json             sizes and SHA-256 of the files, world size, versions
         model.safetensors         readable by any safetensors tool, under the names of the model's state_dict
         training.safetensors      optimizer, scaler, schedule, what a script adds
+        model-00000.safetensors   where ranks divide the model among themselves: the rows that each has, as listed in
+        training-00000...         the manifest, of the model and of the optimizer's state
         rank-00000.safetensors    each rank's random state and position in the data
       .incomplete/                left behind by a process that was killed; cleared by the next save
 
@@ -14,24 +16,36 @@ A file is one state tree: its tensors, and the rest as JSON in the safetensors h
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
-from accelcore.checkpoint.codec import decode, encode
+from accelcore.checkpoint.codec import Pieces, decode, encode
+from accelcore.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    UNREADABLE,
+    WITH_PIECES,
+    digest_of,
+    digest_of_manifest,
+    read_manifest,
+    verify,
+    without_twins,
+)
+from accelcore.checkpoint.tensors import Layout, Place, StoredTensors
 from accelcore.errors import CheckpointError
 
 __all__ = [
-    "MANIFEST",
     "Checkpoint",
     "alone",
     "begin",
@@ -46,15 +60,8 @@ __all__ = [
     "writing",
 ]
 
-FORMAT = 2
-READABLE = (1, FORMAT)
-_LARGEST_MANIFEST = 1 << 26
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
-_PART = re.compile(r"[a-z]+(-\d{5,})?")
-_INCOMPLETE = ".incomplete"
-MANIFEST = "manifest.json"
-# What reading a file of somebody else's making can raise.
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_INCOMPLETE, _FACTS = ".incomplete", ".facts"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -120,10 +127,27 @@ def clear(folder: Path) -> None:
     shutil.rmtree(folder / _INCOMPLETE, ignore_errors=True)
 
 
-def write_part(folder: Path, part: str, tree: Any) -> None:
-    """Write one file of the checkpoint that `begin` made room for."""
-    data, tensors = encode(tree)
-    save_file(tensors, folder / _INCOMPLETE / f"{part}.safetensors", metadata={"tree": json.dumps(data)})
+def write_part(folder: Path, part: str, tree: Any, *, rank: int = 0) -> None:
+    """Write one part of the checkpoint that `begin` made room for; `rank` 0 all of it, but for others' shards."""
+    pieces: Pieces = {}
+    data, tensors = encode(tree, pieces)
+    if rank == 0:
+        _write(folder, part, tensors, {"tree": json.dumps(data)}, {})
+    if pieces:
+        held = {name: piece for name, (piece, _, _) in pieces.items()}
+        rows = {name: (first, count) for name, (_, first, count) in pieces.items()}
+        _write(folder, f"{part}-{rank:05d}", held, {}, rows)
+
+
+def _write(
+    folder: Path, name: str, tensors: dict[str, Tensor], metadata: dict[str, str], rows: dict[str, tuple[int, int]]
+) -> None:
+    """Write a file, and beside it what the manifest is to say of it, so that no rank has to read what others wrote."""
+    path = folder / _INCOMPLETE / f"{name}.safetensors"
+    save_file(tensors, path, metadata=metadata)
+    _flush(path)
+    facts = {"bytes": path.stat().st_size, "sha256": digest_of(path), "rows": rows}
+    path.with_suffix(_FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
 
 def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
@@ -133,12 +157,18 @@ def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
         The number that tells it from others saved at the same step.
     """
     incomplete = folder / _INCOMPLETE
-    files = {}
-    for path in sorted(incomplete.iterdir()):
-        _flush(path)
-        files[path.stem] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
-    manifest = {"format": FORMAT, "steps": steps, **facts, "files": files}
-    text = json.dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
+    files: dict[str, Any] = {}
+    pieces: dict[str, dict[str, list[Place]]] = defaultdict(lambda: defaultdict(list))
+    for path in sorted(incomplete.glob(f"*{_FACTS}")):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        files[path.stem] = {"bytes": told["bytes"], "sha256": told["sha256"]}
+        for name, (first, count) in told["rows"].items():
+            pieces[path.stem.rpartition("-")[0]][name].append((path.stem, first, count))
+        path.unlink()
+    manifest = {"format": WITH_PIECES if pieces else FORMAT, "steps": steps, **facts, "files": files}
+    if pieces:
+        manifest["pieces"] = pieces
+    text = json.dumps({**manifest, "sha256": digest_of_manifest(manifest)}, indent=1)
     (incomplete / MANIFEST).write_text(text, encoding="utf-8")
     _flush(incomplete / MANIFEST)
     _flush(incomplete)
@@ -173,8 +203,8 @@ def keep_newest(newest: Path, keep: int) -> list[Path]:
 def _run_of(path: Path) -> str | None:
     """Which run saved a checkpoint; None where it does not say, or cannot be read."""
     try:
-        run = _read_manifest(path).get("run")
-    except _UNREADABLE:
+        run = read_manifest(path).get("run")
+    except UNREADABLE:
         return None
     return run if isinstance(run, str) else None
 
@@ -182,18 +212,22 @@ def _run_of(path: Path) -> str | None:
 class Checkpoint:
     """A checkpoint that was verified: every file is there and has the size and digest of the manifest.
 
+    Args:
+        path: its folder.
+        share: which of how many ranks this is that verify the pieces of ranks among themselves.
+
     Raises:
         CheckpointError: on construction, where that is not so; it names the newest older one that is whole.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
         self.path = path
         if not path.is_dir():
             siblings = ", ".join(sibling.name for sibling in checkpoints(path.parent)[-3:])
             raise CheckpointError(f"there is no checkpoint {path}", available=siblings or "none beside it")
         try:
-            self.manifest = _verify(path)
-        except _UNREADABLE as error:
+            self.manifest = verify(path, share)
+        except UNREADABLE as error:
             older = _older(path)
             raise CheckpointError(
                 f"the checkpoint {path} is damaged",
@@ -205,62 +239,20 @@ class Checkpoint:
     @property
     def fingerprint(self) -> int:
         """A number, above 0 and below 2**60, that tells it from others."""
-        return 1 + int(_manifest_digest(self.manifest)[:14], 16)
+        return 1 + int(digest_of_manifest(self.manifest)[:14], 16)
 
-    def part(self, name: str) -> Any:
-        """The state tree of one file, its tensors on the CPU."""
+    def part(self, name: str, layout: Layout = lambda name, shape: None) -> Any:
+        """The state tree of one part, its tensors on the CPU: whole, but for those that `layout` divides."""
         if name not in self.manifest["files"]:
             raise CheckpointError(
                 f"the checkpoint {self.path} has no {name}", available=", ".join(self.manifest["files"])
             )
         try:
-            with safe_open(self.path / f"{name}.safetensors", framework="pt") as file:
-                data = json.loads(file.metadata()["tree"], object_pairs_hook=_without_twins)
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a dict
-            return decode(data, tensors)
-        except (*_UNREADABLE, SafetensorError) as error:
+            pieces = self.manifest.get("pieces", {}).get(name, {})
+            with StoredTensors(self.path, name, pieces, layout) as tensors:
+                return decode(json.loads(tensors.metadata["tree"], object_pairs_hook=without_twins), tensors)
+        except (*UNREADABLE, SafetensorError) as error:
             raise CheckpointError(f"{name} of the checkpoint {self.path} cannot be read", why=str(error)) from error
-
-
-def _verify(path: Path) -> dict[str, Any]:
-    manifest = _read_manifest(path)
-    digest = manifest.pop("sha256")
-    if digest != _manifest_digest(manifest):
-        raise ValueError(f"{MANIFEST} was changed after it was written")
-    if type(manifest["format"]) is not int or manifest["format"] not in READABLE:
-        raise ValueError(f"its format is {manifest['format']}; this accelcore reads formats 1 to {FORMAT}")
-    for number in ("steps", "world_size"):
-        if type(manifest[number]) is not int or manifest[number] < 0:
-            raise ValueError(f"{MANIFEST} says {number}={manifest[number]!r}")
-    for name, facts in manifest["files"].items():
-        if not _PART.fullmatch(name):
-            raise ValueError(f"{MANIFEST} names the file {name!r}")
-        file = path / f"{name}.safetensors"
-        if not file.is_file():
-            raise ValueError(f"{file.name} is missing, or no file")
-        if file.stat().st_size != facts["bytes"]:
-            raise ValueError(f"{file.name} has {file.stat().st_size} of {facts['bytes']} bytes")
-        if _digest(file) != facts["sha256"]:
-            raise ValueError(f"{file.name} was changed after it was written")
-    return manifest
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / MANIFEST
-    if not file.is_file() or file.stat().st_size > _LARGEST_MANIFEST:  # a device would be read for ever
-        raise ValueError(f"{MANIFEST} is missing, or no file of a manifest's size")
-    manifest = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_twins)
-    if not isinstance(manifest, dict):
-        raise TypeError(f"{MANIFEST} holds no object")
-    return manifest
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; where two readers could take a key for two values, an error."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return found
 
 
 def _older(path: Path) -> Path | None:
@@ -268,23 +260,11 @@ def _older(path: Path) -> Path | None:
     before = siblings[: siblings.index(path)] if path in siblings else []
     for candidate in reversed(before):
         try:
-            _verify(candidate)
-        except _UNREADABLE:
+            verify(candidate)
+        except UNREADABLE:
             continue
         return candidate
     return None
-
-
-def _manifest_digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -266,6 +266,21 @@ def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
 
 
 @app.command()
+@click.argument("checkpoint", type=click.Path())
+@click.argument("file", type=click.Path())
+@_common
+def export(checkpoint: str, file: str) -> None:
+    """Write the model of a checkpoint to one safetensors file.
+
+    CHECKPOINT is a checkpoint, or a folder of them, of which the newest is taken; several ranks may have saved it in
+    pieces. FILE is replaced when the new one is complete.
+    """
+    from accelcore.checkpoint.export import export as write
+
+    click.echo(f"{file}: the model of {write(checkpoint, file)}")
+
+
+@app.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @_common
 def completion(shell: str) -> None:

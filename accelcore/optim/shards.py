@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from accelcore.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-__all__ = ["as_shard", "is_sharded", "shard", "shard_of"]
+__all__ = ["as_shard", "is_sharded", "rows_of", "shard", "shard_of"]
 
 _MODULE = "torch.distributed.tensor"
 
@@ -34,15 +36,30 @@ def shard(value: Tensor) -> Tensor:
         return value.to_local().detach()
 
 
+def rows_of(value: DTensor) -> tuple[int, int]:
+    """The first row of this rank's shard of a tensor, and how many there are.
+
+    Raises:
+        ConfigurationError: it is not divided by its rows alone.
+    """
+    from torch.distributed.tensor import Shard
+
+    mesh = value.device_mesh
+    if value.placements != (Shard(0),):
+        raise ConfigurationError(
+            f"a tensor is divided as {value.placements}, and here the ranks divide rows only",
+            remedy='let the trainer divide the model: parallel="fsdp", and no tensor parallelism of your own',
+        )
+    size = -(-value.shape[0] // mesh.size())
+    return min(mesh.get_local_rank() * size, value.shape[0]), shard(value).shape[0]
+
+
 def shard_of(value: Tensor, like: Tensor) -> Tensor:
     """This rank's shard of a whole tensor, where one of its shape is divided like `like`; nothing is communicated."""
     if is_sharded(value) or not is_sharded(like) or value.shape != like.shape:
         return shard(value)
-    from torch.distributed.tensor import distribute_tensor
-
-    whole = value.detach().to(shard(like).device)
-    divided = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    return shard(divided)
+    first, count = rows_of(like)
+    return value.detach()[first : first + count]
 
 
 def as_shard(own: Tensor, like: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from accelcore.optim.formulas import Formula
 from accelcore.optim.memory import Run, Slot
-from accelcore.optim.shards import as_shard, shard_of
+from accelcore.optim.shards import as_shard, shard, shard_of
 
 __all__ = ["COUNTERS", "Entry", "by_parameter", "divide", "pour"]
 
@@ -105,7 +105,7 @@ def _poured(entries: Sequence[Entry], run: Run, dtype: torch.dtype, place: torch
             poured[key] = torch.as_tensor(value).detach().to(place, torch.float32, copy=True)
         elif not isinstance(value, Tensor):
             poured[key] = value
-        elif key in COUNTERS or value.shape != run.slots[0].trained.shape:
+        elif key in COUNTERS or value.shape != shard(run.slots[0].trained).shape:
             poured[key] = value.detach().to(run.value.device, copy=True)
         else:
             # Dense in a file, or of another precision: it takes the layout of what is updated.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 from accelcore.optim.memory import Run, Slot
-from accelcore.optim.shards import as_shard, shard, shard_of
+from accelcore.optim.shards import as_shard, shard
 from accelcore.training.gradients import Gradients
 
 __all__ = ["Shards"]
@@ -23,15 +23,11 @@ class Shards(Gradients):
 
     Args:
         slots: what is trained.
-        plain: whether the optimizer is given plain tensors.
     """
 
-    def __init__(self, slots: Sequence[Slot], *, plain: bool) -> None:
-        self.values = [shard(slot.parameter) for slot in slots]
-        if plain:
-            pairs = zip(slots, self.values, strict=True)
-            slots = [slot._replace(trained=value) for slot, value in pairs]
+    def __init__(self, slots: Sequence[Slot]) -> None:
         super().__init__(slots)
+        self.values = [shard(slot.parameter) for slot in slots]
 
     def follow(self) -> None:
         for slot, value in zip(self.slots, self.values, strict=True):
@@ -74,9 +70,12 @@ class Shards(Gradients):
         for value in self.values:
             value.grad = None
 
+    def state(self) -> dict[str, Tensor]:
+        return {name: shard(gradient) for name, gradient in super().state().items()}
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for slot, value in zip(self.slots, self.values, strict=True):
                 saved = state.get(slot.name)
-                own = None if saved is None else torch.empty_like(value).copy_(shard_of(saved, slot.parameter))
+                own = None if saved is None else torch.empty_like(value).copy_(saved)
                 slot.parameter.grad = None if own is None else as_shard(own, slot.parameter)

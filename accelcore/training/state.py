@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from accelcore.checkpoint import store
 from accelcore.checkpoint.finding import find
@@ -25,6 +27,7 @@ __all__ = ["TrainingState", "load", "resume", "save"]
 logger = logging.getLogger("accelcore")
 
 _MODEL, _SHARED = "model", "training"
+_OF_OPTIMIZER, _OF_MASTERS = "optimizer.state.", "masters."
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,13 @@ class TrainingState:
         backend: where the training runs; it knows the job.
         parts: every kind of state; the model's has a file of its own.
         run: tells this run's checkpoints from another's in the same folder.
+        sharded: by name, the parameters that are divided among the ranks.
     """
 
     backend: Roles
     parts: Sequence[Part]
     run: str
+    sharded: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def save(training: TrainingState, folder: Path, *, steps: int, keep: int | None) -> Path:
@@ -58,10 +63,11 @@ def save(training: TrainingState, folder: Path, *, steps: int, keep: int | None)
                     with store.writing(folder):
                         held.enter_context(store.alone(folder))
                         store.begin(folder)
-                        shared = _states(training, "shared")
-                        store.write_part(folder, _MODEL, shared.pop(_MODEL))
-                        store.write_part(folder, _SHARED, shared)
             with agreement.together(doing), store.writing(folder):
+                if rank == 0 or training.sharded:
+                    shared = _states(training, "shared")
+                    store.write_part(folder, _MODEL, shared.pop(_MODEL), rank=rank)
+                    store.write_part(folder, _SHARED, shared, rank=rank)
                 store.write_part(folder, _rank_file(rank), _states(training, "rank"))
             with agreement.together(doing):
                 if rank == 0:
@@ -88,7 +94,7 @@ def resume(training: TrainingState, folder: Path) -> tuple[Path, int, str] | Non
     failure: Exception | None = None
     checkpoint, changes = None, []
     try:
-        checkpoint = find(folder)
+        checkpoint = find(folder, (training.backend.collectives.rank, training.backend.collectives.world_size))
         if checkpoint is not None:
             saved = _read(training, checkpoint)
             changes = [part.prepare(saved) for part in training.parts]
@@ -149,8 +155,9 @@ def _commit(changes: Sequence[Change], agreement: Agreement, folder: Path) -> No
 def _read(training: TrainingState, checkpoint: store.Checkpoint) -> Saved:
     collectives, saved_by = training.backend.collectives, checkpoint.manifest["world_size"]
     same_job = saved_by == collectives.world_size
-    model = table(checkpoint.part(_MODEL), "model")
-    shared = table(checkpoint.part(_SHARED), "training state")
+    layout = partial(_layout, training.sharded)
+    model = table(checkpoint.part(_MODEL, layout), "model")
+    shared = table(checkpoint.part(_SHARED, layout), "training state")
     own = table(checkpoint.part(_rank_file(collectives.rank if same_job else 0)), "state of this rank")
     if checkpoint.manifest["format"] == 1:
         shared, own = _of_format_1(shared, own)
@@ -171,6 +178,14 @@ def _read(training: TrainingState, checkpoint: store.Checkpoint) -> Saved:
                 collectives.world_size,
             )
     return Saved(model, shared, own, same_job)
+
+
+def _layout(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
+    """The parameter that a stored tensor belongs to, where that is divided and the tensor is of its shape."""
+    if name.startswith(_OF_OPTIMIZER):
+        name = name.removeprefix(_OF_OPTIMIZER).rpartition(".")[0]
+    parameter = sharded.get(name.removeprefix(_OF_MASTERS))
+    return parameter if parameter is not None and parameter.shape == shape else None
 
 
 def _of_format_1(shared: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

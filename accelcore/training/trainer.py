@@ -206,6 +206,7 @@ class Trainer(Reading, Checkpointing):
                 extra=self.extra,
             ),
             run=self._run,
+            sharded=plan.strategy.sharded(self.model),
         )
 
     def _restored(self) -> None:

@@ -153,12 +153,17 @@ def test_a_job_resumes_together_or_not_at_all(job):
 
 def test_an_open_window_goes_on_under_another_strategy(job):
     for found in job[0]:
+        if "refused" in found["checkpoints"]:
+            assert "only there or only here ranks divide the model" in found["checkpoints"]["refused"]
+            continue
         expected = {name: torch.tensor(value).double() for name, value in found["checkpoints"]["whole"].items()}
         close(found["checkpoints"]["crossed"], expected, {"rtol": 0.05, "atol": 0.02})
 
 
 def test_large_gradients_are_taken_in_as_they_come(job, request):
     for found in job[0]:
+        if found["large"] is None:
+            pytest.skip("gradients of shards are reduced by torch")
         assert found["large"] < (0.02 if "bf16" in request.node.callspec.params["job"] else 1e-4)
 
 

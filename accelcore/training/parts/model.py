@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from accelcore.errors import CheckpointError
 from accelcore.optim.memory import Slot
+from accelcore.optim.shards import shard
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Change, Saved, kind, table
 from accelcore.training.policy import LOW
@@ -81,8 +82,8 @@ class ModelPart:
             if not isinstance(told, Tensor) or told.shape != value.shape or not {told.dtype, value.dtype} <= _ALIKE:
                 continue
             state[name] = told.to(value.dtype)
-            tensor = held.get(name, value)
-            if id(tensor) not in have_masters and not torch.equal(told, told.to(tensor.dtype).to(told.dtype)):
+            tensor, part = held.get(name, value), shard(told)
+            if id(tensor) not in have_masters and not torch.equal(part, part.to(tensor.dtype).to(part.dtype)):
                 rounded.append(name)
         _check(own, state)
         if rounded:
@@ -92,7 +93,7 @@ class ModelPart:
                 rounded[0],
             )
         # What modules and hooks of others do with it may raise: there has to be a way back.
-        before = {name: value.detach().to("cpu", copy=True) for name, value in held.items()}
+        before = {name: shard(value).detach().to("cpu", copy=True) for name, value in held.items()}
 
         def commit() -> None:
             self._model.load_state_dict(state)
@@ -100,7 +101,7 @@ class ModelPart:
         def undo() -> None:
             with torch.no_grad():  # past hooks, which would refuse again
                 for name, tensor in held.items():
-                    tensor.copy_(before[name])
+                    shard(tensor).copy_(before[name])
             if not all(isinstance(value, Tensor) for value in own.values()):
                 self._model.load_state_dict(own)
             self._gradients.note()

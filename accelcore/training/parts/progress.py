@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.errors import CheckpointError
+from accelcore.optim.shards import is_sharded, shard
 from accelcore.roles.runtime import Runtime
 from accelcore.roles.scaler import LossScaler, described
 from accelcore.training.feeds import Feeds
@@ -98,6 +99,7 @@ class WindowPart:
         return {
             **self._window.state(),
             "gradients": self._gradients.state() if open_ else {},
+            "sharded": self._is_sharded(),
             # Within a window the ranks' buffers may differ: they are made one when it ends.
             "buffers": dict(self._model.named_buffers()) if open_ else {},
         }
@@ -111,9 +113,15 @@ class WindowPart:
                 f"and this trainer accumulates {self._window.accumulate}",
                 remedy=f"resume with accumulate={accumulate}, or from a checkpoint saved between two windows",
             )
+        if micro and theirs.get("sharded", False) != self._is_sharded():
+            raise CheckpointError(
+                "the checkpoint was saved within a window, and only there or only here ranks divide the model",
+                why="gradients of shards are of all ranks, others of each",
+                remedy="resume with the strategy it was made with, or from a checkpoint saved between two windows",
+            )
         gradients, buffers = table(theirs["gradients"], "gradients"), table(theirs["buffers"], "buffers")
         own_buffers = dict(self._model.named_buffers())
-        shapes = {slot.name: slot.parameter.shape for slot in self._gradients.slots}
+        shapes = {slot.name: shard(slot.parameter).shape for slot in self._gradients.slots}
         _fit(gradients, shapes, "gradient")
         _fit(buffers, {name: buffer.shape for name, buffer in own_buffers.items()}, "buffer")
         total, unit = theirs.get("total"), theirs.get("unit")
@@ -131,6 +139,9 @@ class WindowPart:
             self._window.load_state({"micro": micro, "unit": unit, "total": total})
 
         return Change(commit)
+
+    def _is_sharded(self) -> bool:
+        return any(is_sharded(slot.parameter) for slot in self._gradients.slots)
 
 
 class FeedsPart:

@@ -43,7 +43,7 @@ class Flatten:
         together = plan.optimizer.together if isinstance(plan.optimizer, Optimizer) else ()
         gradients: Gradients
         if plan.strategy.shards:
-            gradients = Shards(slots, plain=isinstance(plan.optimizer, Optimizer))
+            gradients = Shards(slots)
         else:
             gradients = Flat(slots, together) if slots and _lies_flat(plan) else PerTensor(slots)
         if plan.policy.masters and any(slot.parameter.dtype in LOW for slot in slots):

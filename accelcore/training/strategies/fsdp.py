@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -100,6 +100,10 @@ class FullySharded(Strategy):
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
         share_buffers(self._collectives, model)
         return model
+
+    def sharded(self, model: nn.Module) -> Mapping[str, Tensor]:
+        self.rest()
+        return dict(model.named_parameters(remove_duplicate=False))
 
     def rest(self) -> None:
         for module in self._modules:

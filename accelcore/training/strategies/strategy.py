@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,6 +47,10 @@ class Strategy(ABC):
 
         Parameters are replaced by their shards, which are on the device, and exact where the policy has masters.
         """
+
+    def sharded(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """The parameters that are divided among the ranks, under all names that they have."""
+        return {}
 
     def rest(self) -> None:  # noqa: B027
         """Between two steps: have the parameters in the model that are trained, and nothing gathered of them."""

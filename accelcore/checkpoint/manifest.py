@@ -1,0 +1,101 @@
+"""The manifest of a checkpoint: what files there are, their sizes and digests, and which rows are in which of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "UNREADABLE",
+    "WITH_PIECES",
+    "digest_of",
+    "digest_of_manifest",
+    "read_manifest",
+    "verify",
+    "without_twins",
+]
+
+MANIFEST = "manifest.json"
+FORMAT, WITH_PIECES = 2, 3
+"""Of a checkpoint all of whose tensors are whole, and of one where ranks have written pieces."""
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What reading a file of somebody else's making can raise."""
+
+_READABLE = (1, FORMAT, WITH_PIECES)
+_LARGEST_MANIFEST = 1 << 26
+_RANK = "rank-"
+_PART = re.compile(r"[a-z]+(-\d{5,})?")
+
+
+def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are as it says; see `store.Checkpoint`.
+
+    Raises:
+        one of `UNREADABLE`: they are not.
+    """
+    manifest = read_manifest(path)
+    digest = manifest.pop("sha256")
+    if digest != digest_of_manifest(manifest):
+        raise ValueError(f"{MANIFEST} was changed after it was written")
+    if type(manifest["format"]) is not int or manifest["format"] not in _READABLE:
+        raise ValueError(f"its format is {manifest['format']}; this accelcore reads formats 1 to {WITH_PIECES}")
+    for number in ("steps", "world_size"):
+        if type(manifest[number]) is not int or manifest[number] < 0:
+            raise ValueError(f"{MANIFEST} says {number}={manifest[number]!r}")
+    for number_of, (name, facts) in enumerate(manifest["files"].items()):
+        if not _PART.fullmatch(name):
+            raise ValueError(f"{MANIFEST} names the file {name!r}")
+        file = path / f"{name}.safetensors"
+        if not file.is_file():
+            raise ValueError(f"{file.name} is missing, or no file")
+        if file.stat().st_size != facts["bytes"]:
+            raise ValueError(f"{file.name} has {file.stat().st_size} of {facts['bytes']} bytes")
+        is_piece = "-" in name and not name.startswith(_RANK)
+        if is_piece and number_of % share[1] != share[0]:
+            continue  # another rank looks
+        if digest_of(file) != facts["sha256"]:
+            raise ValueError(f"{file.name} was changed after it was written")
+    for places in (places for part in manifest.get("pieces", {}).values() for places in part.values()):
+        for file, first, count in places:
+            counts = type(first) is int and type(count) is int and min(first, count) >= 0
+            if file not in manifest["files"] or not counts:
+                raise ValueError(f"{MANIFEST} says that there are {count!r} rows from {first!r} on in {file!r}")
+    return manifest
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What the manifest of a checkpoint says, unverified."""
+    file = path / MANIFEST
+    if not file.is_file() or file.stat().st_size > _LARGEST_MANIFEST:  # a device would be read for ever
+        raise ValueError(f"{MANIFEST} is missing, or no file of a manifest's size")
+    manifest = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=without_twins)
+    if not isinstance(manifest, dict):
+        raise TypeError(f"{MANIFEST} holds no object")
+    return manifest
+
+
+def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; where two readers could take a key for two values, an error."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
+
+
+def digest_of_manifest(manifest: dict[str, Any]) -> str:
+    """The SHA-256 of what a manifest says, itself left out."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
