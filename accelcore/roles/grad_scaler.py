@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class _Stage(Enum):
 class _Progress:
     """How far an optimizer is in this step; `known`: whether it overflowed, where the host has read that."""
 
-    optimizer: Optimizer
+    optimizer: Optimizer | None  # None: gradients that were transferred
     found: Tensor
     had_gradients: bool
     stage: _Stage = _Stage.SCALED
@@ -107,7 +108,7 @@ class GradScaler(LossScaler):
                 optimizer.skip()
         progress.stage = _Stage.STEPPED
 
-    def update(self, find_bad: FindBad | None = None) -> None:
+    def update(self, find_bad: FindBad | None = None, excused: Tensor | None = None) -> None:
         found = self.overflowed
         if found is None:
             raise TrainingError(
@@ -116,14 +117,14 @@ class GradScaler(LossScaler):
             )
         steps = self._progress.values()
         if any(step.had_gradients for step in steps):  # else nothing was seen of how the scale fits
-            moves = self._settings
-            torch._amp_update_scale_(self._scale, self._clean_steps, found, moves.growth, moves.backoff, moves.interval)
+            moves, own = self._settings, found if excused is None else found * (1 - excused)
+            torch._amp_update_scale_(self._scale, self._clean_steps, own, moves.growth, moves.backoff, moves.interval)
             self._scale.clamp_(moves.min, moves.max)
             self._skipped += found
-            in_a_row = self._streak.add(found, _known(steps))
-            self._streak.tell(
-                in_a_row, self._scale, find_bad or (lambda: first_not_finite(step.optimizer for step in steps))
-            )
+            optimizers = [step.optimizer for step in steps if step.optimizer is not None]
+            if optimizers:
+                in_a_row = self._streak.add(found, _known(steps))
+                self._streak.tell(in_a_row, self._scale, find_bad or partial(first_not_finite, optimizers))
         self.abandon()
 
     def abandon(self) -> None:
@@ -145,6 +146,18 @@ class GradScaler(LossScaler):
             "dynamic": True,  # torch_npu's asks for it
             "version": VERSION,
         }
+
+    @property
+    def factor(self) -> Tensor:
+        return self._scale
+
+    def transfer(self, gradients: Sequence[Tensor], to: LossScaler, agree: Agree | None = None) -> None:
+        found = self._check(gradients, (to.factor / self._scale.double()).float())
+        found = found if agree is None else agree(found)
+        before = self._progress.get(id(None))
+        self._progress[id(None)] = _Progress(
+            None, found if before is None else torch.maximum(found, before.found), had_gradients=True
+        )
 
     def takes(self, state: Mapping[str, Any]) -> bool:
         return bool(state) and (set(state) == {"loss_scale", "unskipped"} or not is_static(state))

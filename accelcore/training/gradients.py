@@ -8,7 +8,7 @@ them walks `buffers`, and never the model or the optimizer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -112,6 +112,28 @@ class Gradients(ABC):
         by_slot = zip(self.slots, self.trained(self.cells()), strict=True)  # type: ignore[arg-type]  # None passes
         bad = (slot.name for slot, gradient in by_slot if gradient is not None and not is_finite(gradient))
         return next(bad, None)
+
+    def add_treated(
+        self, loss: Tensor, start: Tensor | None, treat: Callable[[list[Tensor]], None], *, retain_graph: bool
+    ) -> None:
+        """As `backward`, of gradients that are treated, in place, before they are added to what there is."""
+        kept = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        torch.autograd.backward(loss, start, retain_graph=retain_graph)
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+        self._add_back(kept, treat)
+
+    def _add_back(self, kept: Sequence[Tensor | None], treat: Callable[[list[Tensor]], None]) -> None:
+        treat([dense(parameter.grad) for parameter in self._parameters if parameter.grad is not None])
+        for parameter, before in zip(self._parameters, kept, strict=True):
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+    def reduce_apart(self, add_up: Callable[[Tensor], Tensor]) -> None:  # noqa: B027
+        """Exchange what is kept apart from the parameters' gradients, if anything is; `add_up`: its sum over ranks."""
 
     def clear(self) -> None:
         """Drop all gradients, or set those that are held to zero."""

@@ -13,11 +13,13 @@ from accelcore.roles.runtime import Runtime
 from accelcore.roles.scaler import LossScaler
 from accelcore.training.feeds import Feeds
 from accelcore.training.gradients import Gradients
+from accelcore.training.own_scales import OwnScales
 from accelcore.training.parts.extra import ExtraPart
 from accelcore.training.parts.model import MastersPart, ModelPart
 from accelcore.training.parts.optimizer import OptimizerPart
 from accelcore.training.parts.part import Part
-from accelcore.training.parts.progress import FeedsPart, RandomPart, ScalerPart, SchedulePart, WindowPart
+from accelcore.training.parts.progress import FeedsPart, RandomPart, SchedulePart, WindowPart
+from accelcore.training.parts.scales import OwnScalesPart, ScalerPart
 from accelcore.training.window import Window
 
 __all__ = ["every_part"]
@@ -28,6 +30,7 @@ def every_part(
     optimizer: Optimizer,
     *,
     scaler: LossScaler,
+    scales: OwnScales,
     scheduler: LRScheduler | None,
     gradients: Gradients,
     window: Window,
@@ -42,6 +45,7 @@ def every_part(
         SchedulePart(scheduler),
         OptimizerPart(model, optimizer, gradients),
         ScalerPart(scaler),
+        OwnScalesPart(scales),
         WindowPart(model, window, gradients),
         FeedsPart(feeds, runtime),
         RandomPart(runtime),

@@ -1,4 +1,4 @@
-"""The smaller parts of a checkpoint: scaler, schedule, the open window, places in the data, random states."""
+"""The smaller parts of a checkpoint: schedule, the open window, places in the data, random states."""
 
 from __future__ import annotations
 
@@ -13,46 +13,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelcore.errors import CheckpointError
 from accelcore.optim.shards import is_sharded, shard
 from accelcore.roles.runtime import Runtime
-from accelcore.roles.scaler import LossScaler, described
 from accelcore.training.feeds import Feeds
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Change, Saved, kind, number, table
 from accelcore.training.window import Window
 
-__all__ = ["FeedsPart", "RandomPart", "ScalerPart", "SchedulePart", "WindowPart"]
+__all__ = ["FeedsPart", "RandomPart", "SchedulePart", "WindowPart"]
 
 logger = logging.getLogger("accelcore")
-
-
-class ScalerPart:
-    """The loss scaler."""
-
-    name = "scaler"
-    scope: Literal["shared"] = "shared"
-
-    def __init__(self, scaler: LossScaler) -> None:
-        self._scaler = scaler
-
-    def state(self) -> Any:
-        return self._scaler.state_dict()
-
-    def prepare(self, saved: Saved) -> Change:
-        theirs, before = saved.shared.get("scaler"), self._scaler.state_dict()
-        state = table(theirs or {}, "loss scaler")
-        if self._scaler.takes(state):
-            return Change(lambda: self._scaler.load_state_dict(state), lambda: self._scaler.load_state_dict(before))
-        if table(saved.own.get("window"), "window", "micro")["micro"]:
-            raise CheckpointError(
-                "the checkpoint was saved within a window, with another loss scale than this training's",
-                why="the gradients in it are multiplied by the loss scale of then",
-                remedy="resume with the precision it was made with, or from a checkpoint saved between two windows",
-            )
-        logger.warning(
-            "the checkpoint has %s, and this training %s: it goes on with its own",
-            described(state),
-            described(before),
-        )
-        return Change(lambda: None)
 
 
 class SchedulePart:

@@ -31,6 +31,7 @@ class DDP(Strategy):
     """
 
     prefers_flat = False
+    exchanges_in_backward = True
 
     def __init__(self, backend: Roles, options: TrainerOptions) -> None:
         super().__init__(backend, options)

@@ -36,6 +36,7 @@ class FullySharded(Strategy):
     """
 
     shards = True
+    exchanges_in_backward = True
     prefers_flat = False
 
     def __init__(self, backend: Roles, options: TrainerOptions, sharding: FSDP) -> None:

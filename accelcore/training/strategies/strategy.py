@@ -36,6 +36,9 @@ class Strategy(ABC):
     shards: bool = False
     """Whether the model is divided among the ranks."""
 
+    exchanges_in_backward: bool = False
+    """Whether gradients travel while a backward pass runs."""
+
     def __init__(self, backend: Roles, options: TrainerOptions) -> None:
         self._collectives = backend.collectives
 
@@ -80,7 +83,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of a scalar over ranks, in place."""
+        """The mean of a tensor over ranks, in place."""
 
     def norm(self, local: Tensor) -> Tensor:
         """The 2-norm of all gradients, from that of those this rank has."""

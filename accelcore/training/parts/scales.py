@@ -1,0 +1,79 @@
+"""The loss scales of a checkpoint: the training's, and those of single losses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from accelcore.errors import CheckpointError
+from accelcore.roles.scaler import LossScaler, described
+from accelcore.training.own_scales import OwnScales
+from accelcore.training.parts.part import Change, Saved, table
+
+__all__ = ["OwnScalesPart", "ScalerPart"]
+
+logger = logging.getLogger("accelcore")
+
+
+class ScalerPart:
+    """The loss scaler.
+
+    A training with another kind of loss scale goes on with its own.
+    """
+
+    name = "scaler"
+    scope: Literal["shared"] = "shared"
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+
+    def state(self) -> Any:
+        return self._scaler.state_dict()
+
+    def prepare(self, saved: Saved) -> Change:
+        return _restoring(self._scaler, table(saved.shared.get("scaler") or {}, "loss scaler"), saved)
+
+
+class OwnScalesPart:
+    """The scales of losses that have their own, by name."""
+
+    name = "scales"
+    scope: Literal["shared"] = "shared"
+
+    def __init__(self, scales: OwnScales) -> None:
+        self._scales = scales
+
+    def state(self) -> Any:
+        return {name: scaler.state_dict() for name, scaler in self._scales.scalers.items()}
+
+    def prepare(self, saved: Saved) -> Change:
+        theirs, before = table(saved.shared.get("scales", {}), "loss scales"), dict(self._scales.scalers)
+        made = {name: self._scales.make() for name in theirs}
+        changes = [_restoring(made[name], table(state, "loss scale"), saved) for name, state in theirs.items()]
+
+        def commit() -> None:
+            for change in changes:
+                change.commit()
+            self._scales.put(made)
+
+        def undo() -> None:
+            self._scales.put(before)
+
+        return Change(commit, undo)
+
+
+def _restoring(scaler: LossScaler, state: Mapping[str, Any], saved: Saved) -> Change:
+    before = scaler.state_dict()
+    if scaler.takes(state):
+        return Change(lambda: scaler.load_state_dict(state), lambda: scaler.load_state_dict(before))
+    if table(saved.own.get("window"), "window", "micro")["micro"]:
+        raise CheckpointError(
+            "the checkpoint was saved within a window, with another loss scale than this training's",
+            why="the gradients in it are multiplied by the loss scale of then",
+            remedy="resume with the precision it was made with, or from a checkpoint saved between two windows",
+        )
+    logger.warning(
+        "the checkpoint has %s, and this training %s: it goes on with its own", described(state), described(before)
+    )
+    return Change(lambda: None)
