@@ -68,12 +68,13 @@ class Reading(ABC):
         """The batches of `loader`, to evaluate on: on the device, every row once over all ranks.
 
         In the loop the model is in evaluation mode, under `no_grad` and autocast; behind it all is as it was. Ranks may
-        have different numbers of rows, and of batches: put results together behind the loop, with `job.gather` or sums.
-        Where the loader does not shuffle, what is gathered is in the order of its rows.
+        have different numbers of rows: put results together with `job.gather`, or add sums up. Where the loader does
+        not shuffle, what is gathered behind the loop is in the order of its rows.
 
         Args:
-            loader: a DataLoader, shared out by rows, whatever its sampler; anything else by batches, and all ranks must
-                read it in the same order. Every rank calls this.
+            loader: a DataLoader, shared out by rows, whatever its sampler, as many batches for each rank; anything else
+                by batches, of which some ranks may have one more, and all must read it in the same order. Every rank
+                calls this.
         """
         return self._evaluation.batches(loader)
 

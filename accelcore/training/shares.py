@@ -60,11 +60,11 @@ def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
 
 
 def share_once(loader: Iterable[Any], collectives: Collectives, device: torch.device) -> Iterable[Any]:
-    """A rank's share of what `loader` yields, for evaluation: each row is in one rank's, and ranks may have more than
-    others.
+    """A rank's share of what `loader` yields, for evaluation: each row is in one rank's.
 
-    Where it has rows and does not shuffle, those of a rank are next to each other, so that all together are in order.
-    Other streams, which all ranks have to read alike, are shared out by batches.
+    Where it has rows, all ranks have as many batches, as far as there are rows for that, of up to `batch_size`; and
+    where it does not shuffle, those of a rank are next to each other, so that all together are in order. Other streams,
+    which all ranks have to read alike, are shared out by batches.
     """
     rank, world_size = collectives.rank, collectives.world_size
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
@@ -80,9 +80,15 @@ def share_once(loader: Iterable[Any], collectives: Collectives, device: torch.de
         size = int(collectives.broadcast(torch.tensor(len(rows), device=device)))
         own = torch.tensor((rows + [0] * size)[:size], device=device)  # which ranks may have drawn differently
         rows = collectives.broadcast(own).tolist()
-    mine = rows[len(rows) * rank // world_size : len(rows) * (rank + 1) // world_size]
-    options = {name: getattr(loader, name) for name in _COPIED}
-    return DataLoader(loader.dataset, sampler=mine, **{**options, "drop_last": False})
+    batches = -(-len(rows) // (world_size * loader.batch_size))
+    mine = [batch for batch in _parts(_parts(rows, world_size)[rank], batches) if batch]
+    options = {name: getattr(loader, name) for name in _COPIED if name not in ("batch_size", "drop_last")}
+    return DataLoader(loader.dataset, batch_sampler=mine, **options)
+
+
+def _parts(rows: Sequence[Any], count: int) -> list[list[Any]]:
+    """Rows in `count` parts of nearly one length."""
+    return [list(rows[len(rows) * n // count : len(rows) * (n + 1) // count]) for n in range(count)]
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:

@@ -75,6 +75,8 @@ def test_an_evaluation_has_every_row_once_over_all_ranks(job):
             assert rows == expected, f"{name}: what is gathered is out of order"
         for rank in job:
             assert rank["evaluated"][name]["batches"] == rank["evaluated"][name]["length"], name
+        lengths = {rank["evaluated"][name]["length"] for rank in job}
+        assert len(lengths) == 1 or name in ("list", "few"), f"{name}: a rank would wait for others in the loop"
     assert sorted(row for rank in job for row in rank["stream"]) == every[:14]
 
 
