@@ -228,10 +228,10 @@ def test_no_host_waits_for_an_optimizer_whose_kernel_skips(monkeypatch):
 def test_calls_out_of_order_are_refused():
     model, loss = nn.Linear(2, 1), torch.ones(())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(RuntimeError, match="before amp.initialize"), amp.scale_loss(loss, optimizer):
+    with pytest.raises(RuntimeError, match="before"), amp.scale_loss(loss, optimizer):
         pass
     made()
-    with pytest.raises(RuntimeError, match="was not given to amp.initialize"), amp.scale_loss(loss, optimizer):
+    with pytest.raises(RuntimeError, match="was not given"), amp.scale_loss(loss, optimizer):
         pass
     model, optimizer = made(num_losses=2)
     for number in (2, -1, True, "0"):

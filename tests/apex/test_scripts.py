@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import rewritten
 import torch
 
 from accelcore.apex import amp
-import rewritten
 
 # Half precision rounds to 2**-11; what a few steps make of that in losses around 1, with room.
 TOLERANCE = {"O0": 1e-5, "O1": 2e-3, "O2": 6e-3, "O3": 6e-3}

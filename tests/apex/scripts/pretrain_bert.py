@@ -1,17 +1,16 @@
-"""A small BERT, pre-trained as scripts for Ascend's apex do: gradients accumulated, clipped, a schedule with a warmup."""
+"""A small BERT, pre-trained as scripts for Ascend's apex do: accumulation, clipping, a schedule with a warmup."""
 
 import argparse
 import json
 import os
 import sys
 
+import apex
 import torch
 import torch.distributed as dist
+from apex import amp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-import apex
-from apex import amp
 
 VOCABULARY, WIDTH, LENGTH, MASK = 16, 16, 8, 0
 

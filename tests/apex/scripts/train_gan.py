@@ -5,9 +5,8 @@ import json
 import sys
 
 import torch
-from torch import nn
-
 from apex import amp, optimizers
+from torch import nn
 
 
 def get_args(argv):

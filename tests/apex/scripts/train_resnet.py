@@ -1,4 +1,4 @@
-"""A small ResNet, trained as scripts for Ascend's apex train one: a model, an optimizer, a loss, DDP where asked for."""
+"""A small ResNet, trained as scripts for Ascend's apex train one, on one rank or several."""
 
 import argparse
 import json
@@ -7,11 +7,10 @@ import sys
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
 from apex import amp
 from apex.optimizers import NpuFusedSGD
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Block(nn.Module):
