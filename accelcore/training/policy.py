@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 
@@ -68,7 +70,7 @@ class Policy:
                 f"there is no precision {name!r} in {dtype!r}",
                 available=f"{', '.join(_LEVELS)} in {' or '.join(_LEVEL_DTYPES)}",
             )
-        return _of_dtype(_PRESETS[name], dtype) if dtype else _PRESETS[name]
+        return _of_dtype(_PRESETS[name](), dtype) if dtype else _PRESETS[name]()
 
     def __post_init__(self) -> None:
         for name in ("autocast", "model_dtype"):
@@ -96,14 +98,14 @@ class Policy:
             )
 
 
-_PRESETS = {
-    "fp32": Policy(),
-    "bf16": Policy(autocast="bfloat16"),  # fp32's range: small gradients need no scale
-    "fp16": Policy(autocast="float16", loss_scale="dynamic"),
-    "O0": Policy(model_dtype="float32", cast_boundary=True),
-    "O1": Policy(autocast="float16", table="O1", loss_scale="dynamic"),
-    "O2": Policy(model_dtype="float16", keep_batchnorm_fp32=True, cast_boundary=True, loss_scale="dynamic"),
-    "O3": Policy(model_dtype="float16", masters=False, cast_boundary=True),
+_PRESETS: dict[str, Callable[[], Policy]] = {
+    "fp32": Policy,
+    "bf16": partial(Policy, autocast="bfloat16"),  # fp32's range: small gradients need no scale
+    "fp16": partial(Policy, autocast="float16", loss_scale="dynamic"),
+    "O0": partial(Policy, model_dtype="float32", cast_boundary=True),
+    "O1": partial(Policy, autocast="float16", table="O1", loss_scale="dynamic"),
+    "O2": partial(Policy, model_dtype="float16", keep_batchnorm_fp32=True, cast_boundary=True, loss_scale="dynamic"),
+    "O3": partial(Policy, model_dtype="float16", masters=False, cast_boundary=True),
 }
 _LEVELS = ("O1", "O2", "O3")
 _LEVEL_DTYPES = ("float16", "bfloat16")
