@@ -51,6 +51,7 @@ def variables(suite: Path, file: str) -> dict[str, str]:
     soc = "Ascend910A" if '"Ascend910A"' in script else "Ascend910B2"
     environ = {**os.environ, **environment(Settings(devices=2, memory=4 * 2**30, soc=soc))}
     environ |= {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(suite)]), "OMP_NUM_THREADS": "1"}
+    environ |= {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])}
     environ |= {"DISABLED_TESTS_FILE": str(suite / _DISABLED)}
     if file.startswith("distributed"):
         environ |= {"BACKEND": "hccl", "INIT_METHOD": "env://", "WORLD_SIZE": "2", "TEMP_DIR": tempfile.gettempdir()}

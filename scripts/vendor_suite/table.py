@@ -35,9 +35,10 @@ _ENVIRONMENT = (
     r"ModuleNotFoundError: nvidia-ml-py does not seem to be installed",
     r"OSError: Could not load this library: .*libop_plugin_atb\.so",  # Ascend's transformer library is a package apart
     r"Failed to build stub:",  # of C++ allocators, by sources beside the tests
-    r"fixture 'mesh' not found|object has no attribute 'runTest'",  # no tests: a script for torchrun, base classes
+    r"fixture 'mesh' not found|object has no attribute '(runTest|assert\w+)'",  # no tests: scripts, base classes
     r"TypeError: \w+\.\w+\(\) missing \d+ required positional arguments",  # nor are these, without their own runner
     r"TypeError: foreach_all_gather\(\) takes 7 positional",  # the installed torch-npu is not that of the tests
+    r"Expected: warn\('Unable to hit fast path of NPUGraphs",
     r'"Overriden is not allowed" does not match|"input must have the type" does not match',  # nor the installed torch
     r"ImportError: cannot import name '\w+' from 'torch\.",
     r"TypeError: only 0-dimensional arrays can be converted to Python scalars",  # nor the installed numpy
@@ -52,7 +53,10 @@ _HARDWARE = (
 _TORCH_NPU = (
     # Its registration of torch's sparse kernels does not select the device of their tensors.
     r"device\(\) == values_\.device\(\) INTERNAL ASSERT FAILED",
+    r"^E +RuntimeError: Only contiguous_format or preserve_format is supported\.",  # of a conversion on the device
 )
+_LIMIT = (r"OutOfMemoryError: NPU out of memory\. .* 4\.00 GiB total capacity",)  # of an emulated device
+_RULES = {"torch_npu": _TORCH_NPU, "limit": _LIMIT, "environment": _ENVIRONMENT, "hardware": _HARDWARE}
 
 
 def verdict(outcome: Outcome) -> str:
@@ -61,8 +65,8 @@ def verdict(outcome: Outcome) -> str:
         return outcome.outcome
     if _REFUSED.search(outcome.text):
         return "refused"
-    for name, patterns in (("torch_npu", _TORCH_NPU), ("environment", _ENVIRONMENT), ("hardware", _HARDWARE)):
-        if any(re.search(pattern, outcome.text) for pattern in patterns):
+    for name, patterns in _RULES.items():
+        if any(re.search(pattern, outcome.text, re.MULTILINE) for pattern in patterns):
             return name
     return "wrong"
 
