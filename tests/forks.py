@@ -9,6 +9,7 @@ Where torch_npu is installed, `import torch` loads it, and it touches no device.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -115,6 +116,7 @@ def _main(command: list[str], environ: dict[str, str], cwd: str, folder: Path) -
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
         with (folder / name).open("wb") as file:
             os.dup2(file.fileno(), stream.fileno())
+    gc.freeze()  # what the server has imported is no garbage, and to look at it is to copy it
     multiprocessing.set_start_method(None, force=True)  # for the script's own processes: torch's default, not ours
     os.environ.clear()
     os.environ.update(environ)
