@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from accelcore.precision.region import holds
+from accelcore.precision.region import holds, is_computed_anew, torchs_holds
 from accelcore.precision.table import O1, PROMOTES_BY_ITSELF, TORCH_DIFFERS, Treatment
 from accelcore.precision.treatments import Compute, computation
 
-__all__ = ["install", "listed", "name_of", "remove", "torchs_operators"]
+__all__ = ["install", "listed", "name_of", "refuse", "remove", "torchs_operators"]
 
 _libraries: dict[str, torch.library.Library] = {}
 _torchs: dict[str, frozenset[str]] = {}
@@ -43,13 +43,35 @@ def install(device_type: str, dispatch_key: str) -> None:
         _libraries[dispatch_key] = library
 
 
+def refuse(device_type: str, dispatch_key: str) -> None:
+    """See to it that what O1 refuses is refused by torch's table, too, in our regions: alike on every device.
+
+    torch refuses it on some devices, whatever its dtype, and computes it in fp32 on others.
+    """
+    name = f"refused on {dispatch_key}"
+    if name in _libraries:
+        return
+    with _lock:
+        if name in _libraries:  # by another thread, meanwhile
+            return
+        known = _registered(dispatch_key)
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            for operator, treatment in listed():
+                if treatment is Treatment.REFUSED:
+                    kernel = _refusing(operator, device_type, dispatch_key, known)
+                    library.impl(operator, kernel, dispatch_key, with_keyset=True)  # type: ignore[no-untyped-call]
+        _libraries[name] = library
+
+
 def remove() -> None:
-    """Take all kernels of O1 out again; torch's own are back."""
+    """Take all kernels out again; torch's own are back."""
     with _lock:
         while _libraries:
             key, library = _libraries.popitem()
             library._destroy()  # type: ignore[no-untyped-call]
-            del _torchs[key]
+            _torchs.pop(key, None)
 
 
 def torchs_operators(dispatch_key: str) -> frozenset[str]:
@@ -92,15 +114,37 @@ def _is_needed(operator: OpOverload, treatment: Treatment, torchs: frozenset[str
 
 
 def _kernel(operator: OpOverload, compute: Compute, dispatch_key: str, torchs: frozenset[str]) -> Compute:
-    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, dispatch_key))
-    torchs_own = torch.library.get_kernel(operator, dispatch_key) if name_of(operator) in torchs else None
+    outside = _as_before(operator, dispatch_key, torchs)
 
     def kernel(keys: torch.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         if holds():
             with torch._C._DisableAutocast():
                 return compute(*arguments, **options)
-        if torchs_own is not None:
-            return torchs_own.call_boxed(keys, *arguments, **options)
-        return operator.redispatch(keys & below, *arguments, **options)
+        return outside(keys, *arguments, **options)
 
     return kernel
+
+
+def _refusing(operator: OpOverload, device_type: str, dispatch_key: str, torchs: frozenset[str]) -> Compute:
+    refused = computation(operator, Treatment.REFUSED, device_type)
+    in_fp32 = computation(operator, Treatment.FP32, device_type)
+    outside = _as_before(operator, dispatch_key, torchs)
+
+    def kernel(keys: torch.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+        # What is computed anew was not refused in the forward pass, whose region is not known any more.
+        anew = is_computed_anew() and not holds()
+        if anew or torchs_holds():
+            with torch._C._DisableAutocast():
+                return (in_fp32 if anew else refused)(*arguments, **options)
+        return outside(keys, *arguments, **options)
+
+    return kernel
+
+
+def _as_before(operator: OpOverload, dispatch_key: str, torchs: frozenset[str]) -> Compute:
+    """What there was at this key before a kernel of ours."""
+    if name_of(operator) in torchs:
+        before: Compute = torch.library.get_kernel(operator, dispatch_key).call_boxed
+        return before
+    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, dispatch_key))
+    return lambda keys, *arguments, **options: operator.redispatch(keys & below, *arguments, **options)

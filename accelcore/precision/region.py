@@ -1,4 +1,4 @@
-"""Where table O1 holds: a region of autocast, and what is computed anew for its backward pass."""
+"""Where a table holds: a region of autocast, and what is computed anew for its backward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from torch import Tensor
 
 from accelcore.precision.compiled import mark, unmark
 
-__all__ = ["Region", "forget_casts", "holds", "in_low_precision"]
+__all__ = [
+    "Region",
+    "TorchsRegion",
+    "forget_casts",
+    "holds",
+    "in_low_precision",
+    "is_computed_anew",
+    "torchs_holds",
+]
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -21,6 +29,7 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
+        self.torchs_depth = 0
         self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
 
 
@@ -60,6 +69,43 @@ class Region:
         self._autocast.__exit__(kind, error, traceback)
 
 
+class TorchsRegion:
+    """Autocast by torch's table for a device. It can be entered again when it was left.
+
+    With torch's cache of casts, by which it is told from O1 inside a region of that one.
+
+    Args:
+        device_type: torch's name of the device.
+        dtype: of low precision.
+        prepare: called on entering: sees to it that what is refused on every device has its kernels.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype, prepare: Callable[[], None]) -> None:
+        self._autocast = torch.autocast(device_type, dtype, cache_enabled=True)
+        self._prepare = prepare
+
+    def __enter__(self) -> None:
+        self._prepare()
+        self._autocast.__enter__()  # type: ignore[no-untyped-call]
+        _state.torchs_depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _state.torchs_depth -= 1
+        self._autocast.__exit__(kind, error, traceback)
+
+
+def torchs_holds() -> bool:
+    """Whether an operator that autocast intercepts now is in a region of ours by torch's table."""
+    return _state.torchs_depth > 0 and torch.is_autocast_cache_enabled()
+
+
+def is_computed_anew() -> bool:
+    """Whether this is a backward pass, in which a checkpointed part of a forward pass is computed anew."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def holds() -> bool:
     """Whether an operator that autocast intercepts now goes by table O1.
 
@@ -68,7 +114,7 @@ def holds() -> bool:
     of torch's without its cache. Compilers trace without the cache, too, and are no such case.
     """
     return not torch.is_autocast_cache_enabled() and (
-        _state.depth > 0 or (torch._C._current_graph_task_id() != -1 and torch._C._get_dispatch_mode(_FAKE) is None)
+        _state.depth > 0 or (is_computed_anew() and torch._C._get_dispatch_mode(_FAKE) is None)
     )
 
 

@@ -111,7 +111,7 @@ def _refused(operator: OpOverload, device_type: str) -> Compute:
         low = {tensor.dtype for tensor in floats((*arguments, *options.values()), device_type)} & set(_LOW)
         if low:
             raise TrainingError(
-                f"{operator._opname} was given {', '.join(sorted(map(str, low)))}, which autocast table O1 refuses",
+                f"{operator._opname} was given {', '.join(sorted(map(str, low)))}, which autocast refuses",
                 why="its gradient grows as 1 / p, out of the range of low precision",
                 available="binary_cross_entropy_with_logits, or BCEWithLogitsLoss, which is exact",
                 remedy="leave the sigmoid out and give that one the logits; or compute the probabilities in fp32",

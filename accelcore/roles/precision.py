@@ -12,8 +12,8 @@ import torch
 
 from accelcore.capabilities import Capabilities
 from accelcore.errors import ConfigurationError, UnsupportedError
-from accelcore.precision.kernels import install, listed, name_of, torchs_operators
-from accelcore.precision.region import Region
+from accelcore.precision.kernels import install, listed, name_of, refuse, torchs_operators
+from accelcore.precision.region import Region, TorchsRegion
 from accelcore.precision.table import Treatment
 
 __all__ = ["Precision", "TorchPrecision", "Work"]
@@ -121,8 +121,7 @@ class TorchPrecision(Precision):
         assert dtype is not None, "it is one of those that are declared"
         if table == "O1":
             return Region(self._device_type, dtype, partial(install, self._device_type, self._dispatch_key))
-        # With its cache, by which torch's table is told from O1 inside a region of that one.
-        return torch.autocast(self._device_type, dtype=dtype, cache_enabled=True)
+        return TorchsRegion(self._device_type, dtype, partial(refuse, self._device_type, self._dispatch_key))
 
     def fp32(self, mode: str) -> AbstractContextManager[None]:
         known = ("ieee", "fast") if self._capabilities.fast_fp32 else ("ieee",)

@@ -178,12 +178,14 @@ class OpTables:
                     assert error(result, expected) < 1e-5, f"table O1 does not compute {name} in fp32"
                     assert error(leaf.grad, double.grad) < 2 * eps(low), f"under table O1 {name} has a wrong gradient"
 
-    def test_o1_refuses(self, accel: Backend) -> None:
-        """Binary cross-entropy of probabilities is refused in low precision, and fp32 otherwise."""
-        with declared(_has_o1(accel), "the autocast table O1"):
+    @pytest.mark.parametrize("table", TABLES)
+    def test_refuses(self, accel: Backend, table: str) -> None:
+        """Binary cross-entropy of probabilities is refused in low precision, and fp32 otherwise: on every device."""
+        known = accel.capabilities
+        with declared(bool(known.autocast_dtypes) and table in known.autocast_tables, f"the autocast table {table}"):
             low = getattr(torch, (*accel.capabilities.autocast_dtypes, "bfloat16")[0])
             half = torch.full((2,), 0.5, device=accel.device)
-            with accel.autocast(low, table="O1"):
+            with accel.autocast(low, table=table):
                 with pytest.raises(AccelError, match="binary_cross_entropy_with_logits"):
                     functional.binary_cross_entropy(half.to(low), half)
                 loss = functional.binary_cross_entropy(half, half)

@@ -139,9 +139,17 @@ def table_o1_that_forgets_the_devices_own(backend):
     return replaced(backend, "precision", treatments=lambda honest: {})
 
 
-@lie("TestPrecision.test_o1_refuses", says="DID NOT RAISE")
+@lie("TestPrecision.test_refuses", says="DID NOT RAISE", table="O1")
 def table_o1_that_refuses_nothing(backend):
     return replaced(backend, "precision", autocast=_by_torchs_table)
+
+
+@lie("TestPrecision.test_refuses", says="DID NOT RAISE", table="torch")
+def table_torch_of_the_device_alone(backend):
+    def autocast(honest, dtype=None, **options):
+        return torch.autocast("cpu", dtype, enabled=options.get("enabled", True))
+
+    return replaced(backend, "precision", autocast=autocast)
 
 
 class _SoftmaxByFunction(torch.overrides.TorchFunctionMode):
