@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from accelcore.autoload import VARIABLE, autoloads, of_unusable_backends
-from accelcore.cli import rank
+from accelcore.autoload import VARIABLE, Autoload, autoloads, of_unusable_backends
+from accelcore.cli import rank, without
 from accelcore.cli.stand_in import apex_path
 from accelcore.entrypoints import declared
 from accelcore.environment import requested_device, shown
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.plugins import Candidate
 from accelcore.selection import Choice, parse
 
 __all__ = ["run"]
@@ -40,6 +41,7 @@ def run(
         UnsupportedError: nothing installed emulates the backend that `emulate` names.
     """
     environ = dict(os.environ)
+    program = ["-m", script, *arguments] if module else [script, *arguments]
     if device is not None:
         parse(device, "--device")
         environ["ACCEL_DEVICE"] = device
@@ -54,13 +56,17 @@ def run(
             f"accelcore: EMULATED: {emulate} is imitated on the host; its speed and numerics prove nothing\n"
         )
     elif VARIABLE not in environ:
-        reason = _autoload_would_fail()
-        if reason:
+        failing = _autoloads_that_would_fail()
+        if failing:
             environ[VARIABLE] = "0"
-            sys.stderr.write(f"accelcore: {VARIABLE}=0 for this run, because {reason}\n")
+            hidden = ""
+            if module or script != "-":  # stdin is read by Python alone
+                packages = ",".join(dict.fromkeys(autoload.package for autoload, _ in failing))
+                program = [without.__file__, packages, *program]
+                hidden = f"; {packages} is hidden from it"
+            sys.stderr.write(f"accelcore: {VARIABLE}=0 for this run, because {_reasons(failing)}{hidden}\n")
     if apex:
         environ["PYTHONPATH"] = apex_path(environ, Path.cwd() if module or script == "-" else Path(script).parent)
-    program = ["-m", script, *arguments] if module else [script, *arguments]
     command = [sys.executable, *program]
     if launched:
         command = [sys.executable, *_launcher(nproc, max_restarts), *program]
@@ -118,15 +124,18 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
     return variables
 
 
-def _autoload_would_fail() -> str:
-    """Why `import torch` must not load the runtimes it finds; empty where it may. Plugins are asked only if needed."""
+def _autoloads_that_would_fail() -> list[tuple[Autoload, Candidate]]:
+    """The runtimes that `import torch` must not load, with their backends. Plugins are asked only if there is any."""
     found = autoloads()
     if not found:
-        return ""
+        return []
     from accelcore.cli.ask_plugins import ask_plugins  # in a process of its own: this one is about to become the script
 
-    pairs = of_unusable_backends(found, ask_plugins()[0].candidates)
+    return of_unusable_backends(found, ask_plugins()[0].candidates)
+
+
+def _reasons(failing: Iterable[tuple[Autoload, Candidate]]) -> str:
     return "; ".join(
         f"import torch would load {autoload}, and {candidate.name} is not usable here: {candidate.probe.reason}"
-        for autoload, candidate in pairs
+        for autoload, candidate in failing
     )

@@ -181,6 +181,32 @@ def test_a_script_that_imports_torch_first_is_kept_from_a_runtime_that_cannot_wo
     (line,) = done.stderr.splitlines()
     assert line.startswith("accelcore: TORCH_DEVICE_BACKEND_AUTOLOAD=0 for this run, because")
     assert "vendor = vendor_runtime:autoload (vendor-runtime 2.0), and toaster is not usable here: no toaster" in line
+    assert line.endswith("; vendor_runtime is hidden from it")
+
+
+LOOKS = """
+from importlib.util import find_spec
+print(find_spec("vendor_runtime"))
+try:
+    import vendor_runtime
+except ImportError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.usefixtures("unusable")
+def test_a_library_that_looks_for_that_runtime_is_told_that_it_is_not_installed(machine):
+    machine.write("script.py", LOOKS + ECHO)
+    *seen, told = machine.run("run", "script.py", "-m", "--x").stdout.splitlines()
+    assert seen == ["None", "ModuleNotFoundError"]
+    told = json.loads(told)
+    assert (told["argv"], told["name"]) == (["script.py", "-m", "--x"], "__main__")
+    assert told["path"] == os.path.dirname(machine.write("other.py", ""))
+    machine.module("tool", LOOKS + ECHO)
+    *seen, told = machine.run("run", "-m", "tool", "-m").stdout.splitlines()
+    assert seen == ["None", "ModuleNotFoundError"]
+    assert json.loads(told)["argv"][0].endswith("tool.py")
+    assert json.loads(told)["argv"][1:] == ["-m"]
 
 
 @pytest.mark.usefixtures("unusable")
