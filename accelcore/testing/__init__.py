@@ -21,7 +21,7 @@ from __future__ import annotations
 import pytest
 
 _ROLES = ("backend", "collectives", "compiler", "optimizers", "parallel", "precision", "runtime", "scaler", "training")
-_PARTS = ("optimizer_state",)
+_PARTS = ("levels", "optimizer_state")
 pytest.register_assert_rewrite(*(f"accelcore.testing.{name}" for name in _ROLES + _PARTS))  # before they are imported
 
 from accelcore.testing.backend import TestBackend

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from accelcore import Backend, Policy, UnsupportedError
 from accelcore.testing.declared import STRATEGIES, declared
+from accelcore.testing.levels import LevelTests
 from accelcore.testing.options import EVERY, oracle
 from accelcore.testing.oracles import Stateful, batches, buffers, eps, error, evaluated, network, weights
 
@@ -64,7 +65,7 @@ def make(accel: Backend, model: nn.Module, optimizer: str = "adamw", **options: 
     )  # fmt: skip
 
 
-class TestTraining:
+class TestTraining(LevelTests):
     """The trainer on this backend, against plain torch."""
 
     @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ class _FirstGroup(GradScaler):
 class _ZeroesGradients(GradScaler):
     def step(self, optimizer):
         self.unscale_(optimizer)
-        if self._overflows[id(optimizer)].item():
+        if self.overflowed.item():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad.zero_()
@@ -32,8 +32,8 @@ class _NeverSkips(GradScaler):
 
 
 class _NeverHalves(GradScaler):
-    def update(self):
-        super().update()
+    def update(self, *arguments):
+        super().update(*arguments)
         self._scale.fill_(1024.0)
 
 
@@ -46,11 +46,11 @@ class _NeverUnscales(GradScaler):
 
 
 class _NoFloor(GradScaler):
-    def update(self):
-        overflow = max(found.item() for found in self._overflows.values())
+    def update(self, *arguments):
+        overflow = self.overflowed
         before = self._scale.item()
-        super().update()
-        if overflow:
+        super().update(*arguments)
+        if overflow is not None and overflow.item():
             self._scale.fill_(before / 2)
 
 
@@ -61,7 +61,7 @@ class _ForgetsItsCount(GradScaler):
 
 class _AllowsTwo(GradScaler):
     def unscale_(self, optimizer):
-        self._stages.clear()
+        self.abandon()
         super().unscale_(optimizer)
 
 

@@ -185,3 +185,48 @@ class _ForgetsStatistics(Backend):
 @lie("TestTraining.test_every_kind_of_state", says="is another one than by hand", flat=False, options={})
 def statistics_that_are_lost(backend):
     return _ForgetsStatistics(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
+
+
+def _of_another_precision(change):
+    """A backend whose trainer computes in another precision than it is asked for."""
+
+    class Other(Backend):
+        def trainer(self, model, optimizer, **options):
+            precision = options.get("precision", "fp32")
+            policy = precision if isinstance(precision, Policy) else Policy.preset(precision)
+            return super().trainer(model, optimizer, **{**options, "precision": change(policy)})
+
+    return lambda backend: Other(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
+
+
+@lie("TestTraining.test_level", says="not held in the right dtypes", level="O2", dtype="bfloat16", flat=False)
+def model_that_stays_in_fp32(backend):
+    return _of_another_precision(lambda policy: Policy(loss_scale=policy.loss_scale))(backend)
+
+
+@lie("TestTraining.test_level", says="not held in the right dtypes", level="O2", dtype="float16", flat=True)
+def batchnorm_in_low_precision(backend):
+    return _of_another_precision(lambda policy: dataclasses.replace(policy, keep_batchnorm_fp32=False))(backend)
+
+
+@lie("TestTraining.test_level", says="returns another dtype", level="O3", dtype="bfloat16", flat=False)
+def outputs_in_low_precision(backend):
+    class Half(Backend):
+        def trainer(self, model, optimizer, **options):
+            made = super().trainer(model, optimizer, **options)
+            model.register_forward_hook(lambda module, given, output: output.bfloat16())
+            return made
+
+    return Half(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
+
+
+@lie("TestTraining.test_losses_with_scales_of_their_own", says="another fell")
+def losses_that_share_a_scale(backend):
+    class Shared(Backend):
+        def trainer(self, model, optimizer, **options):
+            made = super().trainer(model, optimizer, **options)
+            honest = made.backward
+            made.backward = lambda loss, **named: honest(loss, **{**named, "scale": named.get("scale") and "one"})
+            return made
+
+    return Shared(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
