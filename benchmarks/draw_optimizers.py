@@ -7,57 +7,20 @@ are those of a quick run, or none of ours.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.optimizers import FLAT, FLOOR, OWN, PEER, TORCH
+from benchmarks.section import Results, Section, grid, ran_on, verdict
 
-__all__ = ["BEGIN", "END", "NOTHING", "PLOT", "RefusedError", "draw", "load", "main", "page"]
+__all__ = ["SECTION"]
 
-BEGIN, END = "<!-- optimizers: begin -->", "<!-- optimizers: end -->"
-NOTHING = "No results yet: `python -m benchmarks optimizers` makes them."
-PLOT = "optimizers.svg"
-_ROOT = Path(__file__).resolve().parents[1]
 _MARKS = {OWN: ("tab:blue", "o"), FLAT: ("tab:cyan", "D"), PEER: ("tab:red", "s")}
 _MARKS |= {case: (colour, "x") for case, colour in zip(TORCH, ("tab:gray", "tab:olive", "tab:green"), strict=True)}
 
-Results = Mapping[str, Any]
 Tables = Sequence[Mapping[str, Any]]
-
-
-class RefusedError(ValueError):
-    """A file, or a page, that cannot be used."""
-
-
-def load(path: Path) -> Results | None:
-    """The results, None where there are none.
-
-    Raises:
-        RefusedError: they come from a quick run, or from another benchmark.
-    """
-    if not path.exists():
-        return None
-    try:
-        results: Results = json.loads(path.read_text(encoding="utf-8"))
-        kind, quick = results["benchmark"], results["quick"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RefusedError(f"{path} holds no results of a benchmark") from error
-    if kind != "optimizers" or quick:
-        raise RefusedError(f"{path} holds {'quick ' if quick else ''}results of {kind}, and is not shown")
-    return results
-
-
-def page(before: str, results: Results | None) -> str:
-    """The page with what is between its markers written anew."""
-    head, begin, rest = before.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise RefusedError(f"the page lacks {BEGIN} or {END}")
-    return f"{head}{BEGIN}\n\n{NOTHING if results is None else _body(results)}\n\n{END}{tail}"
 
 
 def draw(results: Results, path: Path) -> None:
@@ -91,43 +54,14 @@ def draw(results: Results, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the section, or check it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.draw_optimizers", description=__doc__)
-    parser.add_argument("--results", type=Path, default=_ROOT / "benchmarks/results/optimizers.json")
-    parser.add_argument("--page", type=Path, default=_ROOT / "docs/measurements.md", help="the page to write")
-    parser.add_argument("--check", action="store_true", help="write nothing: only say whether the page is as it should")
-    options = parser.parse_args(arguments)
-    try:
-        results = load(options.results)
-        before = options.page.read_text(encoding="utf-8")
-        after = page(before, results)
-    except RefusedError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if options.check:
-        if before != after:
-            print(f"{options.page} is not what its results say: python -m benchmarks.draw_optimizers", file=sys.stderr)
-        return int(before != after)
-    if results is not None:
-        draw(results, options.page.with_name(PLOT))
-    options.page.write_text(after, encoding="utf-8")
-    print(f"{options.page}: {NOTHING if results is None else results['date']}")
-    return 0
-
-
 def _body(results: Results) -> str:
-    machine = f"{results['machine']['cpu']}, {results['machine']['cores']} cores, {results['machine']['system']}"
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     parts = [
-        f"![Time of an update for each optimizer, and what memory allows]({PLOT})",
-        f"{results['date']}, {machine}, {versions}. In brackets the multiple of the floor.",
+        f"![Time of an update for each optimizer, and what memory allows]({SECTION.plot})",
+        f"{ran_on(results)}. In brackets the multiple of the floor.",
     ]
     for title, tables in _groups(results).items():
         goals = [goal for table in tables for goal in table["goals"]]
-        missed = "; ".join(goal["what"] for goal in goals if not goal["met"])
-        met = f"{sum(goal['met'] for goal in goals)} of {len(goals)} goals met."
-        parts += [f"### {title}", _table(tables), f"{met} Missed: {missed}." if missed else met]
+        parts += [f"### {title}", _table(tables), verdict(goals)]
     return "\n\n".join(parts)
 
 
@@ -149,14 +83,14 @@ def _counted(count: int, what: str) -> str:
 def _table(tables: Tables) -> str:
     cases = [case for case in (OWN, FLAT, *TORCH, PEER) if any(case in map(_case, _timed(table)) for table in tables)]
     headings = ["optimizer", "route", "floor, ns", *cases]
-    lines = [headings, ["---"] * len(headings)]
+    lines = []
     for table in tables:
         rows = {_case(row): row for row in _timed(table)}
         route = table["settings"]["routes"].get(OWN, {"route": "none"})["route"]
         floor = f"{_nanoseconds(table, rows[FLOOR])['median']:.3f}"
         cells = [_cell(table, rows[case]) if case in rows else "" for case in cases]
         lines.append([table["settings"]["optimizer"], route, floor, *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return grid(headings, lines)
 
 
 def _cell(table: Mapping[str, Any], row: Mapping[str, Any]) -> str:
@@ -177,5 +111,7 @@ def _nanoseconds(table: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, 
     return {name: seconds * per for name, seconds in row["timing"]["seconds"].items()}
 
 
+SECTION = Section("optimizers", "benchmarks.draw_optimizers", _body, draw)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(SECTION.main())

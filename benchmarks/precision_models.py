@@ -23,7 +23,7 @@ GPT_SHAPE = Shape(layers=4, heads=4, width=256, context=128, vocabulary=256)
 LR = 1e-4
 
 Batch = tuple[Tensor, Tensor]
-Task = Callable[[], "tuple[nn.Module, Batch]"]
+Task = Callable[[], tuple[nn.Module, Batch]]
 
 
 class Block(nn.Module):

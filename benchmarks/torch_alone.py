@@ -42,7 +42,7 @@ class TorchAlone(AbstractContextManager["TorchAlone"]):
     def _caller(self, name: str) -> Step:
         def call() -> None:
             self._ours.send(name)
-            self._ours.recv()
+            self._ours.recv()  # EOFError where the child has failed, which says why by itself
 
         return call
 

@@ -36,7 +36,8 @@ class TrainerOptions(TypedDict, total=False):
             `Policy`.
         loss_scale: a number for a static scale, `"dynamic"`, a `LossScale` for a dynamic one with settings of your own,
             None for the precision's own.
-        fp32: exactness of fp32 matrix products during steps: `"ieee"`, `"fast"`, None for torch's own setting.
+        fp32: how fp32 matrix products are computed during steps: `"ieee"`; `"fast"`, as the backend's `fast_fp32` says,
+            where they are large enough to gain by it; None for torch's own setting.
         accumulate: micro-batches an update; their losses are averaged.
         weight: `weight(batch)` is over how many examples or tokens a micro-batch's loss is a mean, as a number or a
             scalar tensor. The gradients of a window are then those of the mean over all of them, on all ranks. None

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import draw_optimizers as drawing
 from benchmarks import optimizers as benchmark
+from benchmarks.draw_optimizers import SECTION
 from benchmarks.machine import describe_machine, describe_versions
 from benchmarks.optimizers import FLAT, FLOOR, NINE, OWN, TORCH
 from benchmarks.report import write_results
@@ -118,26 +118,26 @@ class _Wrong(torch.optim.SGD):
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "page.md").write_text(f"# Page\n\n{drawing.BEGIN}\nold\n{drawing.END}\n\nmore\n")
+    (tmp_path / "page.md").write_text(f"# Page\n\n{SECTION.begin}\nold\n{SECTION.end}\n\nmore\n")
     return tmp_path
 
 
 @pytest.fixture
 def draw(folder):
     paths = ["--results", str(folder / "optimizers.json"), "--page", str(folder / "page.md")]
-    return lambda *arguments: drawing.main([*paths, *arguments])
+    return lambda *arguments: SECTION.main([*paths, *arguments])
 
 
 def test_without_results_it_says_so(folder, draw):
     assert draw() == draw("--check") == 0
-    expected = f"# Page\n\n{drawing.BEGIN}\n\n{drawing.NOTHING}\n\n{drawing.END}\n\nmore\n"
+    expected = f"# Page\n\n{SECTION.begin}\n\n{SECTION.nothing}\n\n{SECTION.end}\n\nmore\n"
     assert (folder / "page.md").read_text() == expected
 
 
 def test_results_are_drawn(folder, draw, results, tables):
     assert draw("--check") == 1
     assert draw() == draw("--check") == 0
-    text, plot = (folder / "page.md").read_text(), (folder / drawing.PLOT).read_bytes()
+    text, plot = (folder / "page.md").read_text(), (folder / SECTION.plot).read_bytes()
     assert text.startswith("# Page\n")
     assert text.endswith("\n\nmore\n")
     assert "### 0.0 million parameters in 1 tensor, 1 thread" in text
@@ -149,7 +149,7 @@ def test_results_are_drawn(folder, draw, results, tables):
     assert f"{sum(goal.met for table in tables[:9] for goal in table.goals)} of " in text
     assert b"<svg" in plot
     assert draw() == 0
-    assert (folder / drawing.PLOT).read_bytes() == plot, "the same results, the same file"
+    assert (folder / SECTION.plot).read_bytes() == plot, "the same results, the same file"
 
 
 @pytest.mark.parametrize("change", [{"quick": True}, {"benchmark": "flat"}, {"quick": None, "benchmark": None}])
@@ -169,4 +169,4 @@ def test_a_page_without_markers_is_refused(folder, draw):
 
 
 def test_the_page_in_the_tree_is_what_its_results_say():
-    assert drawing.main(["--check"]) == 0
+    assert SECTION.main(["--check"]) == 0

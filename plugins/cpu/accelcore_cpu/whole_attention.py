@@ -1,7 +1,8 @@
 """The backward pass of attention by products of whole matrices, its softmax in fp32: for short sequences.
 
 Tensors are (batch, heads, length, width). A few sequences are computed at a time: what they need then stays in the
-cache, and in memory that the process has. Gradients are laid out as torch's kernel leaves them; compiled code relies on that.
+cache, and in memory that the process has. Gradients are laid out as torch's kernel leaves them, on which compiled code
+relies.
 """
 
 from __future__ import annotations
