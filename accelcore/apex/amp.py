@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from accelcore.apex import casts
 from accelcore.apex.initialize import initialize
-from accelcore.apex.prepared import prepared_of
+from accelcore.apex.prepared import is_prepared, prepared_of
 from accelcore.apex.state import listed
 from accelcore.apex.state import state as _amp_state
 from accelcore.errors import AmpError, CheckpointError
@@ -155,7 +155,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
     Clip these, as in `clip_grad_norm_(amp.master_params(optimizer), 1.0)`.
     """
-    if _amp_state.enabled:
+    if is_prepared(optimizer):
         yield from prepared_of(optimizer).gradients.masters
         return
     for group in optimizer.param_groups:
