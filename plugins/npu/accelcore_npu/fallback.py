@@ -48,10 +48,11 @@ def apply_setting() -> None:
 
 
 @cache
-def _refuse_all() -> torch.library.Library:
+def _refuse_all() -> object:
     """Give each operator without a kernel one that raises; they stay for as long as the library, which is kept."""
     torch.npu.init()  # type: ignore[attr-defined]  # before which not all kernels need be there
-    library = torch.library.Library("aten", "IMPL")
+    make: Callable[[str, str], Any] = torch.library.Library
+    library = make("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of kernels from Python
         for name in _without_kernel():

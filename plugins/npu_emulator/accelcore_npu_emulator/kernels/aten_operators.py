@@ -158,7 +158,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "_conv_depthwise2d_backward": _depthwise_backward,
     "binary_cross_entropy_with_logits": _rounded_once(torch.ops.aten.binary_cross_entropy_with_logits),
     "npu_binary_cross_entropy_with_logits_backward": _rounded_once(_binary_cross_entropy_backward),
-    "one_hot": lambda self, num_classes=-1: functional.one_hot(self.long(), num_classes),
+    "one_hot": lambda self, num_classes=-1: functional.one_hot(self.long(), num_classes).to(self.dtype),
     "div_": _divide_in_place,
     # A lazy clone would make a copy-on-write storage of the whole address space.
     "_lazy_clone": torch.clone,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-import torch
+from torch._C._autograd import _profiler_enabled
 
 from accelcore_npu_emulator.kernels.float_status import FloatStatus
 from accelcore_npu_emulator.kernels.generators import Generators
@@ -35,7 +35,7 @@ class Machine:
     def count_launch(self, name: str) -> None:
         """One operator is executed on the device; a profiler that is on learns of the host's work alone."""
         self._count_launch(name)
-        if not self._profiler_was_seen and torch.autograd._profiler_enabled():
+        if not self._profiler_was_seen and _profiler_enabled():
             self._profiler_was_seen = True
             warnings.warn("EMULATED: torch.profiler records the host; a device's times are not emulated", stacklevel=2)
 
