@@ -22,8 +22,8 @@ _ONE_KERNEL = (torch.float32, torch.bfloat16)
 class Clipping:
     """Clips the norm of all gradients together.
 
-    Given the gradients of parameters one by one it is torch's `clip_grad_norm_`, to the last bit. In flat memory the norm
-    is added up in another order, and may differ in its last bit.
+    Given the gradients of parameters one by one it is torch's `clip_grad_norm_`, to the last bit. In flat memory the
+    norm is added up in another order, and may differ in its last bit.
 
     Args:
         max_norm: the largest 2-norm.
