@@ -139,6 +139,7 @@ def _is_rounded_to(rounded: Any, value: Any) -> bool:
     """Whether a value, in the dtype of another tensor, is that tensor."""
     if not isinstance(rounded, Tensor) or not isinstance(value, Tensor) or value.shape != rounded.shape:
         return False
+    rounded, value = shard(rounded), shard(value)  # of shards, this rank's
     return torch.equal(value.to(rounded), rounded)
 
 
