@@ -37,8 +37,7 @@ RUNS = [
 ]
 ON_RANKS = [
     ("train_resnet.py", "--opt-level", "O2"),
-    ("train_resnet.py", "--opt-level", "O1", "--combine-ddp"),
-    ("pretrain_bert.py", "--opt-level", "O2", "--combine-ddp"),
+    ("pretrain_bert.py", "--opt-level", "O1", "--combine-ddp"),
 ]
 
 
