@@ -88,10 +88,6 @@ class Native:
         self._refuse_forked()
         self.library.emulator_count_copy(direction.encode(), ctypes.c_uint64(size))
 
-    def capturing(self) -> bool:
-        """Whether a graph is being captured."""
-        return bool(self.library.emulator_capturing())
-
     def set_operator_handler(self, handler: Callable[[bytes, bytes, bytes, bytes], int]) -> None:
         """Give the function that executes one operator: (name, inputs, outputs, attributes), the last three in JSON."""
         self._keep(_OperatorHandler(handler), "emulator_set_operator_handler")

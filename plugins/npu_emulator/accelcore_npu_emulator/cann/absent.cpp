@@ -29,7 +29,8 @@ EXPORT aclError aclrtIpcMemSetImportPid(const char *, int32_t *, size_t) { retur
 EXPORT aclError aclrtIpcMemClose(const char *) { return no_shared_memory(); }
 
 EXPORT int HcclCommInitAll() {
-  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "several NPUs in one process (DataParallel) are not emulated");
+  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED,
+                           "several NPUs in one process (DataParallel) are not emulated");
 }
 
 EXPORT aclError aclmdlRIDebugJsonPrint(aclmdlRI, const char *, uint32_t) {
@@ -50,7 +51,7 @@ EXPORT aclError aclnnInplaceCopyGetWorkspaceSize() { return aclnnInplaceCopy(); 
 
 // torch_npu's profiler asks for this to begin with, and goes on without; what comes after it does nothing.
 EXPORT void *aclprofCreateConfig() {
-  std::fputs("EMULATED: torch_npu's profiler records nothing: what takes how long on a device is not emulated\n", stderr);
+  std::fputs("EMULATED: torch_npu's profiler records nothing: a device's times are not emulated\n", stderr);
   return nullptr;
 }
 EXPORT int aclprofDestroyConfig() { return 0; }

@@ -1,5 +1,5 @@
-// aclInit asks this process's Python to register the host kernels, and to read the settings before. So an emulated process needs nothing but its
-// environment, as with a real CANN: no import hook and no sitecustomize.
+// aclInit asks this process's Python to register the host kernels, and to read the settings before. So an emulated
+// process needs nothing but its environment, as with a real CANN: no import hook and no sitecustomize.
 #include "emulator.h"
 
 #include <dlfcn.h>

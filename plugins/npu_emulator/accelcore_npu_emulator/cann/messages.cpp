@@ -27,7 +27,8 @@ struct Message {
 };
 
 std::string text(const char *operation, uint64_t count, HcclDataType type, int peer) {
-  return Call{operation, count, type}.text() + (operation[4] == 'S' ? " to rank " : " from rank ") + std::to_string(peer);
+  const char *way = operation[4] == 'S' ? " to rank " : " from rank ";
+  return Call{operation, count, type}.text() + way + std::to_string(peer);
 }
 
 // Moves one piece if the mailbox lets it; `moved` says whether it did. An empty message is one empty piece.
