@@ -58,7 +58,7 @@ def count() -> Iterator[Cost]:
         raise BackendUnavailableError(
             "launches cannot be counted",
             why="only the emulated NPU counts them, and it is not in use here",
-            remedy="set ACCEL_EMULATE through `accelcore run --emulate npu`, or call accelcore_npu_emulator.activate() first",
+            remedy="start with `accelcore run --emulate npu`, or call accelcore_npu_emulator.activate() first",
         )
     before = _read(library)
     cost = Cost()

@@ -84,6 +84,13 @@ def test_a_storage_without_memory_is_not_read(emulated_npu):
     assert x.fill_(2).sum().item() == 2 << 16
 
 
+def test_host_memory_of_no_size_is_not_registered(emulated_npu):
+    runtime, memory = torch.npu.npurt(), torch.empty(4096, dtype=torch.uint8)
+    pinned = 0x10000000
+    assert int(runtime.npuHostRegister(memory.data_ptr(), 4096, pinned)) == 0
+    assert int(runtime.npuHostRegister(memory.data_ptr(), 0, pinned)) != 0
+
+
 def test_a_result_without_room_is_refused_before_the_host_computes_it(results):
     [(told, mebibytes)] = results(jobs.host_memory_of_refusals, ACCEL_EMULATED_MEMORY="64MiB")
     assert set(told.values()) == {"OutOfMemoryError"}, told

@@ -156,12 +156,17 @@ EXPORT aclError aclrtFreeHost(void *memory) {
   return ACL_SUCCESS;
 }
 
-EXPORT aclError aclrtHostRegister(void *memory, uint64_t, aclrtHostRegisterType, void **device) {
+// All host memory is as good as registered.
+EXPORT aclError aclrtHostRegister(void *memory, uint64_t bytes, aclrtHostRegisterType, void **device) {
+  if (!memory || !bytes) return failure(ACL_ERROR_INVALID_PARAM, "there is no host memory to register");
   if (device) *device = memory;
   return ACL_SUCCESS;
 }
 
-EXPORT aclError aclrtHostRegisterV2(void *, uint64_t, uint32_t) { return ACL_SUCCESS; }
+EXPORT aclError aclrtHostRegisterV2(void *memory, uint64_t bytes, uint32_t) {
+  return aclrtHostRegister(memory, bytes, ACL_HOST_REGISTER_MAPPED, nullptr);
+}
+
 EXPORT aclError aclrtHostUnregister(void *) { return ACL_SUCCESS; }
 
 EXPORT aclError aclrtMemset(void *memory, size_t, int32_t value, size_t bytes) {
