@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accelcore.roles.composition import Roles
+from accelcore.selection import select
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
     from torch.optim import Optimizer
     from typing_extensions import Unpack
@@ -18,9 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["Backend"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Backend(Roles):
-    """One device, ready to use. Made by `accelcore.select()`; its fields are those of `Roles`."""
+    """One device, ready to use. Made by `accelcore.select()`; its fields are those of `Roles`.
+
+    A copy of it is itself, also in a copy of what holds it. It is pickled as its name and index, and selected by these
+    where it is unpickled.
+    """
 
     def trainer(self, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]) -> Trainer:
         """Prepare a model and its optimizer for training here; `TrainerOptions` tells the options."""
@@ -45,3 +52,12 @@ class Backend(Roles):
         from accelcore.training.replicate import replicate
 
         return replicate(self, module, **options)
+
+    def __copy__(self) -> Backend:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[str], Backend], tuple[str]]:
+        return select, (f"{self.name}:{self.index}",)

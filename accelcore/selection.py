@@ -13,10 +13,12 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, TypeVar
 
 from accelcore import plugins
 from accelcore.creation import create_backend
+from accelcore.entrypoints import declared
 from accelcore.environment import Launch, read_launch, requested_device, shown
 from accelcore.errors import (
     AccelError,
@@ -25,6 +27,7 @@ from accelcore.errors import (
     PluginError,
     UnknownBackendError,
 )
+from accelcore.installation import how_to_install
 from accelcore.plugins import Candidate
 from accelcore.probe import Probe
 
@@ -197,7 +200,7 @@ def _first_that_works(
         raise BackendUnavailableError(
             "no backend is installed",
             why="accelcore finds its backends as plugins, and there is none in this environment",
-            remedy="install accelcore-cpu, and the package of each other device you have (the README lists them)",
+            remedy=how_to_install("accelcore-cpu") + "; and the package of each other device you have",
         )
     raise BackendUnavailableError(
         f"{request}: none of the choices can be used here",
@@ -216,11 +219,13 @@ def _admit(
 ) -> Found:
     """The device, where its plugin says that it can be had."""
     if candidate is None:
+        near = get_close_matches(choice.name, {entry.name for entry in declared(plugins.BACKENDS)}, n=1)
         raise UnknownBackendError(
             f"{request}: there is no backend {choice.name!r}",
             why="no installed plugin offers that name",
             available=others(),
-            remedy="install the package that brings it (the README lists accelcore's own), or choose another",
+            remedy=(f"did you mean {near[0]!r}? Else " if near else "")
+            + "install the package that brings it (the README lists accelcore's own), or choose another",
         )
     probe = candidate.probe
     if candidate.error is not None:

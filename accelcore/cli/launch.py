@@ -14,6 +14,7 @@ from accelcore.cli.stand_in import apex_path
 from accelcore.entrypoints import declared
 from accelcore.environment import requested_device, shown
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.installation import how_to_install
 from accelcore.plugins import Candidate
 from accelcore.selection import Choice, parse
 
@@ -117,7 +118,7 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
         raise UnsupportedError(
             f"--emulate {shown(name)}: nothing installed emulates a backend of that name",
             available=", ".join(entry.name for entry in declared(plugins.EMULATORS)) or "no emulator is installed",
-            remedy=f"pip install accelcore-{name}-emulator, if there is one"
+            remedy=f"{how_to_install(f'accelcore-{name}-emulator')}, if there is one"
             if one
             else "name one backend, and no device",
         )

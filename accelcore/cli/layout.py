@@ -13,6 +13,7 @@ from accelcore.cli.diagnosis import USABLE, Backend, Diagnosis, Extension
 from accelcore.cli.requirements import Misfit
 from accelcore.cli.selection_preview import SelectionPreview
 from accelcore.environment import shown
+from accelcore.installation import how_to_install
 
 __all__ = ["Line", "lines", "show"]
 
@@ -68,7 +69,7 @@ def lines(found: Diagnosis) -> Iterator[Line]:
     yield from _misfits(found.misfits)
     yield from _headed("backends")
     if not found.backends:
-        yield _line(2, ("none is installed: install accelcore-cpu", "bold red"))
+        yield _line(2, (f"none is installed: {how_to_install('accelcore-cpu')}", "bold red"))
     width = max((len(_printable(backend.name)) for backend in found.backends), default=0)
     for backend in found.backends:
         yield from _backend(backend, width)

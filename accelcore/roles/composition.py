@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelcore.capabilities import Capabilities
 from accelcore.environment import Launch, read_launch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Roles"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Roles:
     """What one device can do. Made by `accelcore.select()`; several may live in one process.
 
@@ -53,16 +53,37 @@ class Roles:
     runtime: Runtime
     passed_over: tuple[Probe, ...] = ()
 
+    def __repr__(self) -> str:
+        kind = " (emulated)" if self.emulated else ""
+        return f"<{type(self).__name__} {self.name}:{self.index}{kind}>"
+
     @property
     def device(self) -> torch.device:
         """The device, for `model.to(accel.device)` and the like."""
         return self.runtime.device
 
     def autocast(
-        self, dtype: torch.dtype | None = None, *, enabled: bool = True, table: str = "torch"
+        self, dtype: torch.dtype | str | None = None, *, enabled: bool = True, table: str = "torch"
     ) -> AbstractContextManager[object]:
-        """Mixed precision for a forward pass; see `Precision.autocast`."""
-        return self.precision.autocast(dtype, enabled=enabled, table=table)
+        """Mixed precision for a forward pass; see `Precision.autocast`.
+
+        `dtype` may be a word for it, `"bf16"`; `"best"` is the fastest that is declared here, and does nothing where
+        that is fp32.
+        """
+        from accelcore.spellings import BEST, best_dtype, dtype_of
+
+        if dtype == BEST:
+            dtype = best_dtype(self)
+            if dtype is None:
+                return nullcontext()
+        asked = None if dtype is None else dtype_of(dtype)
+        return self.precision.autocast(asked, enabled=enabled, table=table)
+
+    def loading(self) -> dict[str, Any]:
+        """What a DataLoader for this device is made with, beside options of your own: `DataLoader(data, 32,
+        **accel.loading())`. Batches are pinned where that makes transfers faster.
+        """
+        return {"pin_memory": self.capabilities.pinned_memory}
 
     @contextmanager
     def distributed(

@@ -75,6 +75,12 @@ class Runtime(ABC):
         stays as it is; tensors already there are not copied.
         """
 
+    def tune(self) -> None:  # noqa: B027  # most devices have nothing to tune
+        """Let the device try out which kernels are fastest for each shape, where it can: for batches of few shapes.
+
+        It is the process's setting. Results may then differ in their last bits from run to run.
+        """
+
     def prefetch(self, batch: T) -> Callable[[], T]:
         """Begin to move a batch, and return a function that gives it, for use by the work queued from then on.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import subprocess
 import sys
 
@@ -49,6 +51,21 @@ class TestBackend:
         assert (twin.name, twin.index, twin.capabilities) == (accel.name, accel.index, accel.capabilities)
         assert twin.device == accel.device
         assert twin.optimizers is not accel.optimizers, "two backends share one registry of optimizers"
+
+    def test_travels(self, accel: Backend) -> None:
+        """A backend can live in a config: copied with it, it is itself; pickled, it is the same device again."""
+        assert copy.deepcopy({"accel": accel})["accel"] is accel, "a copy is another backend"
+        twin = pickle.loads(pickle.dumps(accel))  # noqa: S301  # pickled here
+        assert isinstance(twin, Backend), "what is unpickled is no backend"
+        assert (twin.name, twin.device) == (accel.name, accel.device)
+
+    def test_loading(self, accel: Backend) -> None:
+        """A loader for this device pins its batches where that is declared, and reads them as they are."""
+        rows = torch.arange(4.0)
+        batches = list(torch.utils.data.DataLoader(rows, batch_size=2, **accel.loading()))  # type: ignore[arg-type]
+        pinned = [batch.is_pinned() for batch in batches]
+        assert pinned == [accel.capabilities.pinned_memory] * 2, "batches are not pinned as declared"
+        assert torch.equal(torch.cat(batches), rows)
 
     def test_every_device_is_one(self, accel: Backend) -> None:
         """As many devices as the probe counts can be selected, each under its index."""

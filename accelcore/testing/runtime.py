@@ -222,3 +222,13 @@ class TestRuntime:
             moved = accel.runtime.to_device(pinned)
             accel.runtime.synchronize()
             assert torch.equal(moved.cpu(), tensor)
+
+    def test_tune(self, accel: Backend) -> None:
+        """Tuning changes no precision and no determinism that was asked for."""
+
+        def settings() -> tuple[str, bool]:
+            return torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+
+        before = settings()
+        accel.runtime.tune()
+        assert settings() == before, "it changed how exactly is computed"

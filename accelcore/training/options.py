@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -33,11 +34,13 @@ class TrainerOptions(TypedDict, total=False):
             list or tuple, else `model(batch)`.
         scheduler: stepped once a window, also when a window is skipped for overflow.
         precision: `"fp32"`, `"bf16"`, `"fp16"`, one of apex's levels `"O0"` to `"O3"` (see `Policy.preset`), or a
-            `Policy`.
+            `Policy`. `"best"` is the fastest that is declared here. torch's, accelerate's and Lightning's words are
+            taken, too.
         loss_scale: a number for a static scale, `"dynamic"`, a `LossScale` for a dynamic one with settings of your own,
             None for the precision's own.
         fp32: how fp32 matrix products are computed during steps: `"ieee"`; `"fast"`, as the backend's `fast_fp32` says,
-            where they are large enough to gain by it; None for torch's own setting.
+            where they are large enough to gain by it; `"fast if possible"`, which is that where it is declared, and
+            else nothing; None for torch's own setting.
         accumulate: micro-batches an update; their losses are averaged.
         weight: `weight(batch)` is over how many examples or tokens a micro-batch's loss is a mean, as a number or a
             scalar tensor. The gradients of a window are then those of the mean over all of them, on all ranks. None
@@ -68,7 +71,7 @@ class TrainerOptions(TypedDict, total=False):
 
     loss: Loss | None
     scheduler: LRScheduler | None
-    precision: str | Policy
+    precision: str | int | torch.dtype | Policy
     loss_scale: float | str | LossScale | None
     fp32: str | None
     accumulate: int

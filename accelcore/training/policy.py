@@ -120,13 +120,13 @@ def _of_dtype(policy: Policy, dtype: str) -> Policy:
     )
 
 
-def choose_policy(precision: str | Policy, loss_scale: float | str | LossScale | None) -> Policy:
+def choose_policy(precision: object, loss_scale: float | str | LossScale | None) -> Policy:
     """The policy a trainer was asked for, with `loss_scale` in place of the policy's own where it is given.
 
     Raises:
         ConfigurationError: there is no such precision, or a loss scale that is neither a number > 0 nor `"dynamic"`.
     """
-    policy = precision if isinstance(precision, Policy) else Policy.preset(precision)
+    policy = precision if isinstance(precision, Policy) else Policy.preset(str(precision))
     return policy if loss_scale is None else replace(policy, loss_scale=loss_scale)
 
 

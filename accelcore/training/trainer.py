@@ -18,6 +18,7 @@ from accelcore.training.checkpointing import Checkpointing
 from accelcore.training.clipping import Clipping
 from accelcore.training.evaluation import Evaluation
 from accelcore.training.feeds import Feeds
+from accelcore.training.mistakes import check_arguments
 from accelcore.training.options import TrainerOptions, check_numbers, complete
 from accelcore.training.own_scales import OwnScales
 from accelcore.training.parts.every import every_part
@@ -25,6 +26,7 @@ from accelcore.training.plan import Plan
 from accelcore.training.policy import create_scaler
 from accelcore.training.reading import Reading
 from accelcore.training.schedule import Schedule
+from accelcore.training.spelled import spelled
 from accelcore.training.stages.order import Preparation
 from accelcore.training.state import TrainingState
 from accelcore.training.step import Step
@@ -79,7 +81,8 @@ class Trainer(Reading, Checkpointing):
     def __init__(
         self, backend: Roles, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
     ) -> None:
-        given = complete(options)
+        given = spelled(complete(options), backend)
+        check_arguments(model, optimizer, given["loss"])
         check_numbers(given)
         self._backend, self._options = backend, given
         self._schedule = Schedule(given["scheduler"], optimizer)
@@ -104,6 +107,10 @@ class Trainer(Reading, Checkpointing):
         self.steps = 0
         self._compose()
         self._step.begin()
+
+    def __repr__(self) -> str:
+        optimizer = getattr(self.optimizer, "name", type(self.optimizer).__name__)
+        return f"<Trainer of {type(self.model).__name__} by {optimizer} on {self._backend.device}, {self.steps} steps>"
 
     @property
     def forward(self) -> Callable[..., Any]:

@@ -342,7 +342,7 @@ def test_an_emulation_is_an_environment_that_a_distribution_of_its_own_prepares(
     ("name", "says"),
     [
         ("kettle", "nothing installed emulates a backend of that name"),
-        ("kettle", "pip install accelcore-kettle-emulator"),
+        ("kettle", "install accelcore-kettle-emulator"),
         ("toaster:0", "name one backend, and no device"),
         ("auto", "name one backend, and no device"),
         ("?", "--emulate='?' is not a device"),

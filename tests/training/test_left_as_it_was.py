@@ -55,7 +55,7 @@ REFUSED = [
     {"accumulate": 0},
     {"clip_norm": True},
     {"clip_norm": -1},
-    {"parallel": "fsdp"},
+    {"parallel": "sharded"},
     {"comm_dtype": "float16"},
     {"flat": "yes"},
     {"compile": "max-autotune"},

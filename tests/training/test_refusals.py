@@ -58,7 +58,7 @@ def test_what_is_no_loss_is_refused_and_nothing_changes(accel, loss, says):
         ({"clip_norm": float("nan")}, accelcore.ConfigurationError, "clip_norm"),
         ({"loss_scale": "high"}, accelcore.ConfigurationError, "loss_scale"),
         ({"loss_scale": -1.0}, accelcore.ConfigurationError, "loss scale"),
-        ({"parallel": "fsdp"}, accelcore.UnsupportedError, "parallel='none', parallel='ddp'"),
+        ({"parallel": "sharded"}, accelcore.UnsupportedError, "parallel='none', parallel='ddp'"),
         ({"compile": "max-autotune"}, accelcore.ConfigurationError, "compile"),
         ({"clip_norm": "1"}, accelcore.ConfigurationError, "clip_norm"),
         ({"precision": []}, accelcore.ConfigurationError, "fp32, bf16, fp16"),

@@ -41,6 +41,11 @@ class CudaRuntime(AcceleratorRuntime):
             make_deterministic(self.device)
         super().seed(n, deterministic=deterministic)
 
+    def tune(self) -> None:
+        """As in the role, by cuDNN's benchmark; nothing where deterministic results were asked for."""
+        refuse_fork()
+        torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
+
     def rng_state(self) -> dict[str, Tensor]:
         refuse_fork()
         return super().rng_state()

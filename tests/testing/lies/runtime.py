@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 
 import torch
 
+from accelcore import Backend
 from accelcore.roles.runtime import Memory
 from lies.lie import declaring, lie, replaced
 
@@ -66,7 +68,8 @@ def side_stream_that_is_not_declared(backend):
 @lie("TestRuntime.test_pinned_memory", says="it is not pinned")
 def pinned_memory_that_is_not_pinned(backend):
     backend = replaced(backend, "runtime", pin=lambda honest, tensor: tensor)
-    return declaring(backend, pinned_memory=True)
+    backend = declaring(backend, pinned_memory=True)
+    return _Strange(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
 
 
 @lie("TestRuntime.test_no_needless_copy", says="it was copied")
@@ -123,3 +126,27 @@ def graph_that_is_a_stub(backend):
 @lie("TestRuntime.test_capture", says="unexpected success: graphs")
 def graph_that_is_not_declared(backend):
     return replaced(backend, "runtime", capture=lambda honest, work: (work(), work))
+
+
+@lie("TestRuntime.test_tune", says="it changed how exactly is computed")
+def tuning_that_rounds(backend):
+    return replaced(backend, "runtime", tune=lambda honest: torch.set_float32_matmul_precision("medium"))
+
+
+class _Strange(Backend):
+    def loading(self):
+        return {}
+
+    def __reduce__(self):
+        return str, ("cpu",)
+
+
+@lie("TestBackend.test_travels", says="what is unpickled is no backend")
+def backend_that_is_pickled_as_its_name(backend):
+    return _Strange(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
+
+
+@lie("TestBackend.test_loading", says="not pinned as declared")
+def loading_that_does_not_pin(backend):
+    backend = declaring(backend, pinned_memory=True)
+    return _Strange(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})

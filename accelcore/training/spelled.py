@@ -1,0 +1,31 @@
+"""The options of a trainer in the words that the rest of it knows."""
+
+from __future__ import annotations
+
+import torch
+
+from accelcore.roles.composition import Roles
+from accelcore.spellings import BEST, best_dtype, dtype_named
+from accelcore.training.options import TrainerOptions
+from accelcore.training.policy import Policy
+
+__all__ = ["spelled"]
+
+_PRESETS: dict[object, str] = {None: "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_WHOLE = {
+    "bf16-true": Policy(model_dtype="bfloat16"),
+    "16-true": Policy(model_dtype="float16", loss_scale="dynamic"),
+}
+"""Lightning's words for models that are held in a dtype."""
+
+
+def spelled(options: TrainerOptions, backend: Roles) -> TrainerOptions:
+    """Options with one word for each precision, and what was asked for if it helps here decided."""
+    precision, fp32 = options["precision"], options["fp32"]
+    if precision == BEST:
+        precision = _PRESETS[best_dtype(backend)]
+    elif isinstance(precision, str | int | torch.dtype):
+        precision = _WHOLE.get(str(precision)) or _PRESETS.get(dtype_named(precision) or precision, str(precision))
+    if fp32 == "fast if possible":
+        fp32 = None if backend.capabilities.fast_fp32 is None else "fast"
+    return {**options, "precision": precision, "fp32": fp32}

@@ -1,0 +1,128 @@
+"""What a person tries first, and gets an answer to; and words that mean one thing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import accelcore
+from accelcore import ConfigurationError, Policy
+
+
+def net():
+    return nn.Linear(4, 2)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda model: (model, "adamw"), r'accel\.optimizers\.create\("adamw", model'),
+        (lambda model: (model, torch.optim.AdamW), r"AdamW\(model\.parameters\(\), lr="),
+        (lambda model: (model, [sgd(model)]), "several parameter groups"),
+        (lambda model: (model, None), "make it"),
+        (lambda model: ([model, net()], sgd(model)), r"a list of 2.*\n.*ModuleList"),
+        (lambda model: ({"g": model}, sgd(model)), "a dict of 1"),
+        (lambda model: (sgd(model), model), "the model first"),
+        (lambda model: (nn.Linear, sgd(model)), "the class Linear"),
+    ],
+)
+def test_arguments(accel, make, says):
+    with pytest.raises(ConfigurationError, match=says):
+        accel.trainer(*make(net()))
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss, nn.functional.mse_loss, torch.sum, 0.5, "l1"]
+)
+def test_a_loss_that_takes_no_model_is_refused_when_the_trainer_is_made(accel, loss):
+    model = net()
+    before = model.weight
+    with pytest.raises(ConfigurationError, match=r"lambda model, batch"):
+        accel.trainer(model, sgd(model), loss=loss)
+    assert model.weight is before
+
+
+def test_a_loss_that_is_a_module_of_ones_own_is_none_of_torchs(accel):
+    class Own(nn.Module):
+        def forward(self, model, batch):
+            return model(batch).sum()
+
+    model = net()
+    assert accel.trainer(model, sgd(model), loss=Own())(torch.ones(2, 4)).dim() == 0
+
+
+WORDS = {
+    torch.float32: "fp32", "float32": "fp32", "32-true": "fp32", 32: "fp32", "no": "fp32",
+    torch.bfloat16: "bf16", "bfloat16": "bf16", "bf16-mixed": "bf16",
+    torch.float16: "fp16", "16-mixed": "fp16", 16: "fp16", "half": "fp16",
+    "bf16-true": Policy(model_dtype="bfloat16"), "best": "bf16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", WORDS, ids=str)
+def test_words_for_a_precision_mean_one_thing(accel, word, monkeypatch):
+    monkeypatch.setattr(type(accel.precision), "autocast_pays", lambda self, dtype, work: dtype == torch.bfloat16)
+    seen = []
+    for precision in (word, WORDS[word]):
+        torch.manual_seed(0)
+        model = net()
+        trainer = accel.trainer(model, sgd(model), loss=lambda m, x: (m(x).square().sum(), m(x)), precision=precision)
+        rows = torch.ones(2, 4, dtype=model.weight.dtype)
+        seen.append((float(trainer(rows)), trainer.aux.dtype, type(trainer.scaler)))
+    assert seen[0] == seen[1]
+    with pytest.raises(ConfigurationError, match="there is no precision 'bf17'"):
+        accel.trainer(model, sgd(model), precision="bf17")
+
+
+def test_what_helps_if_it_can_does_nothing_where_it_cannot(accel, monkeypatch):
+    slow = dataclasses.replace(
+        accel, capabilities=dataclasses.replace(accel.capabilities, autocast_dtypes=(), fast_fp32=None)
+    )
+    model = net()
+    trainer = slow.trainer(model, sgd(model), loss=lambda m, x: m(x).sum(), precision="best", fp32="fast if possible")
+    trainer(torch.ones(2, 4))
+    with slow.autocast("best"):
+        assert model(torch.ones(2, 4)).dtype == torch.float32
+    monkeypatch.setattr(type(accel.precision), "autocast_pays", lambda self, dtype, work: True)
+    with accel.autocast("best"):
+        assert model(torch.ones(2, 4)).dtype == torch.bfloat16
+    for word in ("bf16", "bfloat16", torch.bfloat16):
+        with accel.autocast(word):
+            assert model(torch.ones(2, 4)).dtype == torch.bfloat16
+    with pytest.raises(ConfigurationError, match="is no dtype"):
+        accel.autocast("bf17")
+
+
+def test_a_backend_and_a_trainer_show_in_one_line(accel):
+    model = net()
+    trainer = accel.trainer(model, accel.optimizers.create("adamw", model.parameters()))
+    assert repr(accel) == "<Backend cpu:0>"
+    assert repr(trainer) == "<Trainer of Linear by adamw on cpu, 0 steps>"
+
+
+def test_a_device_that_is_nearly_one():
+    with pytest.raises(accelcore.UnknownBackendError, match="did you mean 'cpu'"):
+        accelcore.select("cppu")
+
+
+def test_a_script_asks_for_what_helps_here_without_a_branch(accel):
+    data = torch.arange(6.0)
+    assert [len(batch) for batch in torch.utils.data.DataLoader(data, 4, **accel.loading())] == [4, 2]
+    accel.runtime.tune()
+
+
+def test_a_backend_lives_in_a_config(accel):
+    config = copy.deepcopy({"accel": accel, "lr": 0.1})
+    assert config["accel"] is accel is copy.copy(accel)
+    twin = pickle.loads(pickle.dumps(accel))
+    assert twin is not accel
+    assert (twin.name, twin.index, twin.device) == (accel.name, accel.index, accel.device)
