@@ -41,7 +41,9 @@ def apply_setting() -> None:
     setting = os.environ.get(VARIABLE) or "allow"
     if setting not in _SETTINGS:
         raise ConfigurationError(
-            f"{VARIABLE}={shown(setting)} is not one of its settings", available=", ".join(_SETTINGS), remedy="correct or unset it"
+            f"{VARIABLE}={shown(setting)} is not one of its settings",
+            available=", ".join(_SETTINGS),
+            remedy="correct or unset it",
         )
     if setting == "raise":
         _refuse_all()

@@ -51,7 +51,12 @@ def loss(model, rows):
 
 def whole(model):
     return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().float().cpu().flatten().tolist()
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value)
+        .detach()
+        .float()
+        .cpu()
+        .flatten()
+        .tolist()
         for name, value in model.state_dict().items()
     }
 
