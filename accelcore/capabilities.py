@@ -23,6 +23,7 @@ class Capabilities:
         compilers: compilers that `compile` can use; `{"backend": name}` asks for one.
         process_groups: torch.distributed backends the collectives run on; each can form a group by its name.
         parallel: data-parallel strategies the trainer offers here.
+        sync_batchnorm: BatchNorm can take its statistics over all ranks (`trainer(..., sync_batchnorm=True)`).
         streams: work can be queued on side streams (`runtime.side_stream`).
         graphs: a whole step can be captured and launched as one (`trainer(..., graph=True)`).
         pinned_memory: host memory can be pinned for faster transfers (`runtime.pin`).
@@ -38,6 +39,7 @@ class Capabilities:
     compilers: tuple[str, ...] = ()
     process_groups: tuple[str, ...] = ()
     parallel: tuple[str, ...] = ("none",)
+    sync_batchnorm: bool = False
     streams: bool = False
     graphs: bool = False
     pinned_memory: bool = False

@@ -180,6 +180,21 @@ def _trained(accel: accelcore.Backend, job: Any, strategy: str, options: dict[st
     }
 
 
+def _statistics(accel: accelcore.Backend, job: Any) -> list[float] | None:
+    """The means that a BatchNorm over ranks has after it saw `share`'s first rows; None where it is refused."""
+    strategies = [strategy for strategy in accel.capabilities.parallel if strategy != "none"]
+    rows = accel.runtime.to_device(share(job.rank)[0][0])
+    model = nn.Sequential(nn.BatchNorm1d(rows.shape[1], momentum=1.0))
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    try:
+        trainer = accel.trainer(model, optimizer, parallel=strategies[0], sync_batchnorm=True)
+    except accelcore.UnsupportedError:
+        return None
+    trainer.backward(trainer.forward(rows).square().mean())
+    means: list[float] = buffers(model)["0.running_mean"].tolist()
+    return means
+
+
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     whole: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return whole.detach()
@@ -201,6 +216,7 @@ def main() -> None:
                 found[strategy] = {
                     name: _trained(accel, job, strategy, options) for name, options in variants_of(strategy).items()
                 }
+        found["statistics"] = _statistics(accel, job)
     found["collectives"]["open"] = dist.is_initialized()
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 

@@ -14,9 +14,11 @@ from torch.nn.functional import cross_entropy
 
 from accelcore import Backend, Policy, UnsupportedError
 from accelcore.testing.declared import STRATEGIES, declared
+from accelcore.testing.job import two_ranks
 from accelcore.testing.levels import LevelTests
 from accelcore.testing.options import EVERY, oracle
 from accelcore.testing.oracles import Stateful, batches, buffers, eps, error, evaluated, network, weights
+from accelcore.testing.ranks import share
 
 __all__ = ["TestTraining"]
 
@@ -266,6 +268,20 @@ class TestTraining(LevelTests):
             for one, other in zip(graphed_weights, eager_weights, strict=True):
                 assert error(torch.tensor(one), torch.tensor(other)) < 10 * tolerance
             assert graphed_steps == steps == 12
+
+    def test_statistics_over_ranks(self, accel: Backend) -> None:
+        """BatchNorm over ranks has the means of all ranks' rows, or is refused."""
+        able = accel.capabilities
+        if not able.process_groups or set(able.parallel) <= {"none"}:
+            pytest.skip("not declared: a strategy for several ranks")
+        found: list[Any] = list(two_ranks(accel, "statistics"))
+        if not able.sync_batchnorm:
+            assert found == [None, None], "unexpected success: sync_batchnorm is not declared, and is not refused"
+            return
+        expected = torch.cat([share(rank)[0][0] for rank in range(2)]).mean(0)
+        for means in found:
+            assert means is not None, "sync_batchnorm is declared, and refused"
+            torch.testing.assert_close(torch.tensor(means), expected, rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("parallel", [*STRATEGIES[1:], "no such strategy"])
     def test_parallel(self, accel: Backend, parallel: str) -> None:

@@ -54,6 +54,8 @@ class TrainerOptions(TypedDict, total=False):
             `"none"`, unless a launcher started several ranks; then it has to be said.
         comm_dtype: dtype in which `"combine_ddp"` and `"fsdp"` add up gradients over ranks, by torch's name; None for
             their own, and for fp32 where low precision is computed in that has fp32 shards.
+        sync_batchnorm: whether each BatchNorm takes the statistics of all ranks' rows, by torch's SyncBatchNorm, which
+            takes its place in the model; where the backend declares it. In a job of one process it does nothing.
         checkpoint: the parts of the model that keep only what they were given, and are computed anew in backward: the
             modules of a type, or of a tuple of types, or those for which a function returns True;
             `Recompute(parts, save=[...])` also keeps the results of some operators. Random numbers and running
@@ -80,6 +82,7 @@ class TrainerOptions(TypedDict, total=False):
     clip: Callable[[list[Tensor]], object] | None
     parallel: str | FSDP | None
     comm_dtype: str | None
+    sync_batchnorm: bool
     checkpoint: Parts | Recompute | None
     offload: Parts | None
     flat: bool | None
@@ -100,6 +103,7 @@ DEFAULTS: TrainerOptions = {
     "clip": None,
     "parallel": None,
     "comm_dtype": None,
+    "sync_batchnorm": False,
     "checkpoint": None,
     "offload": None,
     "flat": None,

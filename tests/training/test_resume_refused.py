@@ -172,7 +172,11 @@ def test_another_schedule_changes_nothing(accel, tmp_path, schedule, build, run)
         lambda manifest: manifest["files"].update({"../secret": {"bytes": 1, "sha256": ""}}),
         lambda manifest: manifest.update(files=[]),
         lambda manifest: manifest["files"].pop("training"),
-        lambda manifest: manifest.update(format=3),
+        lambda manifest: manifest.update(format=4),
+        lambda manifest: manifest.update(pieces={"model": {"0.weight": [["nowhere", 0, 8]]}}),
+        lambda manifest: manifest.update(pieces={"model": {"0.weight": [["model", -1, 8]]}}),
+        lambda manifest: manifest.update(pieces={"model": {"0.weight": [["model", 2, 8]]}}),
+        lambda manifest: manifest.update(pieces=[]),
         lambda manifest: manifest.update(format=2.0),
     ],
 )

@@ -10,6 +10,7 @@ from accelcore.training.stages.capture import Capture
 from accelcore.training.stages.cast import Cast
 from accelcore.training.stages.compiled import Compile
 from accelcore.training.stages.flatten import Flatten
+from accelcore.training.stages.normalize import Normalize
 from accelcore.training.stages.observe import Observe
 from accelcore.training.stages.place import Place
 from accelcore.training.stages.recompute import Recomputing
@@ -18,7 +19,7 @@ from accelcore.training.stages.shard import Shard
 
 __all__ = ["Preparation"]
 
-_ORDER = (Place, Recomputing, Cast, Shard, Flatten, Bind, Replicate, Observe, Compile, Capture)
+_ORDER = (Place, Normalize, Recomputing, Cast, Shard, Flatten, Bind, Replicate, Observe, Compile, Capture)
 
 
 class Preparation:

@@ -101,6 +101,7 @@ def _capabilities() -> Capabilities:
         compilers=installed_compilers(),
         process_groups=("hccl", "gloo"),
         parallel=("none", "ddp", "combine_ddp", "fsdp", "zero2", "zero3"),
+        sync_batchnorm=True,
         streams=True,
         pinned_memory=True,
         overflow_flag=saturates,

@@ -42,6 +42,20 @@ def test_divided_models_train_as_one_process_on_the_cpu(ranks, way, clip):
             torch.testing.assert_close(torch.tensor(rank[way][name]), value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_statistics_are_of_the_rows_of_all_ranks(ranks):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(model, torch.cat([rows_of(rank, step) for rank in range(2)])).backward()
+        optimizer.step()
+    for rank in ranks:
+        for name, value in model.state_dict().items():
+            found = torch.tensor(rank["statistics"][name])
+            torch.testing.assert_close(found, value.flatten().float(), rtol=1e-4, atol=1e-4, msg=name)
+
+
 def test_bf16_is_near(ranks):
     for rank in ranks:
         for name, value in reference().items():

@@ -75,6 +75,17 @@ def train(accel, rank, *, optimizer="adamw", steps=STEPS, resume=None, **options
     return trainer
 
 
+def statistics(accel, rank):
+    """A BatchNorm that sees the rows of both ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.05, eps=1e-3)
+    trainer = accel.trainer(model, optimizer, loss=loss, parallel="ddp", sync_batchnorm=True)
+    for step in range(STEPS):
+        trainer(accel.runtime.to_device(rows_of(rank, step)))
+    return whole(model)
+
+
 def main():
     folder = Path(sys.argv[1])
     accel = accelcore.select("npu")
@@ -92,6 +103,7 @@ def main():
         found["offloaded"] = whole(train(accel, rank, parallel=FSDP(cpu_offload=True)).model)
         found["clipped"] = whole(train(accel, rank, clip_norm=0.1, loss_scale="dynamic").model)
         found["bf16"] = whole(train(accel, rank, precision=Policy(model_dtype="bfloat16", autocast="bfloat16")).model)
+        found["statistics"] = statistics(accel, rank)
         train(accel, rank, steps=3).save(folder / "saved")
         found["resumed"] = whole(train(accel, rank, resume=folder / "saved").model)
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(found))
