@@ -27,7 +27,7 @@ LAUNCHES = {
     "lamb": 36,
     "adamp": 79,
 }
-SCALED = 18  # more with a dynamic loss scale and clipping
+SCALED = 15  # more with a dynamic loss scale and clipping
 
 
 @pytest.fixture(scope="module")
