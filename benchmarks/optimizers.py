@@ -24,8 +24,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import accelcore
-from accelcore.optim.memory import Slot, lay_flat
+from accelcore.optim.memory import lay_flat
 from accelcore.optim.optimizer import Optimizer
+from accelcore.optim.runs import Slot
 from benchmarks.paired import Samples, compare, sample
 from benchmarks.report import Goal, Row, Table
 

@@ -18,8 +18,8 @@ from accelcore.apex.levels import Properties
 from accelcore.apex.loss_scaling import AmpScaler
 from accelcore.backend import Backend
 from accelcore.errors import AmpError
-from accelcore.optim.memory import Slot
 from accelcore.optim.optimizer import Optimizer as LateBound
+from accelcore.optim.runs import Slot
 from accelcore.training.options import complete
 from accelcore.training.plan import Plan
 from accelcore.training.policy import Policy

@@ -20,7 +20,7 @@ from accelcore.optim.formulas.bertadam import BertAdam, schedule_factor
 from accelcore.optim.formulas.lamb import LARGEST_NORM, Lamb
 from accelcore.optim.formulas.rmsprop import RMSprop
 from accelcore.optim.formulas.rmsproptf import RMSpropTF
-from accelcore.optim.memory import Run
+from accelcore.optim.runs import Run
 from accelcore.optim.segments import Channels, Segments, channels_of, parameters_of
 
 __all__ = ["FLAT_FORMULAS"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelcore.optim.formulas.formula import Formula
-from accelcore.optim.memory import Run
+from accelcore.optim.runs import Run
 from accelcore.optim.stepping import Updating
 
 __all__ = ["FlatRoute", "Number", "Numbers", "State"]

@@ -15,9 +15,10 @@ from accelcore.errors import TrainingError
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.groups import alike
 from accelcore.optim.hooks import StepHooks
-from accelcore.optim.memory import FlatMemory, Run, Slot, lay_flat
+from accelcore.optim.memory import FlatMemory, lay_flat
 from accelcore.optim.present import by_group, present
 from accelcore.optim.route import Request, Route
+from accelcore.optim.runs import Run, Slot
 from accelcore.optim.saved import read_options, read_state
 from accelcore.optim.shards import is_sharded
 from accelcore.optim.slot_state import Entry, by_parameter, pour

@@ -7,7 +7,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from accelcore.optim.memory import Run
+from accelcore.optim.runs import Run
 from accelcore.optim.slot_state import Entry, divide
 
 __all__ = ["by_group", "present"]

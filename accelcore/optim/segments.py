@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from accelcore.optim.memory import Run
+from accelcore.optim.runs import Run
 
 __all__ = ["Channels", "Segments", "channels_of", "parameters_of"]
 

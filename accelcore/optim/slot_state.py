@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.optim.formulas import Formula
-from accelcore.optim.memory import Run, Slot
+from accelcore.optim.runs import Run, Slot
 from accelcore.optim.shards import as_shard, shard, shard_of
 
 __all__ = ["COUNTERS", "Entry", "by_parameter", "divide", "pour"]

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError
-from accelcore.optim.memory import FlatMemory, GradientMemory, Run, Slot, by_kind, lay_flat
+from accelcore.optim.gradient_memory import GradientMemory
+from accelcore.optim.memory import FlatMemory, by_kind, lay_flat
+from accelcore.optim.runs import Run, Slot
 from accelcore.roles.scaled_gradients import is_finite
 
 __all__ = ["Flat", "Gradients", "PerTensor", "dense"]

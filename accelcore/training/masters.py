@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from accelcore.optim.memory import GradientMemory, Run
+from accelcore.optim.gradient_memory import GradientMemory
+from accelcore.optim.runs import Run
 from accelcore.training.gradients import Gradients
 from accelcore.training.policy import LOW
 

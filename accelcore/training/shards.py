@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError
-from accelcore.optim.memory import Run, Slot
+from accelcore.optim.runs import Run, Slot
 from accelcore.optim.shards import as_shard, shard
 from accelcore.training.gradients import Gradients
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.optim.formulas import FORMULAS
-from accelcore.optim.memory import Run, Slot, lay_flat
+from accelcore.optim.memory import lay_flat
+from accelcore.optim.runs import Run, Slot
 from benchmarks.gpu.device import Deadline, Device
 from benchmarks.gpu.measure import first_line
 from benchmarks.gpu.results import Case, Findings, Goal

@@ -37,7 +37,7 @@ _ENVIRONMENT = (
     r"Failed to build stub:",  # of C++ allocators, by sources beside the tests
     r"fixture 'mesh' not found|object has no attribute '(runTest|assert\w+)'",  # no tests: scripts, base classes
     r"TypeError: \w+\.\w+\(\) missing \d+ required positional arguments",  # nor are these, without their own runner
-    r"TypeError: foreach_(all_gather|reduce)\(\) (takes|missing|got) ",  # the installed torch-npu is not that of the tests
+    r"TypeError: foreach_(all_gather|reduce)\(\) (takes|missing|got) ",  # torch-npu is not that of the tests
     r"Expected: warn\('Unable to hit fast path of NPUGraphs",
     r'"Overriden is not allowed" does not match|"input must have the type" does not match',  # nor the installed torch
     r"ImportError: cannot import name '\w+' from 'torch\.",

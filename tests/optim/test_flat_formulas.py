@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accelcore.optim.flat_formulas import FLAT_FORMULAS
-from accelcore.optim.memory import Slot, lay_flat
+from accelcore.optim.memory import lay_flat
+from accelcore.optim.runs import Slot
 from accelcore.optim.segments import channels_of, parameters_of
 from accelcore.roles.optimizers import Optimizers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from accelcore.optim.memory import Slot
+from accelcore.optim.runs import Slot
 from accelcore.training.gradients import PerTensor
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import CheckpointError
-from accelcore.optim.memory import Slot
+from accelcore.optim.runs import Slot
 from accelcore.optim.shards import shard
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Change, Saved, kind, table

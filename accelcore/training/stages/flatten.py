@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import ConfigurationError
-from accelcore.optim.memory import Slot, unfit
+from accelcore.optim.memory import unfit
 from accelcore.optim.optimizer import Optimizer
+from accelcore.optim.runs import Slot
 from accelcore.training.gradients import Flat, Gradients, PerTensor
 from accelcore.training.masters import Masters
 from accelcore.training.plan import Plan

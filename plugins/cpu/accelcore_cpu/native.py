@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from accelcore.errors import TrainingError
 from accelcore.optim.formulas import Formula
-from accelcore.optim.memory import Run
+from accelcore.optim.runs import Run
 from accelcore.optim.stepping import Updating
 from accelcore_cpu.table import Found, Member, Table
 
