@@ -78,9 +78,13 @@ class TorchsRegion:
         device_type: torch's name of the device.
         dtype: of low precision.
         prepare: called on entering: sees to it that what is refused on every device has its kernels.
+
+    Attributes:
+        dtype: as given.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype, prepare: Callable[[], None]) -> None:
+        self.dtype = dtype
         self._autocast = torch.autocast(device_type, dtype, cache_enabled=True)
         self._prepare = prepare
 
