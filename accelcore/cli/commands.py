@@ -60,6 +60,7 @@ def app() -> None:
       accelcore run --nproc 2 train.py          two ranks of one job
       accelcore verify backend cpu              a backend against what it promises
       accelcore precision --backend cpu         which operator runs in which dtype
+      accelcore export outputs/gpt gpt.safetensors  the model of a checkpoint, in one file
       accelcore completion bash                 completion for your shell
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
 
@@ -274,7 +275,11 @@ def export(checkpoint: str, file: str) -> None:
 
     CHECKPOINT is a checkpoint, or a folder of them, of which the newest is taken; several ranks may have saved it in
     pieces. FILE is replaced when the new one is complete.
-    """
+
+    \b
+    Examples:
+      accelcore export outputs/gpt model.safetensors
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     from accelcore.checkpoint.export import export as write
 
     click.echo(f"{file}: the model of {write(checkpoint, file)}")
