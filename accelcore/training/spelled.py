@@ -12,9 +12,9 @@ from accelcore.training.policy import Policy
 __all__ = ["spelled"]
 
 _PRESETS: dict[object, str] = {None: "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_WHOLE = {
-    "bf16-true": Policy(model_dtype="bfloat16"),
-    "16-true": Policy(model_dtype="float16", loss_scale="dynamic"),
+_WHOLE: dict[str, dict[str, str]] = {
+    "bf16-true": {"model_dtype": "bfloat16"},
+    "16-true": {"model_dtype": "float16", "loss_scale": "dynamic"},
 }
 """Lightning's words for models that are held in a dtype."""
 
@@ -24,8 +24,10 @@ def spelled(options: TrainerOptions, backend: Roles) -> TrainerOptions:
     precision, fp32 = options["precision"], options["fp32"]
     if precision == BEST:
         precision = _PRESETS[best_dtype(backend)]
+    elif str(precision) in _WHOLE:
+        precision = Policy(**_WHOLE[str(precision)])  # type: ignore[arg-type]  # each option has its own type
     elif isinstance(precision, str | int | torch.dtype):
-        precision = _WHOLE.get(str(precision)) or _PRESETS.get(dtype_named(precision) or precision, str(precision))
+        precision = _PRESETS.get(dtype_named(precision) or precision, str(precision))
     if fp32 == "fast if possible":
         fp32 = None if backend.capabilities.fast_fp32 is None else "fast"
     return {**options, "precision": precision, "fp32": fp32}
