@@ -50,8 +50,11 @@ class Gradients(ABC):
 
     def backward(self, loss: Tensor, start: Tensor | None, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, multiplied by `start`; None for 1."""
-        # Gradients whose memory is held stay where they are.
-        receiving = [] if self._held else [memory for memory in self.memories() if memory.takes_in]
+        memories = self.memories()
+        if not memories or self._held:  # gradients whose memory is held stay where they are
+            torch.autograd.backward(loss, start, retain_graph=retain_graph)
+            return
+        receiving = [memory for memory in memories if memory.takes_in]
         for memory in receiving:
             memory.receives = True
         try:

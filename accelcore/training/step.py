@@ -216,7 +216,8 @@ class Step:
         finally:  # a hook may raise when the masters have been updated
             gradients.demote()
         self._overflow = scaler.overflowed if self._listeners.overflow else None
-        scaler.update(gradients.first_not_finite, self._scales.update())
+        excused = self._scales.update() if self._scales.scalers else None
+        scaler.update(gradients.first_not_finite, excused)
         gradients.clear()
         self._window.forget_weights()
 
