@@ -236,6 +236,7 @@ def refused(accel, rank):
     cases = {
         "flat": ({"flat": True}, None, "adamw"),
         "graph": ({"graph": True}, None, "adamw"),
+        "clip": ({"clip": lambda parameters: None}, None, "adamw"),
         "lamb": ({}, None, "lamb"),
         "bertadam": ({}, None, "bertadam"),
         "offload": ({"parallel": FSDP(cpu_offload=True), "loss_scale": "dynamic"}, None, "adamw"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from accelcore.errors import ConfigurationError
 from accelcore.optim.optimizer import Optimizer
 from accelcore.optim.shards import as_shard, shard_of
 from accelcore.training.plan import Plan
@@ -20,6 +21,12 @@ class Shard:
     def check(self, plan: Plan) -> None:
         plan.strategy = create_strategy(plan.backend, plan.options)
         plan.strategy.check(plan.model, plan.policy)
+        if plan.strategy.shards and plan.options["clip"] is not None:
+            raise ConfigurationError(
+                "clip= and a model that is divided among the ranks",
+                why="the function would see this rank's shards alone, and each rank would clip by norms of its own",
+                remedy='say clip_norm=, which is computed over all ranks, or parallel="ddp"',
+            )
 
     def apply(self, plan: Plan) -> None:
         before = dict(plan.model.named_parameters())
