@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accelcore.roles.composition import Roles
-from accelcore.selection import select
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,4 +59,6 @@ class Backend(Roles):
         return self
 
     def __reduce__(self) -> tuple[Callable[[str], Backend], tuple[str]]:
+        from accelcore import select  # by its public name: what selects backends is made of them
+
         return select, (f"{self.name}:{self.index}",)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 
 from accelcore.errors import ConfigurationError
-from accelcore.roles.precision import Work
-
-if TYPE_CHECKING:
-    from accelcore.roles.composition import Roles
+from accelcore.roles.precision import Precision, Work
 
 __all__ = ["BEST", "best_dtype", "dtype_named", "dtype_of"]
 
@@ -30,10 +27,9 @@ def dtype_named(spelled: object) -> str | None:
     return _NAMES.get(str(spelled).removeprefix("torch."))
 
 
-def best_dtype(backend: Roles) -> str | None:
-    """The dtype in which autocast is fastest here; None where fp32 is."""
-    declared = backend.capabilities.autocast_dtypes
-    return next((name for name in declared if backend.precision.autocast_pays(getattr(torch, name), _LARGE)), None)
+def best_dtype(precision: Precision, declared: Iterable[str]) -> str | None:
+    """The dtype, of those that are declared, in which autocast is fastest; None where fp32 is."""
+    return next((name for name in declared if precision.autocast_pays(getattr(torch, name), _LARGE)), None)
 
 
 def dtype_of(spelled: torch.dtype | str) -> torch.dtype:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from accelcore.errors import TrainingError
-from accelcore.optim.runs import Layout
+from accelcore.optim.layout import Layout
 
 __all__ = ["GradientMemory"]
 

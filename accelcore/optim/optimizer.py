@@ -22,7 +22,7 @@ from accelcore.optim.runs import Run, Slot
 from accelcore.optim.saved import read_options, read_state
 from accelcore.optim.shards import is_sharded
 from accelcore.optim.slot_state import Entry, by_parameter, pour
-from accelcore.optim.stepping import given, needs_closure, step_scaled
+from accelcore.optim.stepping import given, loss_by, needs_closure, step_scaled
 
 __all__ = ["Optimizer"]
 
@@ -174,10 +174,7 @@ class Optimizer(StepHooks):
         if self.skips:
             return None
         self.call_before(closure)
-        loss = None
-        if closure is not None and not self.needs_closure:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if self.needs_closure else loss_by(closure)
         if self._runs is None or self._memories:
             self._prepare_alone()
         if self._runs is not None:

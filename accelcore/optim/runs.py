@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from accelcore.optim.memory import FlatMemory
+from accelcore.optim.gradient_memory import GradientMemory
 
-__all__ = ["Layout", "Run", "Slot"]
-
-_ALIGNMENT = 512
-"""Bytes. What allocators of accelerators align a tensor to, and a multiple of a CPU's cache line."""
+__all__ = ["Run", "Slot"]
 
 
 class Slot(NamedTuple):
@@ -31,26 +27,6 @@ class Slot(NamedTuple):
     group: int
     parameter: nn.Parameter
     trained: Tensor
-
-
-class Layout:
-    """Where each of several tensors lies in one piece of memory, in elements."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        unit = _ALIGNMENT // tensors[0].element_size()
-        self.shapes = [tensor.shape for tensor in tensors]
-        self.strides = [tensor.stride() for tensor in tensors]
-        sizes = [-(-tensor.numel() // unit) * unit for tensor in tensors]
-        self.offsets = [0, *accumulate(sizes)]
-        """Where each begins, and after the last where all end."""
-
-    def views(self, memory: Tensor, first: int = 0, last: int | None = None) -> list[Tensor]:
-        """The tensors `first` to `last` (not included) as views of `memory`, which begins with the first of them."""
-        begin = self.offsets[first]
-        return [
-            memory.as_strided(self.shapes[number], self.strides[number], memory.storage_offset() + offset - begin)
-            for number, offset in list(enumerate(self.offsets[:-1]))[first:last]
-        ]
 
 
 class Run:
@@ -71,7 +47,7 @@ class Run:
         slots: Sequence[Slot],
         value: Tensor,
         gradient: Tensor | None = None,
-        memory: FlatMemory | None = None,
+        memory: GradientMemory | None = None,
         first: int = 0,
     ) -> None:
         self.slots, self.value, self.gradient, self.memory = slots, value, gradient, memory

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 
-__all__ = ["Updating", "given", "needs_closure", "step_scaled"]
+__all__ = ["Updating", "given", "loss_by", "needs_closure", "step_scaled"]
 
 
 class Updating:
@@ -24,10 +24,7 @@ class Updating:
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update, after computing the loss by `closure` if there is one; the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_by(closure)
         self.update(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
         return loss
 
@@ -36,6 +33,14 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its `step` has to be given a closure, as that of torch's LBFGS."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def loss_by(closure: Callable[[], Any] | None) -> Any:
+    """The loss that a closure computes, with gradients whatever the context is; None where there is none."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def given(closure: Callable[[], Any] | None, name: str) -> Callable[[], Any]:

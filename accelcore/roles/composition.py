@@ -73,7 +73,7 @@ class Roles:
         from accelcore.spellings import BEST, best_dtype, dtype_of
 
         if dtype == BEST:
-            dtype = best_dtype(self)
+            dtype = best_dtype(self.precision, self.capabilities.autocast_dtypes)
             if dtype is None:
                 return nullcontext()
         asked = None if dtype is None else dtype_of(dtype)

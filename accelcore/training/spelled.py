@@ -23,7 +23,7 @@ def spelled(options: TrainerOptions, backend: Roles) -> TrainerOptions:
     """Options with one word for each precision, and what was asked for if it helps here decided."""
     precision, fp32 = options["precision"], options["fp32"]
     if precision == BEST:
-        precision = _PRESETS[best_dtype(backend)]
+        precision = _PRESETS[best_dtype(backend.precision, backend.capabilities.autocast_dtypes)]
     elif str(precision) in _WHOLE:
         precision = Policy(**_WHOLE[str(precision)])  # type: ignore[arg-type]  # each option has its own type
     elif isinstance(precision, str | int | torch.dtype):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 from accelcore.optim.formulas.checks import not_negative
+from accelcore.optim.stepping import loss_by
 
 __all__ = ["STATE_DTYPES", "Formula"]
 
@@ -90,10 +91,7 @@ class Formula(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every tensor that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_by(closure)
         present = [[value for value in group["params"] if value.grad is not None] for group in self.param_groups]
         gradients = [[_dense(value.grad) for value in values] for values in present]
         factors = self.factors(gradients)

@@ -16,7 +16,8 @@ from torch.torch_version import TorchVersion
 
 import accelcore
 from accelcore.optim.flat_formulas import FLAT_FORMULAS
-from accelcore.optim.runs import Layout, Run, Slot
+from accelcore.optim.layout import Layout
+from accelcore.optim.runs import Run, Slot
 
 FUSED = ("adagrad", "adam", "adamw", "sgd")
 COMPILED = ("adadelta", "adamp", "bertadam", "lamb", "rmsprop", "rmsproptf")
