@@ -170,7 +170,8 @@ class Trainer(Reading, Checkpointing):
 
         Args:
             loss: a scalar.
-            weight: over how many examples it is a mean; None where every micro-batch counts alike.
+            weight: over how many examples it is a mean; None where every micro-batch counts alike. Several losses of
+                one micro-batch, before one `update`, are added up, and have the same weight.
             scale: the name of a loss scale of this loss's own, made as the trainer's when it is first named: of several
                 losses one may be small, and another near overflow. None: the trainer's.
             retain_graph: whether another loss of the same forward pass comes after this one.

@@ -37,6 +37,7 @@ class Window:
         self._weighted: bool | None = None  # not known before the first backward pass
         self._unit: float | None = None
         self._total: Tensor | None = None  # one memory for all windows: captured steps add to it
+        self._counted: tuple[int, float | Tensor, Tensor] | None = None  # the last weighted micro-batch, weight, share
         self._whole_share = None if accumulate * divisor == 1 else 1 / (accumulate * divisor)
 
     @property
@@ -48,10 +49,12 @@ class Window:
         """What backward multiplies a micro-batch's gradients by; None for 1.
 
         Args:
-            weight: over how many examples its loss is a mean; None where micro-batches are not weighted.
+            weight: over how many examples its loss is a mean; None where micro-batches are not weighted. Losses of one
+                micro-batch share one, which counts once.
 
         Raises:
-            TrainingError: an invalid weight, or only some micro-batches of a window have one.
+            TrainingError: an invalid weight, another one than that of an earlier loss of the same micro-batch, or only
+                some micro-batches of a window have one.
         """
         if self._weighted not in (None, weight is not None):
             raise TrainingError(
@@ -61,7 +64,9 @@ class Window:
         self._weighted = weight is not None
         if weight is None:
             return self._whole_share
-        weight = self._checked(weight)
+        if self._counted is not None and self._counted[0] == self.micro:
+            return self._share_again(weight)
+        given, weight = weight, self._checked(weight)
         if self._unit is None:  # near 1 are the shares that leave a loss scale what it is
             unit = float(strategy.mean(weight.clone()))
             self._unit = unit if 0 < unit < math.inf else 1.0
@@ -69,7 +74,9 @@ class Window:
             self._total = torch.zeros((), device=self._device)
         share = weight / (self._unit * self.accumulate)
         self._total += share
-        return share if self.divisor == 1 else share / self.divisor
+        share = share if self.divisor == 1 else share / self.divisor
+        self._counted = (self.micro, given, share)
+        return share
 
     def correction(self, strategy: Strategy, *, full: bool) -> float | Tensor | None:
         """What the gradients of a window, their mean over ranks, are multiplied by; None for 1."""
@@ -87,7 +94,7 @@ class Window:
     def reset(self) -> None:
         """Begin anew."""
         self.micro = 0
-        self._weighted = None
+        self._weighted = self._counted = None
         self.forget_weights()
 
     def state(self) -> dict[str, Tensor | int | float | None]:
@@ -110,6 +117,20 @@ class Window:
         self._weighted = isinstance(total, Tensor) if micro else None
         if isinstance(total, Tensor):
             self._total = torch.zeros((), device=self._device).copy_(total)
+
+    def _share_again(self, weight: float | Tensor) -> Tensor:
+        """The share of another loss of a micro-batch that has been counted."""
+        assert self._counted is not None
+        _, counted, share = self._counted
+        # Whether two tensors are equal, the host would have to wait for.
+        if weight is not counted and (isinstance(weight, Tensor) or isinstance(counted, Tensor) or weight != counted):
+            raise TrainingError(
+                "two losses of one micro-batch have weights of their own",
+                why="a micro-batch counts once, by one weight",
+                remedy="give each of its losses the same number, or the same tensor; or end it by trainer.update(), "
+                "with accumulate= as many as there are in a window",
+            )
+        return share
 
     def _checked(self, weight: float | Tensor) -> Tensor:
         if isinstance(weight, Tensor):
