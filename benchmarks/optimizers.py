@@ -1,10 +1,10 @@
 """The nine optimizers beside torch's own and pytorch_optimizer's, in multiples of what memory allows.
 
 An update cannot be faster than the memory that it has to read and write. That floor is measured in the same rounds: an
-in-place addition moves 12 bytes an element, an optimizer so many more. A few large tensors, and many small ones, where
-the calls cost more than the memory; each with one thread and with two. Ours goes by `accel.optimizers.create` in a loop
-of one's own, and bound to flat memory as a trainer binds it. For each the table says which route was taken, and which
-kernels a profile of one step shows.
+in-place addition that moves as many bytes, and so has no more of them in the cache. A few large tensors, and many
+small ones, where the calls cost more than the memory; each with one thread and with two. Ours goes by
+`accel.optimizers.create` in a loop of one's own, and bound to flat memory as a trainer binds it. For each the table
+says which route was taken, and which kernels a profile of one step shows.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def _table(name: str, size: str, shapes: Sequence[tuple[int, ...]], threads: int
     moved = kind.again if size == "big" else kind.moved
     cases = _Cases(name, shapes)
     cases.check()
-    there, added = torch.ones(elements), torch.zeros(elements)
+    alike = elements * moved // ADDITION
+    there, added = torch.ones(alike), torch.zeros(alike)
     add = {case: lambda: there.add_(added) for case in (FLOOR, TWIN)}
-    taken = sample({**add, **cases.steps}, rounds=rounds, seconds=SECONDS)
-    samples = {c: [s * moved / ADDITION for s in found] if c in add else found for c, found in taken.items()}
+    samples = sample({**add, **cases.steps}, rounds=rounds, seconds=SECONDS)
     timings = compare(samples, FLOOR)
-    speed = ADDITION * elements / median(taken[FLOOR]) / 1e9
+    speed = moved * elements / median(samples[FLOOR]) / 1e9
     notes = {FLOOR: f"{moved} bytes a parameter at {speed:.1f} GB/s", TWIN: "noise floor"}
     title = f"{name}, {size}, {threads} thread{'s' * (threads > 1)}"
     rows = [
@@ -126,6 +126,7 @@ def _table(name: str, size: str, shapes: Sequence[tuple[int, ...]], threads: int
             "tensors": len(shapes),
             "elements": elements,
             "bytes a parameter": moved,
+            "elements added by the floor": added.numel(),
             "options": dict(kind.options),
             "rounds": rounds,
             "seconds a sample": SECONDS,
