@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -159,6 +160,44 @@ def masters(accel, rank, options):
     return whole(model.state_dict()["weight"]).double().flatten().tolist()
 
 
+class Normed(nn.Module):
+    """What apex's levels hold in different dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inward = nn.Linear(4, 16, bias=False)  # before a norm, a bias has gradients of rounding alone
+        self.norm, self.outward = nn.BatchNorm1d(16, momentum=0.5), nn.Linear(16, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.outward(torch.relu(self.norm(self.inward(rows))))
+
+
+LEVELS = ("O2", "O3")
+
+
+def loss_at_level(model, rows):
+    return mse_loss(model(rows).float(), rows.float().flip(1))
+
+
+def levels(accel, rank, options):
+    """apex's levels; O2 with a static loss scale."""
+    found = {}
+    for level in LEVELS:
+        model = Normed()
+        optimizer = accel.optimizers.create("sgd", model.parameters(), lr=LR)
+        try:
+            policy = replace(Policy.preset(level), loss_scale=128.0 if level == "O2" else None)
+            trainer = accel.trainer(model, optimizer, loss=loss_at_level, precision=policy, **options)
+        except accelcore.UnsupportedError as error:
+            found[level] = str(error)
+            continue
+        for number in range(6):
+            trainer(batch(rank, number))
+        found[level] = {name: whole(value).double().flatten().tolist() for name, value in model.state_dict().items()}
+    return found
+
+
 class Wide(nn.Module):
     """Of parameters that have as many elements as are taken in during backward, one can be left out of a pass."""
 
@@ -288,6 +327,7 @@ def main() -> None:
             "masters": masters(accel, job.rank, options),
             "shared_batch": shared_batch(accel, job.rank, options),
             "checkpoints": checkpoints(accel, job.rank, options, folder),
+            "levels": levels(accel, job.rank, options),
             "large": None if "fsdp" in case else large(accel, job.rank, options),
             "failures": failures(accel, job.rank, options),
         }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training.strategy_ranks import CASES, DECAY, LR, Net, batch, loss_of, used
+from tests.training.strategy_ranks import CASES, DECAY, LEVELS, LR, Net, Normed, batch, loss_at_level, loss_of, used
 
 RANKS = Path(__file__).with_name("strategy_ranks.py")
 TOLERANCE = {"combine bf16": {"rtol": 0.05, "atol": 0.02}}
@@ -129,6 +129,47 @@ def test_masters_add_up_what_bf16_would_lose(job):
     assert first["masters"] == second["masters"]
     weights = torch.tensor(first["masters"])
     torch.testing.assert_close(weights, torch.full_like(weights, 1 - 200 * 1e-4), rtol=0, atol=2**-8)
+
+
+def level_by_hand(level):
+    """Two ranks in one process: fp16 but for O2's norm, gradients averaged in fp32, O2's masters updated."""
+    models = [Normed().half(), Normed().half()]
+    if level == "O2":
+        for model in models:
+            model.norm.load_state_dict(Normed().norm.state_dict())
+            model.norm.float()
+            model.norm.register_forward_hook(lambda module, given, out: out.half())
+    masters = [parameter.detach().float() for parameter in Normed().parameters()]
+    for number in range(6):
+        for rank, model in enumerate(models):
+            (loss_at_level(model, batch(rank, number).half()) * (scale := 128 if level == "O2" else 1)).backward()
+        for master, *pair in zip(masters, *(model.parameters() for model in models), strict=True):
+            gradient = sum(parameter.grad.float() for parameter in pair) / 2 / scale
+            master -= LR * gradient
+            for parameter in pair:
+                parameter.grad = None
+                parameter.data.copy_(master if level == "O2" else parameter.float() - LR * gradient)
+        for mine, theirs in zip(*(model.buffers() for model in models), strict=True):
+            theirs.copy_(mine)
+    expected = {name: value.double().flatten() for name, value in models[0].state_dict().items()}
+    names = [name for name, _ in models[0].named_parameters()]
+    return expected | {
+        name: master.double().flatten() for name, master in zip(names, masters, strict=True) if level == "O2"
+    }
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_levels_are_the_loop_by_hand(job, request, level):
+    (first, second), _ = job
+    if isinstance(first["levels"][level], str):
+        assert (level, request.node.callspec.params["job"]) == ("O3", "fsdp")
+        assert "masters" in first["levels"][level]
+        return
+    assert first["levels"][level] == second["levels"][level]
+    start = {name: value.double().flatten() for name, value in Normed().state_dict().items()}
+    for name, value in level_by_hand(level).items():
+        mine = torch.tensor(first["levels"][level][name], dtype=torch.float64)
+        assert (mine - value).norm() <= 0.05 * (value - start[name]).norm(), name
 
 
 def test_a_backward_pass_that_failed_in_a_job_ends_its_training(job):
