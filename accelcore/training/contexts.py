@@ -38,8 +38,6 @@ class Contexts:
     def __init__(self, backend: Roles, policy: Policy, fp32: str | None) -> None:
         dtype = self._dtype = getattr(torch, policy.autocast) if policy.autocast else None
         self._precision, self._fp32 = backend.precision, fp32
-        if policy.model_dtype is not None:
-            backend.precision.prepare(getattr(torch, policy.model_dtype))
         self.make_region: Callable[[], Context] = partial(_autocast, backend, dtype, policy.table)
         self.region = self.make_region()
         self.arithmetic: Context = nullcontext()

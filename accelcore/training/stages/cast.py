@@ -55,6 +55,8 @@ class Cast:
                 self._state_dict = FP32StateDict(plan.model)  # anew, because the model may have new parts
             if policy.cast_boundary and self._boundary is None:
                 self._boundary = CastBoundary(plan.model, inputs=dtype, outputs=torch.float32)
+        for held in sorted(_held(plan), key=str):
+            plan.backend.precision.prepare(held)
         low = [name for name, parameter in plan.model.named_parameters() if _is_low(parameter)]
         if low and not plan.policy.masters and not self._warned:
             self._warned = True
@@ -72,6 +74,14 @@ class Cast:
     def _drop(hooks: FP32StateDict | CastBoundary | None) -> None:
         if hooks is not None:
             hooks.remove()
+
+
+def _held(plan: Plan) -> set[torch.dtype]:
+    """The low precisions that the model computes in outside autocast."""
+    held = {parameter.dtype for parameter in plan.model.parameters()}
+    if plan.policy.model_dtype is not None:  # of shards, only what is gathered has it
+        held.add(getattr(torch, plan.policy.model_dtype))
+    return held.intersection(LOW)
 
 
 def _is_low(parameter: nn.Parameter) -> bool:

@@ -178,6 +178,16 @@ def test_products_of_fp16_are_those_of_fp32_rounded(accel, without_fp16_units, p
         assert worst(one, true) <= 0.51 * torch.finfo(torch.float16).eps
 
 
+def test_a_model_that_its_owner_cast_to_fp16_has_the_products_of_fp16(accel, without_fp16_units, monkeypatch, caplog):
+    installed = []
+    monkeypatch.setattr(low.upcast, "install", lambda: installed.append(True))
+    for dtype, expected in ((torch.float32, False), (torch.float16, True)):
+        model = torch.nn.Linear(8, 8).to(dtype)
+        accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=lambda m, rows: m(rows).sum())
+        assert bool(installed) is expected
+    assert "no units for float16" in caplog.text
+
+
 def test_products_of_fp16_overflow_as_fp16(accel, without_fp16_units):
     with accel.autocast(torch.float16):
         assert (torch.full((2, 2), 300.0) @ torch.full((2, 2), 300.0)).isinf().all()
