@@ -105,6 +105,22 @@ def test_a_run_that_changes_route_and_memory_after_each_step_or_two_goes_as_one(
         assert entry.keys() == reference.state[parameter].keys()
 
 
+@pytest.mark.parametrize("step", [2, 2.0, torch.tensor(2), torch.tensor(2.0, dtype=torch.float64)], ids=repr)
+@pytest.mark.parametrize("flat", [None, True, False])
+def test_steps_are_counted_in_fp32_whatever_a_state_counts_in(accel, step, flat):
+    feed = [(rows, True) for rows, _ in batches(4)]
+    other = Net()
+    by_hand(other, torch.optim.AdamW(other.parameters(), foreach=False, **options_of("adamw")), feed)
+    for choice in accel.optimizers.explain("adamw", **options_of("adamw")):
+        model = Net()
+        saved = train(accel, "adamw", model, None, feed[:2], route=choice.route, flat=flat).state_dict()
+        for entry in saved["state"].values():
+            entry["step"] = copy.copy(step)
+        again = train(accel, "adamw", model, saved, feed[2:], route=choice.route, flat=flat)
+        same(model, other)
+        assert {entry["step"].dtype for entry in again.state_dict()["state"].values()} == {torch.float32}
+
+
 @pytest.mark.parametrize("name", IN_TORCH)
 @pytest.mark.parametrize("route", ["auto", "formula"])
 def test_what_torch_has_too_goes_on_by_torchs_own_class(accel, name, route):
