@@ -126,6 +126,31 @@ class Ranks(ABC):
             parts.append(part)
         return torch.cat(parts)
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The objects of all ranks, in their order, on every rank; tensors in them come back on the CPU.
+
+        Args:
+            value: a plain value, a tensor, or lists, tuples and dicts of these: what a checkpoint can hold. Nothing is
+                pickled.
+
+        Raises:
+            ConfigurationError: on every rank, where one gave something else.
+        """
+        from accelcore.roles.sent_objects import object_of, rows_of  # safetensors is not asked for before
+
+        refused: ConfigurationError | None = None
+        try:
+            rows = rows_of(value)
+        except ConfigurationError as error:  # the others wait: they have to be told
+            refused, rows = error, torch.empty(0, dtype=torch.uint8)
+        lengths = self.gather(torch.tensor(len(rows))).tolist()
+        if 0 in lengths:
+            raise refused or ConfigurationError(
+                f"rank {lengths.index(0)} gave an object that cannot be sent to others",
+                remedy="look at what that rank says",
+            )
+        return [object_of(part) for part in self.gather(rows).split(lengths)]
+
     def mean(self, value: Number) -> Number:
         """The mean over ranks of a number, or of a tensor element by element; `value` stays as it is.
 

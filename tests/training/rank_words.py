@@ -41,6 +41,12 @@ def words(job, folder):
         job.gather(torch.zeros(2, 1 + job.rank))
     except accelcore.ConfigurationError as error:
         found["refused"] = str(error)
+    gathered = job.gather_objects({"rank": job.rank, 7: [("a", None), "é" * job.rank], "mine": mine.T.bfloat16()})
+    found["objects"] = repr([{**entry, "mine": entry["mine"].tolist()} for entry in gathered])
+    try:
+        job.gather_objects([1, object() if job.rank == 1 else "text"])
+    except accelcore.ConfigurationError as error:
+        found["no object"] = str(error)
     job.print("from the main rank", flush=True)
     with job.first():
         seen = (folder / "downloaded").exists()

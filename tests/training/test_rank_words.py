@@ -49,6 +49,19 @@ def test_gather_gives_every_rank_the_rows_of_all(job):
         assert "rows of different kinds" in rank["refused"]
 
 
+def test_objects_are_gathered_and_what_cannot_be_sent_is_refused_by_all(job):
+    every = [
+        {"rank": rank, 7: [("a", None), "é" * rank], "mine": mine}
+        for rank, mine in enumerate([[[], []], [[10.0], [11.0]], [[20.0, 22.0], [21.0, 23.0]]])
+    ]
+    assert [rank["objects"] for rank in job] == [repr(every)] * 3
+    assert [rank["no object"].split("\n")[0] for rank in job] == [
+        "rank 1 gave an object that cannot be sent to others",
+        "an object cannot be sent to other ranks",
+        "rank 1 gave an object that cannot be sent to others",
+    ]
+
+
 def test_mean_of_numbers_and_tensors(job):
     for rank in job:
         assert (rank["number"], rank["tensor"], rank["integers"]) == (1.0, [1.0, 1.0], 1.0)
@@ -124,6 +137,9 @@ def test_alone_all_words_do_nothing(accel, capsys):
         rows = torch.ones(2, 3, requires_grad=True)
         assert torch.equal(job.gather(rows), rows)
         assert job.gather(torch.tensor(2.0)).tolist() == [2.0]
+        assert job.gather_objects({"n": (1, "x")}) == [{"n": (1, "x")}]
+        with pytest.raises(accelcore.ConfigurationError, match="cannot be sent"):
+            job.gather_objects(job)
         assert (job.mean(2), job.mean(torch.tensor([1, 2])).tolist()) == (2.0, [1.0, 2.0])
         assert (job.is_main, job.local_rank) == (True, 0)
         with job.first():
