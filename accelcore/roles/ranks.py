@@ -149,7 +149,7 @@ class Ranks(ABC):
                 f"rank {lengths.index(0)} gave an object that cannot be sent to others",
                 remedy="look at what that rank says",
             )
-        return [object_of(part) for part in self.gather(rows).split(lengths)]
+        return [object_of(part) for part in torch.split(self.gather(rows), lengths)]
 
     def mean(self, value: Number) -> Number:
         """The mean over ranks of a number, or of a tensor element by element; `value` stays as it is.
