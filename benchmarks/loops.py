@@ -7,6 +7,7 @@ outside it. The loss is `cross_entropy(model(inputs), targets)`, the optimizer t
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "accelerate_accumulate",
     "by_hand",
     "fabric",
+    "mmengine",
 ]
 
 Batches = Sequence[tuple[Tensor, Tensor]]
@@ -182,6 +184,25 @@ def fabric(task: Task, model: nn.Module, optimizer: Optimizer, batches: Batches)
                     lightning.clip_gradients(model, optimizer, max_norm=task.clip_norm, error_if_nonfinite=False)
                 optimizer.step()
                 optimizer.zero_grad()
+
+    return train
+
+
+def mmengine(task: Task, model: nn.Module, optimizer: Optimizer, batches: Batches) -> Pass:
+    """MMEngine's wrapper of an optimizer, as its runner calls it; without the runner's hooks."""
+    with warnings.catch_warnings():  # it scripts a function when it is imported
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from mmengine.optim import OptimWrapper
+
+    clipping = None if task.clip_norm is None else {"max_norm": task.clip_norm}
+    wrapper = OptimWrapper(optimizer, accumulative_counts=task.accumulate, clip_grad=clipping)
+    wrapper.initialize_count_status(model, 0, 2**62)  # it counts up to the end, which never comes
+
+    def train() -> None:
+        for inputs, targets in batches:
+            with wrapper.optim_context(model):
+                loss = cross_entropy(model(inputs), targets)
+            wrapper.update_params(loss)
 
     return train
 

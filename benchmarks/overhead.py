@@ -22,13 +22,13 @@ from benchmarks.report import Goal, Row, Table
 
 __all__ = ["DISTRIBUTIONS", "run"]
 
-DISTRIBUTIONS = ("accelcore", "accelcore-cpu", "torch", "accelerate", "lightning-fabric")
+DISTRIBUTIONS = ("accelcore", "accelcore-cpu", "torch", "accelerate", "lightning-fabric", "mmengine")
 WIDTH, CLASSES, BATCH, BATCHES = 32, 10, 16, 8
 
 HAND, TWIN, TRAINER = "by hand", "by hand, again", "accelcore: trainer(batch)"
 CALLS, ACCELERATE, ACCUMULATE = "accelcore: the three calls", "accelerate", "accelerate, accumulate()"
 OURS, FLAT = "accelcore, adamw it made", "accelcore, adamw it made, flat=True"
-FABRIC = "Lightning Fabric"
+FABRIC, MMENGINE = "Lightning Fabric", "MMEngine"
 LOOPS: Mapping[str, Loop] = {
     HAND: loops.by_hand,
     TWIN: loops.by_hand,
@@ -39,9 +39,10 @@ LOOPS: Mapping[str, Loop] = {
     ACCELERATE: loops.accelerate,
     ACCUMULATE: loops.accelerate_accumulate,
     FABRIC: loops.fabric,
+    MMENGINE: loops.mmengine,
 }
 MADE = (OURS, FLAT)  # with `accel.optimizers.create` in place of torch's class
-MODULES = {ACCELERATE: "accelerate", ACCUMULATE: "accelerate", FABRIC: "lightning_fabric"}
+MODULES = {ACCELERATE: "accelerate", ACCUMULATE: "accelerate", FABRIC: "lightning_fabric", MMENGINE: "mmengine"}
 TASKS = {
     "fp32": Task(),
     "bf16 autocast": Task(precision="bf16"),
@@ -64,7 +65,7 @@ def run(quick: bool) -> Iterator[Table]:
         notes = {name: _verify(task, name) for name in names}
         # A learning rate of 0 keeps the weights: what is timed is the same arithmetic from first to last, without
         # the denormal numbers that come up when a model has learned its batches by heart.
-        cases = {name: _prepare(task, name, lr=0.0)[1] for name in names if _importable(name)}
+        cases = {name: _prepare(task, name, lr=0.0)[1] for name in names if not _missing(task, name)}
         assert torch.get_num_threads() == 1, "a peer has changed the number of threads"
         timings = compare(sample(cases, rounds=rounds, seconds=seconds, per=BATCHES, clock=process_time), HAND)
         yield Table(
@@ -91,8 +92,8 @@ def run(quick: bool) -> Iterator[Table]:
 
 def _verify(task: Task, name: str) -> str:
     """Train by hand and by this loop, and say how alike the weights are; AssertionError where they are not."""
-    if not _importable(name):
-        return "not installed"
+    if missing := _missing(task, name):
+        return missing
     start = _prepare(task, HAND, lr=1e-3)[0]
     expected, train_by_hand = _prepare(task, HAND, lr=1e-3)
     found, train = _prepare(task, name, lr=1e-3)
@@ -125,5 +126,8 @@ def _prepare(task: Task, name: str, *, lr: float) -> tuple[list[nn.Parameter], C
     return weights, train
 
 
-def _importable(name: str) -> bool:
-    return name not in MODULES or find_spec(MODULES[name]) is not None
+def _missing(task: Task, name: str) -> str:
+    """Why a loop is not there; empty where it is."""
+    if name == MMENGINE and task.precision != "fp32":
+        return "its wrapper for mixed precision takes no CPU"
+    return "not installed" if name in MODULES and find_spec(MODULES[name]) is None else ""
