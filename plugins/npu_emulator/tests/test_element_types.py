@@ -64,3 +64,23 @@ def test_the_first_tensor_counts_where_the_others_are_of_other_types(emulated_np
 def test_a_part_without_bfloat16_refuses_it(results):
     [error] = results(jobs.product_of_bfloat16, ACCEL_EMULATED_SOC="Ascend910A")
     assert "takes float16, float32, not bfloat16" in error
+
+
+@pytest.fixture
+def jit_compile():
+    torch.npu.set_compile_mode(jit_compile=True)
+    yield
+    torch.npu.set_compile_mode(jit_compile=False)
+
+
+@pytest.mark.parametrize("operator", [torch.addcmul, torch.addcdiv])
+def test_what_is_compiled_is_of_one_type(emulated_npu, jit_compile, operator):
+    whole, floats = torch.tensor([2, 3]).to(emulated_npu), torch.tensor([2.0, 3.0]).to(emulated_npu)
+    assert operator(floats, floats, floats).tolist() == operator(floats.cpu(), floats.cpu(), floats.cpu()).tolist()
+    with pytest.raises(RuntimeError, match=r"EMULATED: .* takes tensors of one dtype, not float32, int64 .*EZ9999"):
+        operator(floats, whole, floats)
+
+
+def test_what_is_not_compiled_is_promoted(emulated_npu):
+    whole, floats = torch.tensor([2, 3]).to(emulated_npu), torch.tensor([2.5, 3.5]).to(emulated_npu)
+    assert torch.addcmul(floats, whole, floats).tolist() == [7.5, 14.0]

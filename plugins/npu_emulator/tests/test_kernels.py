@@ -117,6 +117,23 @@ def test_integers_divide_as_torch_defines(mode):
     torch.testing.assert_close(in_place.cpu(), expected.to(torch.int64))
 
 
+DIVISIONS = {
+    "new": lambda x, mode: torch.div(x, x, rounding_mode=mode),
+    "by a number": lambda x, mode: torch.div(x, 2, rounding_mode=mode),
+    "in place": lambda x, mode: x.div_(x, rounding_mode=mode),
+    "in place by a number": lambda x, mode: x.div_(2, rounding_mode=mode),
+    "out=": lambda x, mode: torch.div(x, x, rounding_mode=mode, out=torch.empty_like(x)),
+}
+
+
+@pytest.mark.parametrize("divide", DIVISIONS.values(), ids=DIVISIONS)
+def test_a_rounding_mode_that_does_not_exist_is_refused_in_torch_npus_words(divide):
+    x = torch.tensor([7.0, 8.0], device="npu")
+    with pytest.raises(RuntimeError, match=r"but found 'up'(?s:.)*ERR01001 OPS invalid parameter"):
+        divide(x, "up")
+    assert torch.equal(divide(x.clone(), "floor").cpu(), divide(torch.tensor([7.0, 8.0]), "floor"))
+
+
 def test_each_device_has_its_results():
     second = torch.ones(3, device="npu:1")
     assert (second + 1).device == torch.device("npu", 1)

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <dlfcn.h>
 #include <mutex>
 #include <pthread.h>
 #include <stdexcept>
@@ -71,6 +72,13 @@ void remember_owner() {
   pthread_atfork(nullptr, nullptr, [] { is_forked = true; });
 }
 
+// A library that is preloaded finds the function after its own in the global scope alone; torch_npu loads us locally.
+void enter_global_scope() {
+  Dl_info own;
+  if (!dladdr(reinterpret_cast<void *>(&enter_global_scope), &own)) return;
+  dlopen(own.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_GLOBAL);
+}
+
 }  // namespace
 
 int device_count() { return int(visible().size()); }
@@ -102,6 +110,7 @@ EXPORT aclError aclInit(const char *) {
   std::string problem = ask_python("start");
   if (!problem.empty()) return failure(ACL_ERROR_FAILURE, "%s", problem.c_str());
   remember_owner();
+  enter_global_scope();
   initialised = true;
   return ACL_SUCCESS;
 }

@@ -139,11 +139,6 @@ def _with_dtype(function: Callable[..., Tensor], tensors: int) -> Callable[..., 
     return kernel
 
 
-def _divide_in_place(self: Tensor, other: Tensor | float, *, rounding_mode: str | None = None) -> Tensor:
-    # Integers may be divided in place, which torch refuses on the host: each quotient is cut off.
-    return self.copy_(torch.div(self, other, rounding_mode=rounding_mode))
-
-
 OPERATORS: dict[str, Callable[..., Any]] = {
     "matmul_backward": _matmul_backward,
     "l1_loss_backward": _l1_loss_backward,
@@ -159,7 +154,6 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "binary_cross_entropy_with_logits": _rounded_once(torch.ops.aten.binary_cross_entropy_with_logits),
     "npu_binary_cross_entropy_with_logits_backward": _rounded_once(_binary_cross_entropy_backward),
     "one_hot": lambda self, num_classes=-1: functional.one_hot(self.long(), num_classes).to(self.dtype),
-    "div_": _divide_in_place,
     # A lazy clone would make a copy-on-write storage of the whole address space.
     "_lazy_clone": torch.clone,
     "_masked_scale": lambda self, mask, scale: self * mask * scale,

@@ -1,7 +1,8 @@
 """Which element types the device's operators take, where they take fewer than the host's.
 
 By the checks in the public sources of CANN 8.5's operators (the repositories ops-nn and ops-math, for Atlas A2), with
-`jit_compile` off, as it is by default there. An operator that is not here is not known to refuse anything.
+`jit_compile` off, as it is by default there. Of what they refuse with `jit_compile` on, only `_OF_ONE_TYPE` is known
+here. An operator that is not in this file is not known to refuse anything.
 """
 
 from __future__ import annotations
@@ -75,16 +76,21 @@ _TAKEN = {
     **_of("roll", _FLOATS, _BOOL, _INTEGERS - {torch.int16}),
 }
 
+# Compiled one by one, these take tensors of one type: nothing promotes them.
+_OF_ONE_TYPE = frozenset({"addcdiv", "addcmul"})
+
 
 def dtype_check(name: str, base: str) -> Callable[[Sequence[object]], None] | None:
     """A function of an operator's arguments that refuses what the device does not take; None where nothing is known.
 
-    It raises RuntimeError, as a device does with the code EZ1001.
+    It raises RuntimeError, as a device does with the code EZ1001, and its compiler with EZ9999.
 
     Args:
         name: the operator's name for the error.
         base: its name alone, such as `"mm"`.
     """
+    if base.removesuffix("_") in _OF_ONE_TYPE:
+        return _one_type_check(name)
     looks_at_all = base.removesuffix("_") in _PRODUCTS
     known = {**_PRODUCTS, **_TAKEN}
     listed = known.get(base, known.get(base.removesuffix("_")))
@@ -102,6 +108,20 @@ def dtype_check(name: str, base: str) -> Callable[[Sequence[object]], None] | No
                     )
                 if not looks_at_all:
                     return
+
+    return check
+
+
+def _one_type_check(name: str) -> Callable[[Sequence[object]], None]:
+    import torch_npu
+
+    def check(values: Sequence[object]) -> None:
+        dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
+        if len(dtypes) > 1 and not torch_npu.npu.is_jit_compile_false():
+            raise RuntimeError(
+                f"EMULATED: npu operator {name} with jit_compile takes tensors of one dtype, not {_shown(dtypes)} (on a "
+                "device EZ9999)"
+            )
 
     return check
 

@@ -16,6 +16,7 @@ from accelcore.errors import ConfigurationError
 from accelcore_npu_emulator.kernels import (
     aten_operators,
     batch_norm,
+    division,
     dropout,
     layout_operators,
     npu_operators,
@@ -26,6 +27,7 @@ from accelcore_npu_emulator.kernels.attention import attention_operators
 from accelcore_npu_emulator.kernels.autograd import decomposed, recomputed
 from accelcore_npu_emulator.kernels.boxing import host_kernel
 from accelcore_npu_emulator.kernels.copies import copy_kernels
+from accelcore_npu_emulator.kernels.division import division_kernels
 from accelcore_npu_emulator.kernels.optimizers import optimizer_kernels
 from accelcore_npu_emulator.kernels.overflow_checks import overflow_kernels
 from accelcore_npu_emulator.kernels.sparse import coalesce_kernel
@@ -87,10 +89,16 @@ def register(machine: Machine) -> list[torch.library.Library]:
 
 
 def _kernels(machine: Machine) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    special = {**copy_kernels(machine), **overflow_kernels(machine), **optimizer_kernels(machine)}
+    special = {
+        **copy_kernels(machine),
+        **division_kernels(machine),
+        **overflow_kernels(machine),
+        **optimizer_kernels(machine),
+    }
     functions = {
         **aten_operators.OPERATORS,
         **batch_norm.OPERATORS,
+        **division.OPERATORS,
         **npu_operators.OPERATORS,
         **layout_operators.OPERATORS,
         **dropout.OPERATORS,

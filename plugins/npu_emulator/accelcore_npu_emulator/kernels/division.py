@@ -1,0 +1,50 @@
+"""Division with a rounding mode, and in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accelcore_npu_emulator.kernels.boxing import host_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from accelcore_npu_emulator.kernels.machine import Machine
+
+__all__ = ["OPERATORS", "division_kernels"]
+
+_MODES = (None, "floor", "trunc")
+
+
+def _divide_in_place(self: Tensor, other: Tensor | float, *, rounding_mode: str | None = None) -> Tensor:
+    # Integers may be divided in place, which torch refuses on the host: each quotient is cut off.
+    return self.copy_(torch.div(self, other, rounding_mode=rounding_mode))
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {"div_": _divide_in_place}
+
+
+def division_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
+    """The kernels that take a rounding mode, by operator name; to be made before torch_npu's are replaced."""
+    aten = torch.ops.aten
+    operators = (aten.div.Tensor_mode, aten.div.out_mode, aten.div_.Tensor_mode)
+    return {operator.name(): _with_mode(operator, machine) for operator in operators}
+
+
+def _with_mode(operator: torch._ops.OpOverload, machine: Machine) -> Callable[..., Any]:
+    host = host_kernel(operator, machine, _divide_in_place if operator is torch.ops.aten.div_.Tensor_mode else None)
+    # torch_npu's own kernel refuses a mode that does not exist, in words and with a code of its own.
+    own = torch.library.get_kernel(operator, "PrivateUse1")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+
+    def kernel(*args: Any, rounding_mode: str | None, **kwargs: Any) -> Any:
+        if rounding_mode in _MODES:
+            return host(*args, rounding_mode=rounding_mode, **kwargs)
+        # torch hands the number in `tensor.div_(2)` over as a number.
+        tensors = [value if isinstance(value, Tensor) else torch.tensor(value) for value in args]
+        return own.call_boxed(keys, *tensors, rounding_mode=rounding_mode, **kwargs)
+
+    return kernel
