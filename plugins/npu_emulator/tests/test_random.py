@@ -138,6 +138,27 @@ def test_a_graph_draws_by_the_state_of_the_generator(draw):
     assert not torch.equal(first, before)
 
 
+@pytest.mark.parametrize("registered", [False, True], ids=["unregistered", "registered"])
+def test_a_graph_draws_from_a_generator_of_ones_own(registered):
+    own = torch.Generator("npu").manual_seed(5)
+    graph = torch.npu.NPUGraph()
+    if registered:
+        graph.register_generator_state(own)
+    with torch.npu.graph(graph):
+        first = torch.rand(8, device="npu", generator=own)
+        default = torch.rand(8, device="npu")
+        second = torch.rand(8, device="npu", generator=own)
+    assert own.get_offset() == 0
+    own.manual_seed(6)
+    replayed = []
+    for _ in range(2):
+        graph.replay()
+        replayed += [first.tolist(), second.tolist()]
+        assert default.tolist() not in replayed
+    own.manual_seed(6)
+    assert replayed == [torch.rand(8, device="npu", generator=own).tolist() for _ in range(4)]
+
+
 def test_attention_in_a_graph_drops_anew_at_each_replay():
     query = torch.ones(1, 1, 64, 64, device="npu")
     graph = torch.npu.NPUGraph()

@@ -119,8 +119,8 @@ def _one_type_check(name: str) -> Callable[[Sequence[object]], None]:
         dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
         if len(dtypes) > 1 and not torch_npu.npu.is_jit_compile_false():
             raise RuntimeError(
-                f"EMULATED: npu operator {name} with jit_compile takes tensors of one dtype, not {_shown(dtypes)} (on a "
-                "device EZ9999)"
+                f"EMULATED: npu operator {name} with jit_compile takes tensors of one dtype, not {_shown(dtypes)} "
+                "(on a device EZ9999)"
             )
 
     return check

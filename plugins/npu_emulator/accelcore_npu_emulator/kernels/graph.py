@@ -11,8 +11,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor
-
 __all__ = ["Recorder", "Tape"]
 
 _BEGIN, _END, _EXECUTE, _DESTROY, _COPY, _FILL = range(6)
@@ -26,15 +24,29 @@ class Tape:
     """
 
     def __init__(self) -> None:
-        self.draws: list[tuple[Tensor, Tensor, int]] = []  # the seed, the offset, and what is added to it
         self._steps: list[Callable[[], object]] = []
+        self._draws: list[tuple[torch.Generator, int]] = []  # and how far from the graph's first draw
+        self._drawn: dict[torch.Generator, int] = {}  # how much a replay draws, by the last draw
+        self._numbers: Iterator[tuple[torch.Generator, int]] = iter(())
 
     def append(self, step: Callable[[], object]) -> None:
         """Record one kernel."""
         self._steps.append(step)
 
+    def add_draw(self, generator: torch.Generator, offset: int, end: int) -> None:
+        """Record that a kernel draws from `offset` to `end`, both counted from the beginning of the graph."""
+        self._draws.append((generator, offset))
+        self._drawn[generator] = max(end, self._drawn.get(generator, 0))
+
+    def next_draw(self) -> tuple[torch.Generator, int]:
+        """The generator and the offset of the next kernel that draws, in a replay."""
+        return next(self._numbers)
+
     def replay(self) -> None:
         """Run every recorded kernel again."""
+        # torch_npu has advanced the generators by all that the graph draws.
+        begin = {generator: generator.get_offset() - drawn for generator, drawn in self._drawn.items()}
+        self._numbers = iter([(generator, begin[generator] + offset) for generator, offset in self._draws])
         for step in self._steps:
             step()
 
@@ -44,7 +56,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.tape: Tape | None = None
-        self.recorded: Iterator[tuple[Tensor, Tensor, int]] | None = None  # the draws of the graph that is replayed
+        self.replayed: Tape | None = None
         self._tapes: dict[int, Tape] = {}
 
     def run(self, step: Callable[[], object]) -> None:
@@ -69,11 +81,11 @@ class Recorder:
         elif what == _END:
             self.tape = None
         elif what == _EXECUTE:
-            self.recorded = iter(self._tapes[a].draws)
+            self.replayed = self._tapes[a]
             try:
-                self._tapes[a].replay()
+                self.replayed.replay()
             finally:
-                self.recorded = None
+                self.replayed = None
         elif what == _DESTROY:
             self._tapes.pop(a, None)
         elif what == _COPY and self.tape is not None:
