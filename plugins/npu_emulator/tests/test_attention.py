@@ -72,3 +72,27 @@ def test_dropout_takes_a_bit_for_each_element(p):
     assert torch.equal(x.grad, y.detach())
     assert (y != 0).float().mean().item() == pytest.approx(1 - p, abs=0.01)
     assert y.mean().item() == pytest.approx(float(p < 1), abs=0.01)
+
+
+def test_native_attention_in_half_precision_is_as_exact_as_half_precision_can_be(emulated_npu):
+    batch, width = 16, 64
+    generator = torch.Generator().manual_seed(0)
+    tokens = 6 * torch.rand(batch, 8, width, generator=generator) - 3
+    weight, bias = (torch.rand(shape, generator=generator) / 4 - 0.125 for shape in ((3 * width, width), (3 * width,)))
+    halves = [value.half() for value in (tokens, weight, bias)]
+    rest = torch.eye(width).half(), torch.zeros(width).half()
+    query, *projections = (value.to(emulated_npu) for value in (*halves, *rest))
+    _, found = torch._native_multi_head_attention(
+        query, query, query, width, HEADS, *projections, need_weights=True, average_attn_weights=False
+    )
+
+    def weights(tokens, weight, bias, rounded=lambda x: x):
+        query, key, _ = rounded(functional.linear(tokens.double(), weight.double(), bias.double())).chunk(3, -1)
+        query, key = (part.reshape(batch, 8, HEADS, -1).transpose(1, 2) for part in (query, key))
+        return rounded(rounded(query @ key.transpose(-1, -2) / query.size(-1) ** 0.5).softmax(-1))
+
+    torch.testing.assert_close(found.cpu().double(), weights(*halves), rtol=8e-3, atol=2e-4)
+    # Exact arithmetic whose results alone are rounded is no closer to float32 than this: a test that asks for 5e-4
+    # passes or fails by the numbers that it draws.
+    ideal = weights(*halves, rounded=lambda x: x.half().double())
+    assert not torch.allclose(ideal, weights(tokens, weight, bias), rtol=5e-4, atol=5e-4)

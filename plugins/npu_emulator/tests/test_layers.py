@@ -117,3 +117,19 @@ def test_a_loss_of_several_steps_is_rounded_once(reduction):
     expected.sum().backward()
     found.sum().backward()
     assert torch.equal(device[0].grad.cpu(), single[0].grad.half())
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_linear_cross_entropy_in_bfloat16_is_within_a_few_roundings(chunk):
+    options = None if chunk is None else nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(8, 5, generator=generator).bfloat16()
+    target = torch.randint(0, 4, (8,), generator=generator)
+    loss = nn.LinearCrossEntropyLoss(5, 4, dtype=torch.bfloat16, reduction="sum", options=options)
+    weight = loss.linear.weight.detach()
+    exact = tokens.double().requires_grad_()
+    functional.cross_entropy(exact @ weight.double().T, target, reduction="sum").backward()
+    found = tokens.npu().requires_grad_()
+    loss.npu()(found, target.npu()).backward()
+    rounding = torch.finfo(torch.bfloat16).eps * exact.grad.abs().max().item()
+    torch.testing.assert_close(found.grad.cpu().double(), exact.grad, rtol=0, atol=4 * rounding)

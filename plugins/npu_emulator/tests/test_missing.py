@@ -81,6 +81,19 @@ def test_what_is_not_emulated_says_so(emulated_npu, use):
         use()
 
 
+def test_the_check_for_unsafe_memory_is_refused(emulated_npu):
+    from torch_npu.npu._recovery import set_npu_tensor_unsafe_check_flag
+
+    x = torch.ones(2, device=emulated_npu)
+    set_npu_tensor_unsafe_check_flag(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"EMULATED: .* memory errors .*aten::add\.Tensor"):
+            x + 1
+    finally:
+        set_npu_tensor_unsafe_check_flag(False)
+    assert (x + 1).tolist() == [2.0, 2.0]
+
+
 def test_torchs_profiler_sees_the_host_and_says_so_once(emulated_npu):
     x = torch.ones(2, device=emulated_npu)
     with pytest.warns(UserWarning, match=r"EMULATED: torch\.profiler records the host"), torch.profiler.profile():

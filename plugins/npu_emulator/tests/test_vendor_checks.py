@@ -1,5 +1,7 @@
 """What torch_npu's own code decides before anything reaches the device, in the emulator as on a device."""
 
+import io
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -72,3 +74,14 @@ def test_a_copy_to_the_host_that_does_not_block_is_pinned_and_waits_for_nothing(
     assert host.tolist() == [1.0] * 4
     assert not cost.synchronizations
     assert cost.copies == {"device to host": 1}
+
+
+def test_the_old_file_format_is_refused_as_torch_npu_does():
+    # It reads the storage through a tensor that torch_npu knows nothing of.
+    x = torch.ones(4, device="npu")
+    with pytest.raises(RuntimeError, match="NPUStorageImpl"):
+        torch.save(x, io.BytesIO(), _use_new_zipfile_serialization=False)
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    assert torch.load(file).tolist() == [1.0] * 4

@@ -30,12 +30,17 @@ OPERATORS: dict[str, Callable[..., Any]] = {"div_": _divide_in_place}
 def division_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
     """The kernels that take a rounding mode, by operator name; to be made before torch_npu's are replaced."""
     aten = torch.ops.aten
-    operators = (aten.div.Tensor_mode, aten.div.out_mode, aten.div_.Tensor_mode)
-    return {operator.name(): _with_mode(operator, machine) for operator in operators}
+    return {
+        "aten::div.Tensor_mode": _with_mode(aten.div.Tensor_mode, machine),
+        "aten::div.out_mode": _with_mode(aten.div.out_mode, machine),
+        "aten::div_.Tensor_mode": _with_mode(aten.div_.Tensor_mode, machine, _divide_in_place),
+    }
 
 
-def _with_mode(operator: torch._ops.OpOverload, machine: Machine) -> Callable[..., Any]:
-    host = host_kernel(operator, machine, _divide_in_place if operator is torch.ops.aten.div_.Tensor_mode else None)
+def _with_mode(
+    operator: torch._ops.OpOverload, machine: Machine, function: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    host = host_kernel(operator, machine, function)
     # torch_npu's own kernel refuses a mode that does not exist, in words and with a code of its own.
     own = torch.library.get_kernel(operator, "PrivateUse1")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)

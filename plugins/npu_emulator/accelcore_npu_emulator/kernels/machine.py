@@ -23,6 +23,8 @@ class Machine:
     """One process's emulated devices, as its kernels see them."""
 
     def __init__(self, native: Native) -> None:
+        import torch_npu
+
         self.settings = native.settings
         self._count_launch = native.count_launch
         self.count_copy = native.count_copy
@@ -30,11 +32,18 @@ class Machine:
         self.recorder = Recorder()
         self.generators = Generators(self.recorder)
         self.float_status = FloatStatus(native.settings)
+        self._looks_for_unsafe_memory = torch_npu._C._get_npu_data_unsafe_flag
         self._profiler_was_seen = False
 
     def count_launch(self, name: str) -> None:
-        """One operator is executed on the device; a profiler that is on learns of the host's work alone."""
+        """One operator is executed on the device; a profiler that is on learns of the host's work alone.
+
+        Raises:
+            RuntimeError: torch_npu was told to look for memory that an error made unsafe.
+        """
         self._count_launch(name)
+        if self._looks_for_unsafe_memory():
+            raise RuntimeError(f"EMULATED: recovery from memory errors is not emulated (npu operator {name})")
         if not self._profiler_was_seen and _profiler_enabled():
             self._profiler_was_seen = True
             warnings.warn("EMULATED: torch.profiler records the host; a device's times are not emulated", stacklevel=2)

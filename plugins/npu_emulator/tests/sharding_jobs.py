@@ -1,0 +1,64 @@
+"""What ranks do that shard their parameters. Importable in every one of them."""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch_npu  # noqa: F401  # where torch does not load it by itself
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+
+def start():
+    """Join the job, of which the CPUs are a part; this rank."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.npu.set_device(rank)
+    backends, store = "cpu:gloo,npu:hccl", f"file://{os.environ['MASTER_FILE']}"
+    dist.init_process_group(backends, init_method=store, rank=rank, world_size=size)
+    return rank
+
+
+def collectives_of_a_step(device, reshard):
+    """How many of each collective the forward and the backward pass of a sharded model call, on a kind of device."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(device)
+    for layer in model[:2]:  # the third is the root's own
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    counts = []
+    with CommDebugMode() as passed:
+        loss = model(torch.ones(2, 4, device=device)).sum()
+    counts.append({str(name): count for name, count in passed.get_comm_counts().items()})
+    with CommDebugMode() as passed:
+        loss.backward()
+    counts.append({str(name): count for name, count in passed.get_comm_counts().items()})
+    return counts
+
+
+def collectives_of_steps():
+    start()
+    told = {
+        (device, reshard): collectives_of_a_step(device, reshard)
+        for device in ("cpu", "npu")
+        for reshard in (True, False, None)
+    }
+    dist.destroy_process_group()
+    return told
+
+
+def norm_over_a_mesh_of_two_dimensions():
+    """The gradients' norm, and how many all-reduces clipping by it takes."""
+    start()
+    mesh = init_device_mesh("npu", (2, dist.get_world_size() // 2))
+    values = torch.arange(64.0).reshape(8, 8) / 64
+    parameter = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), Shard(1)]))
+    parameter.grad = distribute_tensor(values, mesh, [Shard(0), Shard(1)])
+    with CommDebugMode() as passed:
+        norm = nn.utils.clip_grad_norm_([parameter], 0.5)
+    reductions = passed.get_comm_counts()[torch.ops.c10d_functional.all_reduce]
+    norm, clipped = norm.full_tensor().item(), parameter.grad.full_tensor().norm().item()
+    dist.destroy_process_group()
+    return norm, values.norm().item(), clipped, reductions

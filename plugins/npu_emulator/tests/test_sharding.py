@@ -1,0 +1,22 @@
+"""Sharded parameters: the collectives that torch's own code calls, as many as on other devices."""
+
+import pytest
+
+jobs = pytest.importorskip("sharding_jobs", reason="torch_npu is not installed", exc_type=ImportError)
+
+
+def test_a_sharded_step_calls_the_collectives_that_it_calls_on_the_cpu(results):
+    for told in results(jobs.collectives_of_steps, ranks=2):
+        for reshard in (True, False, None):
+            assert told["npu", reshard] == told["cpu", reshard]
+        # Where resharding is asked for, and not left to torch, the root gathers anew as each layer does.
+        gathers = {reshard: told["npu", reshard][1].get("c10d._allgather_base_", 0) for reshard in (True, False, None)}
+        assert gathers[True] == gathers[None] + 1 > gathers[False] == 0
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(4, 2), (2, 1)])
+def test_a_norm_over_a_mesh_is_reduced_along_each_dimension_that_has_ranks(results, ranks, expected):
+    for norm, exact, clipped, reductions in results(jobs.norm_over_a_mesh_of_two_dimensions, ranks=ranks):
+        assert norm == pytest.approx(exact, rel=1e-6)
+        assert clipped == pytest.approx(0.5, rel=1e-5)
+        assert reductions == expected
