@@ -1,25 +1,22 @@
-"""Choosing a device: the grammar of `select()` and `ACCEL_DEVICE`, and what each kind of request may fall back to.
+"""Choosing a device: what each kind of request may fall back to.
 
-    request = "auto" | choice {"," choice}
-    choice  = name [":" index]            name: a-z, then a-z 0-9 _;  index: no sign, no leading zero
-
-ASCII only; letter case and blanks around the whole are ignored; nothing else is. One choice is an order: it is
-carried out or it raises. A list or `auto` may fall back, and says once what it passed over and why.
+One choice is an order: it is carried out or it raises. A list or `auto` may fall back, and says once what it passed
+over and why.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, TypeVar
 
 from accelcore import plugins
+from accelcore.choices import Choice, parse
 from accelcore.creation import create_backend
 from accelcore.entrypoints import declared
-from accelcore.environment import Launch, read_launch, requested_device, shown
+from accelcore.environment import requested_device, shown
 from accelcore.errors import (
     AccelError,
     BackendUnavailableError,
@@ -28,33 +25,27 @@ from accelcore.errors import (
     UnknownBackendError,
 )
 from accelcore.installation import how_to_install
+from accelcore.launchers import read_launch
 from accelcore.plugins import Candidate
 from accelcore.probe import Probe
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Choice", "Found", "decide", "installed", "parse", "select"]
+__all__ = ["Found", "decide", "installed", "select"]
 
 T = TypeVar("T")
 
 logger = logging.getLogger("accelcore")
 
-_CHOICE = re.compile(r"([a-z][a-z0-9_]{0,31})(?::(0|[1-9][0-9]{0,3}))?")
-_LONGEST = 256
-_GRAMMAR = "NAME, NAME:INDEX, a list of these in order of preference (npu,cuda,cpu), or auto"
 _said: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """One wish: a backend's name, and the device's index where the user gave one."""
+class _Place:
+    """Where in a job this process is: its number on its host, None where that is not known."""
 
-    name: str
-    index: int | None = None
-
-    def __str__(self) -> str:
-        return self.name if self.index is None else f"{self.name}:{self.index}"
+    local_rank: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +76,14 @@ def installed() -> dict[str, Probe]:
     return {name: candidate.probe for name, candidate in plugins.probe_all().items()}
 
 
-def select(device: str | None = None) -> Backend:
+def select(device: str | None = None, *, local_rank: int | None = None) -> Backend:
     """Choose a device and create its backend.
 
     Args:
         device: `"cpu"`, `"cuda:1"`, a preference list such as `"npu,cuda,cpu"`, or `"auto"`. None takes the
             environment variable ACCEL_DEVICE, and where that is unset or empty, `"auto"`: the best device that works
-            here. Without an index, a rank that a launcher started takes the device of its LOCAL_RANK.
+            here. Without an index, a rank that a launcher started takes the device of its number on its host.
+        local_rank: that number, in a script that starts its own ranks; None: the launcher's.
 
     Returns:
         A `Backend`, whose `passed_over` holds the probes of what a list or `auto` could not use. Each call makes a
@@ -106,77 +98,51 @@ def select(device: str | None = None) -> Backend:
             imported.
         PluginError: the plugin asked for is broken; its own error is the cause.
     """
+    if local_rank is not None and (type(local_rank) is not int or local_rank < 0):
+        raise ConfigurationError(
+            f"local_rank={local_rank!r} is no rank", remedy="give this rank's number on its host, counted from 0"
+        )
     source, text = "device", device
     if text is None:
         source, text = "ACCEL_DEVICE", requested_device() or "auto"
-    backend, passed_over = decide(text, source, _create)
+    backend, passed_over = decide(text, source, _create, local_rank=local_rank)
     if passed_over:
         _say_once(text, source, backend, passed_over)
     return dataclasses.replace(backend, passed_over=passed_over)
 
 
-def decide(text: str, source: str, make: Callable[[Found], T]) -> tuple[T, tuple[Probe, ...]]:
+def decide(
+    text: str, source: str, make: Callable[[Found], T], *, local_rank: int | None = None
+) -> tuple[T, tuple[Probe, ...]]:
     """Follow a request to the first device that can be had, and `make` something of it.
 
     Args:
         text: the request.
         source: where it comes from, for messages.
         make: may raise an AccelError.
+        local_rank: this rank's number on its host; None: what a launcher says.
 
     Returns:
         What `make` returned, and what a list or `auto` passed over before it.
     """
     choices = parse(text, source)
-    launch = read_launch()
+    place = _place(local_rank)
     wishes: Iterable[tuple[Choice, Candidate | None]]
     if choices is None:
         ranking = sorted(plugins.probe_all().values(), key=lambda entry: (-entry.probe.priority, entry.name))
         wishes = ((Choice(candidate.name), candidate) for candidate in ranking)
-        return _first_that_works(wishes, launch, "auto", make)
+        return _first_that_works(wishes, place, "auto", make)
     request = f"{source}={shown(text)}"
     if len(choices) == 1:
-        return make(_admit(choices[0], plugins.find(choices[0].name), launch, request, _usable)), ()
+        return make(_admit(choices[0], plugins.find(choices[0].name), place, request, _usable)), ()
     # One after the other, so that no plugin is loaded behind the first that works.
     wishes = ((choice, plugins.find(choice.name)) for choice in choices)
-    return _first_that_works(wishes, launch, request, make)
-
-
-def parse(text: str, source: str = "device") -> tuple[Choice, ...] | None:
-    """Read a request; None is `auto`. Raises ConfigurationError naming `source` for anything outside the grammar."""
-    if not isinstance(text, str):
-        raise ConfigurationError(
-            f"{source} is a {type(text).__name__}, not a string", available=_GRAMMAR, remedy="give a string"
-        )
-    request = text.strip(" \t").lower() if text.isascii() else text
-    fault = _fault(request)
-    if fault:
-        raise ConfigurationError(
-            f"{source}={shown(text)} is not a device",
-            why=fault,
-            available=_GRAMMAR,
-            remedy=f"correct {source}" + (", or unset it" if source == "ACCEL_DEVICE" else ""),
-        )
-    if request == "auto":
-        return None
-    matches = [_CHOICE.fullmatch(part) for part in request.split(",")]
-    return tuple(Choice(match[1], None if match[2] is None else int(match[2])) for match in matches if match)
-
-
-def _fault(request: str) -> str:
-    if len(request) > _LONGEST:
-        return f"it has more than {_LONGEST} characters"
-    parts = request.split(",")
-    for part in parts:
-        if not _CHOICE.fullmatch(part):
-            return f"{shown(part)} is neither NAME nor NAME:INDEX"
-        if part.split(":")[0] == "auto" and request != "auto":
-            return "auto stands alone: it takes no index and cannot be in a list"
-    return "it names a device twice" if len(set(parts)) < len(parts) else ""
+    return _first_that_works(wishes, place, request, make)
 
 
 def _first_that_works(
     wishes: Iterable[tuple[Choice, Candidate | None]],
-    launch: Launch | None,
+    place: _Place | None,
     request: str,
     make: Callable[[Found], T],
 ) -> tuple[T, tuple[Probe, ...]]:
@@ -184,9 +150,9 @@ def _first_that_works(
     for choice, candidate in wishes:
         if candidate is not None and candidate.probe.available and choice.index is None:
             # Raises instead of being passed over: a rank that fell back alone could not join the others.
-            _index(choice, candidate.probe, launch, request)
+            _index(choice, candidate.probe, place, request)
         try:
-            return make(_admit(choice, candidate, launch, str(choice), lambda: "")), tuple(passed_over)
+            return make(_admit(choice, candidate, place, str(choice), lambda: "")), tuple(passed_over)
         except AccelError as error:
             passed_over.append(
                 Probe(
@@ -213,7 +179,7 @@ def _first_that_works(
 def _admit(
     choice: Choice,
     candidate: Candidate | None,
-    launch: Launch | None,
+    place: _Place | None,
     request: str,
     others: Callable[[], str],
 ) -> Found:
@@ -239,33 +205,42 @@ def _admit(
         raise BackendUnavailableError(
             f"{request} cannot be used here", why=probe.reason, available=others(), remedy=probe.remedy
         )
-    return Found(candidate, _index(choice, probe, launch, request), request, others)
+    return Found(candidate, _index(choice, probe, place, request), request, others)
+
+
+def _place(local_rank: int | None) -> _Place | None:
+    if local_rank is not None:
+        return _Place(local_rank)
+    launch = read_launch()
+    return None if launch is None else _Place(launch.local_rank)
 
 
 def _create(found: Found) -> Backend:
     return create_backend(found.candidate, found.index, found.request, found.others)
 
 
-def _index(choice: Choice, probe: Probe, launch: Launch | None, request: str) -> int:
-    by_rank = choice.index is None and launch is not None and probe.exclusive
+def _index(choice: Choice, probe: Probe, place: _Place | None, request: str) -> int:
+    by_rank = choice.index is None and place is not None and probe.exclusive
     index = choice.index or 0
-    if by_rank and launch is not None:
-        if launch.local_rank is None:
+    if by_rank and place is not None:
+        if place.local_rank is None:
             raise ConfigurationError(
                 f"{request}: LOCAL_RANK is not set, and each rank needs a {choice.name} device of its own",
                 why="the job may span hosts, and then RANK does not tell which of this host's devices is this rank's",
-                remedy="set LOCAL_RANK to this rank's number on its host, counted from 0, which schedulers know by "
-                "names of their own (SLURM_LOCALID, for one); or LOCAL_WORLD_SIZE, where the whole job is on one "
-                f"host; or name the device: {choice.name}:0",
+                remedy="set LOCAL_RANK to this rank's number on its host, counted from 0; or LOCAL_WORLD_SIZE, where "
+                f"the whole job is on one host; or name the device: {choice.name}:0",
             )
-        index = launch.local_rank
+        index = place.local_rank
     if index < probe.count:
         return index
     raise BackendUnavailableError(
-        f"{f'LOCAL_RANK={index} on this host' if by_rank else request}: there is no device {choice.name}:{index}",
+        f"{f'rank {index} of this host' if by_rank else request}: there is no device {choice.name}:{index}",
         why=f"this process sees {probe.count} of them, counted from 0",
         available=f"{choice.name}:0" + (f" to {choice.name}:{probe.count - 1}" if probe.count > 1 else ""),
-        remedy="start as many ranks a host as it has devices" if by_rank else "choose one of those",
+        remedy="start as many ranks a host as it has devices; where the launcher shows each rank a device of its own, "
+        f"name that: ACCEL_DEVICE={choice.name}:0"
+        if by_rank
+        else "choose one of those",
     )
 
 

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 
 import accelcore
+from accelcore.launchers import JOB_VARIABLES
 
 sys.path.insert(0, str(Path(__file__).parent))  # also for the forks, which import it by its name
 forks = importlib.import_module("forks")
@@ -26,14 +27,13 @@ fork, fork_ranks = forks.fork, forks.fork_ranks
 settings.load_profile("ci")
 
 _OURS = ("ACCEL_DEVICE", "ACCEL_PROBE_TIMEOUT")
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees what the shell it was started from says to accelcore."""
-    for variable in (*_OURS, *_LAUNCHERS):
+    for variable in (*_OURS, *JOB_VARIABLES):
         monkeypatch.delenv(variable, raising=False)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelcore
+from accelcore.choices import Choice, parse
 from accelcore.errors import (
     AccelError,
     BackendUnavailableError,
@@ -17,7 +18,6 @@ from accelcore.errors import (
     PluginError,
     UnknownBackendError,
 )
-from accelcore.selection import Choice, parse
 
 BROKEN = "raise ImportError('libdevice.so.1 is missing')"
 UNAVAILABLE = {"available": False, "count": 0, "reason": "no such card", "remedy": "buy one"}
@@ -377,7 +377,7 @@ def test_ranks_share_a_device_that_is_not_exclusive(monkeypatch, fakes):
 def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch, fakes):
     fakes.backend("pair", count=2)
     launch(monkeypatch, rank=3, local_rank=2)
-    with pytest.raises(BackendUnavailableError, match=r"LOCAL_RANK=2 .*no device pair:2") as caught:
+    with pytest.raises(BackendUnavailableError, match=r"rank 2 of this host: there is no device pair:2") as caught:
         accelcore.select("pair")
     assert caught.value.available == "pair:0 to pair:1"
     assert "ranks" in caught.value.remedy
@@ -392,7 +392,7 @@ def test_a_rank_does_not_fall_back_where_its_neighbours_do_not(monkeypatch, fake
     launch(monkeypatch, rank=1, local_rank=1)
     assert accelcore.select(request_).name == "pair"
     launch(monkeypatch, rank=2, local_rank=2)
-    with pytest.raises(BackendUnavailableError, match="LOCAL_RANK=2"):
+    with pytest.raises(BackendUnavailableError, match="rank 2 of this host"):
         accelcore.select(request_)
 
 
@@ -412,3 +412,16 @@ def test_without_a_local_rank_a_job_of_one_host_counts_its_devices_by_rank(monke
     fakes.backend("four", count=4)
     launch(monkeypatch, rank=2, local_world_size=4)
     assert accelcore.select("four").index == 2
+
+
+def test_a_script_that_starts_its_own_ranks_says_which_this_is(monkeypatch, fakes):
+    fakes.backend("four", count=4)
+    fakes.backend("shared", count=4, exclusive=False)
+    assert accelcore.select("four", local_rank=2).index == 2
+    assert accelcore.select("four:1", local_rank=2).index == 1
+    assert accelcore.select("shared", local_rank=2).index == 0
+    launch(monkeypatch, rank=1, local_rank=1)
+    assert accelcore.select("four", local_rank=3).index == 3
+    for wrong in (-1, True, "0"):
+        with pytest.raises(ConfigurationError, match="local_rank="):
+            accelcore.select("four", local_rank=wrong)

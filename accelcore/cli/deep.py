@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from accelcore.autoload import VARIABLE, Autoload, enabled, of_unusable_backends
 from accelcore.cli import backend_trial, child
 from accelcore.cli.child import Ended
-from accelcore.environment import outside_any_job
+from accelcore.launchers import outside_any_job
 from accelcore.plugins import Candidate
 
 __all__ = ["Deep", "Trial", "examine"]

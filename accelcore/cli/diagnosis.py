@@ -16,8 +16,8 @@ from accelcore.cli.deep import Deep, examine
 from accelcore.cli.requirements import Misfit, installed_version, misfits
 from accelcore.cli.selection_preview import SelectionPreview
 from accelcore.entrypoints import Declared, declared
-from accelcore.environment import JOB_VARIABLES
 from accelcore.known_faults import TORCH_FAULTS, KnownFault
+from accelcore.launchers import JOB_VARIABLES
 from accelcore.plugins import BACKENDS, EXTENSIONS, Candidate
 from accelcore.probe import Probe
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from accelcore.autoload import VARIABLE, Autoload, autoloads, of_unusable_backends
+from accelcore.choices import Choice, parse
 from accelcore.cli import rank, without
 from accelcore.cli.stand_in import apex_path
 from accelcore.entrypoints import declared
@@ -16,7 +17,6 @@ from accelcore.environment import requested_device, shown
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.installation import how_to_install
 from accelcore.plugins import Candidate
-from accelcore.selection import Choice, parse
 
 __all__ = ["run"]
 

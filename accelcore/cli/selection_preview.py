@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accelcore.choices import parse
 from accelcore.environment import requested_device
 from accelcore.errors import AccelError
-from accelcore.selection import decide, parse
+from accelcore.selection import decide
 
 __all__ = ["Fault", "PassedOver", "SelectionPreview", "asked", "preview_selection"]
 

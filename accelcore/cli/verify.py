@@ -19,11 +19,13 @@ from typing import Any
 
 import click
 
+from accelcore.choices import parse
 from accelcore.cli import ROLES, child
 from accelcore.cli.child import Ended, exceptions_for_signals
-from accelcore.environment import outside_any_job, shown
+from accelcore.environment import shown
 from accelcore.errors import ConfigurationError, PluginError
-from accelcore.selection import decide, parse
+from accelcore.launchers import outside_any_job
+from accelcore.selection import decide
 
 __all__ = ["OUTCOMES", "Scorecard", "Verdict", "show", "verify"]
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelcore.environment import Launch
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
+from accelcore.launchers import Launch
 from accelcore.roles.ranks import Op, Ranks
 
 __all__ = ["Collectives", "NoCollectives", "Op", "TorchCollectives"]

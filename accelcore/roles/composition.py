@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from accelcore.capabilities import Capabilities
-from accelcore.environment import Launch, read_launch
 from accelcore.errors import ConfigurationError
+from accelcore.launchers import Launch, read_launch
 from accelcore.probe import Probe
 
 if TYPE_CHECKING:

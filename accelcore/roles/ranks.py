@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelcore.environment import Launch, read_launch
 from accelcore.errors import ConfigurationError, DistributedError
+from accelcore.launchers import Launch, read_launch
 
 __all__ = ["Op", "Ranks"]
 

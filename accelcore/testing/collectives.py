@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from accelcore import Backend, ConfigurationError, DistributedError
-from accelcore.environment import Launch
+from accelcore.launchers import Launch
 from accelcore.testing.declared import LOW_PRECISION, declared
 from accelcore.testing.job import two_ranks
 from accelcore.testing.kinds import VIEWS

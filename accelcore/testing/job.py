@@ -15,13 +15,12 @@ import pytest
 
 import accelcore
 from accelcore import Backend
+from accelcore.launchers import outside_any_job
 from accelcore.testing import ranks
 
 __all__ = ["two_ranks"]
 
 _SECONDS = 180
-# What a launcher of the tests themselves may have left: this job has its own.
-_LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCEL_DEVICE")
 
 
 def two_ranks(accel: Backend, part: str) -> list[dict[str, Any]]:
@@ -40,7 +39,8 @@ def two_ranks(accel: Backend, part: str) -> list[dict[str, Any]]:
 
 @cache
 def _run(name: str, exclusive: bool) -> list[dict[str, Any]] | str:
-    environ = {variable: value for variable, value in os.environ.items() if variable not in _LEFT_OUT}
+    environ = outside_any_job(os.environ)  # this job is its own
+    environ.pop("ACCEL_DEVICE", None)
     with tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
         processes = []
         for rank in range(2):

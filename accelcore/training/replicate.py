@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelcore.environment import read_launch
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
+from accelcore.launchers import read_launch
 from accelcore.roles.composition import Roles
 
 __all__ = ["replicate"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from accelcore.environment import read_launch
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
+from accelcore.launchers import read_launch
 from accelcore.roles.composition import Roles
 from accelcore.training.options import TrainerOptions
 from accelcore.training.sharding import FSDP

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from accelcore.environment import Launch
+from accelcore.launchers import Launch
 from accelcore.roles.collectives import TorchCollectives
 
 __all__ = ["CudaCollectives"]

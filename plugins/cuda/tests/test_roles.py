@@ -17,8 +17,8 @@ from accelcore_cuda.compiler import CudaCompiler, missing_for_inductor, replays_
 from accelcore_cuda.determinism import make_deterministic
 from accelcore_cuda.known_faults import MIX_ORDER_REDUCTION
 
-from accelcore.environment import Launch
 from accelcore.errors import ConfigurationError, DistributedError
+from accelcore.launchers import Launch
 
 DEVICE = torch.device("cuda", 1)
 

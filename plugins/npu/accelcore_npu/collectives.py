@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch_npu
 
-from accelcore.environment import Launch
 from accelcore.errors import ConfigurationError
+from accelcore.launchers import Launch
 from accelcore.roles.collectives import TorchCollectives
 
 __all__ = ["NpuCollectives"]

@@ -1,0 +1,65 @@
+"""What may be asked for: the grammar of `select()` and `ACCEL_DEVICE`.
+
+    request = "auto" | choice {"," choice}
+    choice  = name [":" index]            name: a-z, then a-z 0-9 _;  index: no sign, no leading zero
+
+ASCII only; letter case and blanks around the whole are ignored; nothing else is.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from accelcore.environment import shown
+from accelcore.errors import ConfigurationError
+
+__all__ = ["Choice", "parse"]
+
+_CHOICE = re.compile(r"([a-z][a-z0-9_]{0,31})(?::(0|[1-9][0-9]{0,3}))?")
+_LONGEST = 256
+_GRAMMAR = "NAME, NAME:INDEX, a list of these in order of preference (npu,cuda,cpu), or auto"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One wish: a backend's name, and the device's index where the user gave one."""
+
+    name: str
+    index: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.index is None else f"{self.name}:{self.index}"
+
+
+def parse(text: str, source: str = "device") -> tuple[Choice, ...] | None:
+    """Read a request; None is `auto`. Raises ConfigurationError naming `source` for anything outside the grammar."""
+    if not isinstance(text, str):
+        raise ConfigurationError(
+            f"{source} is a {type(text).__name__}, not a string", available=_GRAMMAR, remedy="give a string"
+        )
+    request = text.strip(" \t").lower() if text.isascii() else text
+    fault = _fault(request)
+    if fault:
+        raise ConfigurationError(
+            f"{source}={shown(text)} is not a device",
+            why=fault,
+            available=_GRAMMAR,
+            remedy=f"correct {source}" + (", or unset it" if source == "ACCEL_DEVICE" else ""),
+        )
+    if request == "auto":
+        return None
+    matches = [_CHOICE.fullmatch(part) for part in request.split(",")]
+    return tuple(Choice(match[1], None if match[2] is None else int(match[2])) for match in matches if match)
+
+
+def _fault(request: str) -> str:
+    if len(request) > _LONGEST:
+        return f"it has more than {_LONGEST} characters"
+    parts = request.split(",")
+    for part in parts:
+        if not _CHOICE.fullmatch(part):
+            return f"{shown(part)} is neither NAME nor NAME:INDEX"
+        if part.split(":")[0] == "auto" and request != "auto":
+            return "auto stands alone: it takes no index and cannot be in a list"
+    return "it names a device twice" if len(set(parts)) < len(parts) else ""

@@ -1,0 +1,258 @@
+"""Launchers: which variables each leaves for the processes it starts, and the place in the job that they tell.
+
+The table is all that is known of any launcher. Values are read strictly: what contradicts itself is an error that names
+the variable, and nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accelcore.environment import shown
+from accelcore.errors import ConfigurationError
+
+__all__ = ["JOB_VARIABLES", "LAUNCHERS", "Launch", "Launcher", "outside_any_job", "read_launch"]
+
+_NATURAL = re.compile(r"0|[1-9][0-9]{0,8}")
+_FIRST_HOST = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")  # a comma in brackets is within one item of a list of hosts
+_LOWEST_PORT, _PORTS = 10000, 20000  # below those that systems give to clients
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One launcher, in the names of the variables that it sets; "" where it has none.
+
+    Attributes:
+        name: how it is called.
+        signs: it started this process where any of these is set, and no launcher before it in the table did.
+        rank, world_size: this process's number in the job, and how many there are.
+        local_rank, local_world_size: the same among those on its host.
+        hosts: how many hosts the job has.
+        host_list: the hosts' names, rank 0's first, as in `node[07-09],login`.
+        job: what together tells this job from others on its hosts.
+        sets_meeting: whether it sets MASTER_ADDR and MASTER_PORT. Else they need not be set where `host_list`, or a
+            job on one host, tells the address, and `job` the port.
+    """
+
+    name: str
+    signs: tuple[str, ...]
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str = ""
+    hosts: str = ""
+    host_list: str = ""
+    job: tuple[str, ...] = ()
+    sets_meeting: bool = False
+
+
+LAUNCHERS = (
+    Launcher(
+        name="torchrun, accelcore run or Ray Train",
+        signs=("LOCAL_RANK",),
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_world_size="LOCAL_WORLD_SIZE",
+        sets_meeting=True,
+    ),
+    Launcher(
+        name="Kubernetes' PyTorchJob, or a scheduler like it",
+        signs=("RANK", "WORLD_SIZE"),
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_world_size="LOCAL_WORLD_SIZE",
+        hosts="PET_NNODES",
+        sets_meeting=True,
+    ),
+    # Before srun: mpirun may start its ranks through srun, and what they then inherit is not theirs.
+    Launcher(
+        name="Open MPI's mpirun",
+        signs=("OMPI_COMM_WORLD_RANK",),
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=("PMIX_NAMESPACE",),
+    ),
+    Launcher(
+        name="MPICH's or Intel MPI's mpirun",
+        signs=("MPI_LOCALRANKID",),  # PMI_RANK is also set under srun --mpi=pmi2
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_world_size="MPI_LOCALNRANKS",
+    ),
+    Launcher(
+        name="SLURM's srun",
+        signs=("SLURM_STEP_NUM_TASKS",),  # SLURM_PROCID and SLURM_NTASKS are also set in a batch script, outside srun
+        rank="SLURM_PROCID",
+        world_size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        # Not SLURM_LAUNCH_NODE_IPADDR: srun may have been called on a machine that runs no rank.
+        host_list="SLURM_STEP_NODELIST",
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+)
+"""Every launcher, in the order in which they are looked for."""
+
+JOB_VARIABLES = tuple(
+    dict.fromkeys(
+        name
+        for launcher in LAUNCHERS
+        for name in (
+            *(launcher.rank, launcher.world_size, launcher.local_rank, launcher.local_world_size),
+            *(*launcher.signs, "MASTER_ADDR", "MASTER_PORT"),
+        )
+        if name
+    )
+)
+"""What launchers tell each rank of a job."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place in a job: which rank of how many, and where the ranks meet.
+
+    Attributes:
+        rank: 0 <= rank < world_size.
+        world_size: number of processes in the job.
+        local_rank: this rank's number on its host; None where the launcher does not say.
+        init_method: where the ranks meet: `"env://"`, `"tcp://host:port"` or `"file:///shared/path"`.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    init_method: str
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "world_size", "local_rank"):
+            value = getattr(self, name)
+            if type(value) is not int and (name, value) != ("local_rank", None):
+                raise ConfigurationError(f"{name}={value!r} is not a whole number", remedy="give an int")
+        if self.world_size < 1:
+            raise ConfigurationError(f"world_size={self.world_size} is less than 1", remedy="give 1 or more")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigurationError(
+                f"rank={self.rank} is outside a job of world_size={self.world_size}",
+                available=f"ranks 0 to {self.world_size - 1}",
+                remedy="give every process its own rank, counted from 0",
+            )
+        if self.local_rank is not None and not 0 <= self.local_rank < self.world_size:
+            raise ConfigurationError(
+                f"local_rank={self.local_rank} is outside a job of world_size={self.world_size}",
+                remedy="number the processes of each host from 0",
+            )
+
+
+def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
+    """Read what a launcher left for this rank; None where none started this process.
+
+    A launcher that tells ranks nothing of a meeting place, and has started one process, has started no job: None, too.
+
+    Where the local rank is not told, it follows in a job on one host, and in one with a host for each rank; elsewhere
+    the result has none.
+
+    Raises:
+        ConfigurationError: a variable is missing, invalid, or contradicts the others. No device is touched and no
+            socket opened.
+    """
+    environ = os.environ if environ is None else environ
+    for launcher in LAUNCHERS:
+        if any(sign in environ for sign in launcher.signs):
+            return _Reader(launcher, environ).read()
+    return None
+
+
+def outside_any_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child process that is no rank of the job to which this process may belong."""
+    return {name: value for name, value in environ.items() if name not in JOB_VARIABLES}
+
+
+class _Reader:
+    """Reads the variables of one launcher."""
+
+    def __init__(self, launcher: Launcher, environ: Mapping[str, str]) -> None:
+        self._launcher, self._environ = launcher, environ
+
+    def read(self) -> Launch | None:
+        launcher = self._launcher
+        world_size = self._natural(launcher.world_size, low=1)
+        rank = self._natural(launcher.rank, below=(world_size, launcher.world_size))
+        local_size = self._optional(launcher.local_world_size, low=1)
+        if local_size is not None and local_size > world_size:
+            raise ConfigurationError(
+                f"{launcher.local_world_size}={local_size} is more than {launcher.world_size}={world_size}"
+            )
+        bound = (world_size if local_size is None else local_size, "the ranks on this host")
+        local_rank = self._optional(launcher.local_rank, below=bound)
+        if local_rank is None:
+            if world_size in (1, local_size):
+                local_rank = rank
+            elif self._optional(launcher.hosts, low=1) == world_size:
+                local_rank = 0
+        if world_size == 1 and not launcher.sets_meeting:
+            return None
+        address, port = self._address(one_host=world_size == local_size), self._port()
+        if launcher.sets_meeting:
+            return Launch(rank, world_size, local_rank, "env://")
+        host = f"[{address}]" if ":" in address else address
+        return Launch(rank, world_size, local_rank, f"tcp://{host}:{port}")
+
+    def _address(self, *, one_host: bool) -> str:
+        launcher, told = self._launcher, self._environ.get("MASTER_ADDR")
+        if told is None and not launcher.sets_meeting:
+            hosts = _FIRST_HOST.match(self._environ.get(launcher.host_list, ""))
+            if hosts is not None:
+                return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts[0])
+            if one_host:
+                return "127.0.0.1"
+        if told is None or not told.strip():
+            raise self._invalid("MASTER_ADDR", "it names the host where rank 0 listens")
+        return told
+
+    def _port(self) -> int:
+        launcher = self._launcher
+        if "MASTER_PORT" not in self._environ and launcher.job and all(name in self._environ for name in launcher.job):
+            job = " ".join(self._environ[name] for name in launcher.job)
+            return _LOWEST_PORT + zlib.crc32(job.encode()) % _PORTS
+        port = self._natural("MASTER_PORT", low=1)
+        if port > 65535:
+            raise self._invalid("MASTER_PORT", "a port is at most 65535")
+        return port
+
+    def _optional(self, variable: str, *, low: int = 0, below: tuple[int, str] | None = None) -> int | None:
+        return self._natural(variable, low=low, below=below) if variable in self._environ else None
+
+    def _natural(self, variable: str, *, low: int = 0, below: tuple[int, str] | None = None) -> int:
+        text = self._environ.get(variable)
+        if text is None or not _NATURAL.fullmatch(text):
+            raise self._invalid(variable, f"it must be a whole number, {low} or more")
+        value = int(text)
+        if value < low:
+            raise self._invalid(variable, f"it must be {low} or more")
+        if below is not None and value >= below[0]:
+            raise self._invalid(variable, f"it must be less than {below[1]} ({below[0]})")
+        return value
+
+    def _invalid(self, variable: str, rule: str) -> ConfigurationError:
+        launcher, text = self._launcher, self._environ.get(variable)
+        state = "is not set" if text is None else f"is {shown(text)}"
+        found = next(sign for sign in launcher.signs if sign in self._environ)
+        meeting = variable in ("MASTER_ADDR", "MASTER_PORT") and not launcher.sets_meeting
+        return ConfigurationError(
+            f"the environment variable {variable} {state}",
+            why=f"{rule}; {found} is set, as by {launcher.name}",
+            remedy=f"set {variable} for all ranks, alike"
+            if meeting
+            else "start the script with a launcher that sets them all, such as torchrun, or unset RANK, WORLD_SIZE and "
+            "LOCAL_RANK to run one process"
+            if launcher.sets_meeting
+            else f"start the script by {launcher.name}, or unset {found} to run one process",
+        )
