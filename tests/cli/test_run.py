@@ -276,23 +276,6 @@ def test_restarts_start_a_dead_rank_again(machine):
     assert done.stdout.split() == ["0", "1"]
 
 
-def test_a_job_restarts_whoever_dies_and_its_ranks_meet_again(machine):
-    machine.write(
-        "train.py",
-        "import os, signal, torch, accelcore\n"
-        "start = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-        "with accelcore.select().distributed() as job:\n"
-        "    for _ in range(9):\n"
-        "        total = job.all_reduce(torch.full((1000,), job.rank + 1.0))\n"
-        "    if start < 3 and job.rank == start % 2:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    open(f'sum-{job.rank}', 'w').write(f'{start} {total.sum().item()}')\n",
-    )
-    done = machine.run("run", "--device", "cpu", "--nproc", "2", "--max-restarts", "3", "train.py")
-    assert done.returncode == 0, done.stderr
-    assert [(machine.folder / f"sum-{rank}").read_text() for rank in range(2)] == ["3 3000.0"] * 2
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 @pytest.mark.parametrize("module", [True, False])
 def test_ranks_end_with_a_launcher_that_is_killed(machine, module):
