@@ -119,6 +119,11 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     help="How many ranks to start on this machine; more than 1 through torch's elastic launcher.",
 )
 @click.option(
+    "--nnodes", metavar="M", type=click.IntRange(min=1), help="How many machines the job has; run it on each."
+)
+@click.option("--node-rank", metavar="K", type=click.IntRange(min=0), help="Which of them this is, counted from 0.")
+@click.option("--rdzv", metavar="HOST:PORT", help="Where they meet: machine 0, and a port that is free on it.")
+@click.option(
     "--max-restarts",
     metavar="K",
     type=click.IntRange(min=0),
@@ -140,6 +145,9 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
 def run(
     device: str | None,
     nproc: int,
+    nnodes: int | None,
+    node_rank: int | None,
+    rdzv: str | None,
     max_restarts: int,
     emulate: str | None,
     apex: bool,
@@ -158,10 +166,11 @@ def run(
       accelcore run --device cpu train.py
       accelcore run --device npu,cuda,cpu -m mypackage.train
       accelcore run --nproc 2 --max-restarts 1 train.py
+      accelcore run --nproc 8 --nnodes 2 --node-rank 0 --rdzv node0:29400 train.py
       accelcore run --emulate npu --device npu train.py
       accelcore run --apex train.py
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from accelcore.cli import launch
+    from accelcore.cli import elastic, launch
 
     launch.run(
         script,
@@ -169,6 +178,7 @@ def run(
         module=module,
         device=device,
         nproc=nproc,
+        machines=elastic.machines_of(nnodes, node_rank, rdzv),
         max_restarts=max_restarts,
         emulate=emulate,
         apex=apex,

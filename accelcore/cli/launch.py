@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from accelcore.autoload import VARIABLE, Autoload, autoloads, of_unusable_backends
 from accelcore.choices import Choice, parse
-from accelcore.cli import rank, without
+from accelcore.cli import elastic, without
 from accelcore.cli.stand_in import apex_path
 from accelcore.entrypoints import declared
 from accelcore.environment import requested_device, shown
@@ -28,6 +28,7 @@ def run(
     module: bool = False,
     device: str | None = None,
     nproc: int = 1,
+    machines: elastic.Machines | None = None,
     max_restarts: int = 0,
     emulate: str | None = None,
     apex: bool = False,
@@ -35,6 +36,9 @@ def run(
     """Become the script; everything that can be a mistake is found before that.
 
     A restart is torch's launcher's work too, so that it is used for one rank where restarts are asked for.
+
+    Args:
+        machines: the job's, where it has several.
 
     Raises:
         ConfigurationError: `device`, or ACCEL_DEVICE, is outside the grammar of `select()`; or the script is not there;
@@ -48,7 +52,7 @@ def run(
         environ["ACCEL_DEVICE"] = device
     elif (asked := requested_device()) is not None:
         parse(asked, "ACCEL_DEVICE")
-    launched = nproc > 1 or max_restarts > 0
+    launched = nproc > 1 or max_restarts > 0 or machines is not None
     if not module:
         _check(script, launched)
     if emulate is not None:
@@ -70,7 +74,7 @@ def run(
         environ["PYTHONPATH"] = apex_path(environ, Path.cwd() if module or script == "-" else Path(script).parent)
     command = [sys.executable, *program]
     if launched:
-        command = [sys.executable, *_launcher(nproc, max_restarts), *program]
+        command = [sys.executable, *elastic.arguments(nproc, max_restarts, machines), *program]
         # torch 2.13 keeps one store over restarts, in which gloo finds the addresses of ranks that are gone: every
         # other restart fails or hangs. With this, each start has a store of its own.
         environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -78,19 +82,6 @@ def run(
     sys.stderr.flush()
     # Not a child: signals, exit code, terminal and process id are the script's own, and nothing is left to clean up.
     os.execve(sys.executable, command, environ)  # noqa: S606
-
-
-def _launcher(nproc: int, max_restarts: int) -> list[str]:
-    """The arguments of Python that start torch's elastic launcher, and of that which start a rank."""
-    return [
-        # Where torch was loaded before the launcher, Python warns that the launcher was, too: that is meant.
-        "-W", "ignore::RuntimeWarning:runpy", "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts),
-        # Behind --, because the launcher would take issue with options of the script's that resemble its own.
-        # Isolated: a file in the script's folder may have the name of a module. The launcher's process id is that of
-        # this process, which becomes it.
-        "--no-python", "--", sys.executable, "-IS", rank.__file__, str(os.getpid()),
-    ]  # fmt: skip
 
 
 def _check(script: str, launched: bool) -> None:

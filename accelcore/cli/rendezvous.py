@@ -1,0 +1,102 @@
+"""torch's elastic launcher for jobs of several machines: `accelcore run` becomes this program on each.
+
+The machines meet by torch's own rendezvous, the only one that can restart them all. It numbers them as it likes, while
+whoever says `--node-rank 0` expects rank 0 there: its data, its files, its log. So the numbers are kept here, and rank
+0 is reached at the address that the user gave, which the others have just proved to know.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+from torch.distributed import PrefixStore, run
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from accelcore.cli.elastic import BACKEND, NODE
+
+__all__ = ["main"]
+
+
+class _Numbered(RendezvousHandler):
+    """A rendezvous of machines that have their numbers already.
+
+    Args:
+        inner: lets them meet.
+        node: this machine's number.
+        endpoint: where machine 0 can be reached, HOST:PORT.
+    """
+
+    def __init__(self, inner: RendezvousHandler, node: int, endpoint: str) -> None:
+        self._inner, self._node = inner, node
+        self._host, _ = parse_rendezvous_endpoint(endpoint, default_port=0)
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False  # rank 0 has a store, a new one at each start: addresses of ranks that are gone are in none
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        met = self._inner.next_rendezvous()
+        numbered = PrefixStore("numbered", met.store)
+        if numbered.add(f"{NODE} {self._node}", 1) > 1:
+            raise RendezvousError(f"two machines say --node-rank {self._node}")
+        place = RendezvousStoreInfo.build(self._node, numbered, self._host)
+        return RendezvousInfo(met.store, self._node, met.world_size, place)
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    node = parameters.get_as_int(NODE)
+    assert node is not None
+    backend, store = create_backend(parameters)
+    return _Numbered(create_handler(store, backend, parameters), node, parameters.endpoint)
+
+
+def main() -> None:
+    """The arguments are those of `torch.distributed.run`."""
+    rendezvous_handler_registry.register(BACKEND, _create)
+    try:
+        run.main()
+    except RendezvousError as error:
+        _give_up(error)
+
+
+def _give_up(error: RendezvousError) -> NoReturn:
+    cause = error.__cause__ or error
+    sys.exit(
+        f"accelcore: the machines of the job could not meet\n  why: {cause}\n"
+        "  what to do: start as many machines as --nnodes says, each with a --node-rank of its own, counted from 0, "
+        "and all with the same --rdzv HOST:PORT, the name or address at which they reach machine 0 and a port that is "
+        "free there"
+    )
+
+
+if __name__ == "__main__":
+    main()
