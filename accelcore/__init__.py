@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from accelcore.roles.loss_scale import LossScale
     from accelcore.selection import installed, select
     from accelcore.training.activations import Recompute
+    from accelcore.training.fsdp_options import FSDP
     from accelcore.training.observers import Observer
     from accelcore.training.policy import Policy
-    from accelcore.training.sharding import FSDP
     from accelcore.training.trainer import Trainer
 
     __version__: str
@@ -74,7 +74,7 @@ _HOMES = {
     "API": "hookspecs",
     "Backend": "backend",
     "Capabilities": "capabilities",
-    "FSDP": "training.sharding",
+    "FSDP": "training.fsdp_options",
     "KnownFault": "known_faults",
     "LossScale": "roles.loss_scale",
     "Observer": "training.observers",

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.roles.collectives import Collectives
 from accelcore.roles.runtime import Runtime
-from accelcore.training.shares import share
+from accelcore.training.data_shares import share
 
 __all__ = ["Batches", "Feed"]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from accelcore.roles.composition import Roles
 from accelcore.training.batches import Batches
-from accelcore.training.shares import share_once
+from accelcore.training.data_shares import share_once
 
 __all__ = ["Evaluation"]
 

@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelcore.errors import ConfigurationError
 from accelcore.roles.scaler import LossScale
 from accelcore.training.activations import Recompute
+from accelcore.training.fsdp_options import FSDP
 from accelcore.training.modules import Parts
 from accelcore.training.observers import Observer
 from accelcore.training.policy import Policy
-from accelcore.training.sharding import FSDP
 
 __all__ = ["DEFAULTS", "Loss", "TrainerOptions", "Weight", "check_numbers", "complete"]
 

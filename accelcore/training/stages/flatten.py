@@ -13,7 +13,7 @@ from accelcore.training.gradients import Flat, Gradients, PerTensor
 from accelcore.training.masters import Masters
 from accelcore.training.plan import Plan
 from accelcore.training.policy import LOW
-from accelcore.training.shards import Shards
+from accelcore.training.sharded_gradients import ShardedGradients
 
 __all__ = ["Flatten"]
 
@@ -44,7 +44,7 @@ class Flatten:
         together = plan.optimizer.together if isinstance(plan.optimizer, Optimizer) else ()
         gradients: Gradients
         if plan.strategy.shards:
-            gradients = Shards(slots)
+            gradients = ShardedGradients(slots)
         else:
             gradients = Flat(slots, together) if slots and _lies_flat(plan) else PerTensor(slots)
         if plan.policy.masters and any(slot.parameter.dtype in LOW for slot in slots):

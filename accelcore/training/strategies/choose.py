@@ -8,8 +8,8 @@ from functools import partial
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.launchers import read_launch
 from accelcore.roles.composition import Roles
+from accelcore.training.fsdp_options import FSDP
 from accelcore.training.options import TrainerOptions
-from accelcore.training.sharding import FSDP
 from accelcore.training.strategies.alone import Alone
 from accelcore.training.strategies.combine import CombineDDP
 from accelcore.training.strategies.ddp import DDP

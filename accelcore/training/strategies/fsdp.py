@@ -12,11 +12,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.shards import is_sharded
 from accelcore.roles.composition import Roles
+from accelcore.training.fsdp_options import FSDP
 from accelcore.training.gradients import Gradients
 from accelcore.training.modules import chosen
 from accelcore.training.options import TrainerOptions
 from accelcore.training.policy import LOW, Policy
-from accelcore.training.sharding import FSDP
 from accelcore.training.strategies.combine import COMM_DTYPES, broadcast, share_buffers
 from accelcore.training.strategies.strategy import Strategy
 

@@ -12,10 +12,10 @@ from accelcore.optim.runs import Run, Slot
 from accelcore.optim.shards import as_shard, shard
 from accelcore.training.gradients import Gradients
 
-__all__ = ["Shards"]
+__all__ = ["ShardedGradients"]
 
 
-class Shards(Gradients):
+class ShardedGradients(Gradients):
     """Gradients of shards, which backward leaves reduced over all ranks.
 
     Parameters are DTensors. An optimizer that knows of slots is given this rank's shards of them as plain tensors, in
