@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from accelcore.training.fsdp_options import FSDP
     from accelcore.training.observers import Observer
     from accelcore.training.policy import Policy
+    from accelcore.training.sharded_stream import ShardedStream
     from accelcore.training.trainer import Trainer
 
     __version__: str
@@ -60,6 +61,7 @@ __all__ = [
     "Policy",
     "Probe",
     "Recompute",
+    "ShardedStream",
     "Trainer",
     "TrainingError",
     "UnknownBackendError",
@@ -81,6 +83,7 @@ _HOMES = {
     "Policy": "training.policy",
     "Probe": "probe",
     "Recompute": "training.activations",
+    "ShardedStream": "training.sharded_stream",
     "Trainer": "training.trainer",
     "hookimpl": "hookspecs",
     "installed": "selection",

@@ -2,7 +2,8 @@
 
 The order of a torch DataLoader depends on the random state at the moment an epoch starts. So a position is that state
 and the number of batches taken since; coming back to it starts the epoch again from the state and takes as many
-batches, which also brings the random numbers inside loader workers to where they were.
+batches, which also brings the random numbers inside loader workers to where they were. A loader that knows its own
+position, as torchdata's StatefulDataLoader does, is asked for it instead.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.roles.collectives import Collectives
 from accelcore.roles.runtime import Runtime
-from accelcore.training.data_shares import share
+from accelcore.training.data_shares import EveryNth, share
+from accelcore.training.stream_checks import StreamChecks
 
 __all__ = ["Batches", "Feed"]
 
@@ -65,17 +67,20 @@ class Feed:
         self._generators_start: list[Tensor] = []
         self._source: tuple[Any, Any] = (None, None)
         self._resuming = False
+        self._stateful: Any = None  # the loader that is being read, where it knows its own position
+        self._saved: Any = None  # the position that such a one had when a checkpoint was saved
+        self._streams = StreamChecks(collectives, runtime.device)
         self.turn = 0
 
     def batches(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
         """One epoch of `loader`, or what is left of it after a resume."""
         source = self._source_of(loader, shard)
-        if source is not loader and isinstance(source, DataLoader):
-            assert isinstance(source.sampler, DistributedSampler)
-            source.sampler.seed = self._common_seed()
+        sampler = getattr(source, "sampler", None)
+        if isinstance(sampler, DistributedSampler) and sampler is not getattr(loader, "sampler", None):
+            sampler.seed = self._common_seed()  # it is of our making
         generators = _generators(loader)
         if self._resuming:
-            iterator = self._go_back(source, generators)
+            iterator = self._go_back(loader, source, generators)
         else:
             if self.taken:  # the loop was left before the epoch's end
                 self.epoch, self.taken = self.epoch + 1, 0
@@ -84,8 +89,11 @@ class Feed:
             iterator = self._begin(source)
         self.turn += 1
         turn = self.turn
-        # Workers read ahead as it is. Without them, reading ahead would draw the next batch's random numbers too early.
-        ahead = isinstance(source, DataLoader) and source.num_workers > 0 and source.pin_memory
+        self._stateful = loader if _is_stateful(loader) else None
+        # Workers read ahead as it is. Without them, reading ahead would draw the next batch's random numbers too early,
+        # and a loader would tell a position that is ahead of the training's.
+        reads_ahead = isinstance(source, DataLoader) and source.num_workers > 0 and source.pin_memory
+        ahead = reads_ahead and self._stateful is None
         try:
             for batch in self._one_ahead(iterator) if ahead else map(self._runtime.to_device, iterator):
                 self.taken += 1
@@ -99,6 +107,7 @@ class Feed:
         finally:
             if turn == self.turn:  # also where it was left early: what comes next is an epoch of its own
                 self.epoch, self.taken = self.epoch + 1, 0
+                self._stateful = None
                 self._generators_start = [generator.get_state() for generator in generators]
 
     def _one_ahead(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -119,6 +128,7 @@ class Feed:
             "seed": self._seed,
             "start": self._start if self.taken else {},
             "generators": self._generators_start,
+            "loader": self._saved if self._stateful is None or not self.taken else self._stateful.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -130,6 +140,7 @@ class Feed:
             state = {"epoch": 0, "taken": 0, "seed": None, "start": {}, "generators": []}
         self.epoch, self.taken, self._seed = state["epoch"], state["taken"], state["seed"]
         self._start, self._generators_start = state["start"], state["generators"]
+        self._stateful, self._saved = None, state.get("loader")
 
     def move_to(self, epoch: int) -> None:
         """Be at the beginning of an epoch."""
@@ -137,15 +148,19 @@ class Feed:
             raise ConfigurationError(f"epoch={epoch!r} is no epoch", remedy="give a whole number, 0 or more")
         self.turn += 1
         self.epoch, self.taken, self._resuming = epoch, 0, False
+        self._stateful = self._saved = None
 
     def _begin(self, source: Any) -> Iterator[Any]:
-        for part in (source, getattr(source, "dataset", None), *_samplers(source)):
+        loader = source.stream if isinstance(source, EveryNth) else source
+        for part in (loader, getattr(loader, "dataset", None), *_samplers(loader)):
             set_epoch = getattr(part, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(self.epoch)
-        return iter(source)
+        divided = isinstance(source, EveryNth)
+        batches = self._streams.watch(loader, iter(loader), alike=divided)
+        return source.of_rank(batches) if divided else batches
 
-    def _go_back(self, source: Any, generators: list[torch.Generator]) -> Iterator[Any]:
+    def _go_back(self, loader: Any, source: Any, generators: list[torch.Generator]) -> Iterator[Any]:
         if len(generators) != len(self._generators_start):
             raise CheckpointError(
                 f"the loader has {len(generators)} generators of its own, and the checkpoint's had "
@@ -164,6 +179,12 @@ class Feed:
         if not self.taken:
             self._start = now
             return self._begin(source)
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            _restore(loader, saved)
+            iterator = self._begin(source)
+            self._runtime.set_rng_state(now)  # it may have drawn a number, as at the beginning of an epoch
+            return iterator
         self._runtime.set_rng_state(self._start)
         iterator = self._begin(source)
         for done in range(self.taken):
@@ -193,6 +214,29 @@ class Feed:
             seed = torch.tensor(torch.initial_seed() % 2**31, device=self._runtime.device)
             self._seed = int(self._collectives.broadcast(seed).item())
         return self._seed
+
+
+def _is_stateful(loader: Any) -> bool:
+    """Whether a loader tells its own position, and can be brought to one: it has torchdata's protocol."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _restore(loader: Any, state: Any) -> None:
+    if not _is_stateful(loader):
+        raise CheckpointError(
+            f"the checkpoint was saved in mid-epoch with a loader that knows its position, and this "
+            f"{type(loader).__name__} does not",
+            why="the two may not have the same batches in the same order",
+            remedy="give the loader it was saved with, or resume from a checkpoint saved at the end of an epoch",
+        )
+    try:
+        loader.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(
+            f"the {type(loader).__name__} does not take the position it had in the checkpoint",
+            why=repr(error),
+            remedy="build the loader as it was built when the checkpoint was saved",
+        ) from error
 
 
 def _samplers(loader: Any) -> list[Any]:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 from accelcore.errors import ConfigurationError
 from accelcore.roles.collectives import Collectives
+from accelcore.training.rounds import Last, rounds
+from accelcore.training.sharded_stream import ShardedStream
 
-__all__ = ["share", "share_once"]
+__all__ = ["EveryNth", "share", "share_once"]
 
-# What makes two DataLoaders alike, beside the dataset and the sampler.
+# What makes two DataLoaders alike, beside the dataset, the sampler, and what workers do when they start.
 _COPIED = (
-    "batch_size",
     "num_workers",
     "collate_fn",
     "pin_memory",
-    "drop_last",
     "timeout",
-    "worker_init_fn",
     "multiprocessing_context",
     "generator",
     "prefetch_factor",
@@ -37,17 +44,22 @@ def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
     Where it shuffles, all ranks have to be given the same seed: that of the sampler it is returned with.
 
     Raises:
-        ConfigurationError: it has a sampler of its own.
+        ConfigurationError: it has a sampler of its own, or divides itself for another job.
     """
+    last: Last = "drop" if getattr(loader, "drop_last", False) else "repeat"
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return EveryNth(loader, rank, world_size)
+        return _share_of_stream(loader, rank, world_size, last)
     if isinstance(loader.sampler, DistributedSampler):
-        return loader
+        _check_place("DistributedSampler", loader.sampler.rank, loader.sampler.num_replicas, (rank, world_size))
+        plain = type(loader) is DataLoader and loader.batch_size is not None and loader.num_workers
+        return _again(loader, rank, sampler=loader.sampler) if plain else loader
     if not _is_plain(loader):
         raise ConfigurationError(
-            f"a {type(loader).__name__} with a sampler of its own cannot be shared out among {world_size} ranks",
-            available="DataLoaders made with shuffle=True or False, or with a DistributedSampler",
-            remedy="if it already yields this rank's share, say trainer.batches(loader, shard=False)",
+            f"this {type(loader).__name__} cannot be shared out among {world_size} ranks",
+            why="it has a sampler or a class of its own",
+            available="DataLoaders made with shuffle=True or False, and any with a DistributedSampler",
+            remedy="make it with sampler=DistributedSampler(data, num_replicas=job.world_size, rank=job.rank); if it "
+            "already yields this rank's share, say trainer.batches(loader, shard=False)",
         )
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset,
@@ -56,7 +68,7 @@ def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
         shuffle=isinstance(loader.sampler, RandomSampler),
         drop_last=loader.drop_last,
     )
-    return DataLoader(loader.dataset, sampler=sampler, **{name: getattr(loader, name) for name in _COPIED})
+    return _again(loader, rank, sampler=sampler)
 
 
 def share_once(loader: Iterable[Any], collectives: Collectives, device: torch.device) -> Iterable[Any]:
@@ -68,7 +80,7 @@ def share_once(loader: Iterable[Any], collectives: Collectives, device: torch.de
     """
     rank, world_size = collectives.rank, collectives.world_size
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
-        return EveryNth(loader, rank, world_size, whole=False)
+        return _share_of_stream(loader, rank, world_size, "uneven")
     rows: Sequence[Any] = range(len(loader.dataset))  # type: ignore[arg-type]
     if isinstance(loader.sampler, DistributedSampler) or _is_plain(loader):
         if loader.drop_last and not isinstance(loader.sampler, DistributedSampler):
@@ -76,14 +88,65 @@ def share_once(loader: Iterable[Any], collectives: Collectives, device: torch.de
     else:
         rows = list(loader.sampler)
         if not all(type(row) is int for row in rows):
-            return EveryNth(loader, rank, world_size, whole=False)
+            return EveryNth(loader, rank, world_size, "uneven")
         size = int(collectives.broadcast(torch.tensor(len(rows), device=device)))
         own = torch.tensor((rows + [0] * size)[:size], device=device)  # which ranks may have drawn differently
         rows = collectives.broadcast(own).tolist()
     batches = -(-len(rows) // (world_size * loader.batch_size))
     mine = [batch for batch in _parts(_parts(rows, world_size)[rank], batches) if batch]
-    options = {name: getattr(loader, name) for name in _COPIED if name not in ("batch_size", "drop_last")}
-    return DataLoader(loader.dataset, batch_sampler=mine, **options)
+    return _again(loader, rank, batch_sampler=mine)
+
+
+def _share_of_stream(loader: Iterable[Any], rank: int, world_size: int, last: Last) -> Iterable[Any]:
+    stream = getattr(loader, "dataset", None)
+    if isinstance(stream, ShardedStream) and stream.world_size > 1:
+        _check_place("ShardedStream", stream.rank, stream.world_size, (rank, world_size))
+        return loader
+    if type(loader) is DataLoader and type(stream) is ShardedStream:
+        own = ShardedStream(stream.dataset, rank=rank, world_size=world_size, last=last)
+        return _again(loader, 0, dataset=own)  # all ranks have to read it alike, also where it draws at random
+    return EveryNth(loader, rank, world_size, last)
+
+
+def _check_place(what: str, rank: int, world_size: int, job: tuple[int, int]) -> None:
+    if (rank, world_size) != job:
+        raise ConfigurationError(
+            f"the {what} divides the data for rank {rank} of {world_size}, and this is rank {job[0]} of {job[1]}",
+            why="rows would be lost, or come on several ranks",
+            remedy="make it inside `with accel.distributed() as job:`, of job.rank and job.world_size",
+        )
+
+
+def _again(loader: DataLoader[Any], rank: int, **of_rank: Any) -> DataLoader[Any]:
+    """A loader like this one with another dataset or sampler, whose workers draw random numbers of the rank's own."""
+    options = {name: getattr(loader, name) for name in _COPIED}
+    if "batch_sampler" not in of_rank:
+        options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    start = _StartWorker(rank, loader.worker_init_fn) if rank else loader.worker_init_fn
+    return DataLoader(**{"dataset": loader.dataset, "worker_init_fn": start, **options, **of_rank})
+
+
+class _StartWorker:
+    """Seeds a loader's worker by its number among those of all ranks.
+
+    torch seeds it by its number on its rank and a number that is drawn there, the same one on ranks that are seeded
+    alike: the first workers of all ranks would crop their pictures alike. Those of rank 0 are as torch seeds them.
+    """
+
+    def __init__(self, rank: int, then: Callable[[int], None] | None) -> None:
+        self._rank, self._then = rank, then
+
+    def __call__(self, number: int) -> None:
+        import numpy as np  # here: who has no workers need not wait for it
+
+        worker = get_worker_info()
+        assert worker is not None, "workers of loaders call this"
+        seed = worker.seed + self._rank * worker.num_workers
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed([seed >> shift & 0xFFFFFFFF for shift in (0, 32)])  # as torch seeds it
+        if self._then is not None:
+            self._then(number)
 
 
 def _parts(rows: Sequence[Any], count: int) -> list[list[Any]]:
@@ -103,26 +166,23 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
 
 
 class EveryNth:
-    """A rank's share of a stream that every rank reads alike: its batch of each round of `world_size`.
+    """A rank's share of a stream of batches that every rank reads alike.
 
-    Args:
-        whole: whether batches of a last round that is not full are given to nobody, so that all ranks take the same
-            number of steps.
+    Attributes:
+        stream: all of it.
     """
 
-    def __init__(self, stream: Iterable[Any], rank: int, world_size: int, *, whole: bool = True) -> None:
-        self._stream, self._rank, self._world_size, self._whole = stream, rank, world_size, whole
-        self.dataset = getattr(stream, "dataset", None)
+    def __init__(self, stream: Iterable[Any], rank: int, world_size: int, last: Last) -> None:
+        self.stream, self._rank, self._world_size, self._last = stream, rank, world_size, last
 
     def __iter__(self) -> Iterator[Any]:
-        mine = None
-        for number, batch in enumerate(self._stream):
-            turn = number % self._world_size
-            if turn == self._rank:
-                mine = batch
-            if turn == (self._world_size - 1 if self._whole else self._rank):
-                yield mine
+        return self.of_rank(iter(self.stream))
+
+    def of_rank(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The rank's share of these batches of the stream."""
+        return rounds(batches, self._rank, self._world_size, self._last)
 
     def __len__(self) -> int:
-        batches = len(self._stream)  # type: ignore[arg-type]  # where it has no length, neither has its share
-        return (batches if self._whole else batches + self._world_size - 1 - self._rank) // self._world_size
+        batches = len(self.stream)  # type: ignore[arg-type]  # where it has no length, neither has its share
+        more = {"repeat": self._world_size - 1, "drop": 0, "uneven": self._world_size - 1 - self._rank}[self._last]
+        return (batches + more) // self._world_size

@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
-
 from accelcore.roles.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 from accelcore.training.batches import Feed
+from accelcore.training.stream_checks import same_on_all_ranks, tensors_of
 
 __all__ = ["Feeds"]
 
@@ -62,11 +59,8 @@ class Feeds:
         self._checked_shared = True
         if any(feed.taken for feed in self._feeds.values()):
             return
-        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        total = sum(float(leaf.detach().double().abs().sum()) for leaf in leaves)
-        both = torch.tensor([total, -total], dtype=torch.float32, device=self._runtime.device)
-        low, high = self._collectives.all_reduce(both, "min").tolist()
-        if leaves and low == -high and self.speaks:
+        same = same_on_all_ranks(batch, self._collectives, self._runtime.device)
+        if same and tensors_of(batch) and self.speaks:
             logger.warning(
                 "every rank of this job trains on the same batch: write `for batch in trainer.batches(loader):`, which "
                 "gives each rank its share"

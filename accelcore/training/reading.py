@@ -48,8 +48,9 @@ class Reading(ABC):
         `len(trainer.batches(loader))` is how many batches that is, for a progress bar or a schedule.
 
         After a `resume` in mid-epoch the first call yields what was left of that epoch. The batches before it are
-        loaded again and dropped, which keeps random augmentation exact; save at an epoch's end where that costs too
-        much. A position is counted from the batch that was last handed out, so save after training on it.
+        loaded again and dropped, which keeps random augmentation exact; a loader with `state_dict` and
+        `load_state_dict`, such as torchdata's StatefulDataLoader, goes on from its own state instead. A position is
+        counted from the batch that was last handed out, so save after training on it.
 
         An epoch that is left early, by `break` or an exception, is over. To be able to go on in the middle of it, save
         inside the loop.
@@ -57,8 +58,9 @@ class Reading(ABC):
         Args:
             loader: a DataLoader, over a map-style or iterable dataset, or any iterable of batches. In a job of several
                 ranks one with a plain sampler is given a `DistributedSampler`; of an iterable, which every rank must
-                read in the same order, each rank gets every `world_size`-th batch and an incomplete last round is
-                dropped.
+                read in the same order, each rank gets every `world_size`-th batch, and of a `ShardedStream` its rows.
+                All ranks get as many batches: with `drop_last=True` rows that are left over come to none, else some
+                come twice.
             name: which of several streams this is; each has a position of its own, and only `"train"` is flushed.
             shard: False where the loader already yields this rank's share.
         """

@@ -70,9 +70,9 @@ def test_shuffling_shares_every_row_out_once_an_epoch_in_a_new_order(start):
 def test_a_stream_is_shared_out_by_batches_and_all_ranks_get_as_many(start):
     first, second, third = start("iterable", 3)
     assert [first["mine"], second["mine"], third["mine"]] == [
-        [[0, 1], [6, 7]],
-        [[2, 3], [8, 9]],
-        [[4, 5], [10, 11]],
+        [[0, 1], [6, 7], [12, 13]],
+        [[2, 3], [8, 9], [12, 13]],
+        [[4, 5], [10, 11], [12, 13]],
     ]
     assert first["whole"] == third["whole"] == [[number, number + 1] for number in range(0, 14, 2)]
 

@@ -100,6 +100,21 @@ def test_the_length_of_an_epoch_is_what_it_yields(job):
     assert job[0]["alone"] == 2
 
 
+SAMPLES = """
+import torch, accelcore
+from torch.utils.data import DistributedSampler
+accel = accelcore.select("cpu")
+with accel.distributed():
+    print(len(DistributedSampler(torch.arange(4))))
+"""
+
+
+def test_a_sampler_of_torchs_needs_no_arguments_in_a_launched_job_of_one(fork_ranks, tmp_path):
+    (tmp_path / "samples.py").write_text(SAMPLES)
+    (ended,) = (rank.finish() for rank in fork_ranks(tmp_path / "samples.py", size=1))
+    assert (ended.stdout, ended.returncode) == ("4\n", 0), ended.stderr
+
+
 JOINS = """
 import sys, torch, accelcore
 job = accelcore.select("cpu").join()

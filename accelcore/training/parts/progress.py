@@ -137,6 +137,7 @@ class FeedsPart:
                 _try(self._runtime, entry["start"])
             if entry["seed"] is not None:
                 number(entry["seed"], "seed")
+            # "loader" is for the loader to judge, which is not known before it is read.
         return Change(lambda: self._feeds.load_state_dict(theirs))
 
 
