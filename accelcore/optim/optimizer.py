@@ -123,12 +123,13 @@ class Optimizer(StepHooks):
         if hasattr(self, "param_groups"):
             raise TrainingError("the state of this optimizer is a view", remedy="restore one by load_state_dict")
 
-    def bind(self, runs: Sequence[Run]) -> None:
+    def bind(self, runs: Sequence[Run], *, in_part: bool = False) -> None:
         """Train these from now on, each parameter's state with it. Who binds sets the gradients before each step.
 
         Args:
             runs: of every parameter that is trained; each belongs to one group. All are stretches of flat memory, or
                 none is.
+            in_part: whether other processes update a part of them, so that there may be no gradient in a step.
 
         Raises:
             UnsupportedError: no route supports what it is to train.
@@ -149,6 +150,7 @@ class Optimizer(StepHooks):
         self._pour(entries, runs)
         self._members = [len(group["params"]) for group in self.param_groups]
         self._place_runs()
+        self._in_part = in_part
         self.binding = object()
 
     def exchange(self, others: Mapping[Tensor, Tensor], entries: dict[Tensor, Entry]) -> None:
@@ -184,7 +186,7 @@ class Optimizer(StepHooks):
                 self._runs = divided
                 self._place_runs()
                 present(divided, self.engine.state)
-            if not self._memories and all(run.value.grad is None for run in self._runs):
+            if not self._in_part and not self._memories and all(run.value.grad is None for run in self._runs):
                 raise TrainingError(
                     "no gradient was given to this optimizer, which a trainer has bound",
                     why="the trainer gathers them, where it lays parameters flat or trains masters",
@@ -249,6 +251,7 @@ class Optimizer(StepHooks):
         self.needs_closure = needs_closure(self.engine)
         self._runs = None
         self._on_leaves = True
+        self._in_part = False
         self._memories = []
         self._unbound = self.engine.state
         self._aside = {}

@@ -8,7 +8,8 @@ them walks `buffers`, and never the model or the optimizer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -136,6 +137,25 @@ class Gradients(ABC):
         for parameter, before in zip(self._parameters, kept, strict=True):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+    @contextmanager
+    def withheld(self, slots: Sequence[Slot]) -> Iterator[None]:
+        """Let an update find no gradient of these, so that it leaves them as they are."""
+        hidden = {id(slot.parameter) for slot in slots}
+        gradients = [slot.trained.grad for slot in slots]
+        flags = [memory.received for memory in self.memories()]
+        for slot in slots:
+            slot.trained.grad = None
+        for memory in self.memories():
+            pairs = zip(memory.parameters, memory.received, strict=True)
+            memory.received = [there and id(parameter) not in hidden for parameter, there in pairs]
+        try:
+            yield
+        finally:
+            for slot, gradient in zip(slots, gradients, strict=True):
+                slot.trained.grad = gradient
+            for memory, received in zip(self.memories(), flags, strict=True):
+                memory.received = received
 
     def reduce_apart(self, add_up: Callable[[Tensor], Tensor]) -> None:  # noqa: B027
         """Exchange what is kept apart from the parameters' gradients, if anything is; `add_up`: its sum over ranks."""

@@ -159,6 +159,8 @@ def _read(training: TrainingState, checkpoint: store.Checkpoint) -> Saved:
     model = table(checkpoint.part(_MODEL, layout), "model")
     shared = table(checkpoint.part(_SHARED, layout), "training state")
     own = table(checkpoint.part(_rank_file(collectives.rank if same_job else 0)), "state of this rank")
+    if "state" not in (optimizer := table(shared.get("optimizer"), "optimizer state")):
+        optimizer["state"] = _of_all_ranks(checkpoint, saved_by)
     if checkpoint.manifest["format"] == 1:
         shared, own = _of_format_1(shared, own)
     if not same_job:
@@ -178,6 +180,14 @@ def _read(training: TrainingState, checkpoint: store.Checkpoint) -> Saved:
                 collectives.world_size,
             )
     return Saved(model, shared, own, same_job)
+
+
+def _of_all_ranks(checkpoint: store.Checkpoint, count: int) -> dict[str, Any]:
+    """The optimizer's state of what each rank has updated, put together."""
+    state: dict[str, Any] = {}
+    for rank in range(count):
+        state |= table(table(checkpoint.part(_rank_file(rank)), "state of a rank").get("updates"), "state of updates")
+    return state
 
 
 def _layout(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:

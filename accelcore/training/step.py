@@ -212,7 +212,7 @@ class Step:
                 self._clip_by(gradients)
         try:
             with self._arithmetic:  # some optimizers multiply matrices
-                scaler.step(self._optimizer, buffers, self._strategy.agree)
+                self._strategy.update(gradients, partial(scaler.step, self._optimizer, buffers, self._strategy.agree))
         finally:  # a hook may raise when the masters have been updated
             gradients.demote()
         self._overflow = scaler.overflowed if self._listeners.overflow else None

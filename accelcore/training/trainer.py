@@ -228,6 +228,7 @@ class Trainer(Reading, Checkpointing):
                 feeds=self._feeds,
                 runtime=self._backend.runtime,
                 extra=self.extra,
+                strategy=plan.strategy,
             ),
             run=self._run,
             sharded=plan.strategy.sharded(self.model),

@@ -26,6 +26,8 @@ CASES = {
     "combine": {"parallel": "combine_ddp", "flat": False},
     "combine flat": {"parallel": "combine_ddp", "flat": True},
     "fsdp": {"parallel": "fsdp"},
+    "zero1": {"parallel": "zero1", "flat": False},
+    "zero1 flat": {"parallel": "zero1", "flat": True},
     "combine bf16": {"parallel": "combine_ddp", "comm_dtype": "bfloat16"},
 }
 LR, DECAY = 0.1, 0.5

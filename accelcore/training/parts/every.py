@@ -16,10 +16,11 @@ from accelcore.training.gradients import Gradients
 from accelcore.training.own_scales import OwnScales
 from accelcore.training.parts.extra import ExtraPart
 from accelcore.training.parts.model import MastersPart, ModelPart
-from accelcore.training.parts.optimizer import OptimizerPart
+from accelcore.training.parts.optimizer import OptimizerPart, OwnStatePart
 from accelcore.training.parts.part import Part
 from accelcore.training.parts.progress import FeedsPart, RandomPart, SchedulePart, WindowPart
 from accelcore.training.parts.scales import OwnScalesPart, ScalerPart
+from accelcore.training.strategies.strategy import Strategy
 from accelcore.training.window import Window
 
 __all__ = ["every_part"]
@@ -37,13 +38,16 @@ def every_part(
     feeds: Feeds,
     runtime: Runtime,
     extra: dict[str, Any],
+    strategy: Strategy,
 ) -> Sequence[Part]:
     """What a checkpoint is made of. A new kind of state is one more of these."""
+    of_optimizer = OptimizerPart(model, optimizer, gradients, owns=strategy.owns, divided=strategy.divides_updates)
     return [
         ModelPart(model, gradients),
         MastersPart(model, gradients),
         SchedulePart(scheduler),
-        OptimizerPart(model, optimizer, gradients),
+        of_optimizer,
+        OwnStatePart(of_optimizer),
         ScalerPart(scaler),
         OwnScalesPart(scales),
         WindowPart(model, window, gradients),

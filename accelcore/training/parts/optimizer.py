@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from accelcore.optim.slot_state import COUNTERS
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Change, Saved, table
 
-__all__ = ["OptimizerPart"]
+__all__ = ["OptimizerPart", "OwnStatePart"]
 
 logger = logging.getLogger("accelcore")
 
@@ -31,13 +32,25 @@ class OptimizerPart:
     """An optimizer's groups and state, under the names of its parameters.
 
     It moves between the routes of the registry and torch's own classes, and between devices.
+
+    Args:
+        owns: whether this rank has the state of a parameter, by name.
+        divided: whether there are some of which it has none; others' state is then theirs to save, see `OwnStatePart`.
     """
 
     name = "optimizer"
     scope: Literal["shared"] = "shared"
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, gradients: Gradients) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        gradients: Gradients,
+        *,
+        owns: Callable[[str], bool] = lambda name: True,
+        divided: bool = False,
+    ) -> None:
+        self._optimizer, self._owns, self._divided = optimizer, owns, divided
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         # In the groups of an optimizer that is not ours are the masters.
         self._names.update({id(slot.trained): slot.name for slot in gradients.slots})
@@ -52,8 +65,20 @@ class OptimizerPart:
             options = {key: value for key, value in group.items() if key not in SWITCHES}
             options["lr"] = float(options["lr"])  # a tensor where steps are captured
             groups.append({**options, "params": members})
-        entries = {order[number]: entry for number, entry in state["state"].items()}
-        return {"kind": self._kind(), "groups": groups, "state": entries}
+        tree = {"kind": self._kind(), "groups": groups}
+        if self._divided:
+            return tree
+        return {**tree, "state": {order[number]: entry for number, entry in state["state"].items()}}
+
+    def own_state(self) -> dict[str, Any]:
+        """The state that this rank has to save for itself, by the names of the parameters; none where rank 0 does."""
+        if not self._divided:
+            return {}
+        state = self._optimizer.state_dict()
+        numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+        names = chain.from_iterable(map(self._members, self._optimizer.param_groups))
+        held = ((name, state["state"].get(number)) for number, name in zip(numbers, names, strict=True))
+        return {name: entry for name, entry in held if entry and self._owns(name)}
 
     def prepare(self, saved: Saved) -> Change:
         tree = table(saved.shared.get("optimizer"), "optimizer state", "groups", "state")
@@ -76,7 +101,8 @@ class OptimizerPart:
                 _check_entry(name, table(entries[name], f"state of {name}"), shapes[name], strict=strict)
                 if strict and entries[name].keys() != entries[known[0]].keys():
                     raise CheckpointError(f"the checkpoint's states of {name!r} and {known[0]!r} are of other kinds")
-        state = {"state": {numbers[name]: entry for name, entry in entries.items()}, "param_groups": groups}
+        own = {numbers[name]: entry for name, entry in entries.items() if self._owns(name)}
+        state = {"state": own, "param_groups": groups}
 
         def commit() -> None:
             self._optimizer.load_state_dict(state)
@@ -129,6 +155,22 @@ class OptimizerPart:
                 theirs = {**theirs, "lr": torch.full_like(live["lr"], theirs["lr"])}
             groups.append({**own, **theirs, **switches, "params": [numbers[name] for name in members]})
         return groups, numbers
+
+
+class OwnStatePart:
+    """The optimizer's state of what this rank alone updates."""
+
+    name = "updates"
+    scope: Literal["rank"] = "rank"
+
+    def __init__(self, optimizer: OptimizerPart) -> None:
+        self._optimizer = optimizer
+
+    def state(self) -> dict[str, Any]:
+        return self._optimizer.own_state()
+
+    def prepare(self, saved: Saved) -> Change:
+        return Change(lambda: None)  # all ranks' together are the optimizer's state: that part restores it
 
 
 def _another(why: str) -> CheckpointError:

@@ -26,7 +26,7 @@ class Bind:
 
     def apply(self, plan: Plan) -> None:
         if isinstance(plan.optimizer, Optimizer):
-            plan.optimizer.bind(plan.gradients.trained_runs())
+            plan.optimizer.bind(plan.gradients.trained_runs(), in_part=plan.strategy.divides_updates)
             return
         trained = {id(slot.parameter): slot.trained for slot in plan.gradients.slots}
         members, state = plan.groups(), plan.optimizer.state

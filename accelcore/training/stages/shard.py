@@ -21,6 +21,7 @@ class Shard:
     def check(self, plan: Plan) -> None:
         plan.strategy = create_strategy(plan.backend, plan.options)
         plan.strategy.check(plan.model, plan.policy)
+        plan.strategy.check_optimizer(plan.optimizer)
         if plan.strategy.shards and plan.options["clip"] is not None:
             raise ConfigurationError(
                 "clip= and a model that is divided among the ranks",

@@ -15,6 +15,7 @@ from accelcore.training.strategies.combine import CombineDDP
 from accelcore.training.strategies.ddp import DDP
 from accelcore.training.strategies.fsdp import FullySharded
 from accelcore.training.strategies.strategy import Strategy
+from accelcore.training.strategies.zero1 import Zero1
 
 __all__ = ["create_strategy"]
 
@@ -22,11 +23,12 @@ _NONE = "none"
 _STRATEGIES: dict[str, Callable[[Roles, TrainerOptions], Strategy]] = {
     "ddp": DDP,
     "combine_ddp": CombineDDP,
+    "zero1": Zero1,
     "fsdp": partial(FullySharded, sharding=FSDP()),
     "zero2": partial(FullySharded, sharding=FSDP(reshard_after_forward=False)),
     "zero3": partial(FullySharded, sharding=FSDP()),
 }
-_TAKES_COMM_DTYPE = ("combine_ddp", "fsdp", "zero2", "zero3")
+_TAKES_COMM_DTYPE = ("combine_ddp", "zero1", "fsdp", "zero2", "zero3")
 
 
 def create_strategy(backend: Roles, options: TrainerOptions) -> Strategy:

@@ -73,12 +73,12 @@ def share_buffers(collectives: Collectives, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def broadcast(collectives: Collectives, tensors: list[Tensor]) -> None:
-    """Give all ranks these tensors of rank 0, of any dtype, at once, as bytes."""
+def broadcast(collectives: Collectives, tensors: list[Tensor], *, src: int = 0) -> None:
+    """Give all ranks these tensors of rank `src`, of any dtype, at once, as bytes."""
     tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
     if not tensors:
         return
     parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    received = torch.split(collectives.broadcast(torch.cat(parts)), [part.numel() for part in parts])
+    received = torch.split(collectives.broadcast(torch.cat(parts), src), [part.numel() for part in parts])
     for tensor, part in zip(tensors, received, strict=True):
         tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from accelcore.roles.composition import Roles
 from accelcore.training.gradients import Gradients
@@ -36,6 +37,9 @@ class Strategy(ABC):
     shards: bool = False
     """Whether the model is divided among the ranks."""
 
+    divides_updates: bool = False
+    """Whether each rank updates only a part of what is trained (`owns`)."""
+
     exchanges_in_backward: bool = False
     """Whether gradients travel while a backward pass runs."""
 
@@ -44,6 +48,9 @@ class Strategy(ABC):
 
     def check(self, model: nn.Module, policy: Policy) -> None:  # noqa: B027  # most can train any model
         """Raise ConfigurationError for what this strategy cannot train; changes nothing."""
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027  # most can step any
+        """Raise UnsupportedError for an optimizer that this strategy cannot step; changes nothing."""
 
     def shard(self, model: nn.Module, policy: Policy) -> None:  # noqa: B027  # most leave it whole
         """Divide the model among the ranks, where this strategy does so (`shards`): as it is on rank 0.
@@ -80,6 +87,14 @@ class Strategy(ABC):
 
         A parameter without a gradient on this rank has one afterwards where another rank had one.
         """
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank has the optimizer's state of a slot. Each slot has an owner; most strategies, all ranks."""
+        return True
+
+    def update(self, gradients: Gradients, step: Callable[[], None]) -> None:
+        """Have all that is trained updated, on all ranks; `step` does so for what this rank owns."""
+        step()
 
     @abstractmethod
     def mean(self, value: Tensor) -> Tensor:

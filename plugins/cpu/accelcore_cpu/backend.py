@@ -31,7 +31,7 @@ def declare(*, compiler: bool) -> Capabilities:
         native_optimizers=tuple(sorted({*FUSED, *(NATIVE if compiler else ())})),
         compilers=("inductor",),
         process_groups=("gloo",),
-        parallel=("none", "ddp", "combine_ddp", "fsdp", "zero2", "zero3"),
+        parallel=("none", "ddp", "combine_ddp", "zero1", "fsdp", "zero2", "zero3"),
     )
 
 

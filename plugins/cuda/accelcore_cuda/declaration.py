@@ -37,7 +37,7 @@ def declare(compute: Compute, *, rocm: bool, nccl: bool, fused: Iterable[str]) -
         native_optimizers=tuple(sorted(fused)),
         compilers=("inductor", "cudagraphs") if rocm or compute >= _TRITON else ("cudagraphs",),
         process_groups=("nccl", "gloo") if nccl else (),
-        parallel=("none", "ddp", "combine_ddp", "fsdp", "zero2", "zero3") if nccl else ("none",),
+        parallel=("none", "ddp", "combine_ddp", "zero1", "fsdp", "zero2", "zero3") if nccl else ("none",),
         sync_batchnorm=nccl,
         streams=True,
         graphs=True,

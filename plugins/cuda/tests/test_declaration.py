@@ -52,7 +52,7 @@ def test_without_nccl_there_is_one_process():
     assert (found.process_groups, found.parallel) == ((), ("none",))
     found = declare((9, 0), rocm=False, nccl=True, fused=())
     assert found.process_groups == ("nccl", "gloo")
-    assert found.parallel == ("none", "ddp", "combine_ddp", "fsdp", "zero2", "zero3")
+    assert found.parallel == ("none", "ddp", "combine_ddp", "zero1", "fsdp", "zero2", "zero3")
 
 
 def test_fused_kernels_are_declared_in_order_and_no_others():

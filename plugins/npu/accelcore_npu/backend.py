@@ -100,7 +100,7 @@ def _capabilities() -> Capabilities:
         native_optimizers=tuple(sorted(FUSED)),
         compilers=installed_compilers(),
         process_groups=("hccl", "gloo"),
-        parallel=("none", "ddp", "combine_ddp", "fsdp", "zero2", "zero3"),
+        parallel=("none", "ddp", "combine_ddp", "zero1", "fsdp", "zero2", "zero3"),
         sync_batchnorm=True,
         streams=True,
         pinned_memory=True,

@@ -39,7 +39,7 @@ def test_what_is_declared_fits_the_part(accel):
     able = accel.capabilities
     assert able.autocast_dtypes == ("bfloat16", "float16")
     assert able.model_dtypes == ("float32", "bfloat16", "float16")
-    assert able.parallel == ("none", "ddp", "combine_ddp", "fsdp", "zero2", "zero3")
+    assert able.parallel == ("none", "ddp", "combine_ddp", "zero1", "fsdp", "zero2", "zero3")
     assert able.fast_fp32 == "hf32"
     assert able.process_groups == ("hccl", "gloo")
     assert (able.streams, able.graphs, able.pinned_memory, able.overflow_flag) == (True, False, True, False)

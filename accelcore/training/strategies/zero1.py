@@ -1,0 +1,71 @@
+"""zero1: as combine_ddp, but each rank has the optimizer's state of its part of the parameters, and updates those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelcore.errors import UnsupportedError
+from accelcore.optim.runs import Slot
+from accelcore.roles.composition import Roles
+from accelcore.training.gradients import Gradients
+from accelcore.training.options import TrainerOptions
+from accelcore.training.strategies.combine import CombineDDP, broadcast
+
+__all__ = ["Zero1"]
+
+_OF_ALL = {"use_global_grad_norm": "use_global_grad_norm=False", "max_grad_norm": "max_grad_norm=-1"}
+"""Options by which an optimizer clips by a norm of many gradients, and how to say that it is not to."""
+
+
+class Zero1(CombineDDP):
+    """Every rank has all gradients, clipped and checked like those of combine_ddp; whoever owns a parameter updates it.
+
+    A parameter is owned as a whole, so that an optimizer may look at each as a whole. Owners are stretches of nearly as
+    many elements in the order of the slots; a parameter keeps its owner, which has its state. The others see no
+    gradient of it, so that no optimizer makes them a state, and are sent what became of it.
+    """
+
+    divides_updates = True
+
+    def __init__(self, backend: Roles, options: TrainerOptions) -> None:
+        super().__init__(backend, options)
+        self._owners: dict[str, int] = {}
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        for option, remedy in _OF_ALL.items():
+            if any(group.get(option, -1) > 0 for group in optimizer.param_groups):
+                raise UnsupportedError(
+                    f'{getattr(optimizer, "name", type(optimizer).__name__)} with {option} and parallel="zero1"',
+                    why="it clips by the norm of many gradients, and is given those of this rank's parameters",
+                    remedy=f"say {remedy}, and clip_norm=... to the trainer, which clips before",
+                )
+
+    def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
+        new = [slot for slot in gradients.slots if slot.name not in self._owners]
+        self._owners.update(_divided(new, self._collectives.world_size))
+        return super().replicate(model, gradients)
+
+    def owns(self, name: str) -> bool:
+        return self._owners.get(name) == self._collectives.rank
+
+    def update(self, gradients: Gradients, step: Callable[[], None]) -> None:
+        received = [slot for slot, there in zip(gradients.slots, gradients.received, strict=True) if there]
+        with gradients.withheld([slot for slot in gradients.slots if not self.owns(slot.name)]):
+            step()
+        for rank in range(self._collectives.world_size):
+            updated: list[Tensor] = [slot.trained for slot in received if self._owners[slot.name] == rank]
+            broadcast(self._collectives, updated, src=rank)
+
+
+def _divided(slots: Sequence[Slot], world_size: int) -> dict[str, int]:
+    """The owner of each slot, by name: that in whose stretch of all elements its middle is."""
+    total, before, owners = sum(slot.parameter.numel() for slot in slots), 0, {}
+    for slot in slots:
+        middle = before + slot.parameter.numel() / 2
+        owners[slot.name] = min(int(world_size * middle / max(total, 1)), world_size - 1)
+        before += slot.parameter.numel()
+    return owners
