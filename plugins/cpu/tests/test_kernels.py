@@ -1,12 +1,10 @@
-"""How the kernels are built, kept and found again: each case in a process of its own."""
+"""How the kernels are built, kept and found again: each case in a fork of its own."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -29,36 +27,60 @@ print(*told, optimizer.route, "lamb" in accel.capabilities.native_optimizers, ro
 ANSWER = "native native True 0.5\n"
 
 
-def start(folder, script=STEP, **environment):
-    environment = {**os.environ, "ACCEL_KERNEL_CACHE": str(folder), "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+ONCE = """#!{python} -IS
+import fcntl, pathlib, shlex, shutil, subprocess, sys
+
+command, kept = [*shlex.split({compiler!r}), *sys.argv[1:]], pathlib.Path({kept!r})
+if "-o" not in command:
+    sys.exit(subprocess.call(command))
+with kept.with_suffix(".lock").open("w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if not kept.exists():
+        subprocess.run([*command[:-1], kept.with_suffix(".new"), "-O0"], check=True)
+        kept.with_suffix(".new").rename(kept)
+    shutil.copy(kept, command[-1])
+"""
+
+
+@pytest.fixture(scope="module")
+def begin(fork, tmp_path_factory):
+    """Start a script, with a folder for kernels, in a fork."""
+
+    def begin(folder, script=STEP, **environment):
+        path = tmp_path_factory.mktemp("script") / "script.py"
+        path.write_text(script)
+        return fork(path, ACCEL_KERNEL_CACHE=str(folder), **environment)
+
+    return begin
 
 
 def end(process):
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out, err
+    done = process.finish()
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
 
 
-def run(folder, script=STEP, **environment):
-    return end(start(folder, script, **environment))
+@pytest.fixture(scope="module")
+def run(begin):
+    """What a script writes, to stdout and to stderr."""
+    return lambda *arguments, **environment: end(begin(*arguments, **environment))
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """A compiler that does not optimize: what is built here is to be there, not to be fast."""
+    """A compiler that does not optimize, and compiles once: it is to have been there, and what it leaves to be kept."""
     script = tmp_path_factory.mktemp("compiler") / "quick"
-    script.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O0\n')
+    compiler = os.environ.get("CXX", "c++")
+    script.write_text(ONCE.format(python=sys.executable, compiler=compiler, kept=str(script.with_suffix(".so"))))
     script.chmod(0o700)
     return str(script)
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory, quick):
+def built(begin, tmp_path_factory, quick):
     """A folder that two processes have built into at once."""
     folder = tmp_path_factory.mktemp("built") / "kernels"
-    for process in [start(folder, CXX=quick) for _ in range(2)]:
+    for process in [begin(folder, CXX=quick) for _ in range(2)]:
         out, err = end(process)
         assert out == ANSWER
         assert err.count("building the optimizers' kernels") <= 1
@@ -71,13 +93,13 @@ def folder(built, tmp_path):
     return Path(shutil.copytree(built, tmp_path / "kernels"))
 
 
-def test_two_processes_can_build_at_once_and_a_third_builds_nothing(built, quick):
+def test_two_processes_can_build_at_once_and_a_third_builds_nothing(run, built, quick):
     assert len(list(built.iterdir())) == 1, "one library, and nothing that was left behind"
     assert built.stat().st_mode & 0o777 == 0o700
     assert run(built, CXX=quick) == (ANSWER, "")
 
 
-def test_a_library_that_is_not_whole_is_built_anew(folder, quick):
+def test_a_library_that_is_not_whole_is_built_anew(run, folder, quick):
     (library,) = folder.iterdir()
     content = library.read_bytes()
     library.write_bytes(content[: len(content) // 2])
@@ -122,20 +144,20 @@ def test_a_folder_that_others_can_write_to_is_not_used(monkeypatch, tmp_path):
         store.open_folder()
 
 
-def test_a_folder_that_cannot_be_used_costs_a_build_and_no_more(tmp_path, quick):
+def test_a_folder_that_cannot_be_used_costs_a_build_and_no_more(run, tmp_path, quick):
     (tmp_path / "file").touch()
     out, err = run(tmp_path / "file" / "kernels", CXX=quick)
     assert out == ANSWER
     assert "cannot be kept" in err
 
 
-def test_without_a_compiler_the_formula_serves_and_says_so(tmp_path):
+def test_without_a_compiler_the_formula_serves_and_says_so(run, tmp_path):
     out, err = run(tmp_path, CXX="/nowhere/c++")
     assert out == "formula formula False 0.5\n"
     assert "CXX='/nowhere/c++' cannot be run" in err
 
 
-def test_a_compiler_that_fails_is_told_of_once_and_the_formula_serves(tmp_path):
+def test_a_compiler_that_fails_is_told_of_once_and_the_formula_serves(run, tmp_path):
     """And is not run before an optimizer is made: until then it looks as if the kernels could be built."""
     script = STEP + 'print(accel.optimizers.explain("lamb")[0].reason); accel.optimizers.create("lamb", [member])'
     out, err = run(tmp_path, script, CXX="false")
