@@ -1,20 +1,19 @@
 """The self-test finds what is wrong, counts what proves nothing by itself, and passes on the emulator."""
 
+import functools
 import json
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch_npu").torch
-invocations = pytest.importorskip(
-    "torch.testing._internal.common_methods_invocations", reason="torch's operator samples need the package expecttest"
-)
+pytest.importorskip("expecttest", reason="torch's operator samples need it")
 
+import selftest_jobs as jobs  # noqa: E402
 from accelcore_npu_emulator import selftest  # noqa: E402
 from accelcore_npu_emulator.selftest.__main__ import main  # noqa: E402
 from accelcore_npu_emulator.selftest.report import Comparison  # noqa: E402
 
-COMMAND = ("-m", "accelcore_npu_emulator.selftest")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -23,36 +22,48 @@ LEAST = {"forward": 1600, "backward": 1350, "in place": 420, "out=": 600}
 MOST = {"disagree": 30, "fallback": 270, "random": 110, "refused": 3}
 
 
+@pytest.fixture(scope="module")
+def swept(results, tmp_path_factory):
+    """How the command ended, for every Nth operator; and for two, of which one is missing."""
+
+    def run(every):
+        folder = tmp_path_factory.mktemp("swept")
+        sweep = ("--sample-limit", "1", "--every", str(every), "--json", str(folder / "report.json"))
+        missing = {"ACCEL_EMULATED_FAULTS": "missing@aten::exp"}
+        [(whole, part)] = results(jobs.commands, (sweep, {}), (("exp", "sum"), missing))
+        return folder, whole, part
+
+    return functools.cache(run)
+
+
 @pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.full)])
-def test_nearly_all_operators_agree_with_the_cpu(emulated_process, tmp_path, every):
-    path = tmp_path / "report.json"
-    # Not `-m`: with runpy's frames on the stack the same sweep takes four times as long (measured: 35 s to 7 s of CPU).
-    program = "import sys; from accelcore_npu_emulator.selftest.__main__ import main; sys.exit(main())"
-    done = emulated_process("-c", program, "--sample-limit", "1", "--every", str(every), "--json", str(path))
-    report = json.loads(path.read_text())
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.startswith("EMULATED")
+def test_nearly_all_operators_agree_with_the_cpu(swept, every):
+    folder, (code, output), _ = swept(every)
+    report = json.loads((folder / "report.json").read_text())
+    assert code == 0, output
+    assert output.startswith("EMULATED")
     assert report["emulated"] is True
-    assert report["share"] >= 0.98, done.stdout
+    assert report["share"] >= 0.98, output
     slack = 1 if every == 1 else 1.4  # a part of the operators is not like all of them
     for form, least in LEAST.items():
-        assert report["counts"][form]["values"] >= least / every / slack, done.stdout
+        assert report["counts"][form]["values"] >= least / every / slack, output
     for verdict, most in MOST.items():
-        assert sum(counts[verdict] for counts in report["counts"].values()) <= most / every * slack, done.stdout
-    assert list(tmp_path.iterdir()) == [path]
+        assert sum(counts[verdict] for counts in report["counts"].values()) <= most / every * slack, output
+    assert [path.name for path in folder.iterdir()] == ["report.json"]
 
 
-def test_the_command_fails_when_operators_are_missing(emulated_process):
-    done = emulated_process(*COMMAND, "exp", "sum", ACCEL_EMULATED_FAULTS="missing@aten::exp")
-    assert done.returncode == 1
-    assert "exp (forward" in done.stdout
-    assert "NotImplementedError: EMULATED: npu operator aten::exp is not emulated" in done.stdout
-    assert "of what can be compared by value" in done.stdout
+def test_the_command_fails_when_operators_are_missing(swept):
+    _, _, (code, output) = swept(12)
+    assert code == 1
+    assert "exp (forward" in output
+    assert "NotImplementedError: EMULATED: npu operator aten::exp is not emulated" in output
+    assert "of what can be compared by value" in output
 
 
 @pytest.fixture
 def verdicts(monkeypatch, emulated_npu):
     """Have the self-test compare a function of one tensor; its verdicts by form, and the reasons it gives."""
+    from torch.testing._internal import common_methods_invocations as invocations  # here: it takes seconds
 
     def run(function, *, in_place=None, out=False, dtypes=FLOATS):
         operator = SimpleNamespace(
