@@ -20,6 +20,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
 
 import pytest
 
@@ -29,7 +31,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # What scripts import, some of it when they first need it; nothing here starts a thread.
-_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "accelcore_cpu.backend", "pytest"]
+_PRELOADED = [
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "safetensors.torch", "pytest"),
+    *("accelcore.selection", "accelcore.training.trainer", "accelcore_cpu.backend"),
+]
 
 servers = multiprocessing.get_context("forkserver")
 servers.set_forkserver_preload(_PRELOADED)
@@ -109,6 +114,23 @@ def fork_ranks(fork: Callable[..., Fork]) -> Callable[..., list[Fork]]:
         return [fork(*command, **environment, **place) for place in places(size)]
 
     return begin
+
+
+def in_place_of_subprocess(fork: Callable[..., Fork]) -> SimpleNamespace:
+    """What takes the place of `subprocess` in a module that starts `python -m MODULE...`: there they are forks."""
+
+    class Popen:
+        def __init__(self, command: list[str], *, env: Mapping[str, str], stderr: IO[str], **_: object) -> None:
+            assert command[:2] == [sys.executable, "-m"]
+            self._fork, self._stderr = fork(*command[1:], **env), Path(stderr.name)
+            self.kill = self._fork.kill
+
+        def wait(self, timeout: float = 10) -> int:
+            ended = self._fork.finish(timeout)
+            self._stderr.write_text(ended.stderr)
+            return ended.returncode
+
+    return SimpleNamespace(Popen=Popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
 
 
 def _main(command: list[str], environ: dict[str, str], cwd: str, folder: Path) -> None:

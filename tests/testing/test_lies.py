@@ -8,8 +8,8 @@ import sys
 from contextlib import suppress
 from importlib import import_module, invalidate_caches
 from pathlib import Path
-from types import SimpleNamespace
 
+import forks
 import pytest
 import torch
 from accelcore_cpu.backend import create
@@ -79,20 +79,7 @@ def test_a_lie_is_caught_and_named(name, request):
 @pytest.fixture
 def forked_jobs(fork, monkeypatch):
     """The suite's ranks are forks. Those of the honest job, of `test_the_truth_passes`, are processes, as users get."""
-
-    class Rank:
-        def __init__(self, command, *, env, stderr, **_):
-            assert command[:2] == [sys.executable, "-m"]
-            self._fork, self._stderr = fork(*command[1:], **env), Path(stderr.name)
-            self.kill = self._fork.kill
-
-        def wait(self, timeout=10):
-            ended = self._fork.finish(timeout)
-            self._stderr.write_text(ended.stderr)
-            return ended.returncode
-
-    stand_in = SimpleNamespace(Popen=Rank, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr("accelcore.testing.job.subprocess", stand_in)
+    monkeypatch.setattr("accelcore.testing.job.subprocess", forks.in_place_of_subprocess(fork))
 
 
 @pytest.mark.parametrize("name", OF_TWO_RANKS)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import forks
 import pytest
 
 from accelcore.testing import *  # noqa: F403
@@ -12,6 +15,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # torch_npu's deepcopy
     pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd is returning:UserWarning"),  # npugraph_ex
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_job(fork: Callable[..., Any]) -> Iterator[None]:
+    """The suite's ranks are forks; those of the CPU's suite, in tests/, are processes, as users get."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("accelcore.testing.job.subprocess", forks.in_place_of_subprocess(fork))
+        yield
 
 
 def test_a_part_that_clamps_overflow_and_raises_a_flag_conforms(run):
