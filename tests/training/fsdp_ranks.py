@@ -1,4 +1,4 @@
-"""One rank of a job that trains divided models: `fsdp_ranks.py FOLDER`. Each writes what it found to FOLDER/RANK.pt."""
+"""One rank of a job that trains divided models: `fsdp_ranks.py FOLDER WAY...`; what it found goes to FOLDER/RANK.pt."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def trained(accel, name, *, parallel="fsdp", optimizer="ours", seed=None, accumu
     return trainer
 
 
-def equal(accel, rank):
-    """Every model, with both kinds of optimizers, and what torch makes of it by hand."""
+def equal(accel, rank, chosen):
+    """Every model, in the ways that were chosen, and what torch makes of it by hand."""
     found = {}
     for name in MODELS:
         wrap = FSDP(wrap=GROUPS[name])
@@ -171,12 +171,16 @@ def equal(accel, rank):
             "start": {key: value.double() for key, value in made(name).state_dict().items()},
             "by hand": by_hand(name, rank, GROUPS[name]),
             "replicated": replicated(name, rank),
-            "ours": state(trained(accel, name, parallel=wrap).model),
-            "torch": state(trained(accel, name, parallel=wrap, optimizer="torch").model),
-            "fused": state(trained(accel, name, parallel=wrap, optimizer="fused").model),
-            **{word: state(trained(accel, name, parallel=word).model) for word in ("fsdp", "zero2", "zero3")},
-            "offloaded": state(trained(accel, name, parallel=FSDP(cpu_offload=True)).model),
         }
+        ways = {
+            "ours": {"parallel": wrap},
+            "torch": {"parallel": wrap, "optimizer": "torch"},
+            "fused": {"parallel": wrap, "optimizer": "fused"},
+            **{word: {"parallel": word} for word in ("fsdp", "zero2", "zero3")},
+            "offloaded": {"parallel": FSDP(cpu_offload=True)},
+        }
+        for way in chosen:
+            found[name][way] = state(trained(accel, name, **ways[way]).model)
     return found
 
 
@@ -296,7 +300,7 @@ def main() -> None:
     torch.set_num_threads(1)
     accel = accelcore.select("cpu")
     with accel.distributed() as job:
-        found = {"equal": equal(accel, job.rank), "groups": groups(accel, job.rank)}
+        found = {"equal": equal(accel, job.rank, sys.argv[2:]), "groups": groups(accel, job.rank)}
         if job.world_size == 2:
             found |= {
                 "options": options(accel, job.rank),

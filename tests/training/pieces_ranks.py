@@ -66,9 +66,9 @@ def save(accel, folder, rank):
     return found
 
 
-def resume(accel, folder, rank, parallel):
+def resume(accel, folder, rank, parallel, *runs):
     found = {}
-    for run in RUNS:
+    for run in runs:
         trainer = make(accel, run, seed=rank + 11, parallel=parallel)
         trainer.resume(folder / run)
         found[run] = state(trainer)
