@@ -10,6 +10,7 @@ import pytest
 from accelcore.errors import UnsupportedError
 
 __all__ = [
+    "DIVIDING",
     "FAST_FP32",
     "LOW_PRECISION",
     "MODEL_DTYPES",
@@ -26,7 +27,8 @@ LOW_PRECISION = ("bfloat16", "float16")
 MODEL_DTYPES = ("float32", "float64", "bfloat16", "float16")
 TABLES = ("torch", "O1")
 SHARDING = ("fsdp", "zero2", "zero3")
-STRATEGIES = ("none", "ddp", "combine_ddp", "zero1", *SHARDING)
+DIVIDING = ("zero1", *SHARDING)
+STRATEGIES = ("none", "ddp", "combine_ddp", *DIVIDING)
 MOST_BITS = 16
 """So many bits of a fraction are looked at."""
 FAST_FP32 = {"tf32": (10, 10), "hf32": (10, 12), "bf16": (7, 7), "fp32": (MOST_BITS, MOST_BITS)}

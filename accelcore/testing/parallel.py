@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from accelcore import Backend
-from accelcore.testing.declared import SHARDING, STRATEGIES
+from accelcore.testing.declared import DIVIDING, SHARDING, STRATEGIES
 from accelcore.testing.job import two_ranks
 from accelcore.testing.oracles import buffers, error, evaluated
 from accelcore.testing.ranks import STEPS, VARIANTS, Partly, share, uses, variants_of
@@ -84,9 +84,17 @@ class TestParallel:
         assert error(torch.tensor(first["evaluated"]), evaluated(reference, torch.device("cpu"))) < 1e-3
 
     def test_a_rank_holds_its_share(self, accel: Backend, strategy: str) -> None:
-        """A strategy that divides the model leaves each rank about half of it; any other, all."""
-        held = [rank["elements"] for rank in found_by(accel, strategy, "plain")]
-        whole = sum(parameter.numel() for parameter in Partly(seed=0).parameters())
+        """A strategy that divides the model leaves each rank about half of it; any other, all. So with moments."""
+        found = found_by(accel, strategy, "plain")
+        held, moments = [rank["elements"] for rank in found], [rank["moments"] for rank in found]
+        model = Partly(seed=0)
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        trained = whole - sum(parameter.numel() for parameter in model.never.parameters())
+        if strategy in DIVIDING:
+            assert sum(moments) == 2 * trained, f"of the {2 * trained} elements of moments the ranks hold {moments}"
+            assert max(moments) < 0.75 * 2 * trained, "a rank holds nearly all of the optimizer's state"
+        else:
+            assert moments == [2 * trained, 2 * trained]
         if strategy in SHARDING:
             assert sum(held) == whole, f"of {whole} elements the ranks hold {held}"
             assert max(held) < 0.75 * whole, "a rank holds nearly the whole model"

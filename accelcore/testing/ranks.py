@@ -173,6 +173,12 @@ def _trained(accel: accelcore.Backend, job: Any, strategy: str, options: dict[st
     return {
         "weights": {name: _whole(parameter).cpu().tolist() for name, parameter in model.named_parameters()},
         "elements": sum(shard(parameter).numel() for parameter in model.parameters()),
+        "moments": sum(
+            shard(value).numel()
+            for entry in optimizer.state.values()
+            for value in entry.values()
+            if isinstance(value, torch.Tensor) and value.dim()
+        ),
         "buffers": {name: buffer.tolist() for name, buffer in buffers(model).items()},
         "evaluated": evaluated(model, accel.device).tolist(),
         "gradients": local,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accelcore.checkpoint import store
 from accelcore.checkpoint.finding import find
+from accelcore.checkpoint.tensors import Layout
 from accelcore.errors import CheckpointError, ConfigurationError
 from accelcore.roles.composition import Roles
 from accelcore.training.agreement import Agreement
@@ -27,7 +28,7 @@ __all__ = ["TrainingState", "load", "resume", "save"]
 logger = logging.getLogger("accelcore")
 
 _MODEL, _SHARED = "model", "training"
-_OF_OPTIMIZER, _OF_MASTERS = "optimizer.state.", "masters."
+_OF_OPTIMIZER, _OF_MASTERS = ("optimizer.state.", "updates."), "masters."
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def _read(training: TrainingState, checkpoint: store.Checkpoint) -> Saved:
     shared = table(checkpoint.part(_SHARED, layout), "training state")
     own = table(checkpoint.part(_rank_file(collectives.rank if same_job else 0)), "state of this rank")
     if "state" not in (optimizer := table(shared.get("optimizer"), "optimizer state")):
-        optimizer["state"] = _of_all_ranks(checkpoint, saved_by)
+        optimizer["state"] = _of_all_ranks(checkpoint, saved_by, layout)
     if checkpoint.manifest["format"] == 1:
         shared, own = _of_format_1(shared, own)
     if not same_job:
@@ -182,18 +183,20 @@ def _read(training: TrainingState, checkpoint: store.Checkpoint) -> Saved:
     return Saved(model, shared, own, same_job)
 
 
-def _of_all_ranks(checkpoint: store.Checkpoint, count: int) -> dict[str, Any]:
+def _of_all_ranks(checkpoint: store.Checkpoint, count: int, layout: Layout) -> dict[str, Any]:
     """The optimizer's state of what each rank has updated, put together."""
     state: dict[str, Any] = {}
     for rank in range(count):
-        state |= table(table(checkpoint.part(_rank_file(rank)), "state of a rank").get("updates"), "state of updates")
+        saved = table(checkpoint.part(_rank_file(rank), layout), "state of a rank")
+        state |= table(saved.get("updates"), "optimizer state of a rank")
     return state
 
 
 def _layout(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
     """The parameter that a stored tensor belongs to, where that is divided and the tensor is of its shape."""
-    if name.startswith(_OF_OPTIMIZER):
-        name = name.removeprefix(_OF_OPTIMIZER).rpartition(".")[0]
+    for prefix in _OF_OPTIMIZER:
+        if name.startswith(prefix):
+            name = name.removeprefix(prefix).rpartition(".")[0]
     parameter = sharded.get(name.removeprefix(_OF_MASTERS))
     return parameter if parameter is not None and parameter.shape == shape else None
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import ChainMap
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import accelcore
 from accelcore import FSDP, Policy
@@ -19,6 +21,8 @@ RUNS = {
     "wrapped": ("sgd", FSDP(wrap=Block, reshard_after_forward=False), {}),
     "bf16": ("adamw", "zero3", {"precision": Policy(model_dtype="bfloat16")}),
     "whole": ("adamw", "ddp", {}),
+    "state": ("adamw", "zero1", {}),
+    "state of torch": ("torch", "zero1", {}),
 }
 
 
@@ -50,7 +54,11 @@ def state(trainer):
         for key, value in trainer.optimizer.state[parameter].items()
         if isinstance(value, torch.Tensor)
     }
-    return {"model": model, "moments": moments}
+    if not dist.is_initialized():
+        return {"model": model, "moments": moments}
+    every = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, moments)
+    return {"model": model, "moments": dict(sorted(ChainMap(*every).items())), "own": len(moments)}
 
 
 def save(accel, folder, rank):

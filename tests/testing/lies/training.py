@@ -119,6 +119,12 @@ def sharding_that_divides_nothing(backend):
 
 
 sharding_that_divides_nothing.told_by = "sharding_that_divides_nothing"
+LIES["optimizer_state_that_is_whole"] = dataclasses.replace(
+    sharding_that_divides_nothing,
+    name="optimizer_state_that_is_whole",
+    says="elements of moments the ranks hold",
+    arguments={"strategy": "zero1"},
+)
 
 
 LIES["replica_that_is_alone"] = dataclasses.replace(
