@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from accelcore.errors import CheckpointError, DistributedError
+from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.roles.collectives import Collectives
+from accelcore.training.differences import Differences
 
 __all__ = ["Agreement"]
 
@@ -42,8 +45,25 @@ class Agreement:
             raise DistributedError(
                 f"not every rank of the job came to {what}",
                 why=str(error).strip().split("\n", 1)[0],
-                remedy=f"call {what} on all ranks, and not under `if rank == 0:`; it knows itself who writes what",
+                remedy=f"call {what} on all ranks, and not under `if rank == 0:`",
             ) from error
+
+    def train_alike(self, said: Mapping[str, str]) -> None:
+        """See that all ranks say the same of what they are about to train.
+
+        Raises:
+            DistributedError: on every rank, where one differs: which, and in what.
+        """
+        text = json.dumps(said).encode()
+        if self.all_equal(int.from_bytes(hashlib.sha256(text).digest()[:7], "big")):
+            return
+        texts = self._collectives.gather(torch.frombuffer(bytearray(text + b"\n"), dtype=torch.uint8))
+        differences = Differences([json.loads(line) for line in bytes(texts.tolist()).splitlines()])
+        raise DistributedError(
+            f"{differences.odd} of this job would not train what the others train",
+            why=str(differences),
+            remedy="give all ranks the same versions, model, optimizer and options",
+        )
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -55,14 +75,14 @@ class Agreement:
             failure = error
         self.settle(failure, what)
 
-    def settle(self, failure: Exception | None, what: str) -> None:
+    def settle(self, failure: Exception | None, what: str, kind: type[AccelError] = CheckpointError) -> None:
         """Raise this rank's failure, or that another rank has one."""
         failed = torch.tensor(failure is not None, dtype=torch.int32, device=self._device)
         self._collectives.all_reduce(failed, "max")
         if failure is not None:
             raise failure
         if failed.item():
-            raise CheckpointError(f"another rank could not {what}", why="see that rank's error")
+            raise kind(f"another rank could not {what}", why="see that rank's error")
 
     def all_equal(self, value: int) -> bool:
         """Whether all ranks give the same number, below 2**62."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from accelcore.errors import DistributedError
+from accelcore.training.agreement import Agreement
+from accelcore.training.description import describe
 from accelcore.training.plan import Plan, Stage
 from accelcore.training.stages.bind import Bind
 from accelcore.training.stages.capture import Capture
@@ -23,19 +26,37 @@ _ORDER = (Place, Normalize, Recomputing, Cast, Shard, Flatten, Bind, Replicate, 
 
 
 class Preparation:
-    """Takes a plan through all stages: first every check, so that what is refused leaves everything as it was."""
+    """Takes a plan through all stages: first every check, so that what is refused leaves everything as it was.
+
+    The ranks of a job do so together, and what they train has to be the same.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._stages: Sequence[Stage] = [stage() for stage in _ORDER]
-        self._check()
+        self._check_together()
         self._apply(self._stages)
 
     def repeat(self) -> None:
         """Take it through once more, because other parameters are trained now."""
         self._plan.strategy.rest()
-        self._check()
+        self._check_together()
         self._apply(self._stages)
+
+    def _check_together(self) -> None:
+        """Every check, on all ranks of a job, and that they are about to train the same."""
+        backend = self._plan.backend
+        if backend.collectives.world_size == 1:
+            self._check()
+            return
+        agreement, failure = Agreement(backend.collectives, backend.device), None
+        agreement.meet("accel.trainer(...)")
+        try:
+            self._check()
+        except Exception as error:  # noqa: BLE001  # raised by `settle`, when all ranks know
+            failure = error
+        agreement.settle(failure, "prepare this training", DistributedError)
+        agreement.train_alike(describe(self._plan))
 
     def _check(self) -> None:
         for stage in self._stages:

@@ -1,0 +1,52 @@
+"""One rank of a job of three whose trainings differ, each time in another way: for test_agreement.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import accelcore
+
+
+def main() -> None:
+    accel = accelcore.select("cpu")
+    with accel.distributed(timeout=timedelta(seconds=60)) as job:
+        rank = job.rank
+
+        def attempt(*, width=3, frozen=False, lr=0.1, name="sgd", **options):
+            model = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width))
+            model[0].bias.requires_grad_(not frozen)
+            optimizer = accel.optimizers.create(name, model.parameters(), lr=lr)
+            before = [parameter.data_ptr() for parameter in model.parameters()]
+            try:
+                accel.trainer(model, optimizer, **{"parallel": "ddp", **options})
+            except accelcore.AccelError as error:
+                same = before == [parameter.data_ptr() for parameter in model.parameters()]
+                return [type(error).__name__, error.what, error.why, same]
+            return []
+
+        found = {
+            "nothing": attempt(loss=lambda model, batch: model(batch).sum()),
+            "observers": attempt(observers=[accelcore.Observer()] if rank == 0 else []),
+            "shape": attempt(width=4 if rank == 1 else 3),
+            "precision": attempt(precision="bf16" if rank == 2 else "fp32"),
+            "policy": attempt(precision=accelcore.Policy(autocast="bfloat16"), accumulate=1 + rank),
+            "frozen": attempt(frozen=rank == 0),
+            "rate": attempt(lr=0.2 if rank == 2 else 0.1),
+            "optimizer": attempt(name="adamw" if rank == 1 else "sgd"),
+            "loss": attempt(loss=None if rank == 1 else lambda model, batch: model(batch).sum()),
+            "refused": attempt(graph=rank == 1),
+        }
+        whole, torch.__version__ = torch.__version__, torch.__version__ if rank else "2.0.0"
+        found["version"] = attempt()
+        torch.__version__ = whole
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
