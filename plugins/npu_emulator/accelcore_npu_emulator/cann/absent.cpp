@@ -42,6 +42,13 @@ EXPORT aclError aclnnSleep() {
 }
 EXPORT aclError aclnnSleepGetWorkspaceSize() { return aclnnSleep(); }
 
+// torch_npu gives its caller a number alone.
+EXPORT aclError aclrtDeviceTaskAbort(int32_t, uint32_t) {
+  const char *why = "stopping a device is not emulated: what runs on it goes on";
+  std::fprintf(stderr, "EMULATED: %s\n", why);
+  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "%s", why);
+}
+
 // torch_npu's clone() and contiguous() look for this one to choose how they work, as on a device, and then copy through
 // the dispatcher.
 EXPORT aclError aclnnInplaceCopy() {
