@@ -1,0 +1,81 @@
+"""Stand-ins for packages that recipes show and the tests do not install: as much of their interface as is used there.
+
+Imported before a recipe. Where the package is installed, it is used itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch import nn
+
+
+class SummaryWriter:
+    """torch.utils.tensorboard's."""
+
+    def __init__(self, log_dir: str) -> None:
+        self.log_dir = log_dir
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        assert type(scalar_value) is float
+        assert global_step % 10 == 0
+
+
+class Run:
+    """What wandb.init returns."""
+
+    def __init__(self, project: str, mode: str) -> None:
+        self.project, self.mode = project, mode
+
+    def log(self, data: dict, step: int) -> None:
+        assert type(data["loss"]) is float
+        assert step % 10 == 0
+
+
+class GPT2LMHeadModel(nn.Module):
+    """A model of transformers': its configuration says its sizes, and what it returns has `loss` and `logits`."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.head = nn.Linear(config.n_embd, config.vocab_size)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        logits = self.head(self.embedding(input_ids))
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(loss=loss, logits=logits)
+
+    def save_pretrained(self, save_directory: str) -> None:
+        Path(save_directory).mkdir()
+
+
+def create_model(model_name: str, num_classes: int) -> nn.Module:
+    """timm's."""
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(4, num_classes))
+
+
+def create_optimizer_v2(model: nn.Module, opt: str, **options: float) -> torch.optim.Optimizer:
+    """timm.optim's."""
+    return {"sgd": torch.optim.SGD}[opt](model.parameters(), **options)
+
+
+def _provide(needed: str, name: str, **members: object) -> None:
+    if find_spec(needed) is None:
+        module = sys.modules[name] = ModuleType(name)
+        vars(module).update(members)
+        package, _, last = name.rpartition(".")
+        if package:
+            setattr(sys.modules[package], last, module)
+
+
+_provide("tensorboard", "torch.utils.tensorboard", SummaryWriter=SummaryWriter)
+_provide("wandb", "wandb", init=Run)
+_provide("transformers", "transformers", GPT2Config=SimpleNamespace, GPT2LMHeadModel=GPT2LMHeadModel)
+# timm asks for torchvision, without which it cannot be imported.
+_provide("torchvision", "timm", create_model=create_model)
+_provide("torchvision", "timm.optim", create_optimizer_v2=create_optimizer_v2)
