@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MOVING = sorted((ROOT / "docs" / "moving").glob("*.md"))
+WHY = ROOT / "docs" / "why.md"  # whose scripts test_why.py runs
 
 
 def blocks(page):
@@ -21,7 +22,7 @@ def blocks(page):
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")
     for page in PAGES
-    if page not in MOVING
+    if page not in (*MOVING, WHY)
     for number, block in enumerate(blocks(page), start=1)
 ]
 STRICT = "import warnings\nwarnings.simplefilter('error')\n"
@@ -45,7 +46,9 @@ def run(fork, tmp_path, monkeypatch):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_python_block_runs_as_printed(block, run):
     shows_others = re.search(r"^(?:from|import) (torch.utils.tensorboard|wandb|transformers|timm)", block, re.M)
-    run(STAND_INS + block if shows_others else STRICT + block)
+    printed = run(STAND_INS + block if shows_others else STRICT + block)
+    for promised in re.findall(r"^ *print\(.*\)  # (.+)$", block, re.M):
+        assert promised in printed
 
 
 @pytest.mark.parametrize("page", MOVING, ids=lambda page: page.stem)
