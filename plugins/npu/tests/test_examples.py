@@ -6,34 +6,18 @@ Dropout is switched off where an example has it: devices have random generators 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL_GPT = ("--context", "32", "--width", "64", "--batch-size", "16", "--log-every", "1", "--checkpoint-every", "50")
-LEFT_OUT = ("ACCEL_", "ASCEND_", "LD_LIBRARY_PATH", "TASK_QUEUE_ENABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD")
 
 
 def metrics(folder):
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     *entries, last = map(json.loads, lines)
     return entries, last["summary"]
-
-
-def on_the_npu(script, folder, *arguments, nproc):
-    """Run an example as a user would, from an environment that knows nothing of an emulation."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
-    command = (sys.executable, "-m", "accelcore", "run", "--emulate", "npu", "--nproc", str(nproc), EXAMPLES / script)
-    done = subprocess.run(
-        [*command, "--output", str(folder), *arguments], capture_output=True, text=True, timeout=300,
-        env={**clean, "ACCEL_DEVICE": "npu", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert "EMULATED" in done.stderr
-    return outcome([done], folder)
 
 
 def outcome(ended, folder):
@@ -56,13 +40,12 @@ def run(fork_ranks, tmp_path):
     return run
 
 
-# Alone, it is the training of test_training.py and of the digits below.
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_the_gpt_gives_the_cpus_losses_for_fifty_steps(run, tmp_path, nproc):
-    options = ("--steps", "50", *SMALL_GPT)
-    cpu, cpu_end = run("cpu", "train_gpt.py", *options, nproc=nproc)
-    npu, npu_end = on_the_npu("train_gpt.py", tmp_path / "npu", *options, nproc=nproc)
-    assert len(cpu) == len(npu) == 50
+# Alone, it is the training of test_training.py and of the digits below; that takes fifty steps.
+@pytest.mark.parametrize(("nproc", "steps"), [(2, 10), *(pytest.param(n, 50, marks=pytest.mark.full) for n in (1, 2))])
+def test_the_gpt_gives_the_cpus_losses(run, nproc, steps):
+    options = ("--steps", steps, *SMALL_GPT)
+    (cpu, cpu_end), (npu, npu_end) = (run(device, "train_gpt.py", *options, nproc=nproc) for device in ("cpu", "npu"))
+    assert len(cpu) == len(npu) == steps
     for mine, theirs in zip(npu, cpu, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6), f"step {mine['step']}"
     assert npu_end["validation_loss"] == pytest.approx(cpu_end["validation_loss"], rel=1e-4)

@@ -87,6 +87,16 @@ def test_torch_npu_may_be_imported_first(emulated_process, script):
     assert "here [2.0, 2.0, 2.0]" in result.stdout
 
 
+def test_accelcore_run_reaches_its_ranks(script):
+    """By torch's launcher, as a user would, from an environment that knows nothing of an emulation."""
+    started = [sys.executable, "-m", "accelcore", "run", "--emulate", "npu", "--nproc", "2", script(RANK)]
+    result = subprocess.run(started, env=PLAIN | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400)
+    assert result.returncode == 0, result.stderr
+    assert "EMULATED" in result.stderr
+    assert sorted(result.stdout.splitlines()) == ["rank 0 sum 3.0", "rank 1 sum 3.0"]
+
+
+@pytest.mark.full  # what is above starts it too
 def test_torchrun_reaches_its_ranks(emulated_process, script):
     result = emulated_process("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script(RANK))
     assert result.returncode == 0, result.stderr
