@@ -87,12 +87,6 @@ def test_the_trainer_steps_as_the_loop_by_hand(tmp_path):
     differences = [case["values"]["largest_weight_difference"] for case in found if case["name"] == "trainer"]
     assert differences == [0, 0]
 
-    before = path.read_bytes()
-    again = check(tmp_path, "--stage", "step", *TOY)
-    assert again.returncode == 0
-    assert "step: is there already; --again runs it again" in again.stdout
-    assert path.read_bytes() == before
-
 
 def test_speed_and_utilisation_follow_from_time(rehearse):
     record = rehearse("gpt")
