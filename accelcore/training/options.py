@@ -49,11 +49,11 @@ class TrainerOptions(TypedDict, total=False):
         clip: `clip(parameters)` changes gradients in place before the update, in another way: by
             `torch.nn.utils.clip_grad_value_(parameters, 1.0)`, adaptively, ... It is given what has a gradient, reduced
             over ranks and unscaled; in place of parameters in low precision their fp32 masters.
-        parallel: `"none"`, or a strategy that the backend declares, such as `"ddp"`, `"combine_ddp"` or `"fsdp"`, or
-            `FSDP(...)`, which is `"fsdp"` with settings of your own; in a job of one process all are the same. None:
+        parallel: `"none"`, or a strategy that the backend declares, such as `"ddp"`, `"combine_ddp"`, `"zero1"` or
+            `"fsdp"`, or `FSDP(...)`, which is `"fsdp"` with settings of your own; in a job of one process all are the same. None:
             `"none"`, unless a launcher started several ranks; then it has to be said.
-        comm_dtype: dtype in which `"combine_ddp"` and `"fsdp"` add up gradients over ranks, by torch's name; None for
-            their own, and for fp32 where low precision is computed in that has fp32 shards.
+        comm_dtype: dtype in which `"combine_ddp"`, `"zero1"` and `"fsdp"` add up gradients over ranks, by torch's name;
+            None for their own, and for fp32 where low precision is computed in that has fp32 shards.
         sync_batchnorm: whether each BatchNorm takes the statistics of all ranks' rows, by torch's SyncBatchNorm, which
             takes its place in the model; where the backend declares it. In a job of one process it does nothing.
         checkpoint: the parts of the model that keep only what they were given, and are computed anew in backward: the

@@ -37,7 +37,7 @@ class Zero1(CombineDDP):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         for option, remedy in _OF_ALL.items():
-            if any(group.get(option, -1) > 0 for group in optimizer.param_groups):
+            if any((group.get(option) or 0) > 0 for group in optimizer.param_groups):
                 raise UnsupportedError(
                     f'{getattr(optimizer, "name", type(optimizer).__name__)} with {option} and parallel="zero1"',
                     why="it clips by the norm of many gradients, and is given those of this rank's parameters",

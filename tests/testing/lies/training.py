@@ -122,6 +122,7 @@ sharding_that_divides_nothing.told_by = "sharding_that_divides_nothing"
 LIES["optimizer_state_that_is_whole"] = dataclasses.replace(
     sharding_that_divides_nothing,
     name="optimizer_state_that_is_whole",
+    test="TestParallel.test_a_rank_holds_its_share_of_the_moments",
     says="elements of moments the ranks hold",
     arguments={"strategy": "zero1"},
 )
