@@ -19,7 +19,7 @@ _BENCHMARKS = {
     "optimizers": "the nine optimizers in multiples of what memory allows, beside torch's own and pytorch_optimizer",
     "precision": "what each precision costs and gains on the CPU, in shares of what products can do here",
     "overhead": "what a training step costs over the same step written by hand",
-    "parallel": "what a step of two ranks costs over torch's DistributedDataParallel by hand",
+    "parallel": "what a step of two ranks, and a save of four, cost beside torch's engines by hand",
     "startup": "what an import costs next to importing torch",
 }
 _RESULTS = Path(__file__).parent / "results"

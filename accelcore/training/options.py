@@ -50,8 +50,8 @@ class TrainerOptions(TypedDict, total=False):
             `torch.nn.utils.clip_grad_value_(parameters, 1.0)`, adaptively, ... It is given what has a gradient, reduced
             over ranks and unscaled; in place of parameters in low precision their fp32 masters.
         parallel: `"none"`, or a strategy that the backend declares, such as `"ddp"`, `"combine_ddp"`, `"zero1"` or
-            `"fsdp"`, or `FSDP(...)`, which is `"fsdp"` with settings of your own; in a job of one process all are the same. None:
-            `"none"`, unless a launcher started several ranks; then it has to be said.
+            `"fsdp"`, or `FSDP(...)`, which is `"fsdp"` with settings of your own; in a job of one process all are the
+            same. None: `"none"`, unless a launcher started several ranks; then it has to be said.
         comm_dtype: dtype in which `"combine_ddp"`, `"zero1"` and `"fsdp"` add up gradients over ranks, by torch's name;
             None for their own, and for fp32 where low precision is computed in that has fp32 shards.
         sync_batchnorm: whether each BatchNorm takes the statistics of all ranks' rows, by torch's SyncBatchNorm, which
