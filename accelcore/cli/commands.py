@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import TypeVar
 
 import click
 
 from accelcore.cli import ROLES
+from accelcore.cli.options import common, devices
+from accelcore.cli.run_command import run
 
 __all__ = ["app"]
-
-F = TypeVar("F", bound=Callable[..., object])
-
-_AFTER_THE_SCRIPT = {"allow_interspersed_args": False}  # options after the script are the script's own
-
-
-def _debug(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    context.obj.debug = context.obj.debug or value
-
-
-def _common(command: F) -> F:
-    # Eager: known before another option turns out to be a mistake.
-    return click.option(
-        "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_debug, help="Show tracebacks of errors."
-    )(command)
 
 
 def _version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -36,20 +21,11 @@ def _version(context: click.Context, parameter: click.Parameter, value: bool) ->
         context.exit()
 
 
-def _devices(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    from importlib.metadata import entry_points
-
-    from accelcore.plugins import BACKENDS
-
-    names = {"auto", *(point.name for point in entry_points(group=BACKENDS))}  # by their metadata: nothing is loaded
-    return sorted(name for name in names if name.startswith(incomplete.lower()))
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and exit."
 )
-@_common
+@common
 def app() -> None:
     """Write a PyTorch training script once; run it on every device.
 
@@ -76,7 +52,7 @@ def app() -> None:
     show_default=True,
     help="How long one trial of --deep may take.",
 )
-@_common
+@common
 def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     """Say which backends work here, why the others do not, and what to do.
 
@@ -103,86 +79,7 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     return found.exit_code
 
 
-@app.command(context_settings=_AFTER_THE_SCRIPT)
-@click.option(
-    "--device",
-    metavar="DEVICE",
-    shell_complete=_devices,
-    help="What select() chooses in the script, as ACCEL_DEVICE does: NAME, NAME:INDEX, a list, or auto.",
-)
-@click.option(
-    "--nproc",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="How many ranks to start on this machine; more than 1 through torch's elastic launcher.",
-)
-@click.option(
-    "--nnodes", metavar="M", type=click.IntRange(min=1), help="How many machines the job has; run it on each."
-)
-@click.option("--node-rank", metavar="K", type=click.IntRange(min=0), help="Which of them this is, counted from 0.")
-@click.option("--rdzv", metavar="HOST:PORT", help="Where they meet: machine 0, and a port that is free on it.")
-@click.option(
-    "--max-restarts",
-    metavar="K",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="How often torch's elastic launcher starts all ranks again after one has died.",
-)
-@click.option(
-    "--emulate",
-    metavar="NAME",
-    shell_complete=_devices,
-    help="Run on an emulation of the backend NAME, on this host; for those whose emulator is installed.",
-)
-@click.option("--apex", is_flag=True, help="Let `import apex` in the script, and its ranks, find accelcore.apex.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
-@click.argument("script", type=click.Path())
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@_common
-def run(
-    device: str | None,
-    nproc: int,
-    nnodes: int | None,
-    node_rank: int | None,
-    rdzv: str | None,
-    max_restarts: int,
-    emulate: str | None,
-    apex: bool,
-    module: bool,
-    script: str,
-    arguments: tuple[str, ...],
-) -> None:
-    """Run a script, or with -m a module, on the device of your choice.
-
-    Options of accelcore go before SCRIPT, the script's own after it. With one rank this process becomes the script,
-    with its exit code and its signals. If one of several ranks dies, all end, and its traceback is shown.
-
-    \b
-    Examples:
-      accelcore run train.py --epochs 3
-      accelcore run --device cpu train.py
-      accelcore run --device npu,cuda,cpu -m mypackage.train
-      accelcore run --nproc 2 --max-restarts 1 train.py
-      accelcore run --nproc 8 --nnodes 2 --node-rank 0 --rdzv node0:29400 train.py
-      accelcore run --emulate npu --device npu train.py
-      accelcore run --apex train.py
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from accelcore.cli import elastic, launch
-
-    launch.run(
-        script,
-        arguments,
-        module=module,
-        device=device,
-        nproc=nproc,
-        machines=elastic.machines_of(nnodes, node_rank, rdzv),
-        max_restarts=max_restarts,
-        emulate=emulate,
-        apex=apex,
-    )
+app.add_command(run)
 
 
 @app.group()
@@ -197,7 +94,7 @@ def verify() -> None:
 
 
 @verify.command("backend")
-@click.argument("name", shell_complete=_devices)
+@click.argument("name", shell_complete=devices)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option(
     "--only",
@@ -214,7 +111,7 @@ def verify() -> None:
     show_default=True,
     help="How long one test may take.",
 )
-@_common
+@common
 def verify_backend(name: str, as_json: bool, only: tuple[str, ...], timeout: int) -> int:
     """Run the conformance suite on the backend NAME, and print its scorecard.
 
@@ -247,13 +144,13 @@ def verify_backend(name: str, as_json: bool, only: tuple[str, ...], timeout: int
 
 @app.command()
 @click.option(
-    "--backend", metavar="NAME", shell_complete=_devices, help="Also show what torch's own autocast does there."
+    "--backend", metavar="NAME", shell_complete=devices, help="Also show what torch's own autocast does there."
 )
 @click.option(
-    "--diff", metavar="NAME", shell_complete=_devices, help="Only what torch's own does differently on these two."
+    "--diff", metavar="NAME", shell_complete=devices, help="Only what torch's own does differently on these two."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@_common
+@common
 def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
     """Show the op table O1: which operator runs in which dtype under autocast, on every device.
 
@@ -279,7 +176,7 @@ def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
 @app.command()
 @click.argument("checkpoint", type=click.Path())
 @click.argument("file", type=click.Path())
-@_common
+@common
 def export(checkpoint: str, file: str) -> None:
     """Write the model of a checkpoint to one safetensors file.
 
@@ -297,7 +194,7 @@ def export(checkpoint: str, file: str) -> None:
 
 @app.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@_common
+@common
 def completion(shell: str) -> None:
     """Print what makes your shell complete accelcore's commands, options and devices.
 

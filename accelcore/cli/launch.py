@@ -30,6 +30,7 @@ def run(
     nproc: int = 1,
     machines: elastic.Machines | None = None,
     max_restarts: int = 0,
+    check_collectives: bool = False,
     emulate: str | None = None,
     apex: bool = False,
 ) -> NoReturn:
@@ -55,6 +56,12 @@ def run(
     launched = nproc > 1 or max_restarts > 0 or machines is not None
     if not module:
         _check(script, launched)
+    if check_collectives:
+        if nproc == 1 and machines is None:
+            raise ConfigurationError(
+                "--check-collectives in a job of one rank", remedy="leave it out, or say --nproc 2"
+            )
+        environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     if emulate is not None:
         environ.update(_emulation(emulate, nproc))
         sys.stderr.write(

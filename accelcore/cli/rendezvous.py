@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from torch.distributed import PrefixStore, run
+from torch.distributed import PrefixStore, run  # type: ignore[attr-defined]  # its types leave it out
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
@@ -60,7 +60,7 @@ class _Numbered(RendezvousHandler):
         return self._inner.is_closed()
 
     def set_closed(self) -> None:
-        self._inner.set_closed()
+        self._inner.set_closed()  # type: ignore[no-untyped-call]
 
     def num_nodes_waiting(self) -> int:
         return self._inner.num_nodes_waiting()

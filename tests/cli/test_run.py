@@ -114,6 +114,19 @@ def test_torch_is_not_imported_and_its_launcher_only_used_where_it_has_work(mach
     assert environ.get(STORES) == ("1" if launcher else None)
 
 
+def test_several_machines_meet_by_a_rendezvous_that_keeps_their_numbers(machine):
+    machine.write("script.py", "")
+    options = ["--nproc", "4", "--nnodes", "3", "--node-rank", "2", "--rdzv", "node0:29400", "--check-collectives"]
+    done = machine.python("-c", PLANNED.format(arguments=["run", *options, "script.py", "--nnodes", "9"]))
+    assert done.returncode == 0, done.stderr
+    _, command, environ = json.loads(done.stdout)
+    text = " ".join(command)
+    assert "-m accelcore.cli.rendezvous --nnodes 3 --rdzv-id accelcore --rdzv-backend numbered " in text
+    assert "--rdzv-endpoint node0:29400 --rdzv-conf node=2,is_host=0 --nproc-per-node 4 --max-restarts 0 " in text
+    assert command[-3:] == ["script.py", "--nnodes", "9"]
+    assert environ["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+
+
 def test_what_the_user_says_of_the_launchers_stores_stands(machine):
     machine.write("script.py", "")
     machine.variables[STORES] = "0"
@@ -132,6 +145,7 @@ def test_what_the_user_says_of_the_launchers_stores_stands(machine):
         (["run", "missing.py"], "there is no script 'missing.py'"),
         (["run", "--nproc", "2", "-"], "stdin"),
         (["run", "--nproc", "0", "script.py"], "--nproc"),
+        (["run", "--check-collectives", "script.py"], "--check-collectives in a job of one rank"),
         (["run", "--nnodes", "2", "script.py"], "--nnodes without --node-rank and --rdzv"),
         (["run", "--rdzv", "a:1", "--node-rank", "0", "script.py"], "--node-rank and --rdzv without --nnodes"),
         (["run", "--nnodes", "1", "--node-rank", "0", "--rdzv", "a:1", "script.py"], "leave all three out"),
