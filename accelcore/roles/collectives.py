@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import abstractmethod
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]  # its types leave them out
 
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.launchers import Launch
 from accelcore.roles.ranks import Op, Ranks
+from accelcore.roles.whereabouts import Whereabouts
 
 __all__ = ["Collectives", "NoCollectives", "Op", "TorchCollectives"]
 
@@ -66,6 +70,24 @@ class Collectives(Ranks):
     def cpu_group(self) -> dist.ProcessGroup | None:
         """The group that takes CPU tensors (sizes, positions, RNG states); None alone."""
 
+    def began(self, trainer: int, step: int) -> None:  # a job of one has nobody to tell
+        """A trainer, by its number in this process, has begun a step: for messages about missing ranks."""
+
+    def leave(self) -> None:
+        """Wait until every rank is done with the job.
+
+        Raises:
+            DistributedError: this rank is, and another is in a step that this one never began.
+        """
+        self.barrier()
+
+    def explain(self, error: BaseException) -> DistributedError | None:
+        """Which rank is missing and where it is, where `error` is that of a collective that has lost one; else None.
+
+        The other ranks learn that this one has failed.
+        """
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Leave the process group, where `init` formed it."""
@@ -115,10 +137,23 @@ class TorchCollectives(Collectives):
         backend: torch.distributed's backend for it, or a pair that serves the CPU too.
         host: that for CPU tensors, of which a group is formed beside one that was adopted and takes none; None where
             every group takes them.
+        records: environment variables by which torch or the vendor's library keeps a record of collectives; set when a
+            group is formed, where they are not. For records that cost time: `detailed`.
+        detailed: the same, where TORCH_DISTRIBUTED_DEBUG is DETAIL.
     """
 
-    def __init__(self, device: torch.device, backend: str, host: str | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        backend: str,
+        host: str | None = None,
+        *,
+        records: Mapping[str, str] | None = None,
+        detailed: Mapping[str, str] | None = None,
+    ) -> None:
         self._device = device
+        self._records, self._detailed = records or {}, detailed or {}
+        self._whereabouts: Whereabouts | None = None
         self._backend, self._host = backend, host
         self._host_group: dist.ProcessGroup | None = None
         self._entered: list[bool] = []  # one for each init that was not closed: whether it formed the group
@@ -136,6 +171,7 @@ class TorchCollectives(Collectives):
         if dist.is_initialized():
             self._check_fits(launch)
         elif launch is not None:
+            self._keep_records()
             try:
                 dist.init_process_group(
                     self._backend,
@@ -154,6 +190,22 @@ class TorchCollectives(Collectives):
         needs_host = self._host is not None and self._host_group is None and dist.is_initialized()
         if needs_host and "cpu:" not in dist.get_backend_config():
             self._host_group = dist.new_group(backend=self._host, timeout=timeout)
+        if forms and self.world_size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            self._whereabouts = Whereabouts(store, self.rank, self.world_size)
+            self._timeout = timeout or dist.default_pg_timeout
+
+    def began(self, trainer: int, step: int) -> None:
+        if self._whereabouts is not None:
+            self._whereabouts.began(trainer, step)
+
+    def leave(self) -> None:
+        if self._whereabouts is not None and len(self._entered) == 1:
+            self._whereabouts.leave(self._timeout)
+        self.barrier()
+
+    def explain(self, error: BaseException) -> DistributedError | None:
+        return None if self._whereabouts is None else self._whereabouts.explain(error)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         _check_reduction(tensor, op)
@@ -185,6 +237,9 @@ class TorchCollectives(Collectives):
         return self._host_group or (dist.group.WORLD if dist.is_initialized() else None)
 
     def close(self) -> None:
+        if self._whereabouts is not None and len(self._entered) == 1:
+            self._whereabouts.close()
+            self._whereabouts = None
         if self._host_group is not None and len(self._entered) == 1:
             dist.destroy_process_group(self._host_group)
             self._host_group = None
@@ -194,6 +249,11 @@ class TorchCollectives(Collectives):
             # it was dropped, so give those threads time, once a job.
             time.sleep(_DRAIN_SECONDS)
             dist.destroy_process_group()
+
+    def _keep_records(self) -> None:
+        detail = get_debug_level() == DebugLevel.DETAIL
+        for name, value in {**self._records, **(self._detailed if detail else {})}.items():
+            os.environ.setdefault(name, value)
 
     def _check_fits(self, launch: Launch | None) -> None:
         formed = (dist.get_rank(), dist.get_world_size())

@@ -110,7 +110,8 @@ class Roles:
 
         Raises:
             ConfigurationError: an argument or a variable is invalid; raised before any device is touched.
-            DistributedError: the ranks could not meet.
+            DistributedError: the ranks could not meet; or a collective in the block failed because a rank was missing:
+                which, and where it is.
         """
         if (rank is None) != (world_size is None):
             raise ConfigurationError("rank and world_size come together", remedy="give both, or neither")
@@ -126,7 +127,12 @@ class Roles:
         try:
             yield self.collectives
             # Rank 0 holds the store the others talk to: it must not leave while they still work.
-            self.collectives.barrier()
+            self.collectives.leave()
+        except BaseException as error:
+            explained = self.collectives.explain(error)
+            if explained is None:
+                raise
+            raise explained from error
         finally:
             self.collectives.launch = before
             self.collectives.close()

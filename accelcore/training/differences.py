@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-__all__ = ["Differences", "ranks"]
+from accelcore.roles.whereabouts import ranks
+
+__all__ = ["Differences"]
 
 _SHOWN = 5
 _ABSENT = "nothing"
@@ -39,9 +41,3 @@ class Differences:
     def __str__(self) -> str:
         more = len(self._lines) - _SHOWN
         return "; ".join([*self._lines[:_SHOWN], *([f"and {more} more"] if more > 0 else [])])
-
-
-def ranks(numbers: Iterable[int]) -> str:
-    """Ranks as a text says them: `rank 1`, `ranks 0, 2 and 3`."""
-    *rest, last = map(str, sorted(numbers))
-    return f"ranks {', '.join(rest)} and {last}" if rest else f"rank {last}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["Trainer"]
+
+_numbers = count()
 
 
 class Trainer(Reading, Checkpointing):
@@ -101,7 +104,7 @@ class Trainer(Reading, Checkpointing):
         self._feeds = Feeds(backend.runtime, backend.collectives)
         self._evaluation = Evaluation(backend, model, self._plan.contexts.make_region)
         self._world_size = backend.collectives.world_size
-        self._run = uuid4().hex
+        self._run, self._number = uuid4().hex, next(_numbers)
         self.aux: Any = None
         self.extra: dict[str, Any] = {}
         self.steps = 0
@@ -138,6 +141,7 @@ class Trainer(Reading, Checkpointing):
         """Train on one micro-batch; the loss, detached and unscaled. Does not wait for the device."""
         if self._window.micro == 0:
             self._check_able()
+            self._begin()
             self._follow()
             self._feeds.check_shared(batch)
         if self._plan.captured is None:
@@ -183,6 +187,7 @@ class Trainer(Reading, Checkpointing):
         """
         self._check_able()
         if not self._step.is_open:  # the forward pass may have gone around `forward`
+            self._begin()
             self._follow()
         if weight is None and self._options["weight"] is not None:
             raise TrainingError(
@@ -242,6 +247,9 @@ class Trainer(Reading, Checkpointing):
     def _compose(self) -> None:
         self._watch = Watch(self.model, self.optimizer, self._plan.strategy.rest)
         self._step = Step(self._plan, scaler=self.scaler, scales=self._scales, window=self._window, clip=self._clip)
+
+    def _begin(self) -> None:
+        self._backend.collectives.began(self._number, self.steps + 1)
 
     def _follow(self) -> None:
         """Prepare anew where parameters were frozen, unfrozen or added since; between windows."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 import time
 from datetime import timedelta
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 import accelcore
 from accelcore.errors import ConfigurationError, DistributedError
+from accelcore.launchers import Launch
+from accelcore.roles.collectives import TorchCollectives
 
 OPS = ("sum", "avg", "min", "max")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64")
@@ -312,6 +315,25 @@ def test_the_timeout_reaches_torch(accel, meeting):
     with accel.distributed(rank=0, world_size=1, init_method=meeting, timeout=timedelta(seconds=77)):
         # torch offers no public way to read it.
         assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+
+
+@pytest.mark.parametrize("detail", [False, True])
+def test_records_of_collectives_are_kept_unless_the_user_says_how(meeting, monkeypatch, detail):
+    for name in ("RECORD", "SLOW", "CHOSEN"):
+        monkeypatch.setenv(name, "before")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CHOSEN", "mine")
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL if detail else dist.DebugLevel.OFF)
+    collectives = TorchCollectives(
+        torch.device("cpu"), "gloo", records={"RECORD": "1", "CHOSEN": "1"}, detailed={"SLOW": "1"}
+    )
+    try:
+        collectives.init(Launch(0, 1, 0, meeting))
+        assert [os.environ.get(name) for name in ("RECORD", "CHOSEN", "SLOW")] == ["1", "mine", "1" if detail else None]
+    finally:
+        collectives.close()
+        dist.set_debug_level(level)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"rank": 0, "world_size": 1}])

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from accelcore.training.differences import Differences, ranks
+from accelcore.roles.whereabouts import ranks
+from accelcore.training.differences import Differences
 
 SCRIPT = Path(__file__).with_name("agreement_ranks.py")
 

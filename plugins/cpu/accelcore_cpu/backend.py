@@ -48,7 +48,7 @@ def create() -> Backend:
         precision=CpuPrecision(capabilities),
         scaler=Scalers(device),
         optimizers=create_optimizers(),
-        collectives=TorchCollectives(device, "gloo"),
+        collectives=TorchCollectives(device, "gloo", records={"TORCH_FR_BUFFER_SIZE": "16"}),
         compiler=TorchCompiler(missing_compiler),
         runtime=CpuRuntime(device),
     )

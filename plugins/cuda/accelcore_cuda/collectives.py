@@ -12,6 +12,9 @@ from accelcore.roles.collectives import TorchCollectives
 
 __all__ = ["CudaCollectives"]
 
+_DETAILED = {"TORCH_NCCL_DESYNC_DEBUG": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+"""torch's own, of what goes by NCCL: at a timeout each rank says which ranks did not come, and writes its record."""
+
 
 class CudaCollectives(TorchCollectives):
     """The default group takes tensors of either kind; one that the script formed for NCCL alone gets gloo beside it.
@@ -22,7 +25,7 @@ class CudaCollectives(TorchCollectives):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device, "cpu:gloo,cuda:nccl", host="gloo")
+        super().__init__(device, "cpu:gloo,cuda:nccl", host="gloo", detailed=_DETAILED)
 
     def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
         if launch is not None or dist.is_initialized():

@@ -22,12 +22,22 @@ logger = logging.getLogger("accelcore")
 _EXEC_TIMEOUT = "HCCL_EXEC_TIMEOUT"
 """How many seconds hccl lets a collective wait; it reads this when it connects ranks, and torch's timeout never."""
 
+_RECORDS = {"TORCH_FR_BUFFER_SIZE": "16"}
+"""torch's own recorder, of what goes by gloo."""
+
+_DETAILED = {
+    "TORCH_HCCL_DESYNC_DEBUG": "1",
+    "TORCH_HCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_HCCL_DUMP_ON_TIMEOUT": "1",
+}
+"""torch_npu's, of what goes by hccl: at a timeout each rank says which ranks did not come, and writes its record."""
+
 
 class NpuCollectives(TorchCollectives):
     """The default group takes tensors of either kind; one that the script formed for hccl alone gets gloo beside it."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device, "cpu:gloo,npu:hccl", host="gloo")
+        super().__init__(device, "cpu:gloo,npu:hccl", host="gloo", records=_RECORDS, detailed=_DETAILED)
         self._sets_timeout = False
 
     def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:

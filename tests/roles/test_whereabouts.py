@@ -1,0 +1,85 @@
+"""A rank that is missing is named, with where it is, by the others: soon, or when the job's timeout is over."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("lost_ranks.py")
+
+
+@pytest.fixture
+def run(fork_ranks, tmp_path):
+    def run(way, **environ):
+        """What the ranks of a job of two wrote to stderr, and their exit codes; rank 1 may never end."""
+        ranks = fork_ranks(SCRIPT, way, tmp_path, **environ)
+        ended = [ranks[0].finish(60)]
+        if way == "waits":
+            ranks[1].kill()
+        ended.append(ranks[1].finish(60))
+        return [one.stderr for one in ended], [one.returncode for one in ended]
+
+    return run
+
+
+def final(stderr):
+    """The last error: those before it are its causes."""
+    return stderr.rsplit("accelcore.errors.DistributedError: ", 1)[-1]
+
+
+def test_who_did_not_come_in_time_is_named_with_step_collective_and_line(run):
+    (first, _), codes = run("waits")
+    assert codes == [1, -signal.SIGKILL]
+    said = final(first)
+    assert said.startswith("rank 1 of this job did not come to what the others do\n")
+    assert re.search(r"rank 1 is in step 2, its last collective is gloo:all_reduce of \(\d+,\), number \d+, ", said)
+    assert re.search(r"it is at lost_ranks\.py:\d+ in loads; rank 0 is in step 3, its last collective is ", said)
+    assert "5000ms" in said, "what torch says of the timeout"
+    assert "The above exception was the direct cause" in first
+
+
+def test_a_rank_that_was_killed_is_named_in_seconds(run):
+    (first, _), codes = run("is killed")
+    assert codes == [1, -signal.SIGKILL]
+    said = final(first)
+    assert said.startswith("rank 1 of this job does not answer: its process has ended, or is stopped\n")
+    assert re.search(r"rank 1 (has begun no step|is in step [12])", said), "as of its last note"
+    assert "rank 0 is in step 3" in said
+
+
+def test_where_a_rank_fails_the_others_say_what_failed(run):
+    (first, second), codes = run("fails")
+    assert codes == [1, 1]
+    assert second.rstrip().endswith("ValueError: a row is bad")
+    assert "DistributedError" not in second
+    said = final(first)
+    assert said.startswith("rank 1 of this job failed, and the others cannot go on without it\n")
+    assert "it failed: ValueError: a row is bad" in said
+
+
+def test_a_rank_whose_loop_ends_early_says_so_and_is_named(run):
+    (first, second), codes = run("stops early")
+    assert codes == [1, 1]
+    said = final(second)
+    assert said.startswith("rank 1 has ended its loop, and rank 0 of its job did not\n")
+    assert "rank 1 is in step 2" in said
+    assert "rank 0 is in step 3" in said
+    assert "rank 1 has ended its loop" in final(first)
+
+
+def test_a_rank_that_saves_alone_is_told_who_did_not(run):
+    (first, _), codes = run("saves alone")
+    assert codes[0] == 1
+    assert "not every rank of the job came to trainer.save()" in first
+    assert final(first).startswith("rank 1 ")
+
+
+@pytest.mark.parametrize("way", ["another collective", "another shape"])
+def test_collectives_that_do_not_match_raise_on_every_rank_where_torch_checks_them(run, way):
+    said, codes = run(way, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert codes == [1, 1]
+    for one in said:
+        assert "Detected mismatch between collectives on ranks" in one
