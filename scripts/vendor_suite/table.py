@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from explained import explanation
 from run_file import Outcome
 
 __all__ = ["RESULT", "Table", "verdict"]
@@ -19,7 +20,7 @@ VERDICTS = ("passed", "refused", "wrong", "limit", "torch_npu", "hardware", "env
 _MEANING = {
     "passed": "the test's own verdict",
     "refused": "the failure says EMULATED",
-    "wrong": "it failed or its process died, and none of the rules in this file explains it",
+    "wrong": "it failed or its process died, and neither a rule in `table.py` nor `explained.py` says why",
     "limit": "it was stopped at a limit of time, memory or processes",
     "hardware": "it is about times, another part, random numbers recorded on a device, or CANN's profiler and logs",
     "environment": "a package or program is not installed, pytest cannot start it, or it is for another torch-npu",
@@ -61,11 +62,13 @@ _RULES = {"torch_npu": _TORCH_NPU, "limit": _LIMIT, "environment": _ENVIRONMENT,
 
 
 def verdict(outcome: Outcome) -> str:
-    """One of `VERDICTS`; what a failure is, is told by its text alone."""
+    """One of `VERDICTS`; what a failure is, is told by its text, and where that says too little by its name, too."""
     if outcome.outcome in ("passed", "skipped", "limit"):
         return outcome.outcome
     if _REFUSED.search(outcome.text):
         return "refused"
+    if (explained := explanation(outcome.test, outcome.text)) is not None:
+        return explained.verdict
     for name, patterns in _RULES.items():
         if any(re.search(pattern, outcome.text, re.MULTILINE) for pattern in patterns):
             return name

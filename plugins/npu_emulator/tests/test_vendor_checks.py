@@ -76,8 +76,12 @@ def test_a_copy_to_the_host_that_does_not_block_is_pinned_and_waits_for_nothing(
     assert cost.copies == {"device to host": 1}
 
 
-def test_the_old_file_format_is_refused_as_torch_npu_does():
-    # It reads the storage through a tensor that torch_npu knows nothing of.
+def test_saving_in_the_old_file_format_is_refused_as_torch_npu_does():
+    # It reads the storage through a tensor that torch_npu knows nothing of, and loading writes through one.
+    file = io.BytesIO()
+    torch.save(torch.ones(4), file, _use_new_zipfile_serialization=False)
+    file.seek(0)
+    assert torch.load(file, map_location=lambda storage, place: storage.npu(), weights_only=False).tolist() == [1.0] * 4
     x = torch.ones(4, device="npu")
     with pytest.raises(RuntimeError, match="NPUStorageImpl"):
         torch.save(x, io.BytesIO(), _use_new_zipfile_serialization=False)

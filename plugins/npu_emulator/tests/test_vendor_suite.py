@@ -85,3 +85,19 @@ def test_the_table_counts_what_needs_no_hardware(runner, tmp_path):
     assert "Of 4 tests that need no hardware, 50.0 % passed or were refused clearly." in lines
     again = tables.Table.read([tmp_path / tables.RESULT])
     assert again.markdown() == table.markdown()
+
+
+def test_what_was_looked_into_is_explained_where_it_says_the_same(runner):
+    run_file, tables = runner
+    name = "npu/test_torch_fftplancache.py::TorchFFTPlanCacheApiTestCase::test_size"
+    text = ">   self.assertEqual(torch.npu.backends.fft_plan_cache.size, 1)"
+    assert tables.verdict(run_file.Outcome(name, "failed", text)) == "hardware"
+    assert tables.verdict(run_file.Outcome(name, "failed", "E   RuntimeError: it crashed")) == "wrong"
+    assert tables.verdict(run_file.Outcome(f"{name}_of_another", "failed", text)) == "wrong"
+    assert tables.verdict(run_file.Outcome(name, "passed")) == "passed"
+
+
+def test_every_explanation_has_a_verdict_of_the_table(runner):
+    _, tables = runner
+    explained = import_module("explained")
+    assert {one.verdict for one in explained.EXPLAINED.values()} <= set(tables.VERDICTS) - {"passed", "wrong"}

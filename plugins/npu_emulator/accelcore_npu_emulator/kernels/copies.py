@@ -24,8 +24,9 @@ def copy_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
         to, of = view(target), view(source)
         if target.is_cpu or source.is_cpu:
             host, direction = (target, "device to host") if target.is_cpu else (source, "host to device")
-            # Only memory that torch_npu has described can be copied; of any other, it says so here.
-            torch_npu.get_npu_format(source if target.is_cpu else target)
+            if target.is_cpu:
+                # Only memory that torch_npu has described can be read; of any other, it says so here.
+                torch_npu.get_npu_format(source)
             machine.count_copy(direction, target.numel() * target.element_size())
             if not (non_blocking and host.is_pinned()):
                 machine.synchronize(direction)
