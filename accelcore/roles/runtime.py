@@ -8,17 +8,20 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from accelcore.errors import CheckpointError, UnsupportedError
+from accelcore.errors import CheckpointError, ConfigurationError, UnsupportedError
 from accelcore.nested import moved
+from accelcore.randomness import draw_alike, draw_apart, drawn_alike
 
 __all__ = ["Memory", "Runtime", "TorchRuntime", "host_rng_state", "set_host_rng_state"]
 
 T = TypeVar("T")
+
+_ALIKE = 'seed(same="everywhere")'  # in the place of a state: that the host's was the device's, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +49,19 @@ class Runtime(ABC):
         """Wait until all work queued on the device is done."""
 
     @abstractmethod
-    def seed(self, n: int, *, deterministic: bool = False) -> None:
+    def seed(self, n: int, *, deterministic: bool = False, same: Literal["everywhere"] | None = None) -> None:
         """Seed the random generators of Python, torch, the device, and NumPy where it is loaded.
 
-        `deterministic=True` also makes torch refuse operators that have no deterministic implementation, for the
-        rest of the process.
+        Args:
+            n: the seed.
+            deterministic: also makes torch refuse operators that have no deterministic implementation, for the rest
+                of the process.
+            same: with `"everywhere"`, what is drawn on this kind of device and on the host is drawn on the host, and
+                is the same on every device: slow, and for comparing two of them. So it is in the whole process until
+                it is seeded without. What has to draw by itself raises UnsupportedError, such as a captured graph.
+
+        Raises:
+            ConfigurationError: `same` is anything else.
         """
 
     @abstractmethod
@@ -125,7 +136,17 @@ class TorchRuntime(Runtime):
     def synchronize(self) -> None:
         torch.get_device_module(self.device).synchronize(self.device)
 
-    def seed(self, n: int, *, deterministic: bool = False) -> None:
+    def seed(self, n: int, *, deterministic: bool = False, same: Literal["everywhere"] | None = None) -> None:
+        if same not in (None, "everywhere"):
+            raise ConfigurationError(
+                f"same={same!r} is nowhere that random numbers can be the same",
+                available='None, and "everywhere"',
+                remedy='give same="everywhere" to compare devices, or leave it out',
+            )
+        if same is None:
+            draw_apart()
+        else:
+            draw_alike(self.device.type)
         random.seed(n)
         torch.manual_seed(n)
         if "numpy" in sys.modules:
@@ -134,10 +155,10 @@ class TorchRuntime(Runtime):
             torch.use_deterministic_algorithms(True)
 
     def rng_state(self) -> dict[str, Tensor]:
-        return host_rng_state()
+        return {**host_rng_state(), **({_ALIKE: torch.ones(())} if drawn_alike() else {})}
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> list[str]:
-        return set_host_rng_state(state)
+        return [name for name in set_host_rng_state(state) if name != _ALIKE or not drawn_alike()]
 
     def memory(self) -> Memory:
         module = torch.get_device_module(self.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,11 +35,11 @@ class CudaRuntime(AcceleratorRuntime):
         refuse_fork()
         torch.cuda.synchronize(self.device)
 
-    def seed(self, n: int, *, deterministic: bool = False) -> None:
+    def seed(self, n: int, *, deterministic: bool = False, same: Literal["everywhere"] | None = None) -> None:
         refuse_fork()
         if deterministic:
             make_deterministic(self.device)
-        super().seed(n, deterministic=deterministic)
+        super().seed(n, deterministic=deterministic, same=same)
 
     def tune(self) -> None:
         """As in the role, by cuDNN's benchmark; nothing where deterministic results were asked for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch_npu
@@ -48,11 +48,11 @@ class NpuRuntime(AcceleratorRuntime):
         self._check_process()
         torch_npu.npu.synchronize(self.device)
 
-    def seed(self, n: int, *, deterministic: bool = False) -> None:
+    def seed(self, n: int, *, deterministic: bool = False, same: Literal["everywhere"] | None = None) -> None:
         self._check_process()
         if deterministic:
             os.environ["HCCL_DETERMINISTIC"] = "true"  # hccl reads it when a group is formed
-        super().seed(n, deterministic=deterministic)
+        super().seed(n, deterministic=deterministic, same=same)
 
     def rng_state(self) -> dict[str, Tensor]:
         self._check_process()
