@@ -42,8 +42,8 @@ def test_select_blames_the_runtime_that_keeps_torch_from_being_imported_however_
     if "ImportError" in code:  # which torch says the name of
         assert "vendor = vendor_runtime:autoload (vendor-runtime 2.0)" in message
         assert "uninstall vendor-runtime" in message
-    machine.variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    assert json.loads(machine.python("-c", SELECT).stdout) == ["cpu"] * 3
+        machine.variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+        assert json.loads(machine.python("-c", SELECT).stdout) == ["cpu"] * 3
 
 
 def test_select_says_that_torch_itself_cannot_be_imported(machine):

@@ -10,6 +10,9 @@ import sys
 import pytest
 
 import accelcore
+from accelcore import autoload
+from accelcore.cli import backend_trial, deep
+from accelcore.cli.child import Ended
 from accelcore.cli.diagnosis import diagnose
 
 TORCH_FREE = """
@@ -320,13 +323,11 @@ def test_deep_with_a_broken_plugin_and_a_torch_that_cannot_be_imported(machine):
     assert "autoload" not in done.stdout.lower().replace("backend_autoload", "")
 
 
-@pytest.mark.parametrize("claimed", [True, False], ids=["of-an-unusable-backend", "of-nobody"])
-def test_deep_tells_a_torch_backend_that_takes_import_torch_down(machine, claimed):
+def test_deep_tells_a_torch_backend_that_takes_import_torch_down(machine):
     machine.torch_backend("raise ImportError('libascendcl.so: cannot open shared object file')")
-    if claimed:
-        machine.fakes.backend(
-            "toaster", available=False, count=0, reason="none", remedy="buy", distributions=("vendor-runtime",)
-        )
+    machine.fakes.backend(
+        "toaster", available=False, count=0, reason="none", remedy="buy", distributions=("vendor-runtime",)
+    )
     code, report = machine.doctor("--deep")
     assert code == 1
     deep = report["deep"]
@@ -334,11 +335,27 @@ def test_deep_tells_a_torch_backend_that_takes_import_torch_down(machine, claime
     assert deep["torch"]["outcome"] == "failed"
     for words in ("works with TORCH_DEVICE_BACKEND_AUTOLOAD=0", "vendor = vendor_runtime:autoload", "libascendcl.so"):
         assert words in deep["torch"]["reason"]
-    for words in ("set TORCH_DEVICE_BACKEND_AUTOLOAD=0", "uninstall vendor-runtime"):
+    for words in ("set TORCH_DEVICE_BACKEND_AUTOLOAD=0", "accelcore run", "uninstall vendor-runtime"):
         assert words in deep["torch"]["remedy"]
-    assert ("accelcore run" in deep["torch"]["remedy"]) is claimed, "of others' runtimes it knows nothing"
     assert named(deep["backends"], "cpu")["outcome"] == "works", "the rest is examined all the same"
     assert report["broken"] == ["import torch"]
+
+
+def test_deep_knows_no_way_around_a_runtime_that_is_nobodys(monkeypatch):
+    """The children's words are stand-ins: what they come from is above."""
+
+    def call(module, *, environ, limit):
+        works = environ.get(autoload.VARIABLE) == "0"
+        said = backend_trial.WORKS if works else "ImportError: libascendcl.so: cannot open shared object file"
+        return Ended(0 if works else 1, limit, 1.0, "", backend_trial.SAYS + said)
+
+    monkeypatch.setattr("accelcore.cli.child.call", call)
+    runtime = autoload.Autoload("vendor", "vendor_runtime:autoload", "vendor-runtime", "2.0")
+    found = deep.examine([], [runtime], 10.0)
+    assert found.autoload_broken
+    for words in ("set TORCH_DEVICE_BACKEND_AUTOLOAD=0", "uninstall vendor-runtime"):
+        assert words in found.torch.remedy
+    assert "accelcore run" not in found.torch.remedy
 
 
 def test_a_runtime_that_torch_would_load_for_an_unusable_backend_is_noted(machine):

@@ -35,9 +35,16 @@ def named(entries, name):
     return entry
 
 
-@pytest.mark.parametrize("crash", CRASHES)
-@pytest.mark.parametrize("place", ["{}", PROBE], ids=["import", "probe"])
-def test_a_backend_that_ends_its_process_is_named_and_the_rest_is_shown_as_usual(machine, crash, place):
+# How a process ends has nothing to do with where: each end once, the quietest in both places, the others with `full`.
+@pytest.mark.parametrize(
+    ("place", "crash"),
+    [
+        *(("{}", crash) for crash in CRASHES),
+        (PROBE, "os._exit(0)"),
+        *(pytest.param(PROBE, crash, marks=pytest.mark.full) for crash in CRASHES if crash != "os._exit(0)"),
+    ],
+)
+def test_a_backend_that_ends_its_process_is_named_and_the_rest_is_shown_as_usual(machine, place, crash):
     machine.fakes.install(NO_CORE + place.format(crash), backends=["rotten"], distribution="rotten-plugin")
     machine.fakes.install("raise KeyError('LICENSE_FILE')", backends=["odd"])
     machine.fakes.install("", extensions=["fine"])

@@ -252,21 +252,7 @@ def test_autoload_stays_on_where_the_backend_works_or_nobody_knows_the_runtime(m
     assert done.stderr == ""
 
 
-# Several ranks, by torch's launcher.
-
-
-def test_two_ranks_meet_and_add(machine):
-    machine.write(
-        "train.py",
-        "import sys, torch, accelcore\n"
-        "accel = accelcore.select()\n"
-        "with accel.distributed() as job:\n"
-        "    total = job.all_reduce(torch.tensor([float(job.rank + 1)]))\n"
-        "    open(f'{sys.argv[1]}-{job.rank}', 'w').write(f'{job.world_size} {total.item()} {accel.name}')\n",
-    )
-    done = machine.run("run", "--device", "cpu", "--nproc", "2", "train.py", "sum")
-    assert done.returncode == 0, done.stderr
-    assert [(machine.folder / f"sum-{rank}").read_text() for rank in range(2)] == ["2 3.0 cpu"] * 2
+# Several ranks, by torch's launcher: those that meet are in test_restarts.py and, without restarts, in test_apex.py.
 
 
 def test_a_rank_that_raises_ends_all_with_its_traceback_and_leaves_no_process(machine):
