@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import torch
 from accelcore_cpu.backend import create
 
 import accelcore
+from accelcore.cli import main
+from accelcore.cli import verify as command
 from accelcore.testing import suite
 from accelcore.testing.options import ORACLES, options_of
 
@@ -147,22 +150,22 @@ def test_the_truth_passes(name, request):
         ask(lies.LIES[name], accelcore.select("cpu"), request)
 
 
-def test_the_scorecard_is_whole_or_an_error(liars):
+@pytest.fixture
+def verify(capsys):
+    """Run `accelcore verify backend` here, and the suite in its process: exit code, stdout, stderr."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "verify", cache(command.verify))
+        yield lambda *arguments: (main(["verify", "backend", *arguments]), *capsys.readouterr())
+
+
+def test_the_scorecard_is_whole_or_an_error(liars, verify):
     code, out, err = verify("device_that_ends_the_process", "--only", "runtime", "--timeout", "30")
     assert (code, out) == (64, "")
     assert "could not be run" in err
     assert "Traceback" not in err
 
 
-def verify(*arguments):
-    result = subprocess.run(
-        [sys.executable, "-m", "accelcore", "verify", "backend", *arguments],
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    return result.returncode, result.stdout, result.stderr
-
-
-def test_the_scorecard_names_the_lie_and_the_lines(liars):
+def test_the_scorecard_and_the_text_name_the_lie_and_the_lines(liars, verify):
     code, out, err = verify("memory_that_cannot_be_read", "--only", "runtime", "--json")
     assert code == 1, err
     card = json.loads(out)
@@ -182,8 +185,6 @@ def test_the_scorecard_names_the_lie_and_the_lines(liars):
     assert card["backend"]["name"] == "memory_that_cannot_be_read"
     assert card["backend"]["emulated"] is False
 
-
-def test_the_text_says_where_and_with_debug_how_it_came_there(liars):
     code, out, err = verify("memory_that_cannot_be_read", "--only", "runtime", "--debug")
     assert code == 1, err
     assert "accelcore/testing/runtime.py:" in out
@@ -191,9 +192,11 @@ def test_the_text_says_where_and_with_debug_how_it_came_there(liars):
     assert 'raise OSError("the driver cannot be asked")' in out, "the traceback is not shown"
 
 
-@pytest.mark.parametrize(("name", "said"), [("device_that_crashes", "SIGSEGV"), ("device_that_hangs", "10 seconds")])
-def test_a_crash_or_a_hang_is_one_failure(name, said, liars):
-    code, out, err = verify(name, "--only", "runtime", "--timeout", "10")
+@pytest.mark.parametrize(
+    ("name", "timeout", "said"), [("device_that_crashes", "100", "SIGSEGV"), ("device_that_hangs", "10", "10 seconds")]
+)
+def test_a_crash_or_a_hang_is_one_failure(name, timeout, said, liars, verify):
+    code, out, err = verify(name, "--only", "runtime", "--timeout", timeout)
     assert code == 1, err
     assert f"{name} does not conform: 1 failed" in out
     assert "failed  runtime: Memory figures are bytes" in out
@@ -202,14 +205,18 @@ def test_a_crash_or_a_hang_is_one_failure(name, said, liars):
 
 
 def test_the_honest_backend_conforms():
-    code, out, err = verify("cpu", "--only", "backend", "--only", "runtime")
-    assert code == 0, out + err
-    assert out.endswith("cpu conforms\n")
-    assert "\x1b" not in out
+    """By the command itself."""
+    done = subprocess.run(
+        [sys.executable, "-m", "accelcore", "verify", "backend", "cpu", "--only", "backend", "--only", "runtime"],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("cpu conforms\n")
+    assert "\x1b" not in done.stdout
 
 
 @pytest.mark.parametrize("name", ["auto", "cpu,cuda", "no_such_backend", "cpu:7", ""])
-def test_what_cannot_be_verified_is_a_mistake(name):
+def test_what_cannot_be_verified_is_a_mistake(name, verify):
     code, out, err = verify(name)
     assert (code, out) == (64, "")
     assert err.startswith("accelcore: ")
