@@ -54,7 +54,7 @@ def _saved(accel: accelcore.Backend, rank: int, megabytes: int, width: int, roun
         notes = {
             GATHERED: "torch.save of a full state_dict, flushed",
             PIECES: "flushed, with digests, whole or not at all",
-            TORCH: "not flushed",
+            TORCH: "flushed, without digests",
         }
         yield Table(
             title=f"{written / 1e6:.0f} MB of {dist.get_world_size()} ranks: one save",
@@ -93,4 +93,5 @@ def _gather(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, folde
 
 def _save_by_torch(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder / "torch")
+    writer = dcp.FileSystemWriter(folder / "torch", overwrite=True)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, storage_writer=writer)

@@ -11,6 +11,7 @@ from accelcore.optim.optimizer import Optimizer
 from accelcore.optim.shards import as_shard, shard_of
 from accelcore.training.plan import Plan
 from accelcore.training.strategies.choose import create_strategy
+from accelcore.training.strategies.strategy import Strategy
 
 __all__ = ["Shard"]
 
@@ -19,7 +20,10 @@ class Shard:
     """Chooses the strategy, and lets the optimizer train shards in place of the parameters they were cut from."""
 
     def check(self, plan: Plan) -> None:
+        before: Strategy | None = getattr(plan, "strategy", None)
         plan.strategy = create_strategy(plan.backend, plan.options)
+        if before is not None:
+            plan.strategy.take_over(before)
         plan.strategy.check(plan.model, plan.policy)
         plan.strategy.check_optimizer(plan.optimizer)
         if plan.strategy.shards and plan.options["clip"] is not None:

@@ -49,6 +49,9 @@ class Strategy(ABC):
     def check(self, model: nn.Module, policy: Policy) -> None:  # noqa: B027  # most can train any model
         """Raise ConfigurationError for what this strategy cannot train; changes nothing."""
 
+    def take_over(self, before: Strategy) -> None:  # noqa: B027  # most have nothing that lasts
+        """Other parameters are trained now than under the strategy `before`: have what lasts of it."""
+
     def check_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027  # most can step any
         """Raise UnsupportedError for an optimizer that this strategy cannot step; changes nothing."""
 

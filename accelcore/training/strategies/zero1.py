@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.errors import UnsupportedError
-from accelcore.optim.runs import Slot
 from accelcore.roles.composition import Roles
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.strategies.combine import CombineDDP, broadcast
+from accelcore.training.strategies.strategy import Strategy
 
 __all__ = ["Zero1"]
 
@@ -44,13 +44,21 @@ class Zero1(CombineDDP):
                     remedy=f"say {remedy}, and clip_norm=... to the trainer, which clips before",
                 )
 
+    def take_over(self, before: Strategy) -> None:
+        if isinstance(before, Zero1):
+            self._owners = before._owners
+
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
-        new = [slot for slot in gradients.slots if slot.name not in self._owners]
-        self._owners.update(_divided(new, self._collectives.world_size))
+        elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        trained = [slot.name for slot in gradients.slots]
+        frozen = sorted(elements.keys() - set(trained))  # which may have a state, too, or be trained later
+        for names in (trained, frozen):
+            new = {name: elements[name] for name in names if name not in self._owners}
+            self._owners.update(_divided(new, self._collectives.world_size))
         return super().replicate(model, gradients)
 
     def owns(self, name: str) -> bool:
-        return self._owners.get(name) == self._collectives.rank
+        return self._owners[name] == self._collectives.rank
 
     def update(self, gradients: Gradients, step: Callable[[], None]) -> None:
         received = [slot for slot, there in zip(gradients.slots, gradients.received, strict=True) if there]
@@ -61,11 +69,11 @@ class Zero1(CombineDDP):
             broadcast(self._collectives, updated, src=rank)
 
 
-def _divided(slots: Sequence[Slot], world_size: int) -> dict[str, int]:
-    """The owner of each slot, by name: that in whose stretch of all elements its middle is."""
-    total, before, owners = sum(slot.parameter.numel() for slot in slots), 0, {}
-    for slot in slots:
-        middle = before + slot.parameter.numel() / 2
-        owners[slot.name] = min(int(world_size * middle / max(total, 1)), world_size - 1)
-        before += slot.parameter.numel()
+def _divided(elements: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """The owner of each parameter, by name: that in whose stretch of all elements its middle is."""
+    total, before, owners = sum(elements.values()), 0, {}
+    for name, own in elements.items():
+        middle = before + own / 2
+        owners[name] = min(int(world_size * middle / max(total, 1)), world_size - 1)
+        before += own
     return owners
