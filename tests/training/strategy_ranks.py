@@ -272,6 +272,7 @@ def shared_batch(accel, rank, options):
     trainer((batch(0, 0), True))
     trainer((batch(0, 1), True))
     make(accel, options)((batch(rank, 0), True))
+    logging.getLogger("accelcore").removeHandler(handler)
     return records
 
 
