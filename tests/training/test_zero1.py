@@ -90,6 +90,12 @@ def test_what_is_frozen_or_unfrozen_keeps_its_owner(pair):
         close(rank["frozen"]["zero1"], rank["frozen"]["combine_ddp"], rtol=1e-5, atol=1e-6)
 
 
+def test_the_state_of_what_is_frozen_is_saved_and_resumed(pair):
+    before, after = (sorted(name for rank in pair for name in rank["kept"][when]) for when in (0, 1))
+    assert before == after
+    assert "blocks.0.inner.weight" in before
+
+
 def test_an_optimizer_that_clips_by_the_norm_of_many_gradients_is_refused(pair):
     for rank in pair:
         assert "lamb with use_global_grad_norm" in rank["refused"]["lamb"]

@@ -93,6 +93,19 @@ def frozen(accel):
     return found
 
 
+def kept(accel, folder):
+    """A state of what is frozen is saved, and resumed, like any."""
+    trainer = trained(accel, "partly", "adamw", "zero1")
+    trainer.model.blocks[0].requires_grad_(False)
+    trainer.save(folder / "frozen")
+    model = made("partly")
+    model.blocks[0].requires_grad_(False)
+    optimizer = accel.optimizers.create("adamw", model.parameters(), lr=LR, eps=1e-3)
+    resumed = accel.trainer(model, optimizer, loss=loss_of, parallel="zero1")
+    resumed.resume(folder / "frozen")
+    return [held(trainer)["names"], held(resumed)["names"]]
+
+
 def refused(accel):
     found = {}
     for name, own in OF_ALL.items():
@@ -115,7 +128,12 @@ def main() -> None:
     with accel.distributed() as job:
         found = {"equal": equal(accel, job.rank), "nine": nine(accel)}
         if job.world_size == 2:
-            found |= {"options": options(accel), "frozen": frozen(accel), "refused": refused(accel)}
+            found |= {
+                "options": options(accel),
+                "frozen": frozen(accel),
+                "kept": kept(accel, folder),
+                "refused": refused(accel),
+            }
         torch.save(found, folder / f"{job.rank}.pt")
 
 
