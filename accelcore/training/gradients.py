@@ -141,20 +141,18 @@ class Gradients(ABC):
     @contextmanager
     def withheld(self, slots: Sequence[Slot]) -> Iterator[None]:
         """Let an update find no gradient of these, so that it leaves them as they are."""
-        hidden = {id(slot.parameter) for slot in slots}
-        gradients = [slot.trained.grad for slot in slots]
-        flags = [memory.received for memory in self.memories()]
+        hidden, gradients = {id(slot.parameter) for slot in slots}, [slot.trained.grad for slot in slots]
+        before = [(memory, memory.received) for memory in self.memories()]
         for slot in slots:
             slot.trained.grad = None
-        for memory in self.memories():
-            pairs = zip(memory.parameters, memory.received, strict=True)
-            memory.received = [there and id(parameter) not in hidden for parameter, there in pairs]
+        for memory, received in before:
+            memory.received = [had and id(p) not in hidden for p, had in zip(memory.parameters, received, strict=True)]
         try:
             yield
         finally:
             for slot, gradient in zip(slots, gradients, strict=True):
                 slot.trained.grad = gradient
-            for memory, received in zip(self.memories(), flags, strict=True):
+            for memory, received in before:
                 memory.received = received
 
     def reduce_apart(self, add_up: Callable[[Tensor], Tensor]) -> None:  # noqa: B027
