@@ -34,7 +34,7 @@ def test_who_did_not_come_in_time_is_named_with_step_collective_and_line(run):
     (first, _), codes = run("waits")
     assert codes == [1, -signal.SIGKILL]
     said = final(first)
-    assert said.startswith("rank 1 of this job did not come to what the others do\n")
+    assert said.startswith("rank 1 of this job did not join a collective that others wait in\n")
     assert re.search(r"rank 1 is in step 2, its last collective is gloo:all_reduce of \(\d+,\), number \d+, ", said)
     assert re.search(r"it is at lost_ranks\.py:\d+ in loads; rank 0 is in step 3, its last collective is ", said)
     assert "5000ms" in said, "what torch says of the timeout"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelcore.roles.whereabouts import ranks
+from accelcore.roles.notes import ranks
 from accelcore.training.differences import Differences
 
 SCRIPT = Path(__file__).with_name("agreement_ranks.py")
