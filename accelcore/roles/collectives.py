@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -11,11 +10,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]  # its types leave them out
 
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.launchers import Launch
 from accelcore.roles.ranks import Op, Ranks
+from accelcore.roles.records import Records
 from accelcore.roles.whereabouts import Whereabouts
 
 __all__ = ["Collectives", "NoCollectives", "Op", "TorchCollectives"]
@@ -137,8 +136,8 @@ class TorchCollectives(Collectives):
         backend: torch.distributed's backend for it, or a pair that serves the CPU too.
         host: that for CPU tensors, of which a group is formed beside one that was adopted and takes none; None where
             every group takes them.
-        records: environment variables by which torch or the vendor's library keeps a record of collectives; set when a
-            group is formed, where they are not. For records that cost time: `detailed`.
+        records: environment variables by which torch or the vendor's library keeps a record of collectives; set while
+            a group that was formed here stands, where they are not. For records that cost time: `detailed`.
         detailed: the same, where TORCH_DISTRIBUTED_DEBUG is DETAIL.
     """
 
@@ -152,7 +151,7 @@ class TorchCollectives(Collectives):
         detailed: Mapping[str, str] | None = None,
     ) -> None:
         self._device = device
-        self._records, self._detailed = records or {}, detailed or {}
+        self._records = Records(records, detailed)
         self._whereabouts: Whereabouts | None = None
         self._backend, self._host = backend, host
         self._host_group: dist.ProcessGroup | None = None
@@ -171,7 +170,7 @@ class TorchCollectives(Collectives):
         if dist.is_initialized():
             self._check_fits(launch)
         elif launch is not None:
-            self._keep_records()
+            self._records.keep()
             try:
                 dist.init_process_group(
                     self._backend,
@@ -181,6 +180,7 @@ class TorchCollectives(Collectives):
                     timeout=timeout,
                 )
             except (RuntimeError, ValueError) as error:
+                self._records.put_back()
                 raise DistributedError(
                     f"rank {launch.rank} of {launch.world_size} could not join the others at {launch.init_method}",
                     why=str(error).split("\n", 1)[0],
@@ -249,11 +249,8 @@ class TorchCollectives(Collectives):
             # it was dropped, so give those threads time, once a job.
             time.sleep(_DRAIN_SECONDS)
             dist.destroy_process_group()
-
-    def _keep_records(self) -> None:
-        detail = get_debug_level() == DebugLevel.DETAIL
-        for name, value in {**self._records, **(self._detailed if detail else {})}.items():
-            os.environ.setdefault(name, value)
+        if not self._entered:
+            self._records.put_back()
 
     def _check_fits(self, launch: Launch | None) -> None:
         formed = (dist.get_rank(), dist.get_world_size())

@@ -334,6 +334,7 @@ def test_records_of_collectives_are_kept_unless_the_user_says_how(meeting, monke
     finally:
         collectives.close()
         dist.set_debug_level(level)
+    assert [os.environ.get(name) for name in ("RECORD", "CHOSEN", "SLOW")] == [None, "mine", None]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"rank": 0, "world_size": 1}])

@@ -1,4 +1,4 @@
-"""How long hccl waits for other ranks, as the user says it."""
+"""How long hccl waits for other ranks, as the user says it, and what it then says of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from accelcore.errors import ConfigurationError, DistributedError
 
@@ -54,3 +55,18 @@ def test_a_setting_that_makes_no_sense_is_named(alone, monkeypatch, rubbish):
     monkeypatch.setenv("HCCL_EXEC_TIMEOUT", rubbish)
     with pytest.raises(ConfigurationError, match="HCCL_EXEC_TIMEOUT"), alone():
         pass
+
+
+@pytest.mark.parametrize("detail", [False, True])
+def test_hccls_own_analysis_of_timeouts_is_on_where_torch_is_asked_for_details(alone, monkeypatch, detail):
+    """Not otherwise: it writes to the job's store in each collective."""
+    analysis = ("TORCH_HCCL_DESYNC_DEBUG", "TORCH_HCCL_DUMP_ON_TIMEOUT")
+    for name in analysis:
+        monkeypatch.delenv(name, raising=False)
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL if detail else dist.DebugLevel.OFF)
+    try:
+        with alone():
+            assert [os.environ.get(name) for name in analysis] == (["1", "1"] if detail else [None, None])
+    finally:
+        dist.set_debug_level(level)
