@@ -61,6 +61,14 @@ EXPLAINED = {
     "npu/test_torch_fftplancache.py::TorchFFTPlanCacheApiTestCase::test_size": Explanation(
         "hardware", r"fft_plan_cache\.size, 1\)", "it counts the plans that CANN's FFT library keeps"
     ),
+    "distributed/fsdp2/test_fully_shard_clip_grad_norm_.py::TestClipGradNormWorldSize4::test_clip_grad_norm_2d": (
+        Explanation(
+            "hardware",
+            r"ref_total_norm(?s:.)*Expected 23\.93\d+ but got 23\.93\d+",
+            "with 3 of 6 seeds it passes; ranks on the CPU, over gloo, get the same two norms of the same inputs; "
+            "test_sharding.py compares a norm that is exact",
+        )
+    ),
     # The checkout and the wheel
     **dict.fromkeys(
         (
@@ -79,6 +87,12 @@ EXPLAINED = {
     ),
     "utils/test_collet_env.py::TestCollectEnv::test_check_directory_path_readable_symlink": Explanation(
         "environment", r"not found in 'Invalid path is a symbolic link", "the wheel's own Python code says it otherwise"
+    ),
+    "test_torch_npu_init.py::TestTorchNpuBootstrap::test_06_component_behavior_snapshot": Explanation(
+        "environment", r"line 14, in <module>\s+E\s+AssertionError", "the wheel patches os.getenv only where it logs"
+    ),
+    "test_torch_npu_init.py::TestTorchNpuBootstrap::test_07_distributed_patch_behavior": Explanation(
+        "environment", r"no attribute '_hccl_get_sequence_number_for_group'", "the wheel has no such function"
     ),
     # The installed torch, by the same calls on the CPU
     "distributed/fsdp2/test_fully_shard_comm.py::TestFullyShardCommunication::test_fully_shard_communication_count": (

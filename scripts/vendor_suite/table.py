@@ -37,6 +37,7 @@ _ENVIRONMENT = (
     r"OSError: Could not load this library: .*libop_plugin_atb\.so",  # Ascend's transformer library is a package apart
     r"Failed to build stub:",  # of C++ allocators, by sources beside the tests
     r"fixture 'mesh' not found|object has no attribute '(runTest|assert\w+)'",  # no tests: scripts, base classes
+    r"'yield' keyword is allowed in fixtures, but not in tests",
     r"TypeError: \w+\.\w+\(\) missing \d+ required positional arguments",  # nor are these, without their own runner
     r"TypeError: foreach_(all_gather|reduce)\(\) (takes|missing|got) ",  # torch-npu is not that of the tests
     r"Expected: warn\('Unable to hit fast path of NPUGraphs",

@@ -1,7 +1,5 @@
 """The generic kernel: every layout of memory, every kind of result, and what each call costs."""
 
-import math
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -134,34 +132,6 @@ def test_a_rounding_mode_that_does_not_exist_is_refused_in_torch_npus_words(divi
     with pytest.raises(RuntimeError, match=r"but found 'up'(?s:.)*ERR01001 OPS invalid parameter"):
         divide(x, "up")
     assert torch.equal(divide(x.clone(), "floor").cpu(), divide(torch.tensor([7.0, 8.0]), "floor"))
-
-
-NORMS = {
-    "vector_norm": lambda x, p: torch.linalg.vector_norm(x, p),
-    "along one dimension": lambda x, p: torch.linalg.vector_norm(x, p, dim=0, keepdim=True),
-    "in float64": lambda x, p: torch.linalg.vector_norm(x, p, dtype=torch.float64),
-    "norm": lambda x, p: x.norm(p),
-    "norm along one dimension": lambda x, p: x.norm(p, -1),
-    "norm in float64": lambda x, p: torch.norm(x, p, dtype=torch.float64),
-    "foreach": lambda x, p: torch._foreach_norm([x], p)[0],
-    "out=": lambda x, p: torch.linalg.vector_norm(x, p, out=torch.empty((), dtype=x.dtype, device=x.device)),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("p", [0.5, 1, 2, 3, math.inf])
-@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-def test_a_norm_is_rounded_once(norm, p, dtype):
-    host = torch.linspace(-1, 1, 16384).to(dtype).reshape(2, -1)
-    found, exact = norm(host.npu(), p), norm(host.double(), p)
-    assert found.shape == exact.shape
-    assert found.dtype == norm(host, p).dtype
-    assert torch.equal(found.cpu().double(), exact.to(found.dtype).double())
-
-
-def test_a_norm_of_a_narrower_type_is_refused():
-    with pytest.raises(RuntimeError, match="convertible without narrowing"):
-        torch.linalg.vector_norm(torch.ones(2, device="npu"), dtype=torch.bfloat16)
 
 
 def test_each_device_has_its_results():
