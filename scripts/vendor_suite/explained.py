@@ -103,6 +103,17 @@ EXPLAINED = {
     ),
     **dict.fromkeys(
         (
+            "distributed/fsdp2/test_fully_shard_comm.py::TestFullyShardPrefetch::test_set_modules_to_backward_prefetch",
+            "distributed/fsdp2/test_fully_shard_comm.py::TestFullyShardPrefetch::test_set_modules_to_forward_prefetch",
+        ),
+        _older_torch(r"length of the sequences mismatch: 10 != 9", "the root reshards, as above"),
+    ),
+    "distributed/fsdp2/test_fully_shard_comm.py::TestFullyShardPrefetch::"
+    "test_fully_shard_multi_module_backward_prefetch": (
+        _older_torch(r"ValueError: Parameter 'output\.weight' is shared", "its fully_shard refuses tied parameters")
+    ),
+    **dict.fromkeys(
+        (
             f"distributed/checkpoint/test_checkpoint.py::TestDistributedFailure::test_load_error_handling{suffix}"
             for suffix in ("", "_no_dist")
         ),
