@@ -51,7 +51,8 @@ def variables(suite: Path, file: str) -> dict[str, str]:
     soc = "Ascend910A" if '"Ascend910A"' in script else "Ascend910B2"
     devices = 4 if file.startswith("distributed") else 2  # many tests leave themselves out where there are fewer
     environ = {**os.environ, **environment(Settings(devices=devices, memory=4 * 2**30, soc=soc))}
-    environ |= {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(suite)]), "OMP_NUM_THREADS": "1"}
+    path = [Path(__file__).parent, suite, (suite / file).parent]
+    environ |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
     environ |= {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])}
     environ |= {"DISABLED_TESTS_FILE": str(suite / _DISABLED)}
     if file.startswith("distributed"):
