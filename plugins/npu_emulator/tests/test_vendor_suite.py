@@ -1,6 +1,7 @@
 """The runner of the vendor's suite, on a suite made here: what it stops, and what it counts as what."""
 
 import os
+import runpy
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -85,6 +86,18 @@ def test_the_table_counts_what_needs_no_hardware(runner, tmp_path):
     assert "Of 4 tests that need no hardware, 50.0 % passed or were refused clearly." in lines
     again = tables.Table.read([tmp_path / tables.RESULT])
     assert again.markdown() == table.markdown()
+
+
+def test_a_file_has_what_lies_beside_it_and_a_distributed_one_has_four_devices(runner, emulated_npu, tmp_path):
+    main = runpy.run_path(str(Path(runner[0].__file__).with_name("__main__.py")))
+    found = {}
+    for file in ("npu/test_a.py", "distributed/deep/test_b.py"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+        environ = main["variables"](tmp_path, file)
+        assert str((tmp_path / file).parent) in environ["PYTHONPATH"].split(os.pathsep)
+        found[file] = environ["ACCEL_EMULATED_DEVICES"]
+    assert found == {"npu/test_a.py": "2", "distributed/deep/test_b.py": "4"}
 
 
 def test_what_was_looked_into_is_explained_where_it_says_the_same(runner):
