@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from hashlib import blake2b
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +35,7 @@ class Generators:
 
         self._recorder = recorder
         self._defaults = torch_npu.npu
+        self._lock = Lock()
 
     def draw(self, device: torch.device, generator: torch.Generator | None) -> tuple[int, int]:
         """The seed and offset of one kernel; the generator is advanced."""
@@ -42,6 +44,10 @@ class Generators:
             return generator.initial_seed(), offset
         if generator is None:
             generator = self._defaults.default_generators[device.index or 0]
+        with self._lock:  # no two threads draw the same
+            return self._advance(generator)
+
+    def _advance(self, generator: torch.Generator) -> tuple[int, int]:
         if self._recorder.tape is None:
             offset = generator.get_offset()
             generator.set_offset(offset + _INCREMENT)
