@@ -1,7 +1,7 @@
 """The gallery's scripts and their twins, made small enough for a test of seconds.
 
-As a program, a rank of a job: runs.py FOLDER ours twins runs all the scripts, then their twins, and what they return
-goes to FOLDER/rank-N.json.
+As a program, a rank of a job: runs.py FOLDER ours twins synced runs all the scripts, then their twins, then
+imagenet.py with BatchNorm over ranks; what they return goes to FOLDER/rank-N.json. Any of the three can be left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def run(which, name, folder, *options):
 
 def main(folder, *which):
     job = accelcore.select().join()  # which the scripts and their twins find
-    found = {each: {name: run(each, name, Path(folder)) for name in twins.NAMES} for each in which}
+    found = {each: {name: run(each, name, Path(folder)) for name in twins.NAMES} for each in which if each != "synced"}
+    if "synced" in which:
+        found["synced"] = run("ours", "imagenet", Path(folder), "--sync-batchnorm", f"--out={folder}/synced")
     Path(folder).mkdir(exist_ok=True)
     Path(folder, f"rank-{job.rank}.json").write_text(json.dumps(found), encoding="utf-8")
 

@@ -48,9 +48,22 @@ def loader_of(data, batch_size, seed, drop_last=False):
     return DataLoader(data, batch_size // world_size, sampler=sampler, drop_last=drop_last)
 
 
+class Together:
+    """What the two ranks of a job read, batch by batch, for one process that has the whole batch."""
+
+    def __init__(self, data, batch_size, seed):
+        samplers = [DistributedSampler(data, 2, rank, seed=seed) for rank in range(2)]
+        self.loaders = [DataLoader(data, batch_size // 2, sampler=sampler) for sampler in samplers]
+
+    def __iter__(self):
+        for parts in zip(*self.loaders, strict=True):
+            yield [torch.cat(each) for each in zip(*parts, strict=True)]
+
+
 def begin(loader, epoch):
-    if isinstance(loader.sampler, DistributedSampler):
-        loader.sampler.set_epoch(epoch)
+    for each in getattr(loader, "loaders", [loader]):
+        if isinstance(each.sampler, DistributedSampler):
+            each.sampler.set_epoch(epoch)
     return loader
 
 
@@ -95,7 +108,8 @@ def train_gpt(argv):
 def train_resnet(argv):
     args = imagenet.parse(argv)
     torch.manual_seed(args.seed)
-    loader = loader_of(imagenet.Pictures(args.size, args.classes, seed=1), args.batch_size, args.seed)
+    make = Together if args.sync_batchnorm else loader_of  # BatchNorm of the whole batch, by one process
+    loader = make(imagenet.Pictures(args.size, args.classes, seed=1), args.batch_size, args.seed)
     validation = DataLoader(imagenet.Pictures(args.size // 5, args.classes, seed=2), args.size)
     model = imagenet.resnet(args.classes, args.width)
     replica = wrap(model)

@@ -17,7 +17,7 @@ import twins
 def ranks(fork_ranks, tmp_path_factory):
     """What the scripts return on each of two emulated NPUs, and their twins on the CPU beside."""
     folder = tmp_path_factory.mktemp("ranks")
-    npu = fork_ranks(runs.__file__, folder / "npu", "ours", ACCEL_DEVICE="npu")
+    npu = fork_ranks(runs.__file__, folder / "npu", "ours", "synced", ACCEL_DEVICE="npu")
     cpu = fork_ranks(runs.__file__, folder / "cpu", "twins", ACCEL_DEVICE="cpu")
     ended = [rank.finish() for rank in (*npu, *cpu)]
     assert not any(rank.returncode for rank in ended), "\n".join(rank.stderr for rank in ended)
@@ -41,3 +41,10 @@ def test_alone_it_gives_the_cpus_losses(name, tmp_path, monkeypatch):
 def test_two_ranks_give_the_cpus_losses(name, ranks):
     for found in ranks:
         assert_alike(found["ours"][name], found["twins"][name])
+
+
+def test_batchnorm_over_ranks_gives_the_losses_of_the_whole_batch(ranks, tmp_path):
+    exact = runs.run("twins", "imagenet", tmp_path, "--sync-batchnorm")
+    assert_alike(ranks[0]["synced"], exact)
+    with pytest.raises(AssertionError):
+        assert_alike(ranks[0]["ours"]["imagenet"], exact)
