@@ -50,7 +50,7 @@ class GPT2LMHeadModel(nn.Module):
         return SimpleNamespace(loss=loss, logits=logits)
 
     def save_pretrained(self, save_directory: str) -> None:
-        Path(save_directory).mkdir()
+        Path(save_directory).mkdir(exist_ok=True)
 
 
 def create_model(model_name: str, num_classes: int) -> nn.Module:

@@ -29,15 +29,6 @@ def run(monkeypatch, tmp_path):
     return lambda which, name, *options: runs.run(which, name, tmp_path, *options)
 
 
-@pytest.fixture(scope="module")
-def ranks(fork_ranks, tmp_path_factory):
-    """What scripts and twins return on each of two ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    ended = [rank.finish() for rank in fork_ranks(runs.__file__, folder, "ours", "twins", ACCEL_DEVICE="cpu")]
-    assert [rank.returncode for rank in ended] == [0, 0], "\n".join(rank.stderr for rank in ended)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
-
-
 def assert_alike(found, exact, *, rel=2e-6):
     assert len(found) == len(exact)
     for mine, theirs in zip(found, exact, strict=True):
@@ -56,11 +47,13 @@ def test_alone_it_gives_the_losses_of_plain_torch(name, run):
     assert_alike(run("ours", name), run("twins", name))
 
 
-@pytest.mark.parametrize("name", twins.NAMES)
-def test_two_ranks_give_the_losses_of_plain_torch_with_ddp(name, ranks):
-    for found in ranks:
-        assert_alike(found["ours"][name], found["twins"][name])
-    assert ranks[0]["ours"][name] == ranks[1]["ours"][name]
+def test_two_ranks_give_the_losses_of_plain_torch_with_ddp(fork_ranks, tmp_path):
+    ended = [rank.finish() for rank in fork_ranks(runs.__file__, tmp_path, "ours", "twins", ACCEL_DEVICE="cpu")]
+    assert [rank.returncode for rank in ended] == [0, 0], "\n".join(rank.stderr for rank in ended)
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert first["ours"] == second["ours"]
+    for name in twins.NAMES:
+        assert_alike(first["ours"][name], first["twins"][name])
 
 
 def test_the_gpt_under_bf16_autocast_gives_the_losses_of_plain_torch(run):
