@@ -21,68 +21,80 @@ __all__ = ["draw_alike", "draw_apart", "drawn_alike"]
 
 Kernel = Callable[..., Any]
 
-_libraries: dict[str, list[torch.library.Library]] = {}
+
+class _Replaced:
+    """The kernels that draw on a kind of device, replaced from when this is made until they are put back."""
+
+    def __init__(self, device_type: str) -> None:
+        device = torch._C._dispatch_key_for_device(device_type)
+        keys = (device, f"Autograd{device}")
+        kernels: dict[tuple[OpOverload, str], Kernel] = {
+            (operator, key): _torchs_composition(operator) or partial(_refuse, operator)
+            for key in keys
+            for operator in of_a_device(key)
+        }
+        kernels |= {(operator, key): compose for operator, compose in COMPOSED.items() for key in keys}
+        kernels |= {(operator, device): kernel for operator, kernel in drawn().items()}
+        self._kernels = {place: _where_it_draws(*place, kernel, device_type) for place, kernel in kernels.items()}
+        self._libraries: dict[str, torch.library.Library] = {}
+        with warnings.catch_warnings():
+            # torch says so of a kernel that is replaced; it is back when ours is taken out.
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            for (operator, key), kernel in self._kernels.items():
+                library = self._library(operator.namespace)
+                library.impl(operator, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
+        self._forget()
+
+    def put_back(self) -> None:
+        for library in self._libraries.values():
+            library._destroy()  # type: ignore[no-untyped-call]
+        self._forget()
+
+    def _library(self, namespace: str) -> torch.library.Library:
+        if namespace not in self._libraries:
+            self._libraries[namespace] = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+        return self._libraries[namespace]
+
+    def _forget(self) -> None:
+        """Torch's dispatcher in Python, which compilers trace with, remembers at which keys there was a kernel."""
+        for operator, key in self._kernels:
+            operator._uncache_dispatch(getattr(torch._C.DispatchKey, key))
+
+
+_replaced: dict[str, _Replaced] = {}
+_eagerly: Any = None  # torch's stance to what is compiled
 _lock = threading.Lock()
 
 
 def draw_alike(device_type: str) -> None:
     """From now on, draw what is drawn on a kind of device, and on the host, from torch's generator of the host.
 
-    Forks, as of a data loader's workers, go on drawing as torch does. Compiled code is compiled anew.
+    Forks, as of a data loader's workers, go on drawing as torch does. What torch.compile has compiled, or will, runs
+    eagerly: compilers draw in code of their own.
     """
+    global _eagerly
     with _lock:
-        for kind in dict.fromkeys(("cpu", device_type)):
-            if kind not in _libraries:
-                _libraries[kind] = _installed(kind)
-    _compile_anew(falling_back=True)
+        for kind in ("cpu", device_type):
+            if kind not in _replaced:
+                _replaced[kind] = _Replaced(kind)
+        if _eagerly is None:
+            _eagerly = torch.compiler.set_stance("force_eager")
 
 
 def draw_apart() -> None:
     """Let each device draw its own numbers again."""
+    global _eagerly
     with _lock:
-        if not _libraries:
-            return
-        for library in (library for libraries in _libraries.values() for library in libraries):
-            library._destroy()  # type: ignore[no-untyped-call]
-        _libraries.clear()
-    _compile_anew(falling_back=False)
+        while _replaced:
+            _replaced.popitem()[1].put_back()
+        if _eagerly is not None:
+            _eagerly.__exit__(None, None, None)
+            _eagerly = None
 
 
 def drawn_alike() -> bool:
     """Whether numbers are drawn alike."""
-    return bool(_libraries)
-
-
-def _compile_anew(*, falling_back: bool) -> None:
-    """Have inductor call torch's operators for random numbers, or draw its own in what it generates."""
-    import torch._inductor.config as inductor  # it takes a second to load
-
-    inductor.fallback_random = falling_back
-    torch.compiler.reset()
-
-
-def _installed(device_type: str) -> list[torch.library.Library]:
-    """Put kernels in the place of each that draws on a kind of device."""
-    device = torch._C._dispatch_key_for_device(device_type)
-    keys = (device, f"Autograd{device}")
-    kernels: dict[tuple[OpOverload, str], Kernel] = {
-        (operator, key): _torchs_composition(operator) or partial(_refuse, operator)
-        for key in keys
-        for operator in of_a_device(key)
-    }
-    kernels |= {(operator, key): compose for operator, compose in COMPOSED.items() for key in keys}
-    kernels |= {(operator, device): kernel for operator, kernel in drawn().items()}
-    replacing = {place: _where_it_draws(*place, kernel, device_type) for place, kernel in kernels.items()}
-    libraries: dict[str, torch.library.Library] = {}
-    with warnings.catch_warnings():
-        # torch says so of a kernel that is replaced; it is back when ours is taken out.
-        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-        for (operator, key), kernel in replacing.items():
-            namespace = operator.namespace
-            if namespace not in libraries:
-                libraries[namespace] = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-            libraries[namespace].impl(operator, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
-    return list(libraries.values())
+    return bool(_replaced)
 
 
 def _where_it_draws(operator: OpOverload, key: str, alike: Kernel, device_type: str) -> Kernel:

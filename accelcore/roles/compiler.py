@@ -14,6 +14,7 @@ from torch import nn
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.known_faults import BACKWARD_UNDER_AUTOCAST, KnownFault
+from accelcore.randomness import drawn_alike
 
 __all__ = ["Compiled", "Compiler", "NoCompiler", "TorchCompiler"]
 
@@ -65,6 +66,9 @@ class Compiler(ABC):
 _BACKWARD_OUTSIDE_AUTOCAST = torch._functorch.config.patch({"backward_pass_autocast": "off"})
 
 
+_DRAWS = 'compilers draw numbers of their own, and runtime.seed(..., same="everywhere") asks for others'
+
+
 class NoCompiler(Compiler):
     """The compiler of a backend that declares none."""
 
@@ -89,7 +93,7 @@ class TorchCompiler(Compiler):
             _compile(nn.Identity(), options)
 
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
-        reason = self._missing()
+        reason = _DRAWS if drawn_alike() else self._missing()
         if reason is not None:
             logger.warning("the model runs eagerly, not compiled: %s", reason)
             return Compiled(module, compiled=False, reason=reason)

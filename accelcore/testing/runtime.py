@@ -53,6 +53,11 @@ def _busy(accel: Backend) -> Any:
     return event
 
 
+# Of seed 7, torch's generator of the host, a Mersenne Twister, gives first: 8 that are, or not, below a half; and these.
+_BELOW_HALF = [True, True, False, False, False, False, True, False]
+_BEHIND = [0.763043, 0.759357, 0.063021, 0.057556]
+
+
 class TestRuntime:
     """Seeds, random states, memory, transfers."""
 
@@ -78,6 +83,36 @@ class TestRuntime:
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
         finally:
             torch.use_deterministic_algorithms(before)
+
+    def test_same_seed_everywhere(self, accel: Backend) -> None:
+        """`same="everywhere"` gives the numbers that all devices have, in any dtype; without, they are its own again."""
+
+        def drawn() -> list[Any]:
+            return [torch.rand(8, device=accel.device).cpu().tolist(), *draw(accel)]
+
+        accel.runtime.seed(7)
+        own = drawn()
+        try:
+            accel.runtime.seed(7, same="everywhere")
+            kept = torch.nn.functional.dropout(torch.ones(8, device=accel.device), 0.5) != 0
+            uniform = torch.rand(4, device=accel.device)
+            assert kept.tolist() == _BELOW_HALF, "dropout has another mask than everywhere"
+            assert uniform.cpu().sub(torch.tensor(_BEHIND)).abs().max() < 1e-6, (
+                "rand gives other numbers than everywhere"
+            )
+            for dtype in (getattr(torch, name) for name in accel.capabilities.model_dtypes):
+                host, device = torch.empty(4, 6, dtype=dtype), torch.empty(6, 4, dtype=dtype, device=accel.device).T
+                for tensor in (host, device):
+                    accel.runtime.seed(7, same="everywhere")
+                    torch.nn.init.normal_(tensor)
+                assert torch.equal(device.cpu(), host), f"normal_ in {dtype} gives other numbers than on the host"
+            state = accel.runtime.rng_state()
+            expected = drawn()
+            assert accel.runtime.set_rng_state(state) == []
+            assert drawn() == expected, "a state that was put back does not repeat the numbers drawn since"
+        finally:
+            accel.runtime.seed(7)
+        assert drawn() == own, "a seed without it does not give the device's own numbers"
 
     def test_random_state_replays(self, accel: Backend) -> None:
         """Putting a saved random state back repeats the numbers drawn since, on the device and the host."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.randomness import drawn_alike
 from accelcore.training.captured import CapturedStep, check_capturable
 from accelcore.training.plan import Plan
 
@@ -19,6 +20,12 @@ class Capture:
             raise UnsupportedError(f"{plan.backend.name} declares no graphs", remedy="leave graph out")
         if plan.backend.collectives.world_size > 1:
             raise UnsupportedError("graph=True in a job of several ranks", remedy="leave graph out")
+        if drawn_alike():
+            raise UnsupportedError(
+                'graph=True after runtime.seed(..., same="everywhere")',
+                why="random numbers are drawn on the host then, which a graph would do once for all its launches",
+                remedy="leave graph out, or seed without same",
+            )
         check_capturable(plan.optimizer)
 
     def apply(self, plan: Plan) -> None:

@@ -38,6 +38,21 @@ def seed_that_is_ignored(backend):
     return replaced(backend, "runtime", seed=lambda honest, n, deterministic=False: None)
 
 
+@lie("TestRuntime.test_same_seed_everywhere", says="rand gives other numbers than everywhere")
+def same_numbers_that_are_its_own(backend):
+    return replaced(backend, "runtime", seed=lambda honest, n, same=None: honest.seed(n))
+
+
+@lie("TestRuntime.test_same_seed_everywhere", says="does not give the device's own numbers")
+def same_numbers_from_then_on(backend):
+    def seed(honest, n, same=None):
+        seed.alike = seed.alike or same
+        honest.seed(n, same=seed.alike)
+
+    seed.alike = None
+    return replaced(backend, "runtime", seed=seed)
+
+
 @lie("TestRuntime.test_random_state_of_another_device", says="is not reported")
 def unknown_random_state_in_silence(backend):
     def set_rng_state(honest, state):
