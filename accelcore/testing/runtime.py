@@ -53,7 +53,7 @@ def _busy(accel: Backend) -> Any:
     return event
 
 
-# Of seed 7, torch's generator of the host, a Mersenne Twister, gives first: 8 that are, or not, below a half; and these.
+# Of seed 7, torch's generator of the host, a Mersenne Twister, first gives 8 that are below a half or not; then these.
 _BELOW_HALF = [True, True, False, False, False, False, True, False]
 _BEHIND = [0.763043, 0.759357, 0.063021, 0.057556]
 
@@ -85,7 +85,7 @@ class TestRuntime:
             torch.use_deterministic_algorithms(before)
 
     def test_same_seed_everywhere(self, accel: Backend) -> None:
-        """`same="everywhere"` gives the numbers that all devices have, in any dtype; without, they are its own again."""
+        """`same="everywhere"` gives the numbers that all devices have, in any dtype; without, its own again."""
 
         def drawn() -> list[Any]:
             return [torch.rand(8, device=accel.device).cpu().tolist(), *draw(accel)]
