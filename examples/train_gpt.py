@@ -186,6 +186,8 @@ class Report:
         print(f"\n{sample}\n\nwritten to {self.folder}: metrics.jsonl, loss.png, checkpoints")
         print(f"validation loss  {loss:.3f} nats/byte  {bits['validation_bits']:.3f} bits/byte")
         print(f"bigram baseline  {self.bigram:.3f} nats/byte  {bits['bigram_bits']:.3f} bits/byte")
+        if loss >= self.bigram:
+            print(f"After {step} steps the model is no better than the bigram baseline: train longer, with --steps.")
 
     def draw(self, step: int, loss: float) -> None:
         validated = [(entry["step"], entry["validation_loss"]) for entry in self.steps if "validation_loss" in entry]

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -77,6 +77,7 @@ def run(
     limit: float,
     folder: Path | None = None,
     progress: Path | None = None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> Ended:
     """Run a command for at most `limit` seconds; however this ends, by Ctrl-C too, the child is gone.
 
@@ -88,6 +89,7 @@ def run(
         limit: seconds.
         folder: where it runs; None is this process's.
         progress: a file; whenever it has grown, the child has `limit` seconds more.
+        on_progress: called then.
     """
     start = time.perf_counter()
     # Files, not pipes: a process that the child leaves behind would keep a pipe open, and this one waiting.
@@ -97,7 +99,7 @@ def run(
             start_new_session=True,  # a group of its own, which can be ended whole
         )  # fmt: skip
         try:
-            status = _wait(child, limit, progress)
+            status = _wait(child, limit, progress, on_progress)
         finally:
             with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, of a group that has ended
                 os.killpg(child.pid, signal.SIGKILL)
@@ -105,7 +107,9 @@ def run(
         return Ended(status, limit, time.perf_counter() - start, _text(stdout), _text(stderr))
 
 
-def _wait(child: subprocess.Popen[bytes], limit: float, progress: Path | None) -> int | None:
+def _wait(
+    child: subprocess.Popen[bytes], limit: float, progress: Path | None, on_progress: Callable[[], None]
+) -> int | None:
     size, since = -1, time.monotonic()
     while True:
         left = since + limit - time.monotonic()
@@ -114,6 +118,7 @@ def _wait(child: subprocess.Popen[bytes], limit: float, progress: Path | None) -
         except subprocess.TimeoutExpired:
             if progress is not None and progress.stat().st_size != size:
                 size, since = progress.stat().st_size, time.monotonic()
+                on_progress()
             elif time.monotonic() - since >= limit:
                 return None
 

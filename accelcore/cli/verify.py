@@ -10,9 +10,10 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import click
 from accelcore.choices import parse
 from accelcore.cli import ROLES, child
 from accelcore.cli.child import Ended, exceptions_for_signals
+from accelcore.cli.progress import Progress
 from accelcore.environment import shown
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.launchers import outside_any_job
@@ -122,17 +124,21 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300) -> Sco
             "the conformance suite needs pytest, which is not installed", remedy="pip install 'accelcore[testing]'"
         )
     classes = [f"{_SUITE}::Test{role.capitalize()}" for role in roles] or [_SUITE]
-    with exceptions_for_signals(), tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
+    temporary = tempfile.TemporaryDirectory(prefix="accelcore-")
+    with exceptions_for_signals(), temporary as folder, ExitStack() as cleanup:
         report = Path(folder, "report")
         report.touch()
+        progress = Progress()
+        cleanup.callback(progress.end)
         while True:
             before = len(_verdicts(report))
-            ended, last_words = _run(name, classes, report, timeout)
+            ended, last_words = _run(name, classes, report, timeout, partial(_show, progress, report))
             entries = _verdicts(report)
             open_id = next((id_ for id_, verdict in entries.items() if not verdict.outcome), None)
             why = f"{_fate(ended)}\n{last_words}"
             if any(line["event"] == "done" for line in _lines(report)):
                 card = Scorecard(_backend(report), list(entries.values()))
+                assert len(card.verdicts) == _count(report), "a test has no outcome"
                 if ended.status not in _DONE:
                     card.verdicts.append(Verdict("backend", "end", "", _ENDS, "failed", why))
                 return card
@@ -148,7 +154,7 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
     backend = card.backend
     emulated = "EMULATED: " if backend["emulated"] else ""
     click.secho(f"{emulated}{backend['name']}:{backend['index']}, torch {backend['torch']}", bold=True)
-    click.echo("\n" + " " * 14 + "".join(outcome.rjust(14) for outcome in OUTCOMES))
+    click.echo("\n" + " " * 14 + "".join(head.rjust(14) for head in (*OUTCOMES, "tests")))
     for role in (*ROLES, None):
         counts = card.counts(role)
         if counts:
@@ -156,7 +162,7 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
                 click.style(str(counts[outcome]).rjust(14), fg=_COLORS[outcome] if counts[outcome] else None)
                 for outcome in OUTCOMES
             )
-            click.echo(f"  {role or 'all':12}" + "".join(cells))
+            click.echo(f"  {role or 'all':12}" + "".join(cells) + str(counts.total()).rjust(14))
     for verdict in card.verdicts:
         if verdict.outcome == "failed":
             case = f" [{verdict.case}]" if verdict.case else ""
@@ -178,7 +184,9 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
     click.secho(f"\n{emulated}{backend['name']} {conclusion}", fg=color, bold=True)
 
 
-def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> tuple[Ended, str]:
+def _run(
+    name: str, classes: Sequence[str], report: Path, timeout: float, on_progress: Callable[[], None]
+) -> tuple[Ended, str]:
     """One process of pytest, for `timeout` seconds a test; how it ended, and the last it wrote."""
     command = [
         sys.executable, "-X", "faulthandler", "-m", "pytest", "--pyargs", *classes,
@@ -189,7 +197,7 @@ def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> tup
     # The suite makes jobs of its own; as a rank of another job it would wait for ranks that never come.
     environ = {name: value for name, value in outside_any_job(os.environ).items() if not name.startswith("PYTEST_")}
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    ended = child.run(command, environ=environ, limit=timeout, folder=report.parent, progress=report)
+    ended = child.run(command, environ=environ, limit=timeout, folder=report.parent, progress=report, on_progress=on_progress)
     text = (ended.stdout + ended.stderr).strip()
     crash = text.find(_CRASH)
     return ended, text[-_TAIL:] if crash < 0 else text[max(0, crash - _BEFORE) :][:_TAIL]
@@ -216,6 +224,18 @@ def _lines(report: Path) -> list[dict[str, Any]]:
 def _backend(report: Path) -> dict[str, Any]:
     entry = next(line for line in _lines(report) if line["event"] == "backend")
     return {key: value for key, value in entry.items() if key != "event"}
+
+
+def _count(report: Path) -> int:
+    """How many tests there are; 0 while nobody knows."""
+    return next((line["count"] for line in _lines(report) if line["event"] == "collected"), 0)
+
+
+def _show(progress: Progress, report: Path) -> None:
+    verdicts = list(_verdicts(report).values())
+    if verdicts:
+        done = sum(bool(verdict.outcome) for verdict in verdicts)
+        progress.show(done, _count(report), verdicts[-1].role, verdicts[-1].what)
 
 
 def _verdicts(report: Path) -> dict[str, Verdict]:

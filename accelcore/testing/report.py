@@ -56,7 +56,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what an earlier process has begun."""
+    """Say how many tests there are, and leave out what an earlier process has begun."""
+    _write(config, event="collected", count=len(items))
     begun = set()
     for line in config.getoption("--accelcore-report").read_text("utf-8").splitlines():
         with suppress(ValueError):  # one that was killed may have written half a line

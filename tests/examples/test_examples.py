@@ -81,7 +81,9 @@ def test_gpt_learns_and_a_killed_run_resumes_exactly(run, tmp_path):
     assert summary["validation_loss"] < entries[4]["validation_loss"] < math.log(256)
     assert summary["validation_bits"] == pytest.approx(summary["validation_loss"] / math.log(2))
     assert summary["sample"].startswith("def ")
-    assert f"bigram baseline  {summary['bigram_loss']:.3f} nats/byte" in done.stdout.splitlines()[-1]
+    *_, baseline, verdict = done.stdout.splitlines()
+    assert f"bigram baseline  {summary['bigram_loss']:.3f} nats/byte" in baseline
+    assert verdict == "After 40 steps the model is no better than the bigram baseline: train longer, with --steps."
     assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step-00000020", "step-00000040"]
 
@@ -180,10 +182,12 @@ def test_own_loop_in_each_precision(precision, run, tmp_path):
 def test_own_loop_on_two_ranks_is_the_same_training(run, tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     short = ["--epochs", 1, "--output"]
-    run("own_loop.py", *short, tmp_path / "one", code=1)  # one epoch does not reach the goal
+    run("own_loop.py", *short, tmp_path / "one")
     command = as_a_user("own_loop.py", *short, tmp_path / "two", launcher=torchrun)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | VARIABLES)
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "It is below the goal of 0.9: train longer, with --epochs."
+    assert "Traceback" not in done.stderr
     (one,), _ = metrics(tmp_path / "one")
     (two,), _ = metrics(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-4)
