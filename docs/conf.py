@@ -4,18 +4,49 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from sphinx.application import Sphinx
+from sphinx.util.inspect import signature, stringify_signature
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "plugins" / "npu_emulator")]
 
 project = "accelcore"
 copyright = "the accelcore authors"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-html_theme = "furo"
-exclude_patterns = ["_build"]
-autodoc_mock_imports = ["accelcore.testing.options", "safetensors", "torch"]  # read for its docstrings, not run
-autodoc_member_order = "bysource"
-autodoc_typehints = "description"
-autodoc_class_signature = "separated"
-napoleon_google_docstring = True
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build", "tests"]
 default_role = "code"
 myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = "accelcore"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+copybutton_exclude = ".linenos, .gp, .go"
+
+# Read for their docstrings, not run.
+autodoc_mock_imports = ["accelcore.testing.options", "expecttest", "safetensors", "torch", "torch_npu"]
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints = "signature"
+napoleon_google_docstring = True
+napoleon_use_ivar = True  # attributes as a list, not as entries of several lines each
+# A signature that is longer has a line for each parameter.
+maximum_signature_line_length = 68
+python_use_unqualified_type_names = True
+
+
+def of_init(app: Sphinx, what: str, name: str, value: Any, options: Any, shown: str, returns: str) -> Any:
+    """A class below one of torch's is shown with its own signature: what stands in for torch's takes anything."""
+    if (
+        what == "class"
+        and "__init__" in vars(value)
+        and any(hasattr(base, "__sphinx_mock__") for base in value.__mro__)
+    ):
+        return stringify_signature(signature(value.__init__, bound_method=True), unqualified_typehints=True), None
+    return None
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-signature", of_init)

@@ -1,4 +1,4 @@
-"""An imaginary accelerator, played by the host. This module is loaded to ask whether it works: keep it light."""
+"""An imaginary accelerator, played by the host. This module must be light."""
 
 import os
 
@@ -7,8 +7,9 @@ from accelcore import Probe, hookimpl
 
 @hookimpl
 def accelcore_probe():
-    present = os.path.exists("/proc/self/statm")  # look for your driver, without loading it
-    return Probe("hostchip", available=present, reason="" if present else "no driver", remedy="use Linux", count=1)
+    present = os.path.exists("/proc/self/statm")  # find your driver, do not load it
+    reason = "" if present else "no driver"
+    return Probe("hostchip", present, reason=reason, remedy="use Linux", count=1)
 
 
 @hookimpl

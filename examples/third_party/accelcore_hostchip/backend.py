@@ -10,7 +10,9 @@ from accelcore.roles.precision import TorchPrecision
 from accelcore.roles.runtime import Memory, TorchRuntime
 from accelcore.roles.scaler import Scalers
 
-CAPABILITIES = Capabilities(autocast_dtypes=("bfloat16",), model_dtypes=("float32", "bfloat16"))
+CAPABILITIES = Capabilities(
+    autocast_dtypes=("bfloat16",), model_dtypes=("float32", "bfloat16")
+)
 
 
 class HostRuntime(TorchRuntime):
@@ -23,7 +25,8 @@ class HostRuntime(TorchRuntime):
 
 
 def create(index):
-    device, optimizers = torch.device("cpu"), Optimizers()  # "cpu": torch's name of yours
+    device = torch.device("cpu")  # torch's name of yours
+    optimizers = Optimizers()
     register_torch_optimizers(optimizers, fused=())
     return Backend(
         name="hostchip",

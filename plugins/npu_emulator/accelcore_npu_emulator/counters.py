@@ -1,4 +1,4 @@
-"""What a piece of a program costs, counted instead of timed: launches, host synchronisations, copies.
+"""What a piece of a program costs, counted instead of timed: launches, host synchronisations, copies::
 
     with counters.count() as cost:
         loss = trainer(batch)

@@ -1,6 +1,6 @@
 """Tests on an emulated NPU.
 
-In the topmost conftest.py of a test suite:
+In the topmost conftest.py of a test suite::
 
     pytest_plugins = ["accelcore_npu_emulator.pytest_plugin"]
 

@@ -1,0 +1,97 @@
+"""The reference has every public name, with what its docstring says, and without noise."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from bs4 import BeautifulSoup
+
+ROOT = Path(__file__).parents[2]
+
+# What a user, or the author of a backend, imports from. All names in their `__all__` are public.
+MODULES = [
+    "accelcore",
+    "accelcore.apex.amp",
+    "accelcore.apex.optimizers",
+    "accelcore.apex.parallel",
+    "accelcore.checkpoint.export",
+    "accelcore.errors",
+    "accelcore.hookspecs",
+    "accelcore.optim.formulas",
+    "accelcore.optim.optimizer",
+    "accelcore.optim.runs",
+    "accelcore.optim.torch_optimizers",
+    "accelcore.precision",
+    "accelcore.roles.accelerator",
+    "accelcore.roles.collectives",
+    "accelcore.roles.compiler",
+    "accelcore.roles.composition",
+    "accelcore.roles.optimizers",
+    "accelcore.roles.precision",
+    "accelcore.roles.ranks",
+    "accelcore.roles.runtime",
+    "accelcore.roles.scaler",
+    "accelcore.testing",
+    "accelcore_npu_emulator",
+    "accelcore_npu_emulator.counters",
+    "accelcore_npu_emulator.pytest_plugin",
+]
+
+
+def source(module):
+    distribution = ROOT / "plugins/npu_emulator" if module.startswith("accelcore_npu") else ROOT
+    path = distribution / module.replace(".", "/")
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+
+
+def homes(module):
+    """Each public name, and every address at which the module has it or finds it."""
+    body = source(module).body
+    listed = next(
+        ast.literal_eval(line.value)
+        for line in body
+        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "__all__"
+    )
+    found = {name: {f"{module}.{name}"} for name in listed}
+    for line in (line for statement in body for line in ast.walk(statement)):
+        if isinstance(line, ast.ImportFrom):
+            for name in line.names:
+                found.get(name.name, set()).add(f"{line.module}.{name.name}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def entries(site):
+    """Every entry of the reference: its address, its signature, what stands below it."""
+    found = {}
+    for page in sorted(site.glob("reference*.html")):
+        content = BeautifulSoup(page.read_text(), "html.parser")
+        for anchor in content.select("[id^=module-]"):
+            found[anchor["id"].removeprefix("module-")] = ("", anchor.find_next("p").get_text())
+        for term in content.select("dt.sig"):
+            for anchor in [term, *term.select("span[id]")]:
+                if anchor.get("id"):
+                    found[anchor["id"]] = (term.get_text(), term.find_next_sibling("dd").get_text(" ", strip=True))
+    for name in (names for module in MODULES for names in homes(module).values()):
+        entry = next((found[address] for address in name if address in found), None)
+        found |= dict.fromkeys(name, entry) if entry else {}
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_there_and_documented(module, entries):
+    for name, addresses in homes(module).items():
+        texts = {entries[address][1] for address in addresses & entries.keys()}
+        assert texts, f"{module}.{name} is not in the reference"
+        assert "" not in texts, f"{module}.{name} is in the reference, and not documented"
+
+
+def test_there_is_no_noise(entries):
+    for address, (signature, text) in entries.items():
+        assert ".__" not in address.removesuffix(".__version__"), address
+        assert "object at 0x" not in signature, signature
+        assert "*args" not in signature, signature
+        assert "Alias for field number" not in text, address
+        assert "Mock" not in signature, signature
