@@ -49,4 +49,5 @@ def of_init(app: Sphinx, what: str, name: str, value: Any, options: Any, shown: 
 
 
 def setup(app: Sphinx) -> None:
+    """Connect the function above."""
     app.connect("autodoc-process-signature", of_init)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from bs4 import BeautifulSoup
+from packaging.version import Version
 
 COLUMNS = 88
+"""Of code, not of output: what a program prints (`text`) is as wide as it is."""
+OLDEST_TORCH = Version("2.11")
+ROOT = Path(__file__).parents[2]
+NPU = ROOT / "plugins/npu/accelcore_npu/compatibility.py"
+CUDA = ROOT / "plugins/cuda/accelcore_cuda/builds.py"
 
 
 class Page(HTMLParser):
@@ -49,16 +56,35 @@ def test_links_and_anchors_lead_somewhere(site, pages):
 
 
 def test_no_page_of_the_site_is_left_for_the_repository(site):
-    sources = {path.stem for path in Path(__file__).parents[1].glob("*.md")}
-    for path in site.glob("*.html"):
+    sources = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    for path in site.rglob("*.html"):
         for link in re.findall(r'href="[^"]*?/([\w]+)\.md"', path.read_text()):
             assert link not in sources, f"{path.name}: {link}.md"
 
 
+def test_the_readme_has_rows_of_the_table():
+    table = (ROOT / "docs/troubleshooting.md").read_text().splitlines()
+    readme = (ROOT / "README.md").read_text().partition("## Troubleshooting")[2].partition("## More")[0]
+    rows = [line for line in readme.splitlines() if line.startswith("| `")]
+    assert rows
+    assert set(rows) <= set(table)
+
+
+def test_the_versions_are_those_that_the_probes_know():
+    page = (ROOT / "docs/install.md").read_text()
+    npu, cuda = runpy.run_path(str(NPU)), runpy.run_path(str(CUDA))
+    known = [(one.torch, one.cann, one.torch_npu) for one in npu["RELEASES"] if Version(one.torch) >= OLDEST_TORCH]
+    assert re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| ([\w.]+) \|$", page, re.M) == known
+    drivers = {int(number): driver for number, driver in re.findall(r"^\| CUDA (\d+) .*\| ([\d.]+) \|$", page, re.M)}
+    assert drivers == cuda["MINIMUM_DRIVERS"]
+
+
 def test_code_fits(site):
     wide = []
-    for path in site.glob("*.html"):
-        for block in BeautifulSoup(path.read_text(), "html.parser").select("div.highlight pre"):
+    for path in site.rglob("*.html"):
+        for block in BeautifulSoup(path.read_text(), "html.parser").select(
+            "div[class^=highlight-]:not(.highlight-text) pre"
+        ):
             wide += [f"{path.name}: {line}" for line in block.get_text().splitlines() if len(line) > COLUMNS]
     assert not wide
 
