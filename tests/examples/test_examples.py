@@ -23,9 +23,9 @@ SMALL_GPT = ["--context", "32", "--width", "64", "--layers", "1", "--batch-size"
 VARIABLES = {"ACCEL_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def as_a_user(script, *arguments, launcher=()):
+def as_a_user(script, *arguments):
     """The command for a Python of its own."""
-    return [sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)]
+    return [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
 
 
 @pytest.fixture
@@ -179,15 +179,12 @@ def test_own_loop_in_each_precision(precision, run, tmp_path):
     assert done.stdout.splitlines()[-1] == f"accuracy {summary['accuracy']:.4f}"
 
 
-def test_own_loop_on_two_ranks_is_the_same_training(run, tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+def test_own_loop_on_two_ranks_is_the_same_training(run, fork_ranks, tmp_path):
     short = ["--epochs", 1, "--output"]
     run("own_loop.py", *short, tmp_path / "one")
-    command = as_a_user("own_loop.py", *short, tmp_path / "two", launcher=torchrun)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | VARIABLES)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "It is below the goal of 0.9: train longer, with --epochs."
-    assert "Traceback" not in done.stderr
+    ended = [rank.finish() for rank in fork_ranks(EXAMPLES / "own_loop.py", *short, tmp_path / "two", **VARIABLES)]
+    assert [rank.returncode for rank in ended] == [0, 0], "".join(rank.stdout + rank.stderr for rank in ended)
+    assert ended[0].stdout.splitlines()[-1] == "It is below the goal of 0.9: train longer, with --epochs."
     (one,), _ = metrics(tmp_path / "one")
     (two,), _ = metrics(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-4)
