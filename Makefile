@@ -7,7 +7,10 @@
 
 PYTHON ?= python3
 ARGS ?=
-PIP = -m pip --disable-pip-version-check --quiet
+PIP = -m pip --disable-pip-version-check
+
+# What is kept between runs stays in this folder: matplotlib's list of fonts would go to the user's.
+export MPLCONFIGDIR = $(CURDIR)/.venv/matplotlib
 
 .PHONY: train test clean
 
@@ -21,12 +24,13 @@ test: .venv/test.done
 
 # A file of its own for each, made last: an interrupted set-up is started again.
 .venv/train.done: pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml) | .venv/bin/python
+	@.venv/bin/python scripts/set_up.py
 	.venv/bin/python $(PIP) install -c constraints.txt -e ".[examples]" -e plugins/cpu -e plugins/cuda -e plugins/npu
-	touch $@
+	@touch $@
 
 .venv/test.done: constraints.txt | .venv/bin/python
-	.venv/bin/python $(PIP) install -c constraints.txt tox
-	touch $@
+	.venv/bin/python $(PIP) --quiet install -c constraints.txt tox
+	@touch $@
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

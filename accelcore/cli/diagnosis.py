@@ -28,11 +28,19 @@ SCHEMA = 1
 
 USABLE, BROKEN, NOTHING_USABLE = 0, 1, 2
 
+_DISTRIBUTIONS = ("accelcore", "torch", "numpy", "safetensors", "pluggy")
+
 _VARIABLES = (
     "ACCEL_DEVICE",
     "ACCEL_PROBE_TIMEOUT",
     *JOB_VARIABLES,
     VARIABLE,
+    # What changes a process from outside: threads, compilers, where code is found. None of them holds a secret.
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "CXX",
+    "PYTHONPATH",
+    "LD_LIBRARY_PATH",
 )
 
 
@@ -88,7 +96,8 @@ class Diagnosis:
     """All that doctor found.
 
     Attributes:
-        versions: Python, accelcore, torch; None where one is not installed.
+        versions: Python, accelcore, torch, and what accelcore is made with; None where one is not installed.
+        platform: the system, the machine, the C library, the number of cores.
         misfits: what accelcore itself requires and does not have.
         environment: the variables that matter here; None where one is not set.
         autoload: the entry points that `import torch` calls.
@@ -163,8 +172,8 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
     if deep_timeout is not None:
         deep = examine(candidates, found, deep_timeout)
     return Diagnosis(
-        versions={"python": platform.python_version(), **_versions(("accelcore", "torch"))},
-        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+        versions={"python": platform.python_version(), **_versions(_DISTRIBUTIONS)},
+        platform=_platform(),
         executable=sys.executable,
         misfits=misfits(["accelcore"]),
         backends=backends,
@@ -177,6 +186,11 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
         faults=tuple(_installed_faults(candidates)),
         deep=deep,
     )
+
+
+def _platform() -> str:
+    parts = (platform.system(), platform.release(), platform.machine(), " ".join(platform.libc_ver()))
+    return f"{' '.join(filter(str.strip, parts))}, {os.cpu_count()} cores"
 
 
 def _backend(candidate: Candidate, offered: Iterable[Declared]) -> Backend:

@@ -197,7 +197,9 @@ def _run(
     # The suite makes jobs of its own; as a rank of another job it would wait for ranks that never come.
     environ = {name: value for name, value in outside_any_job(os.environ).items() if not name.startswith("PYTEST_")}
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    ended = child.run(command, environ=environ, limit=timeout, folder=report.parent, progress=report, on_progress=on_progress)
+    ended = child.run(
+        command, environ=environ, limit=timeout, folder=report.parent, progress=report, on_progress=on_progress
+    )
     text = (ended.stdout + ended.stderr).strip()
     crash = text.find(_CRASH)
     return ended, text[-_TAIL:] if crash < 0 else text[max(0, crash - _BEFORE) :][:_TAIL]

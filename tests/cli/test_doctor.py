@@ -86,6 +86,16 @@ def test_it_imports_neither_torch_nor_what_only_a_terminal_needs(machine, argume
     assert done.returncode == 0, done.stderr
 
 
+def test_it_says_what_an_issue_report_needs_and_no_secret(machine, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("HUB_TOKEN", "s3cret")
+    text = machine.run("doctor").stdout
+    assert "numpy " in text.splitlines()[0]
+    assert f"{os.cpu_count()} cores" in text.splitlines()[1]
+    assert "  OMP_NUM_THREADS=3" in text.splitlines()
+    assert "s3cret" not in text
+
+
 def test_vendors_variables_and_distributions_come_from_the_plugins(machine):
     machine.variables["ASCEND_RT_VISIBLE_DEVICES"] = "2,3"
     machine.torch_backend("pass")

@@ -205,7 +205,7 @@ def test_a_crash_or_a_hang_is_one_failure(name, timeout, said, liars, verify):
 
 
 def test_the_honest_backend_conforms():
-    """By the command itself."""
+    """By the command itself, which says how far it is, and whose counts add up."""
     done = subprocess.run(
         [sys.executable, "-m", "accelcore", "verify", "backend", "cpu", "--only", "backend", "--only", "runtime"],
         capture_output=True, text=True, timeout=240,
@@ -213,6 +213,11 @@ def test_the_honest_backend_conforms():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("cpu conforms\n")
     assert "\x1b" not in done.stdout
+    counted = ("  backend ", "  runtime ", "  all ")
+    *parts, total = [list(map(int, line.split()[1:])) for line in done.stdout.splitlines() if line.startswith(counted)]
+    assert all(sum(outcomes) == tests for *outcomes, tests in (*parts, total))
+    assert [sum(column) for column in zip(*parts, strict=True)] == total
+    assert f" of {total[-1]} tests  runtime" in done.stderr, "nobody is told how far it is"
 
 
 @pytest.mark.parametrize("name", ["auto", "cpu,cuda", "no_such_backend", "cpu:7", ""])

@@ -1,0 +1,34 @@
+"""Says, before pip begins, what `make train` is about to download, and how large that is."""
+
+from __future__ import annotations
+
+import platform
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["main"]
+
+# Of torch 2.13, with what it requires; rounded; the rest that the example needs is less than 100 MB.
+_CPU_BUILD, _CUDA_BUILD = "some 250 MB", "some 3 GB"
+
+
+def main() -> None:
+    """Print it. Looks at this machine only."""
+    if find_spec("torch") is not None:
+        print("Setting up .venv: torch is in it already; what the example needs beside it is small.")
+        return
+    cuda = platform.system() == "Linux" and platform.machine() == "x86_64"
+    print(
+        f"Setting up .venv: pip downloads torch, {_CUDA_BUILD if cuda else _CPU_BUILD} with what it requires, and less "
+        "than 100 MB of other packages,\nfrom the index that it is set to; nothing that is in its cache."
+    )
+    if cuda and not Path("/dev/nvidiactl").exists():
+        print(
+            f"There is no NVIDIA GPU here: torch's CPU build is enough, {_CPU_BUILD}. To have that, stop this (Ctrl-C) "
+            "and run\n  .venv/bin/python -m pip install -c constraints.txt torch --index-url INDEX\n"
+            "with the INDEX that https://pytorch.org/get-started/locally/ names for it. Another make train keeps it."
+        )
+
+
+if __name__ == "__main__":
+    main()
