@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import contextlib
-import logging
 import sys
-import textwrap
 import threading
 import time
 import traceback
@@ -312,173 +309,6 @@ def test_a_plugin_without_a_create_hook_is_broken(fakes):
         accelcore.select("hollow")
 
 
-# Optimizers that a plugin, or an extension, brings.
-
-REGISTER = """
-    from accelcore import hookimpl
-
-    @hookimpl
-    def accelcore_register_optimizers(backend, registry):
-        import torch
-
-        {before}
-        registry.register({name!r}, "theirs", torch.optim.SGD, priority=50)
-"""
-
-
-def parameter():
-    return torch.nn.Parameter(torch.ones(2))
-
-
-def test_a_backend_plugin_registers_its_own_optimizers(fakes):
-    fakes.backend("gifted", after=REGISTER.format(name="lion", before=""))
-    backend = accelcore.select("gifted")
-    assert type(backend.optimizers.create("lion", [parameter()], lr=0.1).engine) is torch.optim.SGD
-    assert "lion" not in accelcore.select("cpu").optimizers.names()
-
-
-def test_a_backend_plugin_that_cannot_register_its_optimizers_is_broken(fakes):
-    fakes.backend("clumsy", after=REGISTER.format(name="lion", before="raise KeyError('x')"))
-    with pytest.raises(PluginError, match="could not register its optimizers") as caught:
-        accelcore.select("clumsy")
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert accelcore.select("clumsy,cpu").name == "cpu"
-
-
-def test_what_creates_its_backend_for_long_is_named_in_the_log(fakes, monkeypatch, caplog):
-    monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.2")
-    fakes.backend("slow", before=HANG, create="RELEASE.wait(30)")
-
-    class Release(logging.Handler):
-        def emit(self, record):
-            sys.modules[module].RELEASE.set()
-
-    (module,) = fakes.modules
-    handler = Release()
-    logging.getLogger("accelcore").addHandler(handler)
-    try:
-        assert accelcore.select("slow").name == "slow"
-    finally:
-        logging.getLogger("accelcore").removeHandler(handler)
-    assert "1.0 has been creating slow:0 for 1.2 seconds" in caplog.text
-
-
-def test_a_backend_plugin_that_hangs_when_registering_is_given_up_in_time(fakes, monkeypatch):
-    monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.3")
-    fakes.backend("sluggish", before=HANG, after=REGISTER.format(name="lion", before="RELEASE.wait()"))
-    start = time.perf_counter()
-    with pytest.raises(PluginError, match="could not register its optimizers") as caught:
-        accelcore.select("sluggish")
-    assert time.perf_counter() - start < 2
-    assert isinstance(caught.value.__cause__, TimeoutError)
-
-
-def test_an_extension_adds_a_faster_route_to_somebody_elses_backend(fakes):
-    fakes.install(REGISTER.format(name="adamw", before=""), extensions=["faster"])
-    optimizers = accelcore.select("cpu").optimizers
-    assert optimizers.explain("adamw")[0] == accelcore.roles.optimizers.Choice("theirs", chosen=True)
-    assert type(optimizers.create("adamw", [parameter()], lr=0.1).engine) is torch.optim.SGD
-    assert type(optimizers.create("adamw", [parameter()], lr=0.1, route="loop").engine) is torch.optim.AdamW
-
-
-def test_an_extension_is_told_which_backend_it_extends(fakes):
-    fakes.install(REGISTER.format(name="lion", before="if backend.name != 'host': return"), extensions=["choosy"])
-    fakes.backend("host")
-    assert "lion" in accelcore.select("host").optimizers.names()
-    assert "lion" not in accelcore.select("cpu").optimizers.names()
-
-
-@pytest.mark.parametrize(
-    ("code", "says"),
-    [
-        ("raise ImportError('no libfast.so')", "no libfast.so"),
-        ("raise SystemExit(3)", "SystemExit"),
-        (REGISTER.format(name="lion", before="raise KeyError('x')"), "KeyError"),
-        (REGISTER.format(name="lion", before="raise SystemExit(3)"), "SystemExit"),
-        (REGISTER.format(name="lion", before="raise KeyError('x' * 1_000_000)"), "KeyError"),
-        (REGISTER.format(name="adamw", before="registry.register('adamw', 'loop', None)"), "already has a route"),
-    ],
-)
-def test_a_broken_extension_is_left_out_and_logged(fakes, caplog, code, says):
-    fakes.install(code, extensions=["frail"])
-    fakes.install(REGISTER.format(name="sturdy", before=""), extensions=["sturdy"])
-    backend = accelcore.select("cpu")
-    assert "sturdy" in backend.optimizers.names()
-    assert "lion" not in backend.optimizers.names()
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert says in record.getMessage()
-    assert len(record.getMessage()) < 1000
-
-
-@pytest.mark.parametrize("where", ["import", "register"])
-def test_an_extension_that_hangs_is_left_out_in_time(fakes, monkeypatch, caplog, where):
-    monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.3")
-    register = textwrap.dedent(REGISTER.format(name="lion", before="RELEASE.wait()"))
-    fakes.install(HANG + ("RELEASE.wait()" if where == "import" else register), extensions=["sleepy"])
-    fakes.install(REGISTER.format(name="sturdy", before=""), extensions=["sturdy"])
-    start = time.perf_counter()
-    backend = accelcore.select("cpu")
-    assert time.perf_counter() - start < 2
-    assert "sturdy" in backend.optimizers.names()
-    assert "lion" not in backend.optimizers.names()
-    assert "ACCEL_PROBE_TIMEOUT" in caplog.text or "in time" in caplog.text
-
-
-@pytest.mark.parametrize("late", [True, False], ids=["late", "raises"])
-def test_what_a_failed_registration_registers_counts_for_nothing(fakes, monkeypatch, late):
-    """Before it fails or after its time is up, in its registry or in its backend's."""
-    monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.3")
-    module = fakes.install(
-        """
-        import threading
-
-        import torch
-
-        from accelcore import hookimpl
-
-        RELEASE, DONE = threading.Event(), threading.Event()
-
-        @hookimpl
-        def accelcore_register_optimizers(backend, registry):
-            registry.register("early", "theirs", torch.optim.SGD)
-            if not LATE:
-                raise OSError("no power")
-            RELEASE.wait()
-            registry.register("adamw", "theirs", torch.optim.SGD, priority=50)
-            backend.optimizers.register("lion", "theirs", torch.optim.SGD)
-            DONE.set()
-        """.replace("LATE:", f"{late}:"),
-        extensions=["half"],
-    )
-    optimizers = accelcore.select("cpu").optimizers
-    if late:
-        sys.modules[module].RELEASE.set()
-        assert sys.modules[module].DONE.wait(30)
-    assert not {"early", "lion"} & set(optimizers.names())
-    assert "theirs" not in [choice.route for choice in optimizers.explain("adamw")]
-
-
-def test_an_extension_registers_on_the_callers_current_device(fakes, monkeypatch):
-    """Each thread has a current device of its own, here as in torch.accelerator; select() changes nobody's."""
-    current = threading.local()
-
-    @contextlib.contextmanager
-    def device_index(index):
-        before, current.index = getattr(current, "index", 0), index
-        yield
-        current.index = before
-
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: getattr(current, "index", 0))
-    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
-    before = "registry.register(f'on{torch.accelerator.current_device_index()}', 'theirs', torch.optim.SGD)"
-    fakes.install(REGISTER.format(name="lion", before=before), extensions=["local"])
-    with device_index(3):
-        assert "on3" in accelcore.select("cpu").optimizers.names()
-        assert current.index == 3
-
-
 # Several at once.
 
 
@@ -490,7 +320,7 @@ def test_backends_selected_in_many_threads_at_once_all_work_and_load_a_plugin_on
     def work(_):
         start.wait()
         backend = accelcore.select("busy")
-        weight = parameter()
+        weight = torch.nn.Parameter(torch.ones(2))
         optimizer = backend.optimizers.create("sgd", [weight], lr=0.5)
         weight.sum().backward()
         optimizer.step()
@@ -509,7 +339,7 @@ def test_backends_in_one_process_are_independent():
     assert "lion" in one.optimizers.names()
     assert "lion" not in other.optimizers.names()
     with pytest.raises(UnsupportedError, match="no optimizer 'lion'"):
-        other.optimizers.create("lion", [parameter()])
+        other.optimizers.create("lion", [torch.nn.Parameter(torch.ones(2))])
 
 
 def test_a_backend_is_frozen(accel):

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accelcore
-from accelcore.errors import ConfigurationError, PluginError, TrainingError, UnsupportedError
-from accelcore.roles.optimizers import Choice, Optimizers
+from accelcore.errors import ConfigurationError, TrainingError, UnsupportedError
 
 # Each optimizer under torch's own name, with options that leave no term of its formula out.
 CASES = {
@@ -208,29 +207,7 @@ def test_adamw_follows_the_formula_of_its_paper(lr, beta1, beta2, eps, decay, fa
     assert weight.item() == pytest.approx(theta, rel=1e-7, abs=1e-9)
 
 
-# Choosing a route.
-
-
-def test_explain_tells_every_route_best_first_and_why_not(accel):
-    assert accel.optimizers.explain("AdamW") == (
-        Choice("native", chosen=True),
-        Choice("fused", chosen=False, reason="a better route serves this request"),
-        Choice("loop", chosen=False, reason="a better route serves this request"),
-        Choice("foreach", chosen=False, reason="a better route serves this request"),
-        Choice("formula", chosen=False, reason="a better route serves this request"),
-    )
-    _, fused, loop, foreach, _ = accel.optimizers.explain("adamw", differentiable=True)
-    assert (fused.chosen, loop.chosen, foreach.chosen) == (False, True, False)
-    assert "differentiated" in fused.reason
-
-
-@pytest.mark.parametrize("switch", ["fused", "foreach"])
-@pytest.mark.parametrize("value", [True, False, None])
-def test_torchs_own_switches_are_refused_because_the_route_says_it(accel, switch, value):
-    assert not any(choice.chosen for choice in accel.optimizers.explain("adamw", **{switch: value}))
-    for route in ("auto", "fused", "loop", "foreach"):
-        with pytest.raises(UnsupportedError, match=rf"say route=\.\.\. instead of {switch}="):
-            accel.optimizers.create("adamw", [parameter()], route=route, **{switch: value})
+# Parameters, in every form that torch takes.
 
 
 @pytest.mark.parametrize("name", sorted(FUSED))
@@ -246,40 +223,6 @@ def test_complex_parameters_take_the_loop(accel, name):
     assert torch.equal(mixed[1], other)
     with pytest.raises(UnsupportedError, match=r"fused: .*complex64"):
         accel.optimizers.create(name, mixed, lr=0.1, route="fused")
-
-
-def test_a_route_that_is_not_there_is_refused_and_the_others_named(accel):
-    with pytest.raises(UnsupportedError, match="'adamax' cannot be made by route 'fused'") as caught:
-        accel.optimizers.create("adamax", [parameter()], route="fused")
-    assert caught.value.available == "loop, foreach"
-
-
-@pytest.mark.parametrize("name", ["adamv", "", "adam w"])
-def test_an_unknown_optimizer_is_refused_and_the_known_ones_named(accel, name):
-    for ask in (lambda: accel.optimizers.create(name, [parameter()]), lambda: accel.optimizers.explain(name)):
-        with pytest.raises(UnsupportedError, match=f"no optimizer '{name}'") as caught:
-            ask()
-        assert caught.value.available == ", ".join(accel.optimizers.names())
-
-
-@pytest.mark.parametrize("route", ["auto", "fused", "loop", "foreach"])
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"betta": 0.9}, "betta"),
-        ({"lr": -1.0}, "learning rate"),
-        ({"lr": 0.1, "betas": (0.9, 1.5)}, "beta"),
-        ({"lr": 0.1, "weight_decay": -0.1}, "weight_decay"),
-    ],
-)
-def test_an_option_that_makes_no_sense_is_refused_in_torchs_words(accel, route, options, says):
-    with pytest.raises(ConfigurationError, match="'adamw'") as caught:
-        accel.optimizers.create("adamw", [parameter()], route=route, **options)
-    assert says in caught.value.why
-    assert isinstance(caught.value.__cause__, TypeError | ValueError)
-
-
-# Parameters, in every form that torch takes.
 
 
 def test_a_learning_rate_is_passed_on_and_without_one_torchs_default_holds(accel):
@@ -413,72 +356,3 @@ def test_dampened_momentum_does_not_take_torchs_fused_kernel(accel, groups):
     assert optimizer.route != "fused"
     with pytest.raises(UnsupportedError, match="dampen the first step"):
         accel.optimizers.create("sgd", [weight], lr=0.1, route="fused", **options)
-
-
-# Registering.
-
-
-def sgd(params, **options):
-    return torch.optim.SGD(params, **options)
-
-
-def test_the_highest_priority_that_supports_the_request_wins():
-    registry = Optimizers()
-
-    def only(kind):
-        return lambda request: None if request.options.get("kind") == kind else f"not {kind}"
-
-    def factory(params, kind=None):
-        return torch.optim.SGD(params, lr=0.1)
-
-    for name, priority, supports in (("low", 1, only("b")), ("high", 9, only("a")), ("middle", 5, only("a"))):
-        registry.register("lion", name, factory, priority=priority, supports=supports)
-    weight = parameter()
-    assert registry.create("lion", [weight], kind="a").route == "high"
-    assert registry.create("LION", [weight], kind="b").route == "low"
-    assert registry.create("lion", [weight], kind="a", route="middle").route == "middle"
-    with pytest.raises(UnsupportedError) as caught:
-        registry.create("lion", [weight])
-    assert caught.value.why == "high: not a; middle: not a; low: not b"
-    with pytest.raises(UnsupportedError, match="'low'"):
-        registry.create("lion", [weight], kind="a", route="low")
-
-
-def test_a_route_sees_the_request_as_it_was_made():
-    seen = []
-    registry = Optimizers()
-    registry.register("Lion", "mine", sgd, supports=lambda request: seen.append(request))
-    one, other = parameter(), parameter()
-    registry.create("lIoN", [{"params": [("one", one)]}, {"params": [("other", other)]}], lr=0.5, momentum=0.1)
-    (request,) = seen
-    assert request.name == "lion"
-    assert request.options == {"lr": 0.5, "momentum": 0.1}
-    assert [id(p) for p in request.parameters] == [id(one), id(other)]
-    registry.explain("lion", momentum=0.5)
-    assert (seen[1].options, seen[1].parameters) == ({"momentum": 0.5}, ())
-
-
-@pytest.mark.parametrize(
-    ("name", "route", "priority"), [("lion", "mine", 1), ("LION", "mine", 1), ("lion", "yours", 0)]
-)
-def test_a_second_route_of_one_name_or_priority_is_refused(name, route, priority):
-    registry = Optimizers()
-    registry.register("Lion", "mine", sgd)
-    with pytest.raises(ConfigurationError, match="already has a route 'mine' of priority 0"):
-        registry.register(name, route, sgd, priority=priority)
-    assert [choice.route for choice in registry.explain("lion")] == ["mine"]
-
-
-def test_a_factory_that_makes_no_optimizer_is_a_broken_plugin():
-    registry = Optimizers()
-    registry.register("lion", "mine", lambda params: params)
-    with pytest.raises(PluginError, match="'mine' of optimizer 'lion' made a list"):
-        registry.create("lion", [parameter()])
-
-
-def test_a_refused_name_is_not_left_half_registered():
-    registry = Optimizers()
-    registry.register("lion", "mine", sgd)
-    registry.register("lion", "yours", sgd, priority=1)
-    assert [name for name in registry.names() if name not in Optimizers().names()] == ["lion"]
-    assert [choice.route for choice in registry.explain("lion")] == ["yours", "mine"]
