@@ -173,6 +173,12 @@ def make(accel, model=None, **options):
     return accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), **options)
 
 
+def test_an_evaluation_takes_no_random_numbers_from_the_training(accel):
+    trainer, before = make(accel), torch.get_rng_state()
+    assert sum(len(rows) for rows in trainer.evaluate(DataLoader(torch.ones(5, 4), 2))) == 5
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_in_an_evaluation_nothing_is_trained_and_behind_it_all_is_as_it_was(accel):
     trainer = make(accel, precision="bf16")
     trainer.model[2].eval()
