@@ -1,19 +1,14 @@
 from __future__ import annotations
 
 import json
-import os
 import textwrap
 import time
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import accelcore
-from accelcore.errors import ConfigurationError, DistributedError
-from accelcore.launchers import Launch
-from accelcore.roles.collectives import TorchCollectives
+from accelcore.errors import ConfigurationError
 
 OPS = ("sum", "avg", "min", "max")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64")
@@ -63,12 +58,6 @@ def _no_group_is_left():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@pytest.fixture
-def meeting(tmp_path):
-    """A place where the ranks of one job can meet."""
-    return f"file://{tmp_path}/meeting"
 
 
 # Alone.
@@ -291,155 +280,3 @@ def test_ranks_that_a_script_started_itself_meet_where_it_says(start):
             print(json.dumps([collectives.rank, collectives.world_size, total.item()]))
     """
     assert told(start(script)) == [[1, 2, 3], [0, 2, 3]]
-
-
-# A job of one process, and whose the group is.
-
-
-def test_a_job_of_one_rank_has_a_group_of_its_own_for_the_length_of_the_block(accel, meeting):
-    with accel.distributed(rank=0, world_size=1, init_method=meeting) as collectives:
-        assert dist.is_initialized()
-        assert (collectives.rank, collectives.world_size) == (0, 1)
-        assert collectives.cpu_group() is dist.group.WORLD
-        assert collectives.all_reduce(torch.tensor([2.0]), "avg").tolist() == [2.0]
-    assert not dist.is_initialized()
-
-
-def test_the_group_is_left_also_by_an_exception(accel, meeting):
-    with pytest.raises(KeyError), accel.distributed(rank=0, world_size=1, init_method=meeting):
-        raise KeyError
-    assert not dist.is_initialized()
-
-
-def test_the_timeout_reaches_torch(accel, meeting):
-    with accel.distributed(rank=0, world_size=1, init_method=meeting, timeout=timedelta(seconds=77)):
-        # torch offers no public way to read it.
-        assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
-
-
-@pytest.mark.parametrize("detail", [False, True])
-def test_records_of_collectives_are_kept_unless_the_user_says_how(meeting, monkeypatch, detail):
-    for name in ("RECORD", "SLOW", "CHOSEN"):
-        monkeypatch.setenv(name, "before")  # so that it is put back
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("CHOSEN", "mine")
-    level = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL if detail else dist.DebugLevel.OFF)
-    collectives = TorchCollectives(
-        torch.device("cpu"), "gloo", records={"RECORD": "1", "CHOSEN": "1"}, detailed={"SLOW": "1"}
-    )
-    try:
-        collectives.init(Launch(0, 1, 0, meeting))
-        assert [os.environ.get(name) for name in ("RECORD", "CHOSEN", "SLOW")] == ["1", "mine", "1" if detail else None]
-    finally:
-        collectives.close()
-        dist.set_debug_level(level)
-    assert [os.environ.get(name) for name in ("RECORD", "CHOSEN", "SLOW")] == [None, "mine", None]
-
-
-@pytest.mark.parametrize("arguments", [{}, {"rank": 0, "world_size": 1}])
-def test_a_group_that_the_script_formed_is_adopted_and_left_alone(accel, meeting, arguments):
-    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
-    with accel.distributed(**arguments) as collectives:
-        assert collectives.cpu_group() is dist.group.WORLD
-    assert dist.is_initialized()
-    with pytest.raises(KeyError), accel.distributed(**arguments):
-        raise KeyError
-    assert dist.is_initialized()
-
-
-def test_a_group_that_does_not_fit_is_refused_and_left_alone(accel, meeting):
-    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
-    with (
-        pytest.raises(DistributedError, match=r"this is rank 0 of 1, not rank 1 of 2"),
-        accel.distributed(rank=1, world_size=2),
-    ):
-        pytest.fail("a group of one was taken for a group of two")
-    assert dist.is_initialized()
-
-
-def test_a_group_that_cannot_take_this_devices_tensors_is_refused(accel, meeting):
-    dist.init_process_group("cuda:gloo", init_method=meeting, rank=0, world_size=1)
-    with pytest.raises(DistributedError, match="cannot reduce cpu tensors") as caught, accel.distributed():
-        pytest.fail("a group without the CPU was adopted")
-    assert "backend='gloo'" in caught.value.remedy
-    assert dist.is_initialized()
-
-
-def test_a_block_within_a_block_adopts_the_outer_ones_group_and_leaves_it_alone(accel, meeting):
-    with accel.distributed(rank=0, world_size=1, init_method=meeting):
-        with accel.distributed():
-            assert dist.is_initialized()
-        assert dist.is_initialized(), "the inner block has closed the outer block's group"
-    assert not dist.is_initialized()
-
-
-def test_another_backend_adopts_the_group_too(accel, meeting):
-    with accel.distributed(rank=0, world_size=1, init_method=meeting):
-        with accelcore.select("cpu").distributed() as collectives:
-            assert collectives.cpu_group() is dist.group.WORLD
-        assert dist.is_initialized()
-
-
-def test_a_script_may_destroy_the_group_itself(accel, meeting):
-    with accel.distributed(rank=0, world_size=1, init_method=meeting):
-        dist.destroy_process_group()
-    assert not dist.is_initialized()
-
-
-def test_one_job_may_follow_another(accel, tmp_path):
-    for number in range(2):
-        with accel.distributed(rank=0, world_size=1, init_method=f"file://{tmp_path}/{number}") as collectives:
-            assert collectives.cpu_group() is not None
-
-
-# Places that do not exist.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"rank": 0}, "come together"),
-        ({"world_size": 1}, "come together"),
-        ({"local_rank": 0}, "local_rank needs"),
-        ({"rank": 2, "world_size": 2}, "rank=2"),
-        ({"rank": -1, "world_size": 2}, "rank=-1"),
-        ({"rank": 0, "world_size": 0}, "world_size=0"),
-        ({"rank": 0, "world_size": 2, "local_rank": 2}, "local_rank=2"),
-    ],
-)
-def test_a_place_that_makes_no_sense_is_refused_before_anything_is_formed(accel, arguments, says):
-    with pytest.raises(ConfigurationError, match=says), accel.distributed(**arguments):
-        pytest.fail("it was joined")
-    assert not dist.is_initialized()
-
-
-def test_a_launchers_variable_that_makes_no_sense_is_refused(accel, monkeypatch):
-    monkeypatch.setenv("RANK", "zero")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ConfigurationError, match="RANK is 'zero'"), accel.distributed():
-        pytest.fail("it was joined")
-
-
-@pytest.mark.parametrize("method", ["env://", "bogus", "nfs://somewhere", "tcp://", "tcp://127.0.0.1", "file://"])
-def test_a_meeting_place_that_cannot_be_is_an_error_that_names_it(accel, method):
-    with (
-        pytest.raises(DistributedError, match=rf"rank 0 of 1 could not join the others at {method}\n") as caught,
-        accel.distributed(rank=0, world_size=1, init_method=method),
-    ):
-        pytest.fail("it was joined")
-    assert isinstance(caught.value.__cause__, RuntimeError | ValueError)
-    assert caught.value.why
-    assert not dist.is_initialized()
-
-
-def test_ranks_that_never_come_are_given_up_after_the_timeout(accel, meeting):
-    begin = time.monotonic()
-    with (
-        pytest.raises(DistributedError, match="rank 0 of 2 could not join the others"),
-        accel.distributed(rank=0, world_size=2, init_method=meeting, timeout=timedelta(seconds=1)),
-    ):
-        pytest.fail("it was joined")
-    assert 0.5 < time.monotonic() - begin < 20
-    with accel.distributed(rank=0, world_size=1, init_method=f"{meeting}-again") as collectives:
-        assert collectives.world_size == 1
