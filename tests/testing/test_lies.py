@@ -185,11 +185,11 @@ def test_the_scorecard_and_the_text_name_the_lie_and_the_lines(liars, verify):
     assert card["backend"]["name"] == "memory_that_cannot_be_read"
     assert card["backend"]["emulated"] is False
 
-    code, out, err = verify("memory_that_cannot_be_read", "--only", "runtime", "--debug")
-    assert code == 1, err
-    assert "accelcore/testing/runtime.py:" in out
-    assert "lies/verify.py:" in out
-    assert 'raise OSError("the driver cannot be asked")' in out, "the traceback is not shown"
+    for debug in ([], ["--debug"]):
+        code, out, err = verify("memory_that_cannot_be_read", "--only", "runtime", *debug)
+        assert code == 1, err
+        assert "".join(f"    at {place}\n" for place in failed["where"]) in out
+        assert ('raise OSError("the driver cannot be asked")' in out) == bool(debug), "the traceback, if asked for"
 
 
 @pytest.mark.parametrize(
