@@ -92,7 +92,7 @@ def test_it_says_what_an_issue_report_needs_and_no_secret(machine, monkeypatch):
     text = machine.run("doctor").stdout
     assert "numpy " in text.splitlines()[0]
     assert f"{os.cpu_count()} cores" in text.splitlines()[1]
-    assert "  OMP_NUM_THREADS=3" in text.splitlines()
+    assert "  OMP_NUM_THREADS='3'" in text.splitlines()
     assert "s3cret" not in text
 
 
