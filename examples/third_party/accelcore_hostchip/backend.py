@@ -10,7 +10,10 @@ from accelcore.roles.precision import TorchPrecision
 from accelcore.roles.runtime import Memory, TorchRuntime
 from accelcore.roles.scaler import Scalers
 
-CAPABILITIES = Capabilities(autocast_dtypes=("bfloat16",), model_dtypes=("float32", "bfloat16"))
+CAPABILITIES = Capabilities(
+    autocast_dtypes=("bfloat16",),
+    model_dtypes=("float32", "bfloat16"),
+)
 
 
 class HostRuntime(TorchRuntime):

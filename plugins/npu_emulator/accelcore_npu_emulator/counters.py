@@ -1,4 +1,6 @@
-"""What a piece of a program costs, counted instead of timed: launches, host synchronisations, copies::
+"""What a piece of a program costs, counted instead of timed: launches, host synchronisations, copies.
+
+This block is counted::
 
     with counters.count() as cost:
         loss = trainer(batch)
