@@ -83,5 +83,7 @@ def test_links_lead_somewhere(page):
             target = (page.parent / path) if path else page
             assert target.exists(), link
             if heading:
-                headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.M)
+                text = target.read_text(encoding="utf-8")
+                text += "".join((target.parent / name).read_text() for name in re.findall(r"{include} (\S+)", text))
+                headings = re.findall(r"^#+ (.+)$", text, re.M)
                 assert heading in {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings}, link

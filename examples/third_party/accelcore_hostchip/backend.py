@@ -10,10 +10,7 @@ from accelcore.roles.precision import TorchPrecision
 from accelcore.roles.runtime import Memory, TorchRuntime
 from accelcore.roles.scaler import Scalers
 
-CAPABILITIES = Capabilities(
-    autocast_dtypes=("bfloat16",),
-    model_dtypes=("float32", "bfloat16"),
-)
+CAN = Capabilities(autocast_dtypes=("bfloat16",), model_dtypes=("float32", "bfloat16"))
 
 
 class HostRuntime(TorchRuntime):
@@ -26,15 +23,14 @@ class HostRuntime(TorchRuntime):
 
 
 def create(index):
-    device = torch.device("cpu")  # torch's name of yours
-    optimizers = Optimizers()
+    device, optimizers = torch.device("cpu"), Optimizers()  # torch's name of yours
     register_torch_optimizers(optimizers, fused=())
     return Backend(
         name="hostchip",
         index=index,
         emulated=False,
-        capabilities=CAPABILITIES,
-        precision=TorchPrecision(device.type, CAPABILITIES, "AutocastCPU"),
+        capabilities=CAN,
+        precision=TorchPrecision(device.type, CAN, "AutocastCPU"),
         scaler=Scalers(device),
         optimizers=optimizers,
         collectives=NoCollectives(),
