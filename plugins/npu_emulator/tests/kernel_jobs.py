@@ -101,3 +101,9 @@ def attempts(*names):
         except RuntimeError as error:
             results.append(str(error))
     return results
+
+
+def first_use_in_inference_mode():
+    with torch.inference_mode():
+        first = torch.tensor([1, 2], device="npu") * 2
+    return first.tolist(), nn.functional.one_hot(torch.tensor([1, 0], device="npu"), 2).tolist()

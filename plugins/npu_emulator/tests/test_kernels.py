@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch_npu")
+jobs = pytest.importorskip("kernel_jobs")
 
 from accelcore_npu_emulator import counters  # noqa: E402
 
@@ -259,3 +260,9 @@ def test_copies_are_counted_with_their_bytes():
     with counters.count() as cost:
         torch.ones(5).npu().cpu()
     assert cost.bytes == {"host to device": 20, "device to host": 20}
+
+
+def test_what_is_first_used_in_inference_mode_is_written_to_outside_of_it(results):
+    [(inside, outside)] = results(jobs.first_use_in_inference_mode)
+    assert inside == [2, 4]
+    assert outside == [[0, 1], [1, 0]]

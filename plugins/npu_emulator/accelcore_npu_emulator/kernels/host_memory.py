@@ -23,7 +23,8 @@ _END = 1 << 47
 class _Spans(dict[torch.dtype, Tensor]):
     def __missing__(self, dtype: torch.dtype) -> Tensor:
         storage = torch._C._construct_storage_from_data_pointer(_START, CPU, _END - _START)
-        self[dtype] = span = torch.empty(0, dtype=dtype, device=CPU).set_(storage, 0, (0,), (1,))
+        with torch.inference_mode(False):  # whose tensors nobody could write to outside of it
+            self[dtype] = span = torch.empty(0, dtype=dtype, device=CPU).set_(storage, 0, (0,), (1,))
         return span
 
 
