@@ -38,9 +38,7 @@ class Evaluation:
         training = {module: module.training for module in model.modules()}
         model.eval()
         try:
-            with torch.random.fork_rng(devices=[]):  # each reading draws a seed for workers: training would go on apart
-                batches = iter(self._share(loader))
-            for batch in batches:
+            for batch in self._share(loader):
                 moved = runtime.to_device(batch)
                 with torch.no_grad(), self._make_region():  # not around the loader, which may compute, too
                     yield moved

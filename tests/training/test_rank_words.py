@@ -173,10 +173,17 @@ def make(accel, model=None, **options):
     return accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), **options)
 
 
-def test_an_evaluation_takes_no_random_numbers_from_the_training(accel):
-    trainer, before = make(accel), torch.get_rng_state()
-    assert sum(len(rows) for rows in trainer.evaluate(DataLoader(torch.ones(5, 4), 2))) == 5
-    assert torch.equal(torch.get_rng_state(), before)
+def test_an_evaluation_draws_as_much_as_plain_torch_and_nothing_with_a_generator(accel):
+    trainer, loader = make(accel), DataLoader(torch.ones(5, 4), 2)
+    torch.manual_seed(0)
+    assert sum(len(rows) for rows in loader) == 5
+    expected = torch.get_rng_state()
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    for generator, after in ((torch.Generator(), before), (None, expected)):
+        loader = DataLoader(torch.ones(5, 4), 2, generator=generator)
+        assert sum(len(rows) for rows in trainer.evaluate(loader)) == 5
+        assert torch.equal(torch.get_rng_state(), after)
 
 
 def test_in_an_evaluation_nothing_is_trained_and_behind_it_all_is_as_it_was(accel):
