@@ -9,6 +9,7 @@ HOOK = r"""
 extern "C" int aclrtMallocAlign32(void **address, size_t size, int policy) {
   auto next = reinterpret_cast<int (*)(void **, size_t, int)>(dlsym(RTLD_NEXT, "aclrtMallocAlign32"));
   puts(next ? "seen" : "nothing comes next");
+  fflush(stdout);  // before what Python prints, which has a buffer of its own
   return next ? next(address, size, policy) : -1;
 }
 """
