@@ -68,7 +68,7 @@ def start(folder, command, **environ):
     ("words", "environ"),
     [
         ("accelcore run --nproc 2 train.py", {}),
-        ("mpirun -n 2 python train.py", {}),
+        pytest.param("mpirun -n 2 python train.py", {}, marks=pytest.mark.full),
         ("srun python train.py", {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}),
     ],
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import saving, sharded
 
 
+@pytest.mark.full
 def test_models_that_ranks_divide_are_timed_beside_fully_shard_by_hand():
     (table,) = sharded.run(2, ("small GPT",))
     held = {row.case: row.counts["megabytes"] for row in table.rows}

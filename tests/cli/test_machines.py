@@ -107,6 +107,7 @@ def two_networks():
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
+@pytest.mark.full
 def test_two_machines_with_networks_of_their_own_train_together(machine):
     machine.write("train.py", TRAIN)
     machine.write("killed", "")
