@@ -62,6 +62,23 @@ def test_fused_attention_replays_its_dropout_in_the_backward():
     assert math.isclose(ours, out.diagonal(dim1=-2, dim2=-1).sum().item(), rel_tol=1e-4, abs_tol=1e-5)
 
 
+@pytest.mark.parametrize("version", ["", "_v2", "_v3"])
+def test_the_backward_returns_nothing_for_what_was_not_given(version):
+    query = torch.randn(2, 4, 6, 8, device="npu")
+    backward = getattr(torch_npu, f"npu_fusion_attention_grad{version}")
+    *gradients, sink = backward(query, query, query, query, 4, "BNSD")
+    assert [g.shape for g in gradients[:3]] == [query.shape] * 3
+    assert gradients[3:] == [None] * (3 if version == "_v2" else 1)
+    assert (sink.shape, sink.dtype) == ((0,), torch.float32)
+
+
+def test_the_gradient_of_a_bias_is_memory_that_nobody_writes():
+    query, bias = torch.randn(2, 4, 6, 8, device="npu"), torch.zeros(1, 4, 6, 6, device="npu")
+    gradient = torch_npu.npu_fusion_attention_grad(query, query, query, query, 4, "BNSD", pse=bias)[3]
+    assert gradient.shape == bias.shape
+    assert gradient.isnan().all()
+
+
 def test_fused_attention_refuses_what_it_does_not_know():
     query = torch.randn(4, 2, 8, device="npu")
     with pytest.raises(RuntimeError, match="EMULATED: npu operator npu::npu_fusion_attention is not emulated with"):

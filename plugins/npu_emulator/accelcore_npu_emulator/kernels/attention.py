@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -150,26 +151,31 @@ def attention_operators(machine: Machine) -> dict[str, Callable[..., Any]]:
         problem, *results = attend(query, key, value, head_num, input_layout, options)
         return *results, *(torch.tensor([n], device=CPU) for n in (problem.seed, problem.offset))
 
-    def backward(results: int) -> Callable[..., Any]:
-        def kernel(
-            query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **options: Any
-        ) -> Any:
-            options = {name: value for name, value in options.items() if value is not None}
-            # In the third version these are tensors, so that a graph can draw anew at each replay.
-            problem = _problem(head_num, input_layout, options, *(int(options.get(n, 0)) for n in ("seed", "offset")))
-            found = gradients(lambda q, k, v: _attend(q, k, v, problem)[0], (query, key, value), dy)
-            return *found, *(query.new_empty(0) for _ in range(results - len(found)))
-
-        return kernel
-
     return {
         "npu_fusion_attention": forward,
         "npu_fusion_attention_v2": forward,
         "npu_fusion_attention_v3": forward_v3,
-        "npu_fusion_attention_grad": backward(5),
-        "npu_fusion_attention_grad_v2": backward(7),
-        "npu_fusion_attention_grad_v3": backward(5),
+        "npu_fusion_attention_grad": _backward,
+        "npu_fusion_attention_grad_v2": _backward_with_rope,
+        "npu_fusion_attention_grad_v3": _backward,
     }
+
+
+def _backward(
+    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **options: Any
+) -> Any:
+    options = {name: value for name, value in options.items() if value is not None}
+    # In the third version these are tensors, so that a graph can draw anew at each replay.
+    problem = _problem(head_num, input_layout, options, *(int(options.get(n, 0)) for n in ("seed", "offset")))
+    found = gradients(lambda q, k, v: _attend(q, k, v, problem)[0], (query, key, value), dy)
+    # The device makes room for the gradient of the bias, where there is one, and does not compute it.
+    bias = None if problem.bias is None else torch.full_like(problem.bias, math.nan)
+    return *found, bias, key.new_empty(0, dtype=torch.float32)
+
+
+def _backward_with_rope(*args: Any, **options: Any) -> Any:
+    *found, sink = _backward(*args, **options)
+    return *found, None, None, sink
 
 
 _POSITIONAL = (
