@@ -4,11 +4,11 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch_npu  # noqa: F401  # where torch does not load it by itself
+import torch_npu  # where torch does not load it by itself
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 
@@ -62,3 +62,53 @@ def norm_over_a_mesh_of_two_dimensions():
     norm, clipped = norm.full_tensor().item(), parameter.grad.full_tensor().norm().item()
     dist.destroy_process_group()
     return norm, values.norm().item(), clipped, reductions
+
+
+def operators_of_divided_tensors():
+    """Values and gradients of operators of torch_npu's own, of tensors that are divided and of the same ones whole."""
+    start()
+    mesh = init_device_mesh("npu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+
+    def both(function, inputs, placement):
+        """The results and gradients, divided and gathered, and of a single device."""
+        told = []
+        for divide in (True, False):
+            leaves = [x.npu() for x in inputs]
+            leaves = [distribute_tensor(x, mesh, [placement]) if divide else x for x in leaves]
+            leaves = [x.detach().requires_grad_() for x in leaves]
+            result = function(*leaves)
+            result.backward(torch.ones_like(result))
+            values = [result, *(x.grad for x in leaves)]
+            told.append(numbers(values))
+        return told
+
+    def attend(query, key, value):
+        return torch_npu.npu_fusion_attention(query, key, value, 4, "BNSD", scale=0.3)[0]
+
+    told = {
+        f"repeat_interleave of {size} columns": both(
+            lambda x: x.repeat_interleave(3, dim=1), [torch.randn(2, size)], Shard(1)
+        )
+        for size in (3, 4)
+    }
+    told["attention"] = both(attend, [torch.randn(2, 4, 6, 8) for _ in range(3)], Shard(0))
+    told["convolution"] = whole_numbers_convolved(mesh)
+    dist.destroy_process_group()
+    return told
+
+
+def whole_numbers_convolved(mesh):
+    """Gradients of a convolution of whole numbers, whose sums are exact in every order."""
+    image, weight = torch.randint(-4, 5, (4, 3, 9, 9)).float().npu(), torch.randint(-4, 5, (4, 3, 3, 3)).float().npu()
+    upstream, options = torch.ones(4, 4, 9, 9).npu(), ((1, 1), (1, 1), (1, 1), 1, [True, True, False])
+    divided = [distribute_tensor(x, mesh, [Shard(0)]) for x in (image, upstream)]
+    found = torch_npu.npu_conv2d_backward(*divided, distribute_tensor(weight, mesh, [Replicate()]), *options)[:2]
+    whole = torch_npu.npu_conv2d_backward(image, upstream, weight, *options)[:2]
+    return [numbers(found), numbers(whole)]
+
+
+def numbers(tensors):
+    """The values of tensors, divided or whole."""
+    gathered = [x.full_tensor() if isinstance(x, DTensor) else x for x in tensors]
+    return [x.detach().flatten().tolist() for x in gathered]

@@ -218,6 +218,44 @@ def test_a_composite_counts_its_parts():
     assert cost.launches.total() == 3
 
 
+# Torch makes these of others; torch_npu hands each to the device as one, and its gradient as another.
+COMPOSITES = {
+    "repeat_interleave": (lambda x: x.repeat_interleave(2, 1), "npu::repeat_interleave_backward_int"),
+    "l1_loss": (lambda x: torch.nn.functional.l1_loss(x, torch.ones_like(x)), "npu::l1_loss_backward"),
+    "kl_div": (lambda x: torch.nn.functional.kl_div(x, x.detach(), reduction="sum"), "npu::kl_div_backward"),
+    "cdist": (lambda x: torch.cdist(x, x.detach()[:2]), "aten::_cdist_backward"),
+    "inverse": (torch.inverse, "aten::mm"),
+    "linalg_cholesky": (torch.linalg.cholesky, "aten::linalg_solve_triangular"),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_a_composite_of_the_devices_own_is_one_launch(name):
+    operator, backward = COMPOSITES[name]
+    host = (torch.eye(3) + 0.1).requires_grad_()
+    operator(host).sum().backward()
+    device = host.detach().npu().requires_grad_()
+    with counters.count() as cost:
+        result = operator(device)
+    launched = [key.partition(".")[0] for key in cost.launches.elements() if key != "aten::ones_like"]
+    assert launched == ["aten::" + name]
+    assert cost.synchronizations.total() == 0
+    with counters.count() as cost:
+        result.sum().backward()
+    assert backward in cost.launches
+    torch.testing.assert_close(device.grad.cpu(), host.grad)
+
+
+def test_repetitions_on_the_device_are_waited_for_unless_the_size_is_told():
+    values, repeats = torch.arange(3.0, device="npu"), torch.tensor([1, 0, 2]).npu()
+    with counters.count() as cost:
+        assert values.repeat_interleave(repeats, output_size=3).shape == (3,)
+    assert cost.synchronizations.total() == 0
+    with counters.count() as cost:
+        assert values.repeat_interleave(repeats).shape == (3,)
+    assert cost.synchronizations.total() == 1
+
+
 @pytest.mark.parametrize(
     "wait",
     [

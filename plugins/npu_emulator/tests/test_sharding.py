@@ -20,3 +20,10 @@ def test_a_norm_over_a_mesh_is_reduced_along_each_dimension_that_has_ranks(resul
         assert norm == pytest.approx(exact, rel=1e-6)
         assert clipped == pytest.approx(0.5, rel=1e-5)
         assert reductions == expected
+
+
+def test_operators_of_divided_tensors_give_what_they_give_of_whole_ones(results):
+    for told in results(jobs.operators_of_divided_tensors, ranks=2):
+        for name, (divided, whole) in told.items():
+            for found, expected in zip(divided, whole, strict=True):
+                assert found == (expected if name == "convolution" else pytest.approx(expected, abs=1e-5)), name

@@ -24,16 +24,13 @@ def _matmul_backward(grad: Tensor, self: Tensor, other: Tensor, mask: list[bool]
 
 
 def _l1_loss_backward(grad: Tensor, input: Tensor, target: Tensor, reduction: int) -> Any:
-    def loss(value: Tensor) -> Tensor:
-        return functional.l1_loss(value, target, reduction=_REDUCTIONS[reduction])
-
-    return gradients(loss, [input], grad)[0]
+    return gradients(lambda value: torch.ops.aten.l1_loss(value, target, reduction), [input], grad)[0]
 
 
 def _kl_div_gradient(wanted: int) -> Callable[..., Any]:
     def kernel(grad: Tensor, input: Tensor, target: Tensor, reduction: int = 1, *, log_target: bool = False) -> Any:
         def loss(value: Tensor, other: Tensor) -> Tensor:
-            return functional.kl_div(value, other, reduction=_REDUCTIONS[reduction], log_target=log_target)
+            return torch.kl_div(value, other, reduction, log_target=log_target)
 
         return gradients(loss, [input, target], grad)[wanted]
 

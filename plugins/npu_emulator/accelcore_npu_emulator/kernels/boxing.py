@@ -160,9 +160,10 @@ def _execution(
         return function(*values, **keywords)
 
     def waiting(values: list[Any], keywords: dict[str, Any], device: torch.device) -> Any:
-        if not signature.waits_for_masks_only or any(
-            t.dtype in (torch.bool, torch.uint8) for t in tensors_in(values[1])
-        ):
+        size_is_told = signature.argument("output_size", values, keywords) is not None
+        if signature.waits_for_masks_only:
+            size_is_told = not any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(values[1]))
+        if not size_is_told:
             machine.synchronize(signature.name)
         return function(*values, **keywords)
 

@@ -61,6 +61,8 @@ _TORCH_NPU_OWN = frozenset({
 _PAST_THE_DISPATCHER = ("_thnn_fused_gru_cell", "binary_cross_entropy_with_logits", "renorm")
 # torch_npu has autograd kernels for these, though there is no graph to record.
 _OF_INTEGERS = ("one_hot",)
+# Composites of torch that are single operators of the device; torch_npu knows their derivatives.
+_OF_THE_DEVICE = ("cdist", "inverse", "kl_div", "l1_loss", "linalg_cholesky", "repeat_interleave")
 # A part of this operator's result stays on the host.
 _BY_PARTS = ("_pack_padded_sequence",)
 _HOST_KEYS = ("CPU", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
@@ -128,7 +130,7 @@ def _kernels(machine: Machine) -> Iterator[tuple[str, str, Callable[..., Any]]]:
             yield name, _DEVICE, _refusal(name)
             if _has(name, _AUTOGRAD):
                 yield name, _AUTOGRAD, _refusal(name)
-        elif _has(name, "CompositeImplicitAutograd") and not _has(name, "CPU"):
+        elif _has(name, "CompositeImplicitAutograd") and not _has(name, "CPU") and base not in _OF_THE_DEVICE:
             kernel = decomposed(operator)
             yield name, _DEVICE, kernel
             yield name, _AUTOGRAD, kernel

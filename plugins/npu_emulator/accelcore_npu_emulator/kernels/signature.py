@@ -16,6 +16,8 @@ _TAKES_HOST_TENSORS = frozenset({"_foreach_copy_", "index", "index_put", "index_
 # torch tags its own random operators; these are torch_npu's.
 _RANDOM = frozenset({"_npu_dropout", "_dropout_with_byte_mask"})
 _WAITING_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+# torch tags a part of this one alone.
+_WAITING = frozenset({"aten::repeat_interleave.self_Tensor"})
 _TENSOR = ("Tensor", "Optional[Tensor]")
 _TENSORS = ("List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]")
 
@@ -80,6 +82,9 @@ def _written_argument(result: Any, arguments: list[Any]) -> str | None:
 
 
 def _waits(operator: torch._ops.OpOverload) -> bool:
-    # torch tags the functional overload of an operator and not always its `out` overload.
+    if str(operator._name) in _WAITING:
+        return True
     overloads = operator.overloadpacket
-    return any(tag in getattr(overloads, name).tags for name in overloads.overloads() for tag in _WAITING_TAGS)
+    # torch tags the functional overload of an operator and not always its `out` overload.
+    names = overloads.overloads() if any(a.is_out for a in operator._schema.arguments) else [operator._overloadname]
+    return any(tag in getattr(overloads, name).tags for name in names for tag in _WAITING_TAGS)
