@@ -69,6 +69,18 @@ EXPLAINED = {
             "test_sharding.py compares a norm that is exact",
         )
     ),
+    **dict.fromkeys(
+        (
+            f"distributed/tensor/test_math_ops.py::TestConv2d::test_torch_npu_npu_conv2d_backward_{which}input_shard0"
+            for which in ("", "bias_is_None_")
+        ),
+        Explanation(
+            "hardware",
+            r"assertEqual\(weight_dgrad\.full_tensor\(\), weight_grad\)(?s:.)*1\.3e-06 allowed",
+            "sums of some 3000 numbers in another order: of ranks on the CPU, over gloo, 39 of 40 seeds miss the tolerance, "
+            "too; test_sharding.py compares sums that are exact",
+        ),
+    ),
     # The checkout and the wheel
     **dict.fromkeys(
         (
