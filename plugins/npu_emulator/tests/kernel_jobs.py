@@ -107,3 +107,8 @@ def first_use_in_inference_mode():
     with torch.inference_mode():
         first = torch.tensor([1, 2], device="npu") * 2
     return first.tolist(), nn.functional.one_hot(torch.tensor([1, 0], device="npu"), 2).tolist()
+
+
+def devices_that_a_random_tensor_wakes():
+    torch.randn(1, device="npu:1")
+    return [torch_npu._C._npu_hasPrimaryContext(index) for index in range(2)]

@@ -304,3 +304,8 @@ def test_what_is_first_used_in_inference_mode_is_written_to_outside_of_it(result
     [(inside, outside)] = results(jobs.first_use_in_inference_mode)
     assert inside == [2, 4]
     assert outside == [[0, 1], [1, 0]]
+
+
+def test_random_numbers_of_one_device_wake_no_other(results):
+    [awake] = results(jobs.devices_that_a_random_tensor_wakes)
+    assert awake == [False, True]

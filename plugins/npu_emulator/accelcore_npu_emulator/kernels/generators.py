@@ -34,7 +34,7 @@ class Generators:
         import torch_npu
 
         self._recorder = recorder
-        self._defaults = torch_npu.npu
+        self._npu = torch_npu.npu
         self._lock = Lock()
 
     def draw(self, device: torch.device, generator: torch.Generator | None) -> tuple[int, int]:
@@ -43,8 +43,9 @@ class Generators:
             generator, offset = self._recorder.replayed.next_draw()
             return generator.initial_seed(), offset
         if generator is None:
-            generator = self._defaults.default_generators[device.index or 0]
-        with self._lock:  # no two threads draw the same
+            generator = self._npu.default_generators[device.index or 0]
+        # The generator looks at the current device, and would wake it. No two threads draw the same.
+        with self._npu.device(generator.device), self._lock:
             return self._advance(generator)
 
     def _advance(self, generator: torch.Generator) -> tuple[int, int]:
