@@ -77,8 +77,8 @@ EXPLAINED = {
         Explanation(
             "hardware",
             r"assertEqual\(weight_dgrad\.full_tensor\(\), weight_grad\)(?s:.)*1\.3e-06 allowed",
-            "sums of some 3000 numbers in another order: of ranks on the CPU, over gloo, 39 of 40 seeds miss the tolerance, "
-            "too; test_sharding.py compares sums that are exact",
+            "sums of some 3000 numbers in another order: of ranks on the CPU, over gloo, 39 of 40 seeds miss the tolerance "
+            "as well; test_sharding.py compares sums that are exact",
         ),
     ),
     # The checkout and the wheel
