@@ -77,7 +77,7 @@ EXPLAINED = {
         Explanation(
             "hardware",
             r"assertEqual\(weight_dgrad\.full_tensor\(\), weight_grad\)(?s:.)*1\.3e-06 allowed",
-            "sums of some 3000 numbers in another order: of ranks on the CPU, over gloo, 39 of 40 seeds miss the tolerance "
+            "sums of some 3000 numbers in another order: of ranks on the CPU, over gloo, 39 of 40 seeds miss it "
             "as well; test_sharding.py compares sums that are exact",
         ),
     ),
