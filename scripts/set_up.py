@@ -8,8 +8,8 @@ from pathlib import Path
 
 __all__ = ["main"]
 
-# Of torch 2.13, with what it requires; rounded; the rest that the example needs is less than 100 MB.
-_CPU_BUILD, _CUDA_BUILD = "some 250 MB", "some 3 GB"
+# Of torch 2.13, with what it requires; rounded.
+_CPU_BUILD, _CUDA_BUILD = "some 200 MB", "several GB"
 
 
 def main() -> None:
@@ -19,8 +19,8 @@ def main() -> None:
         return
     cuda = platform.system() == "Linux" and platform.machine() == "x86_64"
     print(
-        f"Setting up .venv: pip downloads torch, {_CUDA_BUILD if cuda else _CPU_BUILD} with what it requires, and less "
-        "than 100 MB of other packages,\nfrom the index that it is set to; nothing that is in its cache."
+        f"Setting up .venv: pip downloads torch, {_CUDA_BUILD if cuda else _CPU_BUILD} with what it requires, and some "
+        "90 MB of other packages,\nfrom the index that it is set to; nothing that is in its cache."
     )
     if cuda and not Path("/dev/nvidiactl").exists():
         print(

@@ -14,6 +14,8 @@ from accelcore.errors import CheckpointError, ConfigurationError
 
 __all__ = ["object_of", "rows_of"]
 
+_TREE = "tree"  # the object's own tensors are under "sent"
+
 
 def rows_of(value: object) -> Tensor:
     """An object as a one-dimensional uint8 tensor on the CPU, never empty.
@@ -30,12 +32,16 @@ def rows_of(value: object) -> Tensor:
             available=error.available,
             remedy="turn it into one of those before, or into text",
         ) from error
-    return torch.frombuffer(bytearray(save(tensors, {"tree": json.dumps(data)})), dtype=torch.uint8)
+    tensors[_TREE] = _of_bytes(json.dumps(data).encode())
+    return _of_bytes(save(tensors))
 
 
 def object_of(rows: Tensor) -> Any:
     """The object that `rows_of` made such a tensor of; tensors in it are on the CPU."""
-    found = rows.numpy().tobytes()
-    length = int.from_bytes(found[:8], "little")
-    header = json.loads(found[8 : 8 + length])
-    return decode(json.loads(header["__metadata__"]["tree"]), load(found))["sent"]
+    tensors = load(rows.numpy().tobytes())
+    data = json.loads(tensors.pop(_TREE).numpy().tobytes())
+    return decode(data, tensors)["sent"]
+
+
+def _of_bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
