@@ -1,6 +1,6 @@
 """A training whose ranks are killed, one after each start, at a moment that chance chooses: for test_restarts.py.
 
-Arguments: a folder; how many starts end so; how many are planned for, which decides the number of epochs.
+Arguments: a folder; how many starts end so; how many are planned for, which decides the number of epochs; the strategy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
             model,
             accel.optimizers.create("adamw", model.parameters(), lr=1e-2),
             loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
-            parallel="ddp",
+            parallel=sys.argv[4],
         )
         rows = torch.randn(4 * 4 * job.world_size, 4, generator=torch.Generator().manual_seed(0))
         loader = DataLoader(TensorDataset(rows, rows.prod(1, keepdim=True)), 4, shuffle=True)  # four steps an epoch
