@@ -62,11 +62,11 @@ class Rank:
 
 @pytest.fixture(scope="session")
 def outcome(tmp_path_factory):
-    """Run function(*arguments) in `ranks` processes at once; how each of them ended."""
+    """Run function(*arguments) in `ranks` processes at once; how each of them ended, within `patience` seconds."""
     if not INSTALLED:
         pytest.skip("torch_npu is not installed")
 
-    def run(function, *arguments, ranks=1, **variables):
+    def run(function, *arguments, ranks=1, patience=200, **variables):
         job = {"WORLD_SIZE": str(ranks), "ACCEL_EMULATED_DEVICES": str(max(ranks, 2)), "OMP_NUM_THREADS": "1"}
         job |= {"MASTER_FILE": str(tmp_path_factory.mktemp("job") / "store")} | variables
         outcomes = [Rank() for _ in range(ranks)]
@@ -82,7 +82,7 @@ def outcome(tmp_path_factory):
                 process.start()
                 theirs.close()
             while pipes:
-                ready = wait(pipes, timeout=200)
+                ready = wait(pipes, timeout=patience)
                 assert ready, f"ranks {sorted(pipes.values())} hang"
                 for pipe in ready:
                     told = outcomes[pipes.pop(pipe)]
@@ -106,8 +106,8 @@ def outcome(tmp_path_factory):
 def results(outcome):
     """As `outcome`, where every rank has to succeed: their results."""
 
-    def run(function, *arguments, ranks=1, **variables):
-        outcomes = outcome(function, *arguments, ranks=ranks, **variables)
+    def run(function, *arguments, **how):
+        outcomes = outcome(function, *arguments, **how)
         failed = [f"rank {rank}: {o.error or o.code}" for rank, o in enumerate(outcomes) if o.error or o.code]
         assert not failed, "\n".join(failed)
         return [o.result for o in outcomes]

@@ -30,7 +30,7 @@ def swept(results, tmp_path_factory):
         folder = tmp_path_factory.mktemp("swept")
         sweep = ("--sample-limit", "1", "--every", str(every), "--json", str(folder / "report.json"))
         missing = {"ACCEL_EMULATED_FAULTS": "missing@aten::exp"}
-        [(whole, part)] = results(jobs.commands, (sweep, {}), (("exp", "sum"), missing))
+        [(whole, part)] = results(jobs.commands, (sweep, {}), (("exp", "sum"), missing), patience=200 + 1800 // every)
         return folder, whole, part
 
     return functools.cache(run)
