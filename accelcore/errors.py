@@ -75,7 +75,13 @@ class UnsupportedError(AccelError, NotImplementedError):
 
 
 class DistributedError(AccelError, RuntimeError):
-    """The process group cannot be formed or used as asked."""
+    """The process group cannot be formed or used as asked.
+
+    Attributes:
+        failed: the ranks whose own failures are why; their errors say more.
+    """
+
+    failed: tuple[int, ...] = ()
 
 
 class TrainingError(AccelError, RuntimeError):

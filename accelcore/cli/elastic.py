@@ -19,7 +19,7 @@ BACKEND = "numbered"
 NODE = "node"
 """The machine's number, in its `--rdzv-conf`."""
 
-_ONE, _SEVERAL = "torch.distributed.run", "accelcore.cli.rendezvous"  # not imported: they import torch
+_PROGRAM = "accelcore.cli.launcher"  # not imported: it imports torch
 _ENDPOINT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/@]+):([1-9][0-9]{0,4})")
 
 
@@ -77,17 +77,15 @@ def machines_of(count: int | None, number: int | None, endpoint: str | None) -> 
 def arguments(nproc: int, max_restarts: int, machines: Machines | None) -> list[str]:
     """The arguments of Python that start torch's elastic launcher, and of that which start a rank."""
     if machines is None:
-        program, meeting = _ONE, ["--standalone"]
+        meeting = ["--standalone"]
     else:
-        program = _SEVERAL
         meeting = [
             "--nnodes", str(machines.count), "--rdzv-id", "accelcore", "--rdzv-backend", BACKEND,
             "--rdzv-endpoint", machines.endpoint,
             "--rdzv-conf", f"{NODE}={machines.number},is_host={int(machines.number == 0)}",
         ]  # fmt: skip
     return [
-        # Where torch was loaded before the launcher, Python warns that the launcher was, too: that is meant.
-        "-W", "ignore::RuntimeWarning:runpy", "-m", program, *meeting,
+        "-m", _PROGRAM, *meeting,
         "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts),
         # Behind --, because the launcher would take issue with options of the script's that resemble its own.
         # Isolated: a file in the script's folder may have the name of a module. The launcher's process id is that of

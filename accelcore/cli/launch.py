@@ -15,6 +15,7 @@ from accelcore.cli.stand_in import apex_path
 from accelcore.entrypoints import declared
 from accelcore.environment import requested_device, shown
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.failure_report import LAUNCHER
 from accelcore.installation import how_to_install
 from accelcore.plugins import Candidate
 
@@ -85,6 +86,7 @@ def run(
         # torch 2.13 keeps one store over restarts, in which gloo finds the addresses of ranks that are gone: every
         # other restart fails or hangs. With this, each start has a store of its own.
         environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        environ[LAUNCHER] = str(os.getpid())  # which is about to become it
     sys.stdout.flush()
     sys.stderr.flush()
     # Not a child: signals, exit code, terminal and process id are the script's own, and nothing is left to clean up.

@@ -1,16 +1,13 @@
-"""torch's elastic launcher for jobs of several machines: `accelcore run` becomes this program on each.
+"""How the machines of a job meet.
 
-The machines meet by torch's own rendezvous, the only one that can restart them all. It numbers them as it likes, while
+They do so by torch's own rendezvous, the only one that can restart them all. It numbers them as it likes, while
 whoever says `--node-rank 0` expects rank 0 there: its data, its files, its log. So the numbers are kept here, and rank
 0 is reached at the address that the user gave, which the others have just proved to know.
 """
 
 from __future__ import annotations
 
-import sys
-from typing import NoReturn
-
-from torch.distributed import PrefixStore, run  # type: ignore[attr-defined]  # its types leave it out
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # its types leave it out
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
@@ -25,7 +22,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from accelcore.cli.elastic import BACKEND, NODE
 
-__all__ = ["main"]
+__all__ = ["register"]
 
 
 class _Numbered(RendezvousHandler):
@@ -79,24 +76,6 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     return _Numbered(create_handler(store, backend, parameters), node, parameters.endpoint)
 
 
-def main() -> None:
-    """The arguments are those of `torch.distributed.run`."""
+def register() -> None:
+    """Let the launcher know of it, as the `--rdzv-backend` of that name."""
     rendezvous_handler_registry.register(BACKEND, _create)
-    try:
-        run.main()
-    except RendezvousError as error:
-        _give_up(error)
-
-
-def _give_up(error: RendezvousError) -> NoReturn:
-    cause = error.__cause__ or error
-    sys.exit(
-        f"accelcore: the machines of the job could not meet\n  why: {cause}\n"
-        "  what to do: start as many machines as --nnodes says, each with a --node-rank of its own, counted from 0, "
-        "and all with the same --rdzv HOST:PORT, the name or address at which they reach machine 0 and a port that is "
-        "free there"
-    )
-
-
-if __name__ == "__main__":
-    main()

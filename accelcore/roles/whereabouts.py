@@ -128,11 +128,13 @@ class Whereabouts:
         )
 
     def _cannot_go_on(self, failed: Sequence[int], notes: Mapping[int, Note], why: str = "") -> DistributedError:
-        return DistributedError(
+        error = DistributedError(
             f"{ranks(failed)} of this job failed, and the others cannot go on without it",
             why="; ".join(filter(None, [_places([*failed[:_NAMED], self._rank], notes), why])),
             remedy="see the traceback of that rank",
         )
+        error.failed = tuple(failed)
+        return error
 
     def _ask(self) -> tuple[dict[int, Note], list[int]]:
         """All notes, and the ranks that leave none any more; at once where one has failed."""

@@ -101,12 +101,7 @@ def test_torch_is_not_imported_and_its_launcher_only_used_where_it_has_work(mach
     done = machine.python("-c", program)
     assert done.returncode == 0, done.stderr
     file, command, environ = json.loads(done.stdout)
-    quiet = ["-W", "ignore::RuntimeWarning:runpy"]
-    front = (
-        [file, *quiet, "-m", "torch.distributed.run", "--standalone", *launcher, "--no-python", "--"]
-        if launcher
-        else []
-    )
+    front = [file, "-m", "accelcore.cli.launcher", "--standalone", *launcher, "--no-python", "--"] if launcher else []
     assert command[: len(front)] == front
     python, *options = command[len(front) : -3]
     assert (python, bool(options)) == (file, bool(launcher))
@@ -121,7 +116,7 @@ def test_several_machines_meet_by_a_rendezvous_that_keeps_their_numbers(machine)
     assert done.returncode == 0, done.stderr
     _, command, environ = json.loads(done.stdout)
     text = " ".join(command)
-    assert "-m accelcore.cli.rendezvous --nnodes 3 --rdzv-id accelcore --rdzv-backend numbered " in text
+    assert "-m accelcore.cli.launcher --nnodes 3 --rdzv-id accelcore --rdzv-backend numbered " in text
     assert "--rdzv-endpoint node0:29400 --rdzv-conf node=2,is_host=0 --nproc-per-node 4 --max-restarts 0 " in text
     assert command[-3:] == ["script.py", "--nnodes", "9"]
     assert environ["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
@@ -252,29 +247,8 @@ def test_autoload_stays_on_where_the_backend_works_or_nobody_knows_the_runtime(m
     assert done.stderr == ""
 
 
-# Several ranks, by torch's launcher: those that meet are in test_restarts.py and, without restarts, in test_apex.py.
-
-
-def test_a_rank_that_raises_ends_all_with_its_traceback_and_leaves_no_process(machine):
-    os.mkfifo(machine.folder / "pids")
-    machine.write(
-        "train.py",
-        "import os, threading\n"
-        "if os.environ['RANK'] == '0':\n"
-        "    with open('pids', 'w') as pids: pids.write(str(os.getpid()))\n"
-        "    threading.Event().wait()\n"
-        "other = open('pids').read()\n"  # there once the other rank is
-        "open('found', 'w').write(f'{other} {os.getpid()}')\n"
-        "raise ValueError('rank 1 gives up')\n",
-    )
-    done = machine.run("run", "--nproc", "2", "train.py")
-    assert done.returncode not in (0, 64)
-    ours, launchers = done.stderr.find("ValueError: rank 1 gives up"), done.stderr.find("ChildFailedError")
-    assert 0 <= ours < launchers, "the rank's traceback comes before the launcher's"
-    assert 'train.py", line 7' in done.stderr
-    for pid in (machine.folder / "found").read_text().split():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid), 0)
+# Several ranks, by torch's launcher. Those that meet are in test_restarts.py and, without restarts, in test_apex.py; those
+# that fail, in test_failed_ranks.py.
 
 
 def test_restarts_start_a_dead_rank_again(machine):

@@ -1,0 +1,140 @@
+"""What a user sees where ranks of `accelcore run` fail: their traceback once, a sentence on which it was, no more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from accelcore.cli.failed_ranks import Failure, said_of
+from accelcore.failure_report import FailureReport
+
+REMEDY = "\n  what to do: "
+
+
+def run(machine, code, *options):
+    """A script on two ranks: what the launcher returned, and what it and its ranks wrote."""
+    machine.write("train.py", code)
+    machine.variables["OMP_NUM_THREADS"] = "1"  # else torch's launcher says that it sets it
+    done = machine.run("run", "--device", "cpu", "--nproc", "2", *options, "train.py")
+    assert "ChildFailedError" not in done.stderr
+    assert "torch/distributed/run.py" not in done.stderr
+    return done.returncode, done.stderr
+
+
+def test_a_rank_that_raises_is_heard_once_and_first_and_those_that_it_takes_along_are_not(machine):
+    code, said = run(
+        machine,
+        "import torch, accelcore\n"
+        "with accelcore.select().distributed() as job:\n"
+        "    if job.rank == 1: raise ValueError('rank 1 gives up')\n"
+        "    job.all_reduce(torch.ones(1))\n",
+    )
+    *traceback, sentence, remedy = said.splitlines()
+    assert code == 1
+    assert sentence == "accelcore: the job ended because rank 1 failed with exit code 1: ValueError: rank 1 gives up"
+    assert remedy == "  what to do: see the traceback above"
+    assert traceback[0] == "[rank1]: Traceback (most recent call last):"
+    assert traceback[-1] == "[rank1]: ValueError: rank 1 gives up"
+    assert all(line.startswith("[rank1]: ") for line in traceback), said
+
+
+def test_ranks_that_fail_alike_are_heard_once(machine):
+    os.mkfifo(machine.folder / "meeting")
+    code, said = run(
+        machine,
+        "import accelcore, atexit, os\n"
+        # Each waits for the other, when its error has been reported: else the launcher may end one before that.
+        "atexit.register(lambda: open('meeting', 'w' if os.environ['RANK'] == '0' else 'r').close())\n"
+        "accelcore.select('nothing')\n",
+    )
+    assert code == 1
+    assert said.count("Traceback") == 1
+    assert said.count("there is no backend 'nothing'\n  why: ") == 1
+    assert said.splitlines()[-2].startswith(
+        "accelcore: the job ended because ranks 0 and 1 failed alike with exit code 1: UnknownBackendError: device="
+    )
+
+
+def test_what_a_rank_starts_is_heard_itself(machine):
+    """It has the rank's environment, and its failure is no rank's."""
+    child = "import accelcore; accelcore.select('nothing')"
+    code, said = run(
+        machine,
+        "import subprocess, sys\n"
+        f"done = [subprocess.run([sys.executable, '-c', {child!r}]) for _ in range(2)]\n"
+        "sys.exit(7 if all(one.returncode == 1 for one in done) else 8)\n",
+    )
+    assert (code, said.count("Traceback")) == (7, 4)
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "sentence"),
+    [
+        ("os._exit(7)", 7, "rank 1 ended with exit code 7"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL, "rank 1 was ended by SIGKILL"),
+    ],
+)
+def test_a_rank_that_says_nothing_ends_all_and_its_exit_code_is_the_launchers(machine, end, code, sentence):
+    os.mkfifo(machine.folder / "pids")
+    returned, said = run(
+        machine,
+        "import os, signal, threading\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    with open('pids', 'w') as pids: pids.write(str(os.getpid()))\n"
+        "    threading.Event().wait()\n"
+        "other = open('pids').read()\n"  # there once the other rank is
+        f"open('found', 'w').write(f'{{other}} {{os.getpid()}}')\n{end}\n",
+    )
+    assert returned == code
+    assert said.startswith(f"accelcore: the job ended because {sentence}{REMEDY}"), said
+    for pid in (machine.folder / "found").read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def test_a_launcher_that_is_told_to_end_says_so(machine):
+    machine.write("train.py", "import os, signal\nos.write(1, b'.\\n')\nsignal.pause()\n")
+    launcher = machine.start("run", "--nproc", "2", "train.py", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert [launcher.stdout.readline(), launcher.stdout.readline()] == [".\n", ".\n"]
+    launcher.terminate()
+    _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert said.splitlines()[-1] == "accelcore: the job was ended by SIGTERM"
+    assert "Traceback" not in said
+
+
+# Which rank it was.
+
+
+def reported(message, at, *, alike="", because=(), code=1):
+    return Failure(code, noticed=100, report=FailureReport(message, at, alike or message, because))
+
+
+@pytest.mark.parametrize(
+    ("failures", "why", "code"),
+    [
+        ({0: reported("KeyError: 'a'", 99.2), 1: reported("ValueError: b", 99.1)}, "rank 1 failed with", 1),
+        ({0: reported("DistributedError: 1", 99.1, because=(1,)), 1: reported("E: b", 99.2)}, "rank 1 failed with", 1),
+        # The launcher ended rank 0, which was slow to leave.
+        ({1: reported("E: b", 99.2), 0: reported("E: a", 99.1, code=-15)}, "rank 0 failed with exit code 1: E: a", 1),
+        ({2: Failure(-15, 100), 0: Failure(3, 101)}, "rank 0 ended with exit code 3", 3),
+        ({1: Failure(3, 100), 0: Failure(4, 100)}, "rank 1 ended with exit code 3", 3),
+        ({0: Failure(-15, 100), 1: Failure(-15, 100)}, "rank 0 was ended by SIGTERM", 143),
+        ({0: Failure(-11, 100)}, f"rank 0 was ended by SIGSEGV{REMEDY}set PYTHONFAULTHANDLER=1", 139),
+        ({0: Failure(-63, 100)}, "rank 0 was ended by signal 63", 191),
+        (
+            {rank: reported("E: a", 99, alike="same" if rank != 1 else "") for rank in range(4)},
+            "ranks 0, 2 and 3 failed alike with exit code 1: E: a",
+            1,
+        ),
+        # On another machine than the rank that failed.
+        ({0: reported("DistributedError: rank 5 failed", 99, because=(5,))}, "rank 0 failed with exit code 1: Dist", 1),
+    ],
+)
+def test_the_rank_that_failed_first_by_itself_is_named(failures, why, code):
+    said, returned = said_of(failures)
+    assert said.startswith(f"accelcore: the job ended because {why}"), said
+    assert returned == code
