@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from accelcore.roles.loss_scale import LossScale
     from accelcore.selection import installed, select
     from accelcore.training.activations import Recompute
+    from accelcore.training.checkpointing import Together
     from accelcore.training.fsdp_options import FSDP
     from accelcore.training.observers import Observer
     from accelcore.training.policy import Policy
@@ -62,6 +63,7 @@ __all__ = [
     "Probe",
     "Recompute",
     "ShardedStream",
+    "Together",
     "Trainer",
     "TrainingError",
     "UnknownBackendError",
@@ -84,6 +86,7 @@ _HOMES = {
     "Probe": "probe",
     "Recompute": "training.activations",
     "ShardedStream": "training.sharded_stream",
+    "Together": "training.checkpointing",
     "Trainer": "training.trainer",
     "hookimpl": "hookspecs",
     "installed": "selection",

@@ -1,8 +1,8 @@
 """What becomes of the error that ends a rank of `accelcore run`: it is shown once a host, and told to the launcher.
 
 One error often ends all ranks alike, and a rank that fails ends others that wait for it. So of ranks that fail alike
-the first shows its traceback, and one that fails because another of its host has failed shows none: the launcher says in
-a sentence what became of which rank.
+the first shows its traceback, and one that fails because another of its host has failed shows none: a sentence of the
+launcher's says what became of which rank.
 """
 
 from __future__ import annotations

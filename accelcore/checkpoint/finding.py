@@ -44,7 +44,7 @@ def _renamed(folder: Path) -> list[Path]:
         path
         for path in sorted(folder.iterdir())
         if not is_checkpoint_name(path) and not path.name.startswith(".")
-        if (path / MANIFEST).is_file() and any(path.glob("*.safetensors"))
+        if (path / MANIFEST).is_file() and any((*path.glob("*.safetensors"), *path.glob("*/*.safetensors")))
     ]
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "MANIFEST",
     "UNREADABLE",
     "WITH_PIECES",
+    "WITH_TRAINERS",
     "digest_of",
     "digest_of_manifest",
     "read_manifest",
@@ -21,15 +22,15 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
-FORMAT, WITH_PIECES = 2, 3
-"""Of a checkpoint all of whose tensors are whole, and of one where ranks have written pieces."""
+FORMAT, WITH_PIECES, WITH_TRAINERS = 2, 3, 4
+"""Of a checkpoint all of whose tensors are whole; of one where ranks have written pieces; of several trainers."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """What reading a file of somebody else's making can raise."""
 
-_READABLE = (1, FORMAT, WITH_PIECES)
+_READABLE = (1, FORMAT, WITH_PIECES, WITH_TRAINERS)
 _LARGEST_MANIFEST = 1 << 26
 _RANK = "rank-"
-_PART = re.compile(r"[a-z]+(-\d{5,})?")
+_PART = re.compile(r"([A-Za-z][A-Za-z0-9_]*/)?[a-z]+(-\d{5,})?", re.ASCII)  # the folder is a trainer's
 
 
 def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
     if digest != digest_of_manifest(manifest):
         raise ValueError(f"{MANIFEST} was changed after it was written")
     if type(manifest["format"]) is not int or manifest["format"] not in _READABLE:
-        raise ValueError(f"its format is {manifest['format']}; this accelcore reads formats 1 to {WITH_PIECES}")
+        raise ValueError(f"its format is {manifest['format']}; this accelcore reads formats 1 to {WITH_TRAINERS}")
     for number in ("steps", "world_size"):
         if type(manifest[number]) is not int or manifest[number] < 0:
             raise ValueError(f"{MANIFEST} says {number}={manifest[number]!r}")
@@ -55,11 +56,16 @@ def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
             raise ValueError(f"{file.name} is missing, or no file")
         if file.stat().st_size != facts["bytes"]:
             raise ValueError(f"{file.name} has {file.stat().st_size} of {facts['bytes']} bytes")
-        is_piece = "-" in name and not name.startswith(_RANK)
+        is_piece = "-" in name and not file.name.startswith(_RANK)
         if is_piece and number_of % share[1] != share[0]:
             continue  # another rank looks
         if digest_of(file) != facts["sha256"]:
             raise ValueError(f"{file.name} was changed after it was written")
+    if (manifest["format"] == WITH_TRAINERS) != ("trainers" in manifest):
+        raise ValueError(f"its format is {manifest['format']}, which does not go with what it says of trainers")
+    for name, steps in manifest.get("trainers", {}).items():
+        if type(steps) is not int or steps < 0:
+            raise ValueError(f"{MANIFEST} says that {name!r} has made {steps!r} steps")
     for places in (places for part in manifest.get("pieces", {}).values() for places in part.values()):
         for file, first, count in places:
             counts = type(first) is int and type(count) is int and min(first, count) >= 0

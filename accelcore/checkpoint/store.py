@@ -10,6 +10,8 @@
         rank-00000.safetensors    each rank's random state and position in the data
       .incomplete/                left behind by a process that was killed; cleared by the next save
 
+Of several trainers that are saved together, each has its files in a folder of its name: generator/model.safetensors.
+
 A file is one state tree: its tensors, and the rest as JSON in the safetensors header.
 """
 
@@ -36,6 +38,7 @@ from accelcore.checkpoint.manifest import (
     MANIFEST,
     UNREADABLE,
     WITH_PIECES,
+    WITH_TRAINERS,
     digest_of,
     digest_of_manifest,
     read_manifest,
@@ -144,6 +147,7 @@ def _write(
 ) -> None:
     """Write a file, and beside it what the manifest is to say of it, so that no rank has to read what others wrote."""
     path = folder / _INCOMPLETE / f"{name}.safetensors"
+    path.parent.mkdir(exist_ok=True)
     save_file(tensors, path, metadata=metadata)
     _flush(path)
     facts = {"bytes": path.stat().st_size, "sha256": digest_of(path), "rows": rows}
@@ -159,13 +163,18 @@ def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
     incomplete = folder / _INCOMPLETE
     files: dict[str, Any] = {}
     pieces: dict[str, dict[str, list[Place]]] = defaultdict(lambda: defaultdict(list))
-    for path in sorted(incomplete.glob(f"*{_FACTS}")):
-        told = json.loads(path.read_text(encoding="utf-8"))
-        files[path.stem] = {"bytes": told["bytes"], "sha256": told["sha256"]}
+    for path in sorted(incomplete.rglob(f"*{_FACTS}")):
+        told, file = (
+            json.loads(path.read_text(encoding="utf-8")),
+            path.relative_to(incomplete).with_suffix("").as_posix(),
+        )
+        files[file] = {"bytes": told["bytes"], "sha256": told["sha256"]}
         for name, (first, count) in told["rows"].items():
-            pieces[path.stem.rpartition("-")[0]][name].append((path.stem, first, count))
+            pieces[file.rpartition("-")[0]][name].append((file, first, count))
         path.unlink()
-    manifest = {"format": WITH_PIECES if pieces else FORMAT, "steps": steps, **facts, "files": files}
+        _flush(path.parent)
+    format_ = WITH_TRAINERS if "trainers" in facts else WITH_PIECES if pieces else FORMAT
+    manifest = {"format": format_, "steps": steps, **facts, "files": files}
     if pieces:
         manifest["pieces"] = pieces
     text = json.dumps({**manifest, "sha256": digest_of_manifest(manifest)}, indent=1)

@@ -1,16 +1,20 @@
-"""What a trainer does with checkpoints."""
+"""What trainers do with checkpoints, each alone or several together."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from accelcore.errors import ConfigurationError
 from accelcore.training.state import TrainingState, load, resume, save
 
-__all__ = ["Checkpointing"]
+__all__ = ["Checkpointing", "Together"]
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 class Checkpointing(ABC):
@@ -23,10 +27,6 @@ class Checkpointing(ABC):
     @abstractmethod
     def _state(self) -> TrainingState:
         """What a checkpoint is made of, where none of it is in motion."""
-
-    @abstractmethod
-    def _restored(self) -> None:
-        """What a checkpoint is made of was written to."""
 
     def save(self, folder: str | Path, *, keep: int | None = None, extra: Mapping[str, Any] | None = None) -> Path:
         """Save all that is needed to go on as if nothing had happened, as a new checkpoint in `folder`.
@@ -45,7 +45,7 @@ class Checkpointing(ABC):
             )
         if extra is not None:
             self.extra = dict(extra)
-        return save(self._state(), Path(folder), steps=self.steps, keep=keep)
+        return save({"": self._state()}, Path(folder), run=self._run, keep=keep)
 
     def resume(self, folder: str | Path) -> Path | None:
         """Go on from the newest checkpoint in `folder`, or from `folder` if it is itself one, whatever their names.
@@ -57,12 +57,11 @@ class Checkpointing(ABC):
             CheckpointError: it is damaged, or belongs to another model; on all ranks alike, and this trainer is left
                 as it was.
         """
-        found = resume(self._state(), Path(folder))
+        found = resume({"": self._state()}, Path(folder))
         if found is None:
             return None
-        path, self.steps, self._run = found
-        self._restored()
-        return path
+        self.steps, self._run = found.steps[""], found.run or self._run
+        return found.path
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Begin with what another program has saved: the model, and the optimizer's state where it is there, too.
@@ -77,6 +76,72 @@ class Checkpointing(ABC):
         Raises:
             CheckpointError: it cannot be read, or does not fit; this trainer is left as it was.
         """
-        rest = load(self._state(), Path(path))
-        self._restored()
-        return rest
+        return load(self._state(), Path(path))
+
+
+class Together:
+    """Saves and resumes several trainers as one.
+
+    Those of a GAN, for example::
+
+        both = accelcore.Together(generator=train_g, discriminator=train_d)
+        both.resume("outputs/gan")
+        ...
+        both.save("outputs/gan", keep=2)
+
+    There is no checkpoint of the one without the other, and none is restored where another cannot be.
+
+    Args:
+        trainers: by name, all of one job. Each has its files in a folder of its name.
+
+    Raises:
+        ConfigurationError: there is no trainer, or something else; or one has two names; or a name cannot be that of
+            its folder.
+    """
+
+    def __init__(self, **trainers: Checkpointing) -> None:
+        remedy = "give trainers by name: accelcore.Together(generator=train_g, discriminator=train_d)"
+        if not trainers:
+            raise ConfigurationError("there are no trainers to save together", remedy=remedy)
+        for name, trainer in trainers.items():
+            if not isinstance(trainer, Checkpointing):
+                raise ConfigurationError(f"{name} is a {type(trainer).__name__}, and no trainer", remedy=remedy)
+            if not _NAME.fullmatch(name):
+                raise ConfigurationError(f"{name!r} cannot be a folder's name", remedy="use the letters a to z")
+        if len({name.lower() for name in trainers}) < len(trainers):
+            raise ConfigurationError(
+                f"of {', '.join(trainers)} some differ in case only",
+                why="to some file systems these are one folder",
+                remedy="give each trainer a name of its own",
+            )
+        if len(set(map(id, trainers.values()))) < len(trainers):
+            raise ConfigurationError("one trainer is given under two names", remedy="give each trainer once")
+        self._trainers, self._run = trainers, uuid4().hex
+
+    def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
+        """Save all of them as one new checkpoint in `folder`, each with its `extra`; see `Trainer.save`.
+
+        It is named by the steps of the one that has made the most.
+        """
+        return save(self._states(), Path(folder), run=self._run, keep=keep)
+
+    def resume(self, folder: str | Path) -> Path | None:
+        """Go on, all of them, from the newest checkpoint in `folder`, or from `folder` if it is itself one.
+
+        Returns:
+            The checkpoint, or None where there is none.
+
+        Raises:
+            CheckpointError: it is damaged, does not fit one of them, or is of others; on all ranks alike, and all
+                trainers are left as they were.
+        """
+        found = resume(self._states(), Path(folder))
+        if found is None:
+            return None
+        for name, trainer in self._trainers.items():
+            trainer.steps = found.steps[name]
+        self._run = found.run or self._run
+        return found.path
+
+    def _states(self) -> dict[str, TrainingState]:
+        return {name: trainer._state() for name, trainer in self._trainers.items()}

@@ -218,7 +218,6 @@ class Trainer(Reading, Checkpointing):
         self._check_able()
         self._watch.check()
         self._feeds.check_read(self.steps)
-        self._step.take_turn()
         plan = self._plan
         return TrainingState(
             backend=self._backend,
@@ -235,7 +234,9 @@ class Trainer(Reading, Checkpointing):
                 extra=self.extra,
                 strategy=plan.strategy,
             ),
-            run=self._run,
+            steps=self.steps,
+            take_turn=self._step.take_turn,
+            restored=self._restored,
             sharded=plan.strategy.sharded(self.model),
         )
 

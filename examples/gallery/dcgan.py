@@ -5,7 +5,8 @@
 
 The real pictures are made on the spot: soft discs of random size and place. Each network has a trainer of its own. The
 generator's loss runs through the discriminator, and the gradients which that leaves there belong to nobody: a trainer
-takes those of its own windows only.
+takes those of its own windows only. Both are saved as one after each epoch; --resume goes on from there, and a run that
+was killed ends as one that was not.
 """
 
 from __future__ import annotations
@@ -81,8 +82,11 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
         options = {"precision": args.precision, "parallel": "ddp"}
         train_g = accel.trainer(net_g, accel.optimizers.create("adam", net_g.parameters(), **adam), **options)
         train_d = accel.trainer(net_d, accel.optimizers.create("adam", net_d.parameters(), **adam), **options)
+        both = accelcore.Together(generator=train_g, discriminator=train_d)
         loader = DataLoader(Discs(args.size), args.batch_size // job.world_size, shuffle=True, drop_last=True)
         accel.runtime.seed(args.seed + job.rank)  # each rank draws noise of its own
+        if args.resume:
+            both.resume(args.out)
 
         history = []
         for epoch in train_d.epochs(args.epochs):
@@ -110,8 +114,7 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
                     job.print(
                         f"[{epoch}/{args.epochs}][{i}] loss D {loss_d:.4f}  loss G {loss_g:.4f}  D(x) {share:.4f}"
                     )
-            train_g.save(f"{args.out}/generator", keep=1)
-            train_d.save(f"{args.out}/discriminator", keep=1)
+            both.save(args.out, keep=1)
         return history
 
 
@@ -119,7 +122,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     summary = "Train a generator and a discriminator of small pictures against each other."
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--out", default="outputs/dcgan", help="folder of both networks' checkpoints")
+    add("--out", default="outputs/dcgan", help="folder of the checkpoints")
+    add("--resume", action="store_true", help="go on from the last epoch in --out")
     add("--seed", type=int, default=999, help="of the weights, the noise, and the order of the data")
     add("--epochs", type=int, default=5, help="passes over the real pictures")
     add("--size", type=int, default=1024, help="real pictures")

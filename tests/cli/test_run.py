@@ -247,8 +247,8 @@ def test_autoload_stays_on_where_the_backend_works_or_nobody_knows_the_runtime(m
     assert done.stderr == ""
 
 
-# Several ranks, by torch's launcher. Those that meet are in test_restarts.py and, without restarts, in test_apex.py; those
-# that fail, in test_failed_ranks.py.
+# Several ranks, by torch's launcher. Those that meet are in test_restarts.py and, without restarts, in test_apex.py;
+# those that fail, in test_failed_ranks.py.
 
 
 def test_restarts_start_a_dead_rank_again(machine):

@@ -60,7 +60,11 @@ def test_the_gpt_under_bf16_autocast_gives_the_losses_of_plain_torch(run):
     assert_alike(run("ours", "nanogpt", "--precision=bf16"), run("twins", "nanogpt", "--precision=bf16"), rel=1e-4)
 
 
-INTERRUPTED = [("nanogpt", "get_batch", 26, 5), ("imagenet", "validate", 2, 1)]  # in this call of that function
+INTERRUPTED = [  # in this call of that function
+    ("nanogpt", "get_batch", 26, 5),
+    ("imagenet", "validate", 2, 1),
+    ("dcgan", "is_fake", 7, 4),
+]
 
 
 @pytest.mark.parametrize(("name", "function", "calls", "left"), INTERRUPTED)

@@ -173,6 +173,8 @@ def test_another_schedule_changes_nothing(accel, tmp_path, schedule, build, run)
         lambda manifest: manifest.update(files=[]),
         lambda manifest: manifest["files"].pop("training"),
         lambda manifest: manifest.update(format=4),
+        lambda manifest: manifest.update(format=4, trainers={"": -1}),
+        lambda manifest: manifest.update(format=5),
         lambda manifest: manifest.update(pieces={"model": {"0.weight": [["nowhere", 0, 8]]}}),
         lambda manifest: manifest.update(pieces={"model": {"0.weight": [["model", -1, 8]]}}),
         lambda manifest: manifest.update(pieces={"model": {"0.weight": [["model", 2, 8]]}}),

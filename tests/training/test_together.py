@@ -1,0 +1,161 @@
+"""Several trainers, one checkpoint: there is never one of them without the others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import accelcore
+
+RUN = Path(__file__).with_name("together_run.py")
+
+
+def epochs(folder, rank=0):
+    """What each epoch came to, by its number; one that was trained twice has to come to the same."""
+    found = {}
+    for line in (folder / f"losses-{rank}").read_text().splitlines():
+        epoch, loss = json.loads(line)
+        assert found.setdefault(epoch, loss) == loss
+    return found
+
+
+def steps_of(checkpoint):
+    return json.loads((checkpoint / "manifest.json").read_text())["trainers"]
+
+
+def test_a_run_that_is_killed_between_the_two_goes_on_as_if_it_had_not_been(fork, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert fork(RUN, whole, "never").finish().returncode == 0
+    assert fork(RUN, killed, 3).finish().returncode == -signal.SIGKILL
+    assert sorted(path.name for path in (killed / ".incomplete").iterdir()) == ["generator"]
+    found = list(killed.glob("step-*"))
+    assert sorted(steps_of(path)["critic"] for path in found) == [8, 16]
+    assert all(steps_of(path)["generator"] * 2 == steps_of(path)["critic"] for path in found)
+    assert fork(RUN, killed, "never").finish().returncode == 0
+    assert epochs(killed) == epochs(whole)
+    assert not (killed / ".incomplete").exists()
+    assert {path.name: steps_of(path) for path in killed.glob("step-*")} == {
+        "step-00000024": {"generator": 12, "critic": 24},
+        "step-00000032": {"generator": 16, "critic": 32},
+    }
+
+
+def test_in_a_job_a_rank_that_cannot_save_one_of_them_saves_none_and_all_ranks_say_so(fork_ranks, tmp_path):
+    """The critic is divided among the ranks, the generator is not."""
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    for folder, when in ((whole, "never"), (torn, 2), (torn, "never")):
+        ended = [rank.finish() for rank in fork_ranks(RUN, folder, when)]
+        assert [rank.returncode for rank in ended] == [0, 0], "\n".join(rank.stderr for rank in ended)
+        if when == 2:
+            assert (torn / "refused-1").read_text() == "8 no room for the critic\n"
+            assert (torn / "refused-0").read_text().startswith("8 another rank could not save")
+            assert sorted(path.name for path in torn.glob("step-*")) == ["step-00000012", "step-00000016"]
+            shutil.rmtree(torn / "step-00000016")  # so that the last run has something left to do
+    for rank in range(2):
+        assert epochs(torn, rank) == epochs(whole, rank)
+
+
+def pair(accel, *, width=4):
+    """Two trainers that share a layer, with windows of other lengths."""
+    accel.runtime.seed(2)
+    trunk = nn.Linear(3, width)
+    first, second = (nn.Sequential(trunk, nn.Dropout(0.2), nn.Linear(width, out)) for out in (1, 2))
+    trainers = (
+        accel.trainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            loss=lambda model, batch: model(batch).square().mean(),
+            accumulate=accumulate,
+        )
+        for model, accumulate in ((first, 3), (second, 5))
+    )
+    return dict(zip(("first", "second"), trainers, strict=True))
+
+
+def train(trainers, batches):
+    return [trainer(batch).item() for batch in batches for trainer in trainers.values()]
+
+
+BATCHES = torch.randn(11, 4, 3, generator=torch.Generator().manual_seed(1))
+
+
+def test_both_go_on_from_the_middle_of_their_windows_to_the_bit(accel, tmp_path):
+    """With gradients of both on the parameters that they share."""
+    undisturbed = pair(accel)
+    train(undisturbed, BATCHES[:4])
+    undisturbed["first"].extra["best"] = 0.5
+    path = accelcore.Together(**undisturbed).save(tmp_path)
+    expected = train(undisturbed, BATCHES[4:])
+
+    resumed = pair(accel)
+    assert accelcore.Together(**resumed).resume(tmp_path) == path
+    assert resumed["first"].extra == {"best": 0.5}
+    assert [trainer.steps for trainer in resumed.values()] == [1, 0]
+    assert train(resumed, BATCHES[4:]) == expected
+    for name, trainer in resumed.items():
+        assert trainer.steps == undisturbed[name].steps
+        for key, value in trainer.model.state_dict().items():
+            assert torch.equal(value, undisturbed[name].model.state_dict()[key])
+
+
+def test_each_has_its_files_in_a_folder_and_what_is_renamed_is_found(accel, tmp_path):
+    trainers = pair(accel)
+    both = accelcore.Together(**trainers)
+    assert both.resume(tmp_path) is None
+    path = both.save(tmp_path)
+    train(trainers, BATCHES)
+    model = load_file(path / "second" / "model.safetensors")
+    assert {name: tuple(value.shape) for name, value in model.items()} == {
+        name: tuple(value.shape) for name, value in trainers["second"].model.state_dict().items()
+    }
+    path.rename(tmp_path / "best")
+    assert both.resume(tmp_path) == tmp_path / "best"
+    assert torch.equal(model["0.weight"], trainers["first"].model[0].weight)
+    (tmp_path / "best" / "second" / "training.safetensors").write_bytes(b"")
+    with pytest.raises(accelcore.CheckpointError, match=r"best is damaged\n.* why: training.safetensors has 0 of"):
+        both.resume(tmp_path)
+
+
+def test_where_one_does_not_fit_the_others_are_left_as_they_were(accel, tmp_path):
+    accelcore.Together(**pair(accel)).save(tmp_path)
+    mixed = {"first": pair(accel)["first"], "second": pair(accel, width=5)["second"]}
+    train(mixed, BATCHES)
+    before = {key: value.clone() for key, value in mixed["first"].model.state_dict().items()}
+    with pytest.raises(accelcore.CheckpointError, match="of another model"):
+        accelcore.Together(**mixed).resume(tmp_path)
+    assert mixed["first"].steps == 3
+    assert all(torch.equal(value, before[key]) for key, value in mixed["first"].model.state_dict().items())
+
+
+def test_a_checkpoint_is_resumed_as_it_was_saved(accel, tmp_path):
+    trainers = pair(accel)
+    both, other = accelcore.Together(**trainers), accelcore.Together(a=trainers["first"], second=trainers["second"])
+    both.save(tmp_path / "both")
+    trainers["first"].save(tmp_path / "alone")
+    for resume, says in (
+        (lambda: trainers["first"].resume(tmp_path / "both"), "of the trainers first, second together, .* one trainer"),
+        (lambda: both.resume(tmp_path / "alone"), "of one trainer alone, and .* the trainers first, second together"),
+        (lambda: other.resume(tmp_path / "both"), "first, second together, .* a, second together"),
+    ):
+        with pytest.raises(accelcore.CheckpointError, match=says):
+            resume()
+
+
+def test_what_cannot_be_saved_together_is_refused(accel):
+    trainer, second = pair(accel).values()
+    for trainers, says in (
+        ({}, "no trainers"),
+        ({"g": trainer.model}, "g is a Sequential, and no trainer"),
+        ({"g": trainer, "d": trainer}, "under two names"),
+        ({"g": trainer, "G": second}, "differ in case only"),
+        ({"../g": trainer}, "cannot be a folder's name"),
+    ):
+        with pytest.raises(accelcore.ConfigurationError, match=says):
+            accelcore.Together(**trainers)
