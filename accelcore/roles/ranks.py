@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -94,17 +94,20 @@ class Ranks(ABC):
             if goes_first:
                 self.barrier()
 
-    def gather(self, rows: Tensor) -> Tensor:
+    def gather(self, rows: Tensor | Sequence[Tensor]) -> Tensor:
         """The rows of all ranks, one rank's below the other's, on every rank.
 
         Ranks may have different numbers of rows, or none. Gradients do not flow through it.
 
         Args:
-            rows: of any dtype, on the device or the CPU; a scalar is one row.
+            rows: of any dtype, on the device or the CPU; a scalar is one row. Or a list of such tensors, one for each
+                batch, whose rows are put together; empty on a rank that had no batch.
 
         Raises:
-            ConfigurationError: the ranks' rows are of different dtypes or shapes.
+            ConfigurationError: the rows are of different dtypes or shapes; or the lists of all ranks are empty.
         """
+        if not isinstance(rows, Tensor):
+            rows = self._put_together(rows)
         rows = rows.detach().reshape(1) if rows.dim() == 0 else rows.detach()
         group = self.cpu_group()
         if group is None:
@@ -168,6 +171,35 @@ class Ranks(ABC):
         total = own.double()
         dist.all_reduce(total, group=group)
         return (total / self.world_size).to(dtype)
+
+    def _put_together(self, parts: Sequence[Tensor]) -> Tensor:
+        """The rows of a list. A rank that has none is told by the others of what kind theirs are."""
+        kind: list[Any] | None = None
+        own, refused = None, ""
+        try:
+            if parts:
+                own = torch.cat([part.detach().reshape(1) if part.dim() == 0 else part.detach() for part in parts])
+                kind = [str(own.dtype).removeprefix("torch."), list(own.shape[1:]), own.device.type]
+        except (AttributeError, RuntimeError, TypeError) as error:  # the others wait: they have to be told
+            refused = str(error).split("\n", 1)[0]
+        kinds = self.gather_objects(refused or kind)
+        if any(isinstance(one, str) for one in kinds):
+            raise ConfigurationError(
+                "a list that is gathered holds what cannot be put together",
+                why="; ".join(f"on rank {rank}: {one}" for rank, one in enumerate(kinds) if isinstance(one, str)),
+                remedy="give tensors that differ in the number of rows only",
+            )
+        if own is not None:
+            return own
+        found = next((one for one in kinds if one is not None), None)
+        if found is None:
+            raise ConfigurationError(
+                "there is nothing to gather: no rank has any rows",
+                why="the lists of all ranks are empty, and do not tell what kind of rows they would hold",
+                remedy="see whether there is any data to evaluate on",
+            )
+        dtype, shape, device = found
+        return torch.empty((0, *shape), dtype=getattr(torch, dtype), device=device)
 
     def _send(self, part: Tensor, source: int) -> None:
         if part.device.type == "cpu":

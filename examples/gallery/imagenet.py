@@ -67,7 +67,7 @@ def validate(job, trainer: accelcore.Trainer, loader: DataLoader) -> list[float]
     hits = []
     for images, targets in trainer.evaluate(loader):
         hits.append(trainer.model(images).topk(5).indices == targets[:, None])
-    hits = job.gather(torch.cat(hits)).float()
+    hits = job.gather(hits).float()
     return [100 * hits[:, :k].sum(1).mean().item() for k in (1, 5)]
 
 

@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> list[float]:
             for batch in trainer.evaluate(blocks.split(args.batch_size)):
                 predicted = model(batch[:, :-1]).transpose(1, 2)
                 losses.append(nn.functional.cross_entropy(predicted.float(), batch[:, 1:], reduction="none").mean(1))
-            return job.gather(torch.cat(losses)).mean().item()
+            return job.gather(losses).mean().item()
 
         while True:
             if trainer.steps % args.eval_every == 0:

@@ -30,6 +30,8 @@ def words(job, folder):
         "rows": job.gather(mine).tolist(),
         "none": tuple(job.gather(mine[:0]).shape),
         "scalars": job.gather(torch.tensor(job.rank)).tolist(),
+        "lists": job.gather([mine.bfloat16(), mine[:1].bfloat16()] if job.rank else []).tolist(),
+        "listed scalars": job.gather([torch.tensor(number) for number in range(job.rank)]).tolist(),
         "kinds": [job.gather(torch.tensor([job.rank % 2]).to(kind)).real.tolist() for kind in kinds],
         "columns": job.gather(torch.arange(6).reshape(2, 3).T + job.rank).tolist(),
         "number": job.mean(float(job.rank)),
@@ -41,6 +43,12 @@ def words(job, folder):
         job.gather(torch.zeros(2, 1 + job.rank))
     except accelcore.ConfigurationError as error:
         found["refused"] = str(error)
+    found["refused lists"] = []
+    for rows in ([], [torch.ones(1, job.rank), torch.ones(1, 1)], [torch.ones(1) if job.rank else 7]):
+        try:
+            job.gather(rows)
+        except accelcore.ConfigurationError as error:
+            found["refused lists"].append(str(error))
     gathered = job.gather_objects({"rank": job.rank, 7: [("a", None), "é" * job.rank], "mine": mine.T.bfloat16()})
     found["objects"] = repr([{**entry, "mine": entry["mine"].tolist()} for entry in gathered])
     try:
@@ -98,7 +106,9 @@ def trained(accel, job):
             length = len(trainer.batches(loader, name=name)) if name != "stream" else None
             lengths[name] = [length, sum(1 for _ in trainer.batches(loader, name=name))]
     alone = len(trainer.batches(loaders["shuffled"])) if job.rank == 0 else None  # asks no other rank
+    of_few = [model(batch[:, None]).flatten() for batch in trainer.evaluate(loaders["few"])]
     return {
+        "errors": [len(of_few), len(job.gather(of_few))],
         "evaluated": {name: evaluated(accel, trainer, loader) for name, loader in loaders.items() if name != "stream"},
         "stream": [row for batch in trainer.evaluate(loaders["stream"]) for row in batch.tolist()],
         "lengths": lengths,

@@ -49,6 +49,19 @@ def test_gather_gives_every_rank_the_rows_of_all(job):
         assert "rows of different kinds" in rank["refused"]
 
 
+def test_gather_takes_lists_of_which_some_may_be_empty(job):
+    assert sorted(rank["errors"] for rank in job) == [[0, 2], [1, 2], [1, 2]], "of 2 rows one rank has no batch"
+    for rank in job:
+        assert rank["lists"] == [[10.0, 11.0], [10.0, 11.0], [20.0, 21.0], [22.0, 23.0], [20.0, 21.0]]
+        assert rank["listed scalars"] == [0, 0, 1]
+        none, sizes, strange = rank["refused lists"]
+        assert "no rank has any rows" in none
+        assert "on rank 0: Sizes of tensors must match" in sizes
+        assert "on rank 2: Sizes of tensors must match" in sizes
+        assert "on rank 1" not in sizes
+        assert "why: on rank 0: 'int' object has no attribute 'dim'" in strange
+
+
 def test_objects_are_gathered_and_what_cannot_be_sent_is_refused_by_all(job):
     every = [
         {"rank": rank, 7: [("a", None), "é" * rank], "mine": mine}
@@ -152,6 +165,9 @@ def test_alone_all_words_do_nothing(accel, capsys):
         rows = torch.ones(2, 3, requires_grad=True)
         assert torch.equal(job.gather(rows), rows)
         assert job.gather(torch.tensor(2.0)).tolist() == [2.0]
+        assert job.gather([torch.tensor(2.0), torch.ones(2)]).tolist() == [2.0, 1.0, 1.0]
+        with pytest.raises(accelcore.ConfigurationError, match="nothing to gather"):
+            job.gather([])
         assert job.gather_objects({"n": (1, "x")}) == [{"n": (1, "x")}]
         with pytest.raises(accelcore.ConfigurationError, match="cannot be sent"):
             job.gather_objects(job)
