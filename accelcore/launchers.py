@@ -36,6 +36,8 @@ class Launcher:
         job: what together tells this job from others on its hosts.
         sets_meeting: whether it sets MASTER_ADDR and MASTER_PORT. Else they need not be set where `host_list`, or a
             job on one host, tells the address, and `job` the port.
+        own_devices: it shows each process devices of its own where one of these variables holds such text, a regular
+            expression.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Launcher:
     host_list: str = ""
     job: tuple[str, ...] = ()
     sets_meeting: bool = False
+    own_devices: tuple[tuple[str, str], ...] = ()
 
 
 LAUNCHERS = (
@@ -97,6 +100,11 @@ LAUNCHERS = (
         # Not SLURM_LAUNCH_NODE_IPADDR: srun may have been called on a machine that runs no rank.
         host_list="SLURM_STEP_NODELIST",
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        own_devices=(
+            ("SLURM_GPUS_PER_TASK", "."),
+            ("SLURM_TRES_PER_TASK", "gres/"),  # it may also be of CPUs alone
+            ("SLURM_GPU_BIND", "single|per_task|map_gpu|mask_gpu"),
+        ),
     ),
 )
 """Every launcher, in the order in which they are looked for."""
@@ -124,12 +132,14 @@ class Launch:
         world_size: number of processes in the job.
         local_rank: this rank's number on its host; None where the launcher does not say.
         init_method: where the ranks meet: `"env://"`, `"tcp://host:port"` or `"file:///shared/path"`.
+        own_devices: whether the launcher shows each process devices of its own, counted from 0.
     """
 
     rank: int
     world_size: int
     local_rank: int | None
     init_method: str
+    own_devices: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rank", "world_size", "local_rank"):
@@ -203,7 +213,8 @@ class _Reader:
         if launcher.sets_meeting:
             return Launch(rank, world_size, local_rank, "env://")
         host = f"[{address}]" if ":" in address else address
-        return Launch(rank, world_size, local_rank, f"tcp://{host}:{port}")
+        own_devices = any(re.search(text, self._environ.get(name, "")) for name, text in launcher.own_devices)
+        return Launch(rank, world_size, local_rank, f"tcp://{host}:{port}", own_devices)
 
     def _address(self, *, one_host: bool) -> str:
         launcher, told = self._launcher, self._environ.get("MASTER_ADDR")

@@ -44,9 +44,13 @@ _said: set[str] = set()
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where in a job this process is: its number on its host, None where that is not known."""
+    """Where in a job this process is: its number on its host, None where that is not known.
+
+    `own_devices`: whether the launcher shows it devices that no other process sees.
+    """
 
     local_rank: int | None
+    own_devices: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +87,8 @@ def select(device: str | None = None, *, local_rank: int | None = None) -> Backe
     Args:
         device: `"cpu"`, `"cuda:1"`, a preference list such as `"npu,cuda,cpu"`, or `"auto"`. None takes the
             environment variable ACCEL_DEVICE, and where that is unset or empty, `"auto"`: the best device that works
-            here. Without an index, a rank that a launcher started takes the device of its number on its host.
+            here. Without an index, a rank that a launcher started takes the device of its number on its host, or the
+            only one where `srun` shows each rank one of its own.
         local_rank: that number, in a script that starts its own ranks; None: the launcher's.
 
     Returns:
@@ -214,7 +219,7 @@ def _place(local_rank: int | None) -> _Place | None:
     if local_rank is not None:
         return _Place(local_rank)
     launch = read_launch()
-    return None if launch is None else _Place(launch.local_rank)
+    return None if launch is None else _Place(launch.local_rank, launch.own_devices)
 
 
 def _create(found: Found) -> Backend:
@@ -224,7 +229,9 @@ def _create(found: Found) -> Backend:
 def _index(choice: Choice, probe: Probe, place: _Place | None, request: str) -> int:
     by_rank = choice.index is None and place is not None and probe.exclusive
     index = choice.index or 0
-    if by_rank and place is not None:
+    if by_rank and place is not None and place.own_devices and probe.count == 1:
+        _log_once(logging.INFO, f"this rank takes {choice.name}:0, the one device that its launcher shows it")
+    elif by_rank and place is not None:
         if place.local_rank is None:
             raise ConfigurationError(
                 f"{request}: LOCAL_RANK is not set, and each rank needs a {choice.name} device of its own",
@@ -257,7 +264,10 @@ def _say_once(text: str, source: str, backend: Backend, passed_over: tuple[Probe
         return
     request = "auto" if parse(text, source) is None else f"{source}={shown(text)}"
     reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in passed_over)
-    message = f"{request} chose {backend.name}:{backend.index} and passed over {reasons}"
+    _log_once(logging.WARNING, f"{request} chose {backend.name}:{backend.index} and passed over {reasons}")
+
+
+def _log_once(level: int, message: str) -> None:
     if message not in _said:
         _said.add(message)
-        logger.warning("%s", message)
+        logger.log(level, "%s", message)

@@ -226,6 +226,50 @@ def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch, fakes):
     assert "ranks" in caught.value.remedy
 
 
+def srun(monkeypatch, **variables):
+    """Rank 3 of 4, the second of its host."""
+    place = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "node[7-8]"}
+    for variable, value in {**place, "MASTER_PORT": "29500", **variables}.items():
+        monkeypatch.setenv(variable, value)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        {"SLURM_GPUS_PER_TASK": "1"},
+        {"SLURM_GPUS_PER_TASK": "a100:1"},
+        {"SLURM_TRES_PER_TASK": "cpu=8,gres/npu=1"},
+        {"SLURM_GPU_BIND": "verbose,per_task:1"},
+    ],
+    ids=str,
+)
+def test_a_rank_that_srun_shows_one_device_of_its_own_takes_it_and_the_log_says_so(monkeypatch, fakes, caplog, says):
+    name = f"single{len(str(says))}"  # what was said once is not said again
+    fakes.backend(name, count=1)
+    srun(monkeypatch, **says)
+    with caplog.at_level(logging.INFO, "accelcore"):
+        assert [accelcore.select(name).index, accelcore.select(f"nowhere,{name}").index] == [0, 0]
+    assert [record.levelname for record in caplog.records if "takes single" in record.message] == ["INFO"]
+
+
+@pytest.mark.parametrize(
+    "says", [{}, {"SLURM_TRES_PER_TASK": "cpu=8"}, {"SLURM_GPU_BIND": "none"}, {"LOCAL_RANK": "1"}], ids=str
+)
+def test_ranks_that_see_the_same_device_do_not_share_it_in_silence(monkeypatch, fakes, says):
+    """As in a job of two by torchrun on a machine with one."""
+    fakes.backend("single", count=1)
+    own = {"SLURM_GPUS_PER_TASK": "1", "RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "host"}  # of a launcher in a task
+    srun(monkeypatch, **says, **(own if "LOCAL_RANK" in says else {}))
+    with pytest.raises(BackendUnavailableError, match="rank 1 of this host: there is no device single:1"):
+        accelcore.select("single")
+
+
+def test_ranks_that_srun_shows_several_devices_count_them(monkeypatch, fakes):
+    fakes.backend("four", count=4)
+    srun(monkeypatch, SLURM_GPUS_PER_TASK="1")  # asked for in the batch script, and not kept to
+    assert accelcore.select("four").index == 1
+
+
 @pytest.mark.parametrize("request_", ["auto", "pair,host"])
 @pytest.mark.usefixtures("nothing_installed")
 def test_a_rank_does_not_fall_back_where_its_neighbours_do_not(monkeypatch, fakes, request_):
