@@ -18,15 +18,18 @@ logger = logging.getLogger("accelcore")
 class Feeds:
     """The streams of a training, by name.
 
+    Args:
+        counts: whether something beside the loop goes by the epochs of `"train"`.
+
     Attributes:
         speaks: whether this rank is the one that says what concerns all.
     """
 
-    def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
+    def __init__(self, runtime: Runtime, collectives: Collectives, *, counts: bool = False) -> None:
         self._runtime, self._collectives = runtime, collectives
         self._feeds: dict[str, Feed] = {}
         self.speaks = collectives.rank == 0
-        self._counts, self._checked_read, self._checked_shared = False, False, collectives.world_size == 1
+        self._counts, self._checked_read, self._checked_shared = counts, False, collectives.world_size == 1
 
     def __getitem__(self, name: str) -> Feed:
         if name not in self._feeds:
@@ -40,7 +43,7 @@ class Feeds:
         return self["train"].epoch
 
     def check_read(self, steps: int) -> None:
-        """Warn, once, where a loop counts epochs, and `steps` were made of batches that came through no stream."""
+        """Warn, once, where epochs are counted, and `steps` were made of batches that came through no stream."""
         read = any(feed.epoch or feed.taken for feed in self._feeds.values())
         if not self._counts or self._checked_read or read or not steps:
             return

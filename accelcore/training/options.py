@@ -17,6 +17,7 @@ from accelcore.training.fsdp_options import FSDP
 from accelcore.training.modules import Parts
 from accelcore.training.observers import Observer
 from accelcore.training.policy import Policy
+from accelcore.training.schedule import ScheduleBy
 
 __all__ = ["DEFAULTS", "Loss", "TrainerOptions", "Weight", "check_numbers", "complete"]
 
@@ -32,7 +33,10 @@ class TrainerOptions(TypedDict, total=False):
             which is then `aux`; `model` is the one to call, prepared for this device. None: the model itself returns
             that, or a tuple whose first is the loss, called as `model(**batch)` for a mapping, `model(*batch)` for a
             list or tuple, else `model(batch)`.
-        scheduler: stepped once a window, also when a window is skipped for overflow.
+        scheduler: of the learning rate, one of torch's; saved and restored with the rest.
+        schedule_by: when the scheduler is stepped. `"window"`: after each update, also one that is skipped for
+            overflow. `"epoch"`: after each epoch of `trainer.batches(loader)`. `"script"`: when the script calls
+            `scheduler.step()` itself, as ReduceLROnPlateau has to be with its metric.
         precision: `"fp32"`, `"bf16"`, `"fp16"`, one of apex's levels `"O0"` to `"O3"` (see `Policy.preset`), or a
             `Policy`. `"best"` is the fastest that is declared here. torch's, accelerate's and Lightning's words are
             taken, too.
@@ -73,6 +77,7 @@ class TrainerOptions(TypedDict, total=False):
 
     loss: Loss | None
     scheduler: LRScheduler | None
+    schedule_by: ScheduleBy
     precision: str | int | torch.dtype | Policy
     loss_scale: float | str | LossScale | None
     fp32: str | None
@@ -94,6 +99,7 @@ class TrainerOptions(TypedDict, total=False):
 DEFAULTS: TrainerOptions = {
     "loss": None,
     "scheduler": None,
+    "schedule_by": "window",
     "precision": "fp32",
     "loss_scale": None,
     "fp32": None,

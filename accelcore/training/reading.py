@@ -10,6 +10,7 @@ from accelcore.training.batches import Batches
 from accelcore.training.epochs import epochs
 from accelcore.training.evaluation import Evaluation
 from accelcore.training.feeds import Feeds
+from accelcore.training.schedule import Schedule
 
 __all__ = ["Reading"]
 
@@ -20,6 +21,7 @@ class Reading(ABC):
     steps: int
     _feeds: Feeds
     _evaluation: Evaluation
+    _schedule: Schedule
 
     @abstractmethod
     def flush(self) -> None:
@@ -37,10 +39,11 @@ class Reading(ABC):
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         self._feeds["train"].move_to(epoch)
+        self._schedule.is_at(epoch)
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs, counted from 0, that are left of `total`; where none is, the log says so."""
-        return epochs(self._feeds["train"], total, speaks=self._feeds.speaks)
+        return self._counted(epochs(self._feeds["train"], total, speaks=self._feeds.speaks))
 
     def batches(self, loader: Iterable[Any], *, name: str = "train", shard: bool = True) -> Batches:
         """One epoch of `loader`: on the device, this rank's share; at the end a short last window is flushed.
@@ -82,6 +85,18 @@ class Reading(ABC):
 
     def _train_on(self, loader: Iterable[Any], name: str, shard: bool) -> Iterator[Any]:
         self._check_able()
-        yield from self._feeds[name].batches(loader, shard=shard)
-        if name == "train":
-            self.flush()
+        feed = self._feeds[name]
+        try:
+            yield from feed.batches(loader, shard=shard)
+            if name == "train":
+                self.flush()
+        finally:
+            if name == "train":
+                self._schedule.epochs_ended(feed.epoch)
+
+    def _counted(self, epochs: Iterator[int]) -> Iterator[int]:
+        """The same epochs, and the schedule knows of those, too, whose batches are not read through `batches`."""
+        for epoch in epochs:
+            self._schedule.epochs_ended(epoch)
+            yield epoch
+        self._schedule.epochs_ended(self._feeds["train"].epoch)

@@ -88,7 +88,7 @@ class Trainer(Reading, Checkpointing):
         check_arguments(model, optimizer, given["loss"])
         check_numbers(given)
         self._backend, self._options = backend, given
-        self._schedule = Schedule(given["scheduler"], optimizer)
+        self._schedule = Schedule(given["scheduler"], optimizer, given["schedule_by"])
         self._plan = Plan(backend, model, optimizer, given)
         self._preparation = Preparation(self._plan)
         self.model, self.optimizer, self.scheduler = model, optimizer, given["scheduler"]
@@ -101,7 +101,7 @@ class Trainer(Reading, Checkpointing):
         self._window = Window(
             given["accumulate"], backend.device, divisor=self._plan.strategy.divisor, tensors_only=given["graph"]
         )
-        self._feeds = Feeds(backend.runtime, backend.collectives)
+        self._feeds = Feeds(backend.runtime, backend.collectives, counts=given["schedule_by"] == "epoch")
         self._evaluation = Evaluation(backend, model, self._plan.contexts.make_region)
         self._world_size = backend.collectives.world_size
         self._run, self._number = uuid4().hex, next(_numbers)
@@ -243,6 +243,7 @@ class Trainer(Reading, Checkpointing):
     def _restored(self) -> None:
         if self._plan.captured is not None:
             self._plan.captured.forget()
+        self._schedule.is_at(self._feeds["train"].epoch)
         self._step.begin(opened=self._window.micro > 0)
 
     def _compose(self) -> None:
@@ -261,7 +262,7 @@ class Trainer(Reading, Checkpointing):
 
     def _end_window(self) -> None:
         self.steps += 1
-        self._schedule.step()
+        self._schedule.window_ended()
         self._step.tell(self.steps)
 
     def _check_able(self) -> None:

@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
         scheduler = StepLR(optimizer, step_size=args.step_size, gamma=0.1)
         trainer = accel.trainer(
             model, optimizer, loss=loss_of, precision=args.precision, parallel="ddp",
-            sync_batchnorm=args.sync_batchnorm,
+            sync_batchnorm=args.sync_batchnorm, scheduler=scheduler, schedule_by="epoch",
         )  # fmt: skip
         if args.evaluate:
             if trainer.resume(f"{args.out}/best") is None:
@@ -96,19 +96,17 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
             top1, top5 = validate(job, trainer, val_loader)
             job.print(f"top-1 {top1:.1f}%  top-5 {top5:.1f}%")
             return [[top1, top5]]
-        if args.resume and trainer.resume(f"{args.out}/last"):
-            scheduler.load_state_dict(trainer.extra["scheduler"])
+        if args.resume:
+            trainer.resume(f"{args.out}/last")
         history = []
         for epoch in trainer.epochs(args.epochs):
             losses = [trainer(batch) for batch in trainer.batches(train_loader)]
-            scheduler.step()  # by hand, because it counts epochs, and the trainer would step it after each update
             loss = job.mean(torch.stack(losses).mean()).item()
             top1, top5 = validate(job, trainer, val_loader)
             history.append([loss, top1, top5])
             job.print(f"epoch {epoch}: loss {loss:.4f}  top-1 {top1:.1f}%  top-5 {top5:.1f}%")
             best = trainer.extra.get("best", 0.0)
-            extra = {"best": max(best, top1), "scheduler": scheduler.state_dict()}
-            trainer.save(f"{args.out}/last", keep=1, extra=extra)
+            trainer.save(f"{args.out}/last", keep=1, extra={"best": max(best, top1)})
             if top1 > best:
                 trainer.save(f"{args.out}/best", keep=1)
         return history

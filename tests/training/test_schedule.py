@@ -1,10 +1,13 @@
-"""A schedule that is over says so at each window, and training goes on."""
+"""Schedules: by window, by epoch, by the script; one that is over says so, and training goes on."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+import accelcore
 
 
 def loss_of(model, batch):
@@ -65,3 +68,137 @@ def test_a_scheduler_that_is_stepped_by_hand_may_be_made_after_the_resume(accel,
     assert torch.equal(resumed.model.weight, trainer.model.weight)
     torch.optim.lr_scheduler.StepLR(fresh, 3)
     assert fresh.param_groups[0]["initial_lr"] == 0.5
+
+
+BATCHES = list(torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(1)))
+
+
+def by_epoch(accel, **options):
+    model = nn.Linear(3, 2)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    scheduler = StepLR(optimizer, step_size=2, gamma=0.5)
+    return accel.trainer(
+        model, optimizer, loss=loss_of, scheduler=scheduler, schedule_by="epoch", accumulate=2, **options
+    )
+
+
+def rates_by_hand(epochs):
+    """The rate of each of the 3 windows of an epoch, by torch's own loop; the last is short."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler, rates = StepLR(optimizer, step_size=2, gamma=0.5), []
+    for _ in range(epochs):
+        for _ in range(3):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+        scheduler.step()
+    return rates
+
+
+class Rates(accelcore.Observer):
+    """The rate by which each window was trained."""
+
+    def __init__(self):
+        self.seen, self.optimizer = [], None
+
+    def step(self, steps):
+        self.seen.append(self.optimizer.param_groups[0]["lr"])
+
+
+def observed(accel):
+    rates = Rates()
+    trainer = by_epoch(accel, observers=[rates])
+    rates.optimizer = trainer.optimizer
+    return trainer, rates.seen
+
+
+def test_by_epoch_a_scheduler_is_stepped_when_an_epoch_and_its_short_last_window_are_over(accel):
+    trainer, seen = observed(accel)
+    for _ in trainer.epochs(5):
+        for batch in trainer.batches(BATCHES):
+            trainer(batch)
+        for _ in trainer.batches(BATCHES[:1], name="another"):
+            pass
+    assert seen == rates_by_hand(5)
+
+
+@pytest.mark.parametrize("saved_after", [5, 7, 10], ids=["in the loop, at its last batch", "mid-epoch", "second end"])
+def test_by_epoch_a_resumed_run_has_the_rates_of_an_undisturbed_one(accel, tmp_path, saved_after):
+    trainer, seen = observed(accel)
+    taken = 0
+    for _ in trainer.epochs(5):
+        for batch in trainer.batches(BATCHES):
+            trainer(batch)
+            taken += 1
+            if taken == saved_after:
+                trainer.save(tmp_path)
+                before = len(seen)
+    resumed, rest = observed(accel)
+    resumed.resume(tmp_path)
+    for _ in resumed.epochs(5):
+        for batch in resumed.batches(BATCHES):
+            resumed(batch)
+    assert seen[:before] + rest == seen == rates_by_hand(5)
+
+
+def test_by_epoch_what_is_left_early_is_over_and_what_is_read_elsewhere_counts(accel):
+    trainer = by_epoch(accel)
+    for _ in trainer.epochs(2):
+        for batch in trainer.batches(BATCHES):
+            trainer(batch)
+            if trainer.steps % 2:
+                break
+    assert trainer.scheduler.last_epoch == trainer.epoch == 2
+    for _ in trainer.epochs(4):  # and reads nothing
+        pass
+    assert trainer.scheduler.last_epoch == trainer.epoch == 4
+    trainer.epoch = 6  # says where it is: the scheduler is the script's to bring there
+    assert trainer.scheduler.last_epoch == 4
+    for _ in trainer.batches(BATCHES):
+        pass
+    assert trainer.scheduler.last_epoch == 5
+
+
+def test_by_epoch_without_any_is_said(accel, caplog, tmp_path):
+    trainer = by_epoch(accel)
+    for batch in BATCHES[:2]:
+        trainer(batch)
+    trainer.save(tmp_path)
+    assert "no batch of this training came through trainer.batches(loader)" in caplog.text
+
+
+def test_a_scheduler_that_the_script_steps_is_saved_and_restored(accel, tmp_path):
+    def make():
+        model = nn.Linear(3, 2)
+        optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+        plateau = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return accel.trainer(model, optimizer, loss=loss_of, scheduler=plateau, schedule_by="script")
+
+    trainer, resumed = make(), make()
+    for metric in (1.0, 2.0, 3.0):
+        trainer(BATCHES[0])
+        trainer.scheduler.step(metric)
+    trainer.save(tmp_path)
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.025
+    resumed.resume(tmp_path)
+    assert resumed.optimizer.param_groups[0]["lr"] == 0.025
+    assert resumed.scheduler.state_dict() == trainer.scheduler.state_dict()
+    resumed.scheduler.step(4.0)
+    assert resumed.optimizer.param_groups[0]["lr"] == 0.0125
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"schedule_by": "batch"}, "schedule_by='batch' does not say when"),
+        ({"schedule_by": "epoch"}, "schedule_by='epoch' without a scheduler"),
+        ({"scheduler": "plateau"}, 'needs a metric.*\\n.*say schedule_by="script"'),
+        ({"scheduler": "plateau", "schedule_by": "epoch"}, "needs a metric"),
+    ],
+)
+def test_when_a_scheduler_is_stepped_has_to_be_one_of_three(accel, options, says):
+    model = nn.Linear(3, 2)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    if "scheduler" in options:
+        options = {**options, "scheduler": ReduceLROnPlateau(optimizer)}
+    with pytest.raises(accelcore.ConfigurationError, match=says):
+        accel.trainer(model, optimizer, loss=loss_of, **options)
