@@ -16,8 +16,8 @@ from accelcore.apex.accumulated import Accumulated
 from accelcore.apex.backends import backend_of
 from accelcore.apex.levels import Properties, resolve
 from accelcore.apex.loss_scaling import AmpScaler
-from accelcore.apex.optimizers import settle
 from accelcore.apex.prepared import Prepared, is_prepared
+from accelcore.apex.routes import settle
 from accelcore.apex.state import listed, state
 from accelcore.backend import Backend
 from accelcore.errors import AmpError, UnsupportedError

@@ -6,18 +6,11 @@ device in `amp.initialize`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-
-from accelcore.apex.backends import backend_of
-from accelcore.backend import Backend
+from accelcore.apex.routes import Parameters, create
 from accelcore.errors import UnsupportedError
 from accelcore.optim.optimizer import Optimizer
-from accelcore.roles.optimizers import Optimizers
 
 __all__ = [
     "FusedAdagrad",
@@ -33,10 +26,7 @@ __all__ = [
     "NpuFusedRMSprop",
     "NpuFusedRMSpropTF",
     "NpuFusedSGD",
-    "settle",
 ]
-
-Parameters = Iterable[Any]
 
 _REFUSED = {
     "FusedLAMB": "its Lamb corrects the bias of the moments and clips by a global norm, which Ascend's does not; "
@@ -45,8 +35,6 @@ _REFUSED = {
     "this, is NpuFusedLamb",
     "FusedNovoGrad": "no backend has a NovoGrad",
 }
-
-_registries: WeakKeyDictionary[torch.optim.Optimizer, tuple[torch.device, Optimizers]] = WeakKeyDictionary()
 
 
 def NpuFusedSGD(  # noqa: N802  # Ascend's name, as those below
@@ -58,7 +46,7 @@ def NpuFusedSGD(  # noqa: N802  # Ascend's name, as those below
     nesterov: bool = False,
 ) -> Optimizer:
     """`torch.optim.SGD`."""
-    return _create(
+    return create(
         "sgd", params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
     )
 
@@ -72,7 +60,7 @@ def NpuFusedAdam(  # noqa: N802
     amsgrad: bool = False,
 ) -> Optimizer:
     """`torch.optim.Adam`."""
-    return _create("adam", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    return create("adam", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
 def NpuFusedAdamW(  # noqa: N802
@@ -84,7 +72,7 @@ def NpuFusedAdamW(  # noqa: N802
     amsgrad: bool = False,
 ) -> Optimizer:
     """`torch.optim.AdamW`."""
-    return _create("adamw", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    return create("adamw", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
 def NpuFusedAdamP(  # noqa: N802
@@ -99,14 +87,14 @@ def NpuFusedAdamP(  # noqa: N802
 ) -> Optimizer:
     """AdamP, as the page on optimizers has it."""
     projection = {"delta": delta, "wd_ratio": wd_ratio, "nesterov": nesterov}
-    return _create("adamp", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **projection)
+    return create("adamp", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **projection)
 
 
 def NpuFusedAdadelta(  # noqa: N802
     params: Parameters, lr: float = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0
 ) -> Optimizer:
     """`torch.optim.Adadelta`."""
-    return _create("adadelta", params, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay)
+    return create("adadelta", params, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay)
 
 
 def NpuFusedLamb(  # noqa: N802
@@ -120,7 +108,7 @@ def NpuFusedLamb(  # noqa: N802
 ) -> Optimizer:
     """Ascend's Lamb: no bias correction, norms of parameters cut off at 10. Not NVIDIA's FusedLAMB."""
     norms = {"adam": adam, "use_global_grad_norm": use_global_grad_norm}
-    return _create("lamb", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **norms)
+    return create("lamb", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **norms)
 
 
 Lamb = NpuFusedLamb
@@ -142,7 +130,7 @@ def NpuFusedBertAdam(  # noqa: N802
 
     A `max_grad_norm` > 0 clips the gradients of each group together.
     """
-    return _create(
+    return create(
         "bertadam",
         params,
         lr=lr,
@@ -168,7 +156,7 @@ def NpuFusedRMSprop(  # noqa: N802
 ) -> Optimizer:
     """`torch.optim.RMSprop`."""
     moving = {"alpha": alpha, "momentum": momentum, "centered": centered}
-    return _create("rmsprop", params, lr=lr, eps=eps, weight_decay=weight_decay, **moving)
+    return create("rmsprop", params, lr=lr, eps=eps, weight_decay=weight_decay, **moving)
 
 
 def NpuFusedRMSpropTF(  # noqa: N802
@@ -183,7 +171,7 @@ def NpuFusedRMSpropTF(  # noqa: N802
     lr_in_momentum: bool = True,
 ) -> Optimizer:
     """TensorFlow's RMSprop, whose mean square starts at 1, as in torch_npu; that of Ascend's apex starts at 0."""
-    return _create(
+    return create(
         "rmsproptf",
         params,
         lr=lr,
@@ -216,7 +204,7 @@ def FusedAdam(  # noqa: N802
     if not bias_correction:
         raise UnsupportedError("FusedAdam without bias_correction", remedy="leave it out, or take NpuFusedBertAdam")
     name = "adamw" if adam_w_mode else "adam"
-    return _create(name, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    return create(name, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
 def FusedSGD(  # noqa: N802
@@ -255,33 +243,10 @@ def FusedAdagrad(  # noqa: N802
     """
     if adagrad_w_mode:
         raise UnsupportedError("FusedAdagrad with adagrad_w_mode", remedy="leave it out")
-    return _create("adagrad", params, lr=lr, eps=eps, weight_decay=weight_decay)
+    return create("adagrad", params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
 def __getattr__(name: str) -> Any:
     if name in _REFUSED:
         raise UnsupportedError(f"apex.optimizers.{name} is not here", why=_REFUSED[name])
     raise AttributeError(f"accelcore.apex.optimizers has no {name!r}, only {', '.join(__all__)}")
-
-
-def settle(optimizer: torch.optim.Optimizer, backend: Backend) -> None:
-    """Let an optimizer that was made here, on another device, take its routes from this backend when it is bound."""
-    device, registry = _registries.get(optimizer, (backend.device, backend.optimizers))
-    if device != backend.device:
-        registry.take_over(backend.optimizers)
-        _registries[optimizer] = backend.device, registry
-
-
-def _create(name: str, params: Parameters, **options: Any) -> Optimizer:
-    given = list(params)
-    backend = backend_of(_tensors(given))
-    registry = backend.optimizers.copy()
-    optimizer = registry.create(name, given, **options)
-    _registries[optimizer] = backend.device, registry
-    return optimizer
-
-
-def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
-    for each in given:
-        members = each["params"] if isinstance(each, dict) else [each]
-        yield from [members] if isinstance(members, Tensor) else members
