@@ -18,22 +18,10 @@ namespace {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kHeader = (sizeof(Shared) + kPage - 1) / kPage * kPage;
-constexpr double kConnectTimeout = 120, kExecuteTimeout = 300;  // seconds
 
 HcclResult system_error(const char *what) {
   failure(ACL_ERROR_FAILURE, "%s: %s", what, strerror(errno));
   return HCCL_E_SYSCALL;
-}
-
-// Seconds, from a variable of CANN's own; 0 where it makes no sense.
-double timeout(const char *variable, double otherwise) {
-  const char *text = getenv(variable);
-  if (!text) return otherwise;
-  char *end;
-  double value = strtod(text, &end);
-  if (end != text && !*end && value > 0) return value;
-  failure(ACL_ERROR_INVALID_PARAM, "%s=%s makes no sense; give a number of seconds", variable, text);
-  return 0;
 }
 
 size_t size_for(int ranks) {
@@ -86,14 +74,12 @@ HcclResult make_root(Root *root) {
   return HCCL_SUCCESS;
 }
 
-HcclResult Communicator::join(int size, int rank, const Root &root, const std::string &name, Communicator **out) {
+HcclResult Communicator::join(int size, int rank, const Root &root, const std::string &name, const Waits &waits,
+                              Communicator **out) {
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size) {
     failure(ACL_ERROR_INVALID_PARAM, "rank %d of %d makes no sense; at most %d are emulated", rank, size, kMaxRanks);
     return HCCL_E_PARA;
   }
-  double connect = timeout("HCCL_CONNECT_TIMEOUT", kConnectTimeout);
-  double execute = timeout("HCCL_EXEC_TIMEOUT", kExecuteTimeout);
-  if (!connect || !execute) return HCCL_E_PARA;
   bool own = root.process == getpid();
   std::string path = "/proc/" + std::to_string(root.process) + "/fd/" + std::to_string(root.descriptor);
   int file = own ? root.descriptor : open(path.c_str(), O_RDWR | O_CLOEXEC);
@@ -117,7 +103,7 @@ HcclResult Communicator::join(int size, int rank, const Root &root, const std::s
   made->size_ = size;
   made->rank_ = rank;
   made->name_ = name;
-  made->limit_ = connect;
+  made->limit_ = waits.connect;
   made->shared_ = static_cast<Shared *>(memory);
   made->bytes_ = bytes;
   made->shared_->processes[rank] = getpid();
@@ -128,7 +114,7 @@ HcclResult Communicator::join(int size, int rank, const Root &root, const std::s
     delete made;
     return result;
   }
-  made->limit_ = execute;
+  made->limit_ = waits.execute;
   *out = made;
   return HCCL_SUCCESS;
 }
@@ -238,7 +224,8 @@ HcclResult Communicator::look_after(int rank, double waited) {
   return refuse(HCCL_E_TIMEOUT, std::string("gave up after ") + after + " s, waiting for rank " + names);
 }
 
-HcclResult Communicator::split(int size, const uint32_t *ranks, uint64_t id, int rank, Communicator **out) {
+HcclResult Communicator::split(int size, const uint32_t *ranks, uint64_t id, int rank, const Waits &waits,
+                               Communicator **out) {
   operation_ = "HcclCreateSubCommConfig";
   Shared::Announcement &place = shared_->announcements[ranks[0] % kMaxRanks];
   Root root;
@@ -252,7 +239,7 @@ HcclResult Communicator::split(int size, const uint32_t *ranks, uint64_t id, int
     if (HcclResult error = wait([&] { return place.ready && place.id == id + 1 ? -1 : first; })) return error;
     root = place.root;
   }
-  HcclResult result = join(size, rank, root, name_ + "." + std::to_string(id), out);
+  HcclResult result = join(size, rank, root, name_ + "." + std::to_string(id), waits, out);
   if (rank == 0) place.ready = 0;  // all have joined: the place is free for the next one
   return result;
 }

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "call.h"
+#include "configuration.h"
 #include "emulator.h"
 
 #include <third_party/hccl/inc/hccl/hccl.h>
@@ -61,7 +62,8 @@ struct Shared {
 class Communicator {
  public:
   // Joins the ranks; waits until all have come.
-  static HcclResult join(int size, int rank, const Root &root, const std::string &name, Communicator **out);
+  static HcclResult join(int size, int rank, const Root &root, const std::string &name, const Waits &waits,
+                         Communicator **out);
   ~Communicator();
 
   int size() const { return size_; }
@@ -79,7 +81,7 @@ class Communicator {
   // Waits for all ranks.
   HcclResult barrier();
   // A part of this communicator: the first of its ranks makes the memory, the others find it by the id.
-  HcclResult split(int size, const uint32_t *ranks, uint64_t id, int rank, Communicator **out);
+  HcclResult split(int size, const uint32_t *ranks, uint64_t id, int rank, const Waits &waits, Communicator **out);
 
   // Waits while `pending`, which names a rank that is waited for, or is -1 when there is none.
   template <class Pending>

@@ -9,15 +9,17 @@ namespace {
 
 Communicator *group_of(HcclComm handle) { return static_cast<Communicator *>(handle); }
 
-HcclResult join(uint32_t size, const HcclRootInfo *info, uint32_t rank, HcclComm *out) {
+HcclResult join(uint32_t size, const HcclRootInfo *info, uint32_t rank, const HcclCommConfig *config, HcclComm *out) {
   if (forked()) {
     refuse_forked();
     return HCCL_E_UNAVAIL;
   }
+  Waits waits;
+  if (HcclResult error = configure(config, &waits)) return error;
   Root root;
   memcpy(&root, info->internal, sizeof root);
   Communicator *group = nullptr;
-  HcclResult result = Communicator::join(int(size), int(rank), root, std::to_string(root.key), &group);
+  HcclResult result = Communicator::join(int(size), int(rank), root, std::to_string(root.key), waits, &group);
   *out = group;
   return result;
 }
@@ -33,18 +35,20 @@ EXPORT HcclResult HcclGetRootInfo(HcclRootInfo *info) {
 }
 
 EXPORT HcclResult HcclCommInitRootInfo(uint32_t size, const HcclRootInfo *info, uint32_t rank, HcclComm *out) {
-  return join(size, info, rank, out);
+  return join(size, info, rank, nullptr, out);
 }
 
 EXPORT HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootInfo *info, uint32_t rank,
-                                             const HcclCommConfig *, HcclComm *out) {
-  return join(size, info, rank, out);
+                                             const HcclCommConfig *config, HcclComm *out) {
+  return join(size, info, rank, config, out);
 }
 
 EXPORT HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t size, uint32_t *ranks, uint64_t id, uint32_t rank,
-                                          HcclCommConfig *, HcclComm *out) {
+                                          HcclCommConfig *config, HcclComm *out) {
+  Waits waits;
+  if (HcclResult error = configure(config, &waits)) return error;
   Communicator *group = nullptr;
-  HcclResult result = group_of(*parent)->split(int(size), ranks, id, int(rank), &group);
+  HcclResult result = group_of(*parent)->split(int(size), ranks, id, int(rank), waits, &group);
   *out = group;
   return result;
 }
