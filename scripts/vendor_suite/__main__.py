@@ -2,8 +2,9 @@
 
 CHECKOUT is a checkout of torch_npu's public repository, https://gitcode.com/Ascend/pytorch, at the revision nearest to
 the installed torch-npu. Its tests are copied to a temporary folder and run file by file, each within limits of time,
-memory and processes. Nothing of them becomes part of this repository. The result is `vendor_suite.json`, with every
-test and what became of it, and `vendor_suite.md`, the table. A run that was stopped goes on where it was.
+memory and processes, and without pkill and killall. Nothing of them becomes part of this repository. The result is
+`vendor_suite.json`, with every test and what became of it, and `vendor_suite.md`, the table. A run that was stopped
+goes on where it was.
 """
 
 from __future__ import annotations
@@ -51,9 +52,12 @@ def variables(suite: Path, file: str) -> dict[str, str]:
     soc = "Ascend910A" if '"Ascend910A"' in script else "Ascend910B2"
     devices = 4 if file.startswith("distributed") else 2  # many tests leave themselves out where there are fewer
     environ = {**os.environ, **environment(Settings(devices=devices, memory=4 * 2**30, soc=soc))}
-    path = [Path(__file__).parent, suite, (suite / file).parent]
+    environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)  # many tests import torch alone
+    here = Path(__file__).parent
+    path = [here, suite, (suite / file).parent]
     environ |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
-    environ |= {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])}
+    programs = [str(here / "stand_ins"), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    environ |= {"PATH": os.pathsep.join(programs)}
     environ |= {"DISABLED_TESTS_FILE": str(suite / _DISABLED)}
     if file.startswith("distributed"):
         environ |= {"BACKEND": "hccl", "INIT_METHOD": "env://", "WORLD_SIZE": "2", "TEMP_DIR": tempfile.gettempdir()}

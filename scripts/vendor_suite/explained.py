@@ -81,6 +81,14 @@ EXPLAINED = {
             "as well; test_sharding.py compares sums that are exact",
         ),
     ),
+    "distributed/test_reduce_scatter.py::HcclReduceScatterTest::test_reduce_scatter_input_list_not_equal_world_size": (
+        Explanation(
+            "torch_npu",
+            r"Expect receive tensor tensor\(\[0., 0., 0., 0.\]\) but got tensor\(\[nan, nan, nan, nan\]\)",
+            "torch_npu warns that the result is not guaranteed where there are fewer tensors than ranks: hccl then "
+            "reads what lies behind them, which is not 0 here; test_mismatches.py shows it",
+        )
+    ),
     # The checkout and the wheel
     **dict.fromkeys(
         (

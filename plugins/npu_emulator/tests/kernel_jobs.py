@@ -3,8 +3,10 @@
 import warnings
 
 import torch
+import torch.distributed as dist
 import torch_npu
 from accelcore_npu_emulator import counters
+from emulated_jobs import start
 from torch import nn
 from torch_npu.npu.utils import get_npu_overflow_flag, npu_check_overflow
 
@@ -112,3 +114,16 @@ def first_use_in_inference_mode():
 def devices_that_a_random_tensor_wakes():
     torch.randn(1, device="npu:1")
     return [torch_npu._C._npu_hasPrimaryContext(index) for index in range(2)]
+
+
+def silent_check():
+    """What a rank is told that broadcasts a gradient, as torch_npu has it, and looks for faults of the hardware."""
+    _, _, device = start()
+    gradient = torch.ones(2, 2, device=device)
+    torch_npu._C._npu_set_module_train_state("train")
+    torch_npu._C._npu_set_call_state("backward")
+    try:
+        dist.broadcast(gradient, src=0)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"

@@ -92,3 +92,11 @@ def told_of_long_message():
         store.set("told", "1")
         return str(error)
     return "nothing"
+
+
+def fewer_tensors_than_ranks():
+    """Sums of one tensor where two are to be scattered; the first of the process, so that all memory is fresh."""
+    _, _, device = start()
+    x = torch.zeros(2, device=device)
+    dist.reduce_scatter(x, [_numbers(2)])
+    return x.tolist()

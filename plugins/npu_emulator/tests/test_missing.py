@@ -81,6 +81,11 @@ def test_what_is_not_emulated_says_so(emulated_npu, use):
         use()
 
 
+def test_the_search_for_silent_faults_is_refused(results):
+    [told] = results(jobs.silent_check, NPU_ASD_ENABLE="2")
+    assert REFUSED.format("aclnnSilentCheck") in told
+
+
 def test_the_check_for_unsafe_memory_is_refused(emulated_npu):
     from torch_npu.npu._recovery import set_npu_tensor_unsafe_check_flag
 

@@ -2,6 +2,8 @@
 
 import os
 import runpy
+import shutil
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -98,6 +100,18 @@ def test_a_file_has_what_lies_beside_it_and_a_distributed_one_has_four_devices(r
         assert str((tmp_path / file).parent) in environ["PYTHONPATH"].split(os.pathsep)
         found[file] = environ["ACCEL_EMULATED_DEVICES"]
     assert found == {"npu/test_a.py": "2", "distributed/deep/test_b.py": "4"}
+
+
+def test_a_test_loads_torch_npu_and_ends_nobody_elses_processes(runner, emulated_npu, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    main = runpy.run_path(str(Path(runner[0].__file__).with_name("__main__.py")))
+    (tmp_path / "test_a.py").touch()
+    environ = main["variables"](tmp_path, "test_a.py")
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in environ
+    for command in ("pkill", "killall"):
+        program = shutil.which(command, path=environ["PATH"])
+        assert Path(program).parent.name == "stand_ins"
+        assert subprocess.run([program, "-9", "python"], env=environ, check=False).returncode == 1
 
 
 def test_what_was_looked_into_is_explained_where_it_says_the_same(runner):

@@ -42,6 +42,12 @@ EXPORT aclError aclnnSleep() {
 }
 EXPORT aclError aclnnSleepGetWorkspaceSize() { return aclnnSleep(); }
 
+// The search for faults of the hardware in what ranks exchange, with NPU_ASD_ENABLE.
+EXPORT aclError aclnnSilentCheck() {
+  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "npu operator aclnnSilentCheck is not emulated");
+}
+EXPORT aclError aclnnSilentCheckGetWorkspaceSize() { return aclnnSilentCheck(); }
+
 // torch_npu gives its caller a number alone.
 EXPORT aclError aclrtDeviceTaskAbort(int32_t, uint32_t) {
   const char *why = "stopping a device is not emulated: what runs on it goes on";
