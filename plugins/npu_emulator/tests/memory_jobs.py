@@ -27,6 +27,8 @@ _GIGABYTES = {
     "distances": lambda row, column: torch.cdist(column, column),
     "distances of pairs": lambda row, column: functional.pdist(column),
     "diagonal": lambda row, column: torch.diag_embed(row),
+    "counted": lambda row, column: torch.bincount(column.long().flatten(), minlength=2**44),
+    "scanned": lambda row, column: row[:, 0].expand(2**44).cumsum(0),
     "into": lambda row, column: torch.eye(2**14, out=torch.empty(0, device="npu")),
 }
 

@@ -41,11 +41,16 @@ def test_a_kernel_writes_in_place_through_a_view():
     torch.testing.assert_close(device.cpu(), host, rtol=0, atol=0)
 
 
-def test_results_keep_their_memory_format():
+def test_no_result_is_channels_last():
+    # torch_npu moves an image as it is, and allocates what comes of it by its shape alone.
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).npu()
     assert image.is_contiguous(memory_format=torch.channels_last)
-    assert torch.relu(image).is_contiguous(memory_format=torch.channels_last)
-    assert image.contiguous().is_contiguous()
+    convolution, norm = torch.nn.Conv2d(3, 3, 1).npu(), torch.nn.BatchNorm2d(3).npu()
+    for layer in (torch.relu, torch.neg, convolution, norm, torch.nn.MaxPool2d(2), torch.nn.Upsample(scale_factor=2)):
+        assert layer(image).is_contiguous(), layer
+    volume = torch.randn(1, 2, 3, 4, 5).to(memory_format=torch.channels_last_3d)
+    torch.testing.assert_close(volume.npu().exp().cpu(), volume.exp().contiguous())
+    assert volume.npu().exp().is_contiguous()
 
 
 def test_lazy_conjugates_and_negatives_are_resolved():

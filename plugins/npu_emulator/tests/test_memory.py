@@ -80,6 +80,11 @@ def test_a_storage_without_memory_is_not_read(emulated_npu):
     for read in (lambda: x + 1, x.cpu, x.sum, lambda: x.copy_(torch.ones(1 << 16))):
         with pytest.raises(RuntimeError, match=r"EMULATED: a tensor .* has no memory"):
             read()
+    x.untyped_storage().resize_(4 << 15)
+    for read in (lambda: x + 1, x.cpu, lambda: x[1 << 15 :].sum(), lambda: x.expand(3, 1 << 16).sum()):
+        with pytest.raises(RuntimeError, match=r"EMULATED: a tensor .* reaches past its memory|out of bounds"):
+            read()
+    assert x[: 1 << 15].fill_(3).expand(2, 1 << 15).sum().item() == 3 << 16
     x.untyped_storage().resize_(4 << 16)
     assert x.fill_(2).sum().item() == 2 << 16
 

@@ -11,7 +11,7 @@ from accelcore_npu_emulator.kernels.element_types import dtype_check
 from accelcore_npu_emulator.kernels.generators import host_generator, seeded
 from accelcore_npu_emulator.kernels.host_memory import CPU, current_device, place, tensors_in, view
 from accelcore_npu_emulator.kernels.indices import with_wide_indices
-from accelcore_npu_emulator.kernels.room import room_finder
+from accelcore_npu_emulator.kernels.room import room_finder, tell_device_out_of_memory
 from accelcore_npu_emulator.kernels.signature import Signature
 
 if TYPE_CHECKING:
@@ -57,7 +57,11 @@ def _made(operator: torch._ops.OpOverload, machine: Machine, function: Callable[
             check_dtypes(values)
         if makes_tensors and not any(out.numel() for key in outs for out in tensors_in(kwargs.get(key))):
             find_room(values, keywords, device)
-        result = run(values, keywords, device)
+        try:
+            result = run(values, keywords, device)
+        except RuntimeError as error:
+            tell_device_out_of_memory(error, device)
+            raise
         for key in outs:
             if key in kwargs:
                 _store(keywords[key], kwargs[key])

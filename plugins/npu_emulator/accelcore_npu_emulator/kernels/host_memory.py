@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 # that a storage for each tensor takes. It starts past 0, because torch takes a null pointer for unallocated memory.
 _START = 64
 _END = 1 << 47
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
 
 
 class _Spans(dict[torch.dtype, Tensor]):
@@ -42,7 +43,10 @@ def view(tensor: Tensor) -> Tensor:
                 f"EMULATED: a tensor of shape {tuple(tensor.shape)} has no memory: its storage was resized to 0 bytes"
             )
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
-    offset = (address - _START) // tensor.element_size()
+    itemsize, present = tensor.element_size(), tensor.untyped_storage().nbytes()
+    if (tensor.storage_offset() + tensor.numel()) * itemsize > present:  # if only because it is expanded
+        _check_extent(tensor, present // itemsize)
+    offset = (address - _START) // itemsize
     host = _spans[tensor.dtype].as_strided(tensor.shape, tensor.stride(), offset)
     # Conjugate and negative tensors are lazy: the bytes are those of the tensor before.
     if tensor.is_conj():
@@ -50,6 +54,15 @@ def view(tensor: Tensor) -> Tensor:
     if tensor.is_neg():
         host = host._neg_view()
     return host
+
+
+def _check_extent(tensor: Tensor, present: int) -> None:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and tensor.storage_offset() + last >= present:
+        raise RuntimeError(
+            f"EMULATED: a tensor of shape {tuple(tensor.shape)} reaches past its memory: its storage was resized to "
+            f"{present} elements"
+        )
 
 
 def place(host: Tensor, device: torch.device) -> Tensor:
@@ -60,6 +73,9 @@ def place(host: Tensor, device: torch.device) -> Tensor:
         raise NotImplementedError("EMULATED: quantized tensors are not emulated")
     if host.layout != torch.strided:
         return host.to(device)
+    wide = _CHANNELS_LAST.get(host.dim())
+    if wide is not None and not host.is_contiguous() and host.is_contiguous(memory_format=wide):
+        host = host.contiguous()  # no operator of torch_npu gives a result that is channels_last
     placed = torch.empty_like(host, device=device)
     if host.numel():
         view(placed).copy_(host)

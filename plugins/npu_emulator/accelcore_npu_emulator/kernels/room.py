@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
 
     from accelcore_npu_emulator.kernels.signature import Signature
 
-__all__ = ["room_finder"]
+__all__ = ["room_finder", "tell_device_out_of_memory"]
 
+_HOST_HAS_NONE = re.compile(r"DefaultCPUAllocator: .* allocate (\d+) bytes")
 _META = torch.device("meta")
 _ELEMENT = 8  # bytes, where no argument says how many
 
@@ -55,6 +57,12 @@ def room_finder(
             torch.empty(result.shape, dtype=result.dtype, device=device)
 
     return find
+
+
+def tell_device_out_of_memory(error: RuntimeError, device: torch.device) -> None:
+    """Raise torch's OutOfMemoryError where the host had no memory for what the device has none for, either."""
+    if (found := _HOST_HAS_NONE.search(str(error))) is not None:
+        torch.empty(int(found[1]), dtype=torch.uint8, device=device)
 
 
 def _broadcast(tensors: Iterable[Tensor]) -> int:
