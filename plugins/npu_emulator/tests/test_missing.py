@@ -72,9 +72,10 @@ def _data_parallel():
         lambda: torch.npu._sleep(10),
         lambda: torch.quantize_per_tensor(torch.ones(2, device="npu"), 0.1, 0, torch.qint8),
         lambda: torch.multiprocessing.reductions.reduce_tensor(torch.ones(2, device="npu")),
+        lambda: torch.npu.Event(interprocess=True).ipc_handle(),
         _data_parallel,
     ],
-    ids=["sleep", "quantize", "share", "DataParallel"],
+    ids=["sleep", "quantize", "share", "share an event", "DataParallel"],
 )
 def test_what_is_not_emulated_says_so(emulated_npu, use):
     with pytest.raises(RuntimeError, match="EMULATED"):

@@ -11,6 +11,10 @@ aclError no_binaries() {
 aclError no_shared_memory() {
   return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "device memory that processes share is not emulated");
 }
+
+aclError no_shared_events() {
+  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "events that processes share are not emulated");
+}
 }  // namespace
 
 EXPORT aclError aclrtBinaryGetFunction(const aclrtBinHandle, const char *, aclrtFuncHandle *) { return no_binaries(); }
@@ -27,6 +31,9 @@ EXPORT aclError aclrtIpcMemGetExportKey(void *, size_t, char *, size_t, uint64_t
 EXPORT aclError aclrtIpcMemImportByKey(void **, const char *, uint64_t) { return no_shared_memory(); }
 EXPORT aclError aclrtIpcMemSetImportPid(const char *, int32_t *, size_t) { return no_shared_memory(); }
 EXPORT aclError aclrtIpcMemClose(const char *) { return no_shared_memory(); }
+
+EXPORT aclError aclrtIpcGetEventHandle(aclrtEvent, aclrtIpcEventHandle *) { return no_shared_events(); }
+EXPORT aclError aclrtIpcOpenEventHandle(aclrtIpcEventHandle, aclrtEvent *) { return no_shared_events(); }
 
 EXPORT int HcclCommInitAll() {
   return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED,
