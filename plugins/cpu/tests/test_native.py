@@ -19,7 +19,12 @@ SHAPES = [(6, 5), (7,), (), (0, 3), (1, 5), (130, 300), (3, 20_000), (2, 3, 4, 4
 OPTIONS = {
     "adadelta": [{}, {"weight_decay": 0.1, "maximize": True, "rho": 0.6}],
     "adam": [{}, {"amsgrad": True, "weight_decay": 0.1, "maximize": True}, {"decoupled_weight_decay": True}],
-    "adamp": [{"weight_decay": 0.1}, {"delta": 5.0, "weight_decay": 0.1}, {"nesterov": True, "delta": 0.5}],
+    "adamp": [
+        {"weight_decay": 0.1},
+        {"delta": 5.0, "weight_decay": 0.1},
+        {"nesterov": True, "delta": 0.5},
+        {"delta": 5.0, "eps": 0.0},
+    ],
     "adamw": [{}, {"amsgrad": True, "betas": (0.4, 0.7)}],
     "bertadam": [
         {"lr": 0.01},
@@ -27,7 +32,7 @@ OPTIONS = {
         {"lr": 0.01, "t_total": 3, "schedule": "warmup_poly"},
         {"lr": 0.01, "t_total": 4},
     ],
-    "lamb": [{"weight_decay": 0.1}, {"adam": True}, {"use_global_grad_norm": True}],
+    "lamb": [{"weight_decay": 0.1}, {"adam": True}, {"use_global_grad_norm": True}, {"eps": 0.0}],
     "rmsprop": [{}, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}],
     "rmsproptf": [
         {},

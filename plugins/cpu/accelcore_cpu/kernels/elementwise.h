@@ -1,8 +1,6 @@
 // Optimizers that treat each element alike. The formulas are those of accelcore/optim/formulas, where they are explained.
 #pragma once
 
-#include <cmath>
-
 #include "rule.h"
 
 struct SGD : Rule {
@@ -15,19 +13,18 @@ struct SGD : Rule {
   template <class T>
   void compute(const Block<T>& block, double) const {
     const T lr = T(this->lr), momentum = T(this->momentum), share = T(1 - dampening);
-    T* __restrict value = block.value;
-    const T* __restrict gradient = block.gradient;
-    T* __restrict buffer = block.state[0];
-    if (momentum == 0) {
-      for (long i = 0; i < block.size; i++) value[i] -= lr * gradient[i];
-      return;
-    }
-    for (long i = 0; i < block.size; i++) {
-      T now = momentum * buffer[i] + share * gradient[i];
-      if (share != 1) now = buffer[i] != buffer[i] ? gradient[i] : now;  // nan: the first gradient, not dampened
-      buffer[i] = now;
-      value[i] -= lr * (nesterov ? gradient[i] + momentum * now : now);
-    }
+    block.each([&](const Line<T>& at) {
+      const Lanes<T> g = at.gradient();
+      if (momentum == 0) {
+        at.value() -= lr * g;
+        return;
+      }
+      const Lanes<T> before = at.state(0);
+      Lanes<T> now = momentum * before + share * g;
+      if (share != 1) now = before != before ? g : now;  // nan: the first gradient, not dampened
+      at.state(0) = now;
+      at.value() -= lr * (nesterov ? g + momentum * now : now);
+    });
   }
   FOR_BOTH_TYPES(compute)
 };
@@ -49,25 +46,15 @@ struct Adam : Rule {
   void compute(const Block<T>& block, double) const {
     const T rate = T(this->rate), root = T(this->root), eps = T(this->eps), shrink = T(this->shrink);
     const T toward1 = T(1 - beta1), beta2 = T(this->beta2), share2 = T(1 - this->beta2);
-    T* __restrict value = block.value;
-    const T* __restrict gradient = block.gradient;
-    T* __restrict mean = block.state[0];
-    T* __restrict square = block.state[1];
-    T* __restrict largest = block.state[2];
-    if (amsgrad) {
-      for (long i = 0; i < block.size; i++) {
-        const T g = gradient[i], m = mean[i] = toward(mean[i], g, toward1);
-        const T v = square[i] = beta2 * square[i] + share2 * g * g;
-        const T most = largest[i] = v > largest[i] || v != v ? v : largest[i];
-        value[i] = value[i] * shrink - rate * m / (std::sqrt(most) * root + eps);
+    block.each([&](const Line<T>& at) {
+      const Lanes<T> g = at.gradient(), m = at.state(0) = toward<Lanes<T>>(at.state(0), g, toward1);
+      Lanes<T> v = at.state(1) = beta2 * at.state(1) + share2 * g * g;
+      if (amsgrad) {
+        const Lanes<T> largest = at.state(2);
+        v = at.state(2) = (v > largest) | (v != v) ? v : largest;
       }
-      return;
-    }
-    for (long i = 0; i < block.size; i++) {
-      const T g = gradient[i], m = mean[i] = toward(mean[i], g, toward1);
-      const T v = square[i] = beta2 * square[i] + share2 * g * g;
-      value[i] = value[i] * shrink - rate * m / (std::sqrt(v) * root + eps);
-    }
+      at.value() = at.value() * shrink - rate * m / (sqrt(v) * root + eps);
+    });
   }
   FOR_BOTH_TYPES(compute)
 };
@@ -79,16 +66,12 @@ struct Adadelta : Rule {
   template <class T>
   void compute(const Block<T>& block, double) const {
     const T lr = T(this->lr), rho = T(this->rho), share = T(1 - this->rho), eps = T(this->eps);
-    T* __restrict value = block.value;
-    const T* __restrict gradient = block.gradient;
-    T* __restrict square = block.state[0];
-    T* __restrict steps = block.state[1];
-    for (long i = 0; i < block.size; i++) {
-      const T g = gradient[i], v = square[i] = rho * square[i] + share * g * g;
-      const T delta = std::sqrt((steps[i] + eps) / (v + eps)) * g;
-      steps[i] = rho * steps[i] + share * delta * delta;
-      value[i] -= lr * delta;
-    }
+    block.each([&](const Line<T>& at) {
+      const Lanes<T> g = at.gradient(), v = at.state(0) = rho * at.state(0) + share * g * g;
+      const Lanes<T> delta = sqrt((at.state(1) + eps) / (v + eps)) * g;
+      at.state(1) = rho * at.state(1) + share * delta * delta;
+      at.value() -= lr * delta;
+    });
   }
   FOR_BOTH_TYPES(compute)
 };
@@ -114,30 +97,17 @@ struct RMSprop : Rule {
     const T alpha = T(this->alpha), share = T(1 - this->alpha), inside = T(this->inside), outside = T(this->outside);
     const T momentum = T(this->momentum), shrink = T(this->shrink);
     const T first = lr_in_momentum ? T(lr) : T(1), last = lr_in_momentum ? T(1) : T(lr);
-    T* __restrict value = block.value;
-    const T* __restrict gradient = block.gradient;
-    T* __restrict square = block.state[0];
-    T* __restrict buffer = block.state[1];
-    T* __restrict mean = block.state[2];
-    T update[BLOCK];
-    if (centered) {
-      for (long i = 0; i < block.size; i++) {
-        const T g = gradient[i], v = square[i] = alpha * square[i] + share * g * g;
-        const T m = mean[i] = toward(mean[i], g, share);
-        update[i] = g / (std::sqrt(v - m * m + inside) + outside);
+    block.each([&](const Line<T>& at) {
+      const Lanes<T> g = at.gradient(), v = at.state(0) = alpha * at.state(0) + share * g * g;
+      Lanes<T> square = v;
+      if (centered) {
+        const Lanes<T> m = at.state(2) = toward<Lanes<T>>(at.state(2), g, share);
+        square = v - m * m;
       }
-    } else {
-      for (long i = 0; i < block.size; i++) {
-        const T g = gradient[i], v = square[i] = alpha * square[i] + share * g * g;
-        update[i] = g / (std::sqrt(v + inside) + outside);
-      }
-    }
-    if (momentum != 0) {
-      for (long i = 0; i < block.size; i++) update[i] = buffer[i] = momentum * buffer[i] + first * update[i];
-    } else {
-      for (long i = 0; i < block.size; i++) update[i] *= first;
-    }
-    for (long i = 0; i < block.size; i++) value[i] = value[i] * shrink - last * update[i];
+      Lanes<T> update = first * (g / (sqrt(square + inside) + outside));
+      if (momentum != 0) update = at.state(1) = momentum * at.state(1) + update;
+      at.value() = at.value() * shrink - last * update;
+    });
   }
   FOR_BOTH_TYPES(compute)
 };
@@ -166,15 +136,11 @@ struct BertAdam : Rule {
   void compute(const Block<T>& block, double) const {
     const T rate = T(this->rate), e = T(this->e), weight_decay = T(this->weight_decay);
     const T toward1 = T(1 - b1), b2 = T(this->b2), share2 = T(1 - this->b2);
-    T* __restrict value = block.value;
-    const T* __restrict gradient = block.gradient;
-    T* __restrict mean = block.state[0];
-    T* __restrict square = block.state[1];
-    for (long i = 0; i < block.size; i++) {
-      const T g = gradient[i], m = mean[i] = toward(mean[i], g, toward1);
-      const T v = square[i] = b2 * square[i] + share2 * g * g;
-      value[i] -= rate * (m / (std::sqrt(v) + e) + weight_decay * value[i]);
-    }
+    block.each([&](const Line<T>& at) {
+      const Lanes<T> g = at.gradient(), m = at.state(0) = toward<Lanes<T>>(at.state(0), g, toward1);
+      const Lanes<T> v = at.state(1) = b2 * at.state(1) + share2 * g * g;
+      at.value() -= rate * (m / (sqrt(v) + e) + weight_decay * at.value());
+    });
   }
   FOR_BOTH_TYPES(compute)
 };

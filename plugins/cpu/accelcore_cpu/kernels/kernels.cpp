@@ -104,7 +104,7 @@ class Plan {
     visit_bundles([&](const Piece& piece) {
       double& sum = sums[piece.sums] = 0;
       walk(piece, {true, false, false, false},
-           [&](const auto& block, long) { sum += dot(block.gradient, block.gradient, block.size); });
+           [&](const auto& block, long) { sum += squares(block); });
     });
     std::map<long, double> squares;
     double all = 0;
@@ -190,43 +190,39 @@ class Plan {
                         source.gradient_type == type_of<T>();
     for (long row = 0; row < piece.rows; row++) {
       const long first = piece.begin + row * piece.columns;
-      for (long begin = 0; begin < piece.columns; begin += BLOCK) {
-        const long at = first + begin, size = std::min(BLOCK, piece.columns - begin);
-        if (direct)
-          in_place<T>(piece.source, at, size, access, again, [&](const auto& block) { visit(block, row); });
-        else
-          converted<T>(piece.source, at, size, access, again, [&](const auto& block) { visit(block, row); });
-      }
+      const long whole = direct ? piece.columns & -Vector<T>::count : 0;
+      const auto its = [&](const Block<T>& block) { visit(block, row); };
+      for (long begin = 0; begin < whole; begin += BLOCK)
+        in_place<T>(piece.source, first + begin, std::min(BLOCK, whole - begin), access, again, its);
+      for (long begin = whole; begin < piece.columns; begin += BLOCK)
+        converted<T>(piece.source, first + begin, std::min(BLOCK, piece.columns - begin), access, again, its);
     }
   }
 
-  // A block where it lies, of tensors that are all of the type T.
+  // Whole lines where they lie, of tensors that are all of the type T.
   template <class T, class Visit>
   inline void in_place(long number, long at, long size, Access access, bool again, const Visit& visit) {
     const Source& source = tables.sources[number];
-    alignas(64) T buffer[BLOCK];
-    Block<T> block = {};
-    block.size = size;
+    Block<T> block = begin<T>(number, size, access);
+    block.asks = true;
     if (access.reads) {
-      prefetch(block.value = static_cast<T*>(source.value) + at);
+      block.value = static_cast<T*>(source.value) + at;
       for (int n = 0; n < STATES; n++)
-        if (source.state[n]) prefetch(block.state[n] = static_cast<T*>(source.state[n]) + at);
+        if (source.state[n]) block.state[n] = static_cast<T*>(source.state[n]) + at;
     }
     if (access.gradient) {
-      prefetch(block.gradient = static_cast<T*>(gradients[number]) + at);
+      block.gradient = static_cast<T*>(gradients[number]) + at;
       if (grad_scale && !again) unscale(block);
-      block.gradient = prepared(number, block, buffer);
     }
     visit(block);
   }
 
-  // A block of tensors of any types, as T.
+  // A copy of what is of any types, as T.
   template <class T, class Visit>
   void converted(long number, long at, long size, Access access, bool again, const Visit& visit) {
     const Source& source = tables.sources[number];
-    alignas(64) T buffers[2 + STATES][BLOCK];
-    Block<T> block = {};
-    block.size = size;
+    alignas(LINE) T buffers[2 + STATES][BLOCK];
+    Block<T> block = begin<T>(number, size, access);
     if (access.reads) {
       block.value = read(source.value, source.value_type, at, size, buffers[0]);
       for (int n = 0; n < STATES; n++)
@@ -238,7 +234,6 @@ class Plan {
         unscale(block);
         write(gradients[number], source.gradient_type, at, size, block.gradient);
       }
-      block.gradient = prepared(number, block, buffers[1]);
     }
     visit(block);
     if (access.writes_value) write(source.value, source.value_type, at, size, block.value);
@@ -253,17 +248,15 @@ class Plan {
     for (long i = 0; i < block.size; i++) block.gradient[i] /= scale;
   }
 
-  // The gradient as a rule wants it.
+  // A block without memory yet.
   template <class T>
-  T* prepared(long number, const Block<T>& block, T* buffer) const {
+  Block<T> begin(long number, long size, Access access) const {
     const Rule& rule = *rules[number];
-    const T factor = T(rule.maximizes ? -factors[number] : factors[number]), decay = T(rule.decay);
-    if (!block.value || (decay == 0 && factor == 1)) return block.gradient;
-    if (decay == 0)
-      for (long i = 0; i < block.size; i++) buffer[i] = block.gradient[i] * factor;
-    else
-      for (long i = 0; i < block.size; i++) buffer[i] = block.gradient[i] * factor + decay * block.value[i];
-    return buffer;
+    Block<T> block = {};
+    block.size = size;
+    block.factor = T(rule.maximizes ? -factors[number] : factors[number]);
+    block.decay = access.reads ? T(rule.decay) : 0;
+    return block;
   }
 };
 

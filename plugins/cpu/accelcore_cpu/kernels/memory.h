@@ -10,8 +10,8 @@
 
 enum Type : int64_t { FLOAT, DOUBLE, BFLOAT16, FLOAT16 };
 
-constexpr long BLOCK = 128;   // elements: what is converted, and computed with while it is in the first cache
-constexpr long AHEAD = 4096;  // bytes: how far before its use memory is asked for
+constexpr long BLOCK = 512;  // elements: what is converted, and computed with while it is in the first cache
+constexpr long LINE = 64;    // bytes: of a cache, and of a vector
 constexpr int STATES = 3;
 
 template <class To, class From>
@@ -67,13 +67,6 @@ inline void convert(const From* __restrict from, To* __restrict to, long size) {
   for (long i = 0; i < size; i++) put(to[i], typename std::conditional<std::is_same<From, double>::value, double, float>::type(from[i]));
 }
 
-// Asks for the memory of what comes a little later: passes of few operations each would leave it idle at times.
-template <class T>
-inline void prefetch(const T* block) {
-  const char* const from = reinterpret_cast<const char*>(block) + AHEAD;
-  for (long n = 0; n < BLOCK * long(sizeof(T)); n += 64) __builtin_prefetch(from + n);
-}
-
 // Asks for `size` bytes from the element `offset` of a tensor on.
 inline void prefetch(const void* tensor, Type type, long offset, long size) {
   const long element = type == DOUBLE ? 8 : type == FLOAT ? 4 : 2;
@@ -81,18 +74,15 @@ inline void prefetch(const void* tensor, Type type, long offset, long size) {
   for (long n = 0; n < size; n += 64) __builtin_prefetch(from + n);
 }
 
-// Elements from `offset` of a tensor, as T.
+// Elements from `offset` of a tensor, as T, where whole lines can be read and written.
 template <class T>
 T* read(const void* tensor, Type type, long offset, long size, T* buffer) {
+  constexpr long line = LINE / sizeof(T);
+  if (type == type_of<T>() && size % line == 0) return (T*)tensor + offset;
+  for (long i = size; i % line != 0; i++) buffer[i] = 0;
   switch (type) {
-    case FLOAT:
-      if (type_of<T>() == FLOAT) return (T*)tensor + offset;
-      convert((const float*)tensor + offset, buffer, size);
-      break;
-    case DOUBLE:
-      if (type_of<T>() == DOUBLE) return (T*)tensor + offset;
-      convert((const double*)tensor + offset, buffer, size);
-      break;
+    case FLOAT: convert((const float*)tensor + offset, buffer, size); break;
+    case DOUBLE: convert((const double*)tensor + offset, buffer, size); break;
     case BFLOAT16: convert((const BFloat16*)tensor + offset, buffer, size); break;
     case FLOAT16: convert((const Float16*)tensor + offset, buffer, size); break;
   }
@@ -102,39 +92,11 @@ T* read(const void* tensor, Type type, long offset, long size, T* buffer) {
 // The reverse of `read`, given what that returned.
 template <class T>
 void write(void* tensor, Type type, long offset, long size, const T* values) {
-  if (type == type_of<T>()) {
-    if (values != (T*)tensor + offset) std::memcpy((T*)tensor + offset, values, size * sizeof(T));
-    return;
-  }
+  if (type == type_of<T>() && values == (T*)tensor + offset) return;
   switch (type) {
     case FLOAT: convert(values, (float*)tensor + offset, size); break;
     case DOUBLE: convert(values, (double*)tensor + offset, size); break;
     case BFLOAT16: convert(values, (BFloat16*)tensor + offset, size); break;
     case FLOAT16: convert(values, (Float16*)tensor + offset, size); break;
   }
-}
-
-template <class T>
-struct Block {
-  T* value;
-  T* gradient;
-  T* state[STATES];
-  long size;
-};
-
-// The sum of products, in 16 lanes: the same on every machine, and however many threads there are.
-template <class T>
-double dot(const T* a, const T* b, long size) {
-  typedef T Lanes __attribute__((vector_size(16 * sizeof(T))));
-  Lanes sum = {};
-  for (long i = 0; i + 16 <= size; i += 16) {
-    Lanes x, y;
-    std::memcpy(&x, a + i, sizeof x);
-    std::memcpy(&y, b + i, sizeof y);
-    sum += x * y;
-  }
-  double total = 0;
-  for (int lane = 0; lane < 16; lane++) total += sum[lane];
-  for (long i = size & ~15L; i < size; i++) total += double(a[i]) * b[i];
-  return total;
 }

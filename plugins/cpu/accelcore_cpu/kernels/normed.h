@@ -22,18 +22,14 @@ struct Lamb : Rule {
   void moments(const Block<T>& block, double* sums) const {
     const T toward1 = T(1 - beta1), beta2 = T(this->beta2), share2 = T(1 - this->beta2);
     const T eps = T(this->eps), weight_decay = T(this->weight_decay);
-    const T* __restrict value = block.value;
-    const T* __restrict gradient = block.gradient;
-    T* __restrict mean = block.state[0];
-    T* __restrict square = block.state[1];
-    T update[BLOCK];
-    for (long i = 0; i < block.size; i++) {
-      const T g = gradient[i], m = mean[i] = toward(mean[i], g, toward1);
-      const T v = square[i] = beta2 * square[i] + share2 * g * g;
-      update[i] = m / (std::sqrt(v) + eps) + weight_decay * value[i];
-    }
-    sums[0] += dot(block.value, block.value, block.size);
-    sums[1] += dot(update, update, block.size);
+    Sum<T> values, updates;
+    block.each([&](const Line<T>& at) {
+      const Lanes<T> g = at.gradient(), m = at.state(0) = toward<Lanes<T>>(at.state(0), g, toward1);
+      const Lanes<T> v = at.state(1) = beta2 * at.state(1) + share2 * g * g;
+      const Lanes<T> value = at.value(), update = m / (sqrt(v) + eps) + weight_decay * value;
+      values += at.in_use(value * value), updates += at.in_use(update * update);
+    }, values, updates);
+    sums[0] += values.total(), sums[1] += updates.total();
   }
   void decide(const double* sums, long, long, bool, double* rate) const override {
     const double norm = std::fmin(std::sqrt(sums[0]), 10), length = std::sqrt(sums[1]);
@@ -42,11 +38,9 @@ struct Lamb : Rule {
   template <class T>
   void compute(const Block<T>& block, double row) const {
     const T rate = T(row), eps = T(this->eps), weight_decay = T(this->weight_decay);
-    T* __restrict value = block.value;
-    const T* __restrict mean = block.state[0];
-    const T* __restrict square = block.state[1];
-    for (long i = 0; i < block.size; i++)
-      value[i] -= rate * (mean[i] / (std::sqrt(square[i]) + eps) + weight_decay * value[i]);
+    block.each([&](const Line<T>& at) {
+      at.value() -= rate * (at.state(0) / (sqrt<Lanes<T>>(at.state(1)) + eps) + weight_decay * at.value());
+    });
   }
   MEASURE_BOTH_TYPES(moments)
   FOR_BOTH_TYPES(compute)
@@ -68,19 +62,16 @@ struct AdamP : Rule {
     const T toward1 = T(1 - beta1), beta2 = T(this->beta2), share2 = T(1 - this->beta2);
     const T eps = T(this->eps), root = T(this->root);
     const T ahead = T(nesterov ? 1 - beta1 : 0);
-    const T* __restrict gradient = block.gradient;
-    T* __restrict mean = block.state[0];
-    T* __restrict square = block.state[1];
-    T update[BLOCK];
-    for (long i = 0; i < block.size; i++) {
-      const T g = gradient[i], m = mean[i] = toward(mean[i], g, toward1);
-      const T v = square[i] = beta2 * square[i] + share2 * g * g;
-      update[i] = toward(m, g, ahead) / (std::sqrt(v) * root + eps);
-    }
-    sums[0] += dot(block.value, block.value, block.size);
-    sums[1] += dot(block.value, block.gradient, block.size);
-    sums[2] += dot(block.gradient, block.gradient, block.size);
-    sums[3] += dot(block.value, update, block.size);
+    Sum<T> values, along, gradients, updates;
+    block.each([&](const Line<T>& at) {
+      const Lanes<T> g = at.gradient(), m = at.state(0) = toward<Lanes<T>>(at.state(0), g, toward1);
+      const Lanes<T> v = at.state(1) = beta2 * at.state(1) + share2 * g * g;
+      const Lanes<T> value = at.value(), update = toward(m, g, ahead) / (sqrt(v) * root + eps);
+      values += at.in_use(value * value), along += at.in_use(value * g);
+      gradients += at.in_use(g * g), updates += at.in_use(value * update);
+    }, values, along, gradients, updates);
+    sums[0] += values.total(), sums[1] += along.total();
+    sums[2] += gradients.total(), sums[3] += updates.total();
   }
   // What the value is multiplied by, row by row: decay, less what the update has in the direction of the value.
   void decide(const double* sums, long rows, long columns, bool projects, double* scale) const override {
@@ -107,17 +98,11 @@ struct AdamP : Rule {
   void compute(const Block<T>& block, double row) const {
     const T rate = T(this->rate), scale = T(row), eps = T(this->eps), root = T(this->root);
     const T ahead = T(1 - beta1);
-    T* __restrict value = block.value;
-    const T* __restrict gradient = block.gradient;
-    const T* __restrict mean = block.state[0];
-    const T* __restrict square = block.state[1];
-    if (nesterov) {
-      for (long i = 0; i < block.size; i++)
-        value[i] = value[i] * scale - rate * toward(mean[i], gradient[i], ahead) / (std::sqrt(square[i]) * root + eps);
-    } else {
-      for (long i = 0; i < block.size; i++)
-        value[i] = value[i] * scale - rate * mean[i] / (std::sqrt(square[i]) * root + eps);
-    }
+    block.each([&](const Line<T>& at) {
+      Lanes<T> m = at.state(0);
+      if (nesterov) m = toward(m, at.gradient(), ahead);
+      at.value() = at.value() * scale - rate * m / (sqrt<Lanes<T>>(at.state(1)) * root + eps);
+    });
   }
   MEASURE_BOTH_TYPES(moments)
   FOR_BOTH_TYPES(compute)

@@ -1,7 +1,7 @@
 // What an optimizer does in one step with one group's options: the interface between formulas and what drives them.
 #pragma once
 
-#include "memory.h"
+#include "lanes.h"
 
 // The options of a group, in the order in which a rule asks for them.
 struct Options {
@@ -34,9 +34,3 @@ struct Rule {
 #define MEASURE_BOTH_TYPES(function)                                                                         \
   void measure(const Block<float>& block, double* sums) const override { function<float>(block, sums); }    \
   void measure(const Block<double>& block, double* sums) const override { function<double>(block, sums); }
-
-// Running means, as torch computes them.
-template <class T>
-inline T toward(T from, T to, T weight) {
-  return weight < T(0.5) ? from + weight * (to - from) : to - (to - from) * (1 - weight);
-}

@@ -1,0 +1,126 @@
+// Arithmetic on lines: 64 bytes of each tensor, which are a line of the cache and fill a vector.
+//
+// The vectors are written out, not left to the compiler to find: so each line of memory is asked for once, a while
+// before its use, and a sum has the same lanes on every machine.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "memory.h"
+
+constexpr long AHEAD = 2048;  // bytes: how far before its use memory is asked for
+constexpr long STRIP = 8;     // lines that are summed in the precision of their type
+
+template <class T>
+struct Vector {
+  typedef std::conditional_t<sizeof(T) == 4, int32_t, int64_t> Number;
+  typedef T Lanes __attribute__((vector_size(LINE)));
+  typedef T InMemory __attribute__((vector_size(LINE), aligned(sizeof(T)), may_alias));
+  typedef Number Numbers __attribute__((vector_size(LINE)));
+  static constexpr long count = LINE / sizeof(T);
+};
+template <class T>
+using Lanes = typename Vector<T>::Lanes;
+
+template <class T>
+inline T sqrt(T lanes) {
+  for (unsigned lane = 0; lane < LINE / sizeof lanes[0]; lane++) lanes[lane] = std::sqrt(lanes[lane]);
+  return lanes;
+}
+
+// Running means, as torch computes them.
+template <class T, class Weight>
+inline T toward(T from, T to, Weight weight) {
+  return weight < Weight(0.5) ? from + weight * (to - from) : to - (to - from) * (1 - weight);
+}
+
+// One line of a block. What is read and written is memory.
+template <class T>
+struct Line {
+  typedef typename Vector<T>::InMemory InMemory;
+  const long first, count;  // lanes in use: fewer than all at the end of a tensor
+  T *const values, *const gradients, *const *const states;
+  const T factor, decay;
+
+  InMemory& value() const { return reinterpret_cast<InMemory&>(values[first]); }
+  InMemory& state(int number) const { return reinterpret_cast<InMemory&>(states[number][first]); }
+  // As a rule wants it.
+  Lanes<T> gradient() const {
+    const Lanes<T> raw = reinterpret_cast<const InMemory&>(gradients[first]) * factor;
+    return decay == 0 ? raw : raw + decay * value();
+  }
+  // With 0 in the lanes that are not in use.
+  Lanes<T> in_use(Lanes<T> lanes) const {
+    typename Vector<T>::Numbers numbers;
+    for (long lane = 0; lane < Vector<T>::count; lane++) numbers[lane] = lane;
+    return numbers < typename Vector<T>::Number(count) ? lanes : Lanes<T>{};
+  }
+};
+
+// What is worked on in one go. There is memory for whole lines.
+template <class T>
+struct Block {
+  T* value;
+  T* gradient;
+  T* state[STATES];
+  long size;        // elements
+  T factor, decay;  // what gradients are multiplied by, and the share of the value that is added to them then
+  bool asks;        // whether to ask for the memory that follows
+
+  // Calls `visit` with each line. Sums settle after each strip.
+  template <class Visit, class... Sums>
+  [[gnu::always_inline]] void each(const Visit& visit, Sums&... sums) const {
+    constexpr long line = Vector<T>::count;
+    const Block its = *this;  // which cannot be changed by what is written to memory
+    for (long first = 0; first < its.size; (sums.settle(), ...))
+      for (const long end = std::min(its.size, first + STRIP * line); first < end; first += line) {
+        if (its.asks) its.ask(first);
+        visit(Line<T>{first, std::min(line, its.size - first), its.value, its.gradient, its.state, its.factor, its.decay});
+      }
+  }
+
+ private:
+  // Always inlined: a call of what only asks would be taken for one of what does nothing, and left out.
+  [[gnu::always_inline]] inline void ask(long first) const {
+    ask(value, first), ask(gradient, first), ask(state[0], first), ask(state[1], first), ask(state[2], first);
+  }
+  [[gnu::always_inline]] static inline void ask(const T* stream, long first) {
+    if (stream) __builtin_prefetch(reinterpret_cast<const char*>(stream + first) + AHEAD);
+  }
+};
+
+// A sum, lane by lane: within a strip in the precision of its type, over strips in double.
+template <class T>
+class Sum {
+ public:
+  void operator+=(Lanes<T> lanes) { recent += lanes; }
+  void settle() {
+    T its[Vector<T>::count];
+    std::memcpy(its, &recent, sizeof its);
+    for (long lane = 0; lane < Vector<T>::count; lane++) settled[lane] += its[lane];
+    recent = Lanes<T>{};
+  }
+  double total() const {
+    double halves[Vector<T>::count];
+    std::copy(std::begin(settled), std::end(settled), halves);
+    for (long half = Vector<T>::count / 2; half; half /= 2)
+      for (long lane = 0; lane < half; lane++) halves[lane] += halves[lane + half];
+    return halves[0];
+  }
+
+ private:
+  Lanes<T> recent = {};
+  double settled[Vector<T>::count] = {};
+};
+
+// The sum of the squares of a block's gradients.
+template <class T>
+double squares(const Block<T>& block) {
+  Sum<T> sum;
+  block.each([&](const Line<T>& at) {
+    const Lanes<T> g = at.gradient();
+    sum += at.in_use(g * g);
+  }, sum);
+  return sum.total();
+}
