@@ -77,6 +77,13 @@ def test_the_script_trains_on_two_ranks_under(folder, words, environ):
     assert re.fullmatch(r"2 ranks, loss \d\.\d{3}\n", said)
 
 
+def test_torchrun_does_the_same(folder):
+    command = "torchrun --nproc-per-node 2 train.py"
+    assert command in PAGE.replace("\n", " ")
+    said = start(folder, command.split(), ACCEL_DEVICE="cpu", OMP_NUM_THREADS="1")
+    assert re.fullmatch(r"2 ranks, loss \d\.\d{3}\n", said)
+
+
 def test_a_script_that_starts_its_own_ranks_says_which_each_is(folder):
     (folder / "spawn.py").write_text(
         block("py", "multiprocessing.spawn").replace("tcp://127.0.0.1:29500", f"file://{folder}/m")

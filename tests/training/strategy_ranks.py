@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
 
 import accelcore
 from accelcore import Policy
+from tests.training.strategy_models import DECAY, LEVELS, LR, Net, Normed, Wide, batch, loss_at_level, loss_of, used
 
 CASES = {
     "ddp": {"parallel": "ddp"},
@@ -30,38 +30,6 @@ CASES = {
     "zero1 flat": {"parallel": "zero1", "flat": True},
     "combine bf16": {"parallel": "combine_ddp", "comm_dtype": "bfloat16"},
 }
-LR, DECAY = 0.1, 0.5
-
-
-class Net(nn.Module):
-    """Parts that can be left out of a pass, a normalization with buffers, tied weights, and a part nobody uses."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.inward = nn.Linear(4, 6)
-        self.norm = nn.BatchNorm1d(6, momentum=0.5)
-        self.sometimes = nn.Linear(6, 6)
-        self.outward = nn.Linear(6, 4)
-        self.outward.weight = nn.Parameter(self.outward.weight.detach().clone())
-        self.tied = nn.Linear(6, 4, bias=False)
-        self.tied.weight = self.outward.weight
-        self.never = nn.Linear(2, 2)
-
-    def forward(self, rows: torch.Tensor, use: bool) -> torch.Tensor:
-        hidden = torch.tanh(self.norm(self.inward(rows)))
-        if use:
-            hidden = hidden + self.sometimes(hidden)
-        return self.outward(hidden) + self.tied(hidden)
-
-
-def batch(rank: int, number: int, rows: int = 8) -> torch.Tensor:
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(1000 * rank + number))
-
-
-def loss_of(model, batch):
-    rows, use = batch
-    return mse_loss(model(rows, use), rows.flip(1))
 
 
 def make(accel, options, *, seed=0, **more):
@@ -76,11 +44,6 @@ def state(model):
 
 def whole(value):
     return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def used(rank: int, number: int) -> bool:
-    """Rank 0 always uses all, rank 1 in every third micro-batch."""
-    return rank == 0 or number % 3 == 0
 
 
 def trains(accel, rank, options):
@@ -162,26 +125,6 @@ def masters(accel, rank, options):
     return whole(model.state_dict()["weight"]).double().flatten().tolist()
 
 
-class Normed(nn.Module):
-    """What apex's levels hold in different dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.inward = nn.Linear(4, 16, bias=False)  # before a norm, a bias has gradients of rounding alone
-        self.norm, self.outward = nn.BatchNorm1d(16, momentum=0.5), nn.Linear(16, 4)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.outward(torch.relu(self.norm(self.inward(rows))))
-
-
-LEVELS = ("O2", "O3")
-
-
-def loss_at_level(model, rows):
-    return mse_loss(model(rows).float(), rows.float().flip(1))
-
-
 def levels(accel, rank, options):
     """apex's levels; O2 with a static loss scale."""
     found = {}
@@ -198,19 +141,6 @@ def levels(accel, rank, options):
             trainer(batch(rank, number))
         found[level] = {name: whole(value).double().flatten().tolist() for name, value in model.state_dict().items()}
     return found
-
-
-class Wide(nn.Module):
-    """Of parameters that have as many elements as are taken in during backward, one can be left out of a pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inward, self.sometimes, self.outward = nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 7)
-
-    def forward(self, rows: torch.Tensor, use: bool) -> torch.Tensor:
-        hidden = torch.tanh(self.inward(rows))
-        return self.outward(self.sometimes(hidden) if use else hidden)
 
 
 def large(accel, rank, options):
