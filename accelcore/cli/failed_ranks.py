@@ -13,7 +13,7 @@ __all__ = ["Failure", "said_of"]
 
 _LONGEST = 300  # characters of an error's first line
 
-_UNCAUGHT = 1  # Python's exit code; that of a rank which was slow to leave is what the launcher ended it by
+_UNCAUGHT = 1  # Python's exit code; a rank that was slow to leave has that of the signal which the launcher sent it
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 
 
@@ -44,11 +44,12 @@ def said_of(failures: Mapping[int, Failure]) -> tuple[str, int]:
         if first.code >= 0:
             return _text(f"rank {rank} ended with exit code {first.code}", "see what it wrote, above"), first.code
         return _text(f"rank {rank} was ended by {_name(-first.code)}", _remedy(-first.code)), 128 - first.code
-    alike = [
-        other for other, failure in failures.items() if failure.report and failure.report.alike == first.report.alike
-    ]
-    failed = f"{ranks(alike)} failed{' alike' if len(alike) > 1 else ''} with exit code {_UNCAUGHT}"
-    return _text(f"{failed}: {first.report.message[:_LONGEST]}", "see the traceback above"), _UNCAUGHT
+    reports = {other: failure.report for other, failure in failures.items() if failure.report is not None}
+    alike = {other: report for other, report in reports.items() if report.traceback == first.report.traceback}
+    code = max(first.code, _UNCAUGHT)
+    failed = f"{ranks(alike)} failed{' alike' if len(alike) > 1 else ''} with exit code {code}"
+    shown = "" if any(report.shown for report in alike.values()) else first.report.traceback
+    return shown + _text(f"{failed}: {first.report.message[:_LONGEST]}", "see the traceback above"), code
 
 
 def _place(failure: Failure) -> tuple[bool, float]:

@@ -29,6 +29,7 @@ def test_a_rank_that_raises_is_heard_once_and_first_and_those_that_it_takes_alon
         machine,
         "import torch, accelcore\n"
         "with accelcore.select().distributed() as job:\n"
+        "    accelcore.select()\n"  # once more, when torch has put its own hook around ours
         "    if job.rank == 1: raise ValueError('rank 1 gives up')\n"
         "    job.all_reduce(torch.ones(1))\n",
     )
@@ -109,8 +110,8 @@ def test_a_launcher_that_is_told_to_end_says_so(machine):
 # Which rank it was.
 
 
-def reported(message, at, *, alike="", because=(), code=1):
-    return Failure(code, noticed=100, report=FailureReport(message, at, alike or message, because))
+def reported(message, at, *, traceback="", because=(), shown=True, code=1):
+    return Failure(code, noticed=100, report=FailureReport(message, at, traceback or message, because, shown))
 
 
 @pytest.mark.parametrize(
@@ -118,15 +119,17 @@ def reported(message, at, *, alike="", because=(), code=1):
     [
         ({0: reported("KeyError: 'a'", 99.2), 1: reported("ValueError: b", 99.1)}, "rank 1 failed with", 1),
         ({0: reported("DistributedError: 1", 99.1, because=(1,)), 1: reported("E: b", 99.2)}, "rank 1 failed with", 1),
+        ({0: reported("DistributedError: 1", 99.1, because=(1,)), 1: Failure(3, 100)}, "rank 1 ended with", 3),
         # The launcher ended rank 0, which was slow to leave.
         ({1: reported("E: b", 99.2), 0: reported("E: a", 99.1, code=-15)}, "rank 0 failed with exit code 1: E: a", 1),
+        ({0: reported("E: a", 99, code=5)}, "rank 0 failed with exit code 5: E: a", 5),
         ({2: Failure(-15, 100), 0: Failure(3, 101)}, "rank 0 ended with exit code 3", 3),
         ({1: Failure(3, 100), 0: Failure(4, 100)}, "rank 1 ended with exit code 3", 3),
         ({0: Failure(-15, 100), 1: Failure(-15, 100)}, "rank 0 was ended by SIGTERM", 143),
         ({0: Failure(-11, 100)}, f"rank 0 was ended by SIGSEGV{REMEDY}set PYTHONFAULTHANDLER=1", 139),
         ({0: Failure(-63, 100)}, "rank 0 was ended by signal 63", 191),
         (
-            {rank: reported("E: a", 99, alike="same" if rank != 1 else "") for rank in range(4)},
+            {rank: reported("E: a", 99, traceback="same" if rank != 1 else "", shown=rank == 2) for rank in range(4)},
             "ranks 0, 2 and 3 failed alike with exit code 1: E: a",
             1,
         ),
@@ -138,3 +141,12 @@ def test_the_rank_that_failed_first_by_itself_is_named(failures, why, code):
     said, returned = said_of(failures)
     assert said.startswith(f"accelcore: the job ended because {why}"), said
     assert returned == code
+
+
+def test_a_traceback_that_no_rank_has_shown_is_shown_by_the_launcher():
+    """The one that would have is ended before it could; or the rank that all wait for has gone on."""
+    failures = {0: Failure(-15, 100), 1: reported("E: a", 99, traceback="Traceback ...\nE: a\n", shown=False)}
+    said, _ = said_of(failures)
+    assert said.startswith(
+        "Traceback ...\nE: a\naccelcore: the job ended because rank 1 failed with exit code 1: E: a\n"
+    )
