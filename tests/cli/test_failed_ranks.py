@@ -70,6 +70,7 @@ def test_what_a_rank_starts_is_heard_itself(machine):
         "sys.exit(7 if all(one.returncode == 1 for one in done) else 8)\n",
     )
     assert (code, said.count("Traceback")) == (7, 2)
+    assert "accelcore: the job ended because rank 0 ended with exit code 7\n" in said
 
 
 @pytest.mark.parametrize(
