@@ -68,7 +68,9 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
     found["broadcast"] = [job.broadcast(tensor(mine), source).tolist() for source in range(2)]
     found["broadcast"].append(job.broadcast(whole, 1).tolist())
     found["words"] = [job.is_main, job.local_rank, job.mean(mine), job.mean(tensor(mine, -mine)).tolist()]
-    found["gathered"] = [job.gather(rows).tolist() for rows in (tensor(*[mine] * (job.rank + 1)), torch.tensor(mine))]
+    several, none_on_rank_0 = tensor(*[mine] * (job.rank + 1)), [tensor(mine)] * job.rank
+    gathered = [job.gather(rows) for rows in (several, torch.tensor(mine), none_on_rank_0)]
+    found["gathered"], found["gathered_on"] = [rows.tolist() for rows in gathered], gathered[-1].device.type
     group = job.cpu_group()
     on_host = torch.tensor([mine])
     dist.all_reduce(on_host, group=group)

@@ -35,7 +35,7 @@ class _Disagreeing(TorchCollectives):
         pass
 
     def gather(self, rows):
-        return rows
+        return rows if isinstance(rows, torch.Tensor) else torch.cat([*rows, torch.empty(0)])
 
     def mean(self, value):
         return super().mean(value) * self.world_size
