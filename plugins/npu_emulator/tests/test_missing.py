@@ -53,12 +53,21 @@ def test_a_fault_that_names_no_operator_is_an_error(outcome):
     )
 
 
-def test_what_torch_npu_lacks_runs_on_the_cpu_with_its_warning(emulated_process):
-    program = "import torch, torch_npu; print(torch.digamma(torch.ones(1, device='npu')).item())"
-    done = emulated_process("-c", program)
+PROGRAM = """
+import torch, torch_npu
+print(torch.digamma(torch.ones(1, device="npu")).item())
+print(torch.npu.stop_device(0))  # last: torch_npu refuses the stream afterwards
+"""
+
+
+def test_what_torch_npu_lacks_and_what_stops_nothing_say_so(emulated_process):
+    done = emulated_process("-c", PROGRAM)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.splitlines()[-1]) == pytest.approx(-0.5772156)
+    digamma, stopped = done.stdout.splitlines()[-2:]
+    assert float(digamma) == pytest.approx(-0.5772156)
     assert "'aten::digamma.out' is not currently supported on the NPU backend and will fall back" in done.stderr
+    assert stopped == "1"
+    assert "EMULATED: stopping a device is not emulated" in done.stderr
 
 
 def _data_parallel():
@@ -98,13 +107,6 @@ def test_the_check_for_unsafe_memory_is_refused(emulated_npu):
     finally:
         set_npu_tensor_unsafe_check_flag(False)
     assert (x + 1).tolist() == [2.0, 2.0]
-
-
-def test_stopping_a_device_says_that_it_is_not_emulated(emulated_process):
-    # In a process of its own, since torch_npu refuses the stream afterwards.
-    done = emulated_process("-c", "import torch, torch_npu; torch.npu.set_device(0); print(torch.npu.stop_device(0))")
-    assert done.stdout.splitlines()[0] == "1"
-    assert "EMULATED: stopping a device is not emulated" in done.stderr
 
 
 def test_torchs_profiler_sees_the_host_and_says_so_once(emulated_npu):
