@@ -13,7 +13,8 @@ extern "C" int aclrtMallocAlign32(void **address, size_t size, int policy) {
   return next ? next(address, size, policy) : -1;
 }
 """
-SCRIPT = "import torch, torch_npu; print(torch.ones(3, device='npu').sum().item())"
+# torch_npu comes first, as it may: other scripts of these tests import torch alone, or first.
+SCRIPT = "import torch_npu, torch; print(torch.ones(3, device='npu').sum().item())"
 
 
 def test_a_preloaded_function_sees_each_call_and_passes_it_on(emulated_process, tmp_path):
