@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from accelcore.environment import shown
 from accelcore.errors import ConfigurationError
+from accelcore.wording import kind_of
 
 __all__ = ["Choice", "parse"]
 
@@ -36,7 +37,7 @@ def parse(text: str, source: str = "device") -> tuple[Choice, ...] | None:
     """Read a request; None is `auto`. Raises ConfigurationError naming `source` for anything outside the grammar."""
     if not isinstance(text, str):
         raise ConfigurationError(
-            f"{source} is a {type(text).__name__}, not a string", available=_GRAMMAR, remedy="give a string"
+            f"{source} is {kind_of(text)}, not a string", available=_GRAMMAR, remedy="give a string"
         )
     request = text.strip(" \t").lower() if text.isascii() else text
     fault = _fault(request)

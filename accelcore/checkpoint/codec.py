@@ -14,6 +14,7 @@ from torch import Tensor
 
 from accelcore.errors import CheckpointError
 from accelcore.optim.shards import is_sharded, rows_of, shard
+from accelcore.wording import kind_of
 
 __all__ = ["Pieces", "decode", "encode"]
 
@@ -58,7 +59,7 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
             pairs = [[walk(key, path), walk(entry, f"{path}.{key}")] for key, entry in value.items()]
             return {_TAG: "counter" if isinstance(value, Counter) else "dict", "pairs": pairs}
         raise CheckpointError(
-            f"{path.lstrip('.')} is a {type(value).__name__}, which a checkpoint cannot hold",
+            f"{path.lstrip('.')} is {kind_of(value)}, which a checkpoint cannot hold",
             available="None, bools, numbers, strings, tensors, and lists, tuples and dicts of these",
             remedy="leave it out of the state_dict it comes from, or turn it into one of those",
         )

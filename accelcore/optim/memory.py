@@ -17,6 +17,7 @@ from torch.utils import dlpack
 from accelcore.errors import TrainingError
 from accelcore.optim.gradient_memory import GradientMemory
 from accelcore.optim.runs import Run, Slot
+from accelcore.wording import kind_of
 
 __all__ = ["FlatMemory", "by_kind", "lay_flat", "unfit"]
 
@@ -100,7 +101,7 @@ def unfit(parameters: Sequence[Tensor]) -> str | None:
     for parameter in parameters:
         plain = parameter.data
         if type(plain) is not Tensor or plain.layout is not torch.strided:
-            return f"a parameter is a {type(plain).__name__} of layout {plain.layout}, not a plain dense tensor"
+            return f"a parameter is {kind_of(plain)} of layout {plain.layout}, not a plain dense tensor"
         if torch.empty_like(plain).stride() != plain.stride():
             return "a parameter has gaps in its memory, or meets it twice"
     distinct = {id(parameter): parameter for parameter in parameters if parameter.numel()}.values()

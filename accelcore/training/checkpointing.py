@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from accelcore.errors import ConfigurationError
 from accelcore.training.state import TrainingState, load, resume, save
+from accelcore.wording import kind_of
 
 __all__ = ["Checkpointing", "Together"]
 
@@ -105,7 +106,7 @@ class Together:
             raise ConfigurationError("there are no trainers to save together", remedy=remedy)
         for name, trainer in trainers.items():
             if not isinstance(trainer, Checkpointing):
-                raise ConfigurationError(f"{name} is a {type(trainer).__name__}, and no trainer", remedy=remedy)
+                raise ConfigurationError(f"{name} is {kind_of(trainer)}, and no trainer", remedy=remedy)
             if not _NAME.fullmatch(name):
                 raise ConfigurationError(f"{name!r} cannot be a folder's name", remedy="use the letters a to z")
         if len({name.lower() for name in trainers}) < len(trainers):

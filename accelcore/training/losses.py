@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from accelcore.errors import TrainingError
+from accelcore.wording import kind_of
 
 __all__ = ["loss_of_model", "no_loss", "split_loss"]
 
@@ -54,7 +55,7 @@ def split_loss(returned: Any) -> tuple[Any, Any]:
 def no_loss(loss: object) -> TrainingError:
     """What to raise for something that backward cannot start from."""
     if not isinstance(loss, Tensor):
-        return TrainingError(f"the loss is a {type(loss).__name__}, not a tensor", remedy=f"return {_FORMS}")
+        return TrainingError(f"the loss is {kind_of(loss)}, not a tensor", remedy=f"return {_FORMS}")
     if loss.numel() != 1:
         return TrainingError(
             f"the loss has shape {tuple(loss.shape)}, not a scalar's",

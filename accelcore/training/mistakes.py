@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accelcore.errors import ConfigurationError
+from accelcore.wording import kind_of
 
 __all__ = ["check_arguments"]
 
@@ -18,7 +19,7 @@ def check_arguments(model: Any, optimizer: Any, loss: Any) -> None:
     """Raise ConfigurationError for a first argument that is no model, a second that is no optimizer, a wrong loss."""
     if isinstance(model, list | tuple | Mapping) and not isinstance(model, nn.Module):
         raise ConfigurationError(
-            f"a trainer trains one model, and was given a {type(model).__name__} of {len(model)}",
+            f"a trainer trains one model, and was given {kind_of(model)} of {len(model)}",
             remedy="make a trainer for each, with an optimizer of its own; or one nn.Module that holds them, such as "
             "nn.ModuleList, where one loss trains all",
         )
@@ -57,4 +58,4 @@ def _is_torchs(loss: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    return f"the class {value.__name__}" if isinstance(value, type) else kind_of(value)
