@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -80,9 +79,8 @@ class Native(Updating, Formula):
 
     def _look(self) -> Found:
         """Find the gradients, unless the table is of other tensors or other state than there are now."""
-        values = list(chain.from_iterable([group["params"] for group in self.param_groups]))
         table = self._table
-        if table is None or not table.of(values, self.state):
+        if table is None or not table.of([group["params"] for group in self.param_groups], self.state):
             return Found.REPLACED
         wanted = [tuple(self.initial_state(group)) for group in self.param_groups]
         return table.find() if wanted == self._wanted else Found.REPLACED
@@ -109,7 +107,8 @@ class Native(Updating, Formula):
                 states = [entry.get(name) for name in self.states]
                 parts = _parts(value, None if self.by_element else runs.get(id(value)))
                 members.append(Member(number, value, dtype, entry, states, parts, waits))
-        return Table(self.number, members, list(self.state.values()), by_row=self.by_row)
+        groups = [group["params"] for group in self.param_groups]
+        return Table(self.number, members, groups, list(self.state.values()), by_row=self.by_row)
 
     def _fitted(self, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
         """The state of a tensor, as the kernel takes it: laid out alike, and of one dtype."""

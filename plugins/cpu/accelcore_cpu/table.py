@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -66,11 +66,20 @@ class Table:
     Args:
         kind: the kernel's number.
         members: what there is, in order.
+        groups: the tensors of each group.
         entries: all state of the optimizer.
         by_row: the kernel looks at each row of a matrix.
     """
 
-    def __init__(self, kind: int, members: Sequence[Member], entries: Sequence[Any], *, by_row: bool) -> None:
+    def __init__(
+        self,
+        kind: int,
+        members: Sequence[Member],
+        groups: Sequence[Sequence[Tensor]],
+        entries: Sequence[dict[str, Any]],
+        *,
+        by_row: bool,
+    ) -> None:
         self.members = members
         self._values = [member.value for member in members]
         self._entries = entries
@@ -87,21 +96,19 @@ class Table:
         )  # fmt: skip
         self._addresses = array("q", bytes(8 * len(members)))
         self._tensors = self._watch([kept for kept in self._kept if _is_dense(kept)])
-        if not self._plan or not self._tensors:
+        self._objects = self._remember(groups)
+        if not self._plan or not self._tensors or not self._objects:
             raise MemoryError("there is no memory for the tables of an optimizer")
         weakref.finalize(self, self._library.plan_free, self._plan)
         weakref.finalize(self, self._library.tensors_free, self._tensors)
+        weakref.finalize(self, self._library.objects_free, self._objects)
 
-    def of(self, values: Sequence[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> bool:
+    def of(self, groups: Sequence[Sequence[Tensor]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Whether these are the tensors it updates, and this is all state there is, with the tensors that it had."""
-        return (
-            len(values) == len(self._values)
-            and len(state) == len(self._entries)
-            and sum(map(len, self._entries)) == len(self._kept)
-            and all(map(is_, values, self._values))
-            and all(map(is_, state.values(), self._entries))
-            and all(map(is_, chain.from_iterable(map(dict.values, self._entries)), self._kept))
-        )
+        if not all(isinstance(group, list) for group in groups):
+            return False
+        lists = _addresses(groups)
+        return bool(self._library.objects_same(self._objects, _memory(lists), len(lists), id(state)))
 
     def find(self) -> Found:
         """Look for the gradients, for the next step."""
@@ -138,6 +145,16 @@ class Table:
         )  # fmt: skip
         return made
 
+    def _remember(self, groups: Sequence[Sequence[Tensor]]) -> int | None:
+        """What sees whether an object was put in the place of another since."""
+        sizes = array("q", map(len, groups))
+        items, entries, kept = map(_addresses, (self._values, self._entries, self._kept))
+        made: int | None = self._library.objects_new(
+            _memory(_python()), _memory(sizes), len(sizes), _memory(items),
+            _memory(entries), len(entries), _memory(kept), len(kept),
+        )  # fmt: skip
+        return made
+
 
 def _source(member: Member, first_tensor: int) -> list[int]:
     """As `Source` in kernels/plan.h."""
@@ -163,12 +180,23 @@ def _tensor(offset: int, shape: torch.Size, by_row: bool) -> list[int]:
     return [offset, 1, shape.numel(), 0]
 
 
+def _addresses(objects: Sequence[object]) -> array[Any]:
+    return array("q", map(id, objects))
+
+
 def _memory(numbers: array[Any]) -> int:
     return numbers.buffer_info()[0]
 
 
 def _is_dense(kept: object) -> bool:
     return isinstance(kept, Tensor) and kept.layout is torch.strided
+
+
+@cache
+def _python() -> array[Any]:
+    """As `Python` in kernels/objects.cpp."""
+    lending = (getattr(ctypes.pythonapi, name) for name in ("PyDict_Next", "PyList_Size", "PyList_GetItem"))
+    return array("q", [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in lending])
 
 
 @cache

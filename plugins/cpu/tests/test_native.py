@@ -224,6 +224,45 @@ def test_what_was_replaced_between_steps_is_seen(accel):
     assert distance(found, expected) < 1e-12
 
 
+def _swap(optimizer, members):
+    members[2] = nn.Parameter(torch.full_like(members[2], 3.0))
+    optimizer.param_groups[0]["params"][2] = members[2]
+
+
+def _remove(optimizer, members):
+    del optimizer.param_groups[0]["params"][1]
+
+
+def _exchange_lists(optimizer, members):
+    optimizer.param_groups[0]["params"] = [member.clone().detach().requires_grad_() for member in members]
+    members[:] = optimizer.param_groups[0]["params"]
+
+
+def _forget(optimizer, members):
+    del optimizer.state[members[2]]
+
+
+def _start_anew(optimizer, members):
+    optimizer.state[members[0]] = {name: torch.ones_like(v) for name, v in optimizer.state[members[0]].items()}
+
+
+def _exchange_state(optimizer, members):
+    optimizer.state[members[0]] |= {"exp_avg": torch.ones_like(members[0])}
+
+
+@pytest.mark.parametrize("change", [_swap, _remove, _exchange_lists, _forget, _start_anew, _exchange_state])
+def test_another_object_in_groups_or_state_is_seen(accel, change):
+    trained = []
+    for make in (accel.optimizers.create, lambda _, members, **options: torch.optim.AdamW(members, **options)):
+        members = [nn.Parameter(torch.full((size,), float(size), dtype=torch.float64)) for size in (3, 4, 5)]
+        optimizer = make("adamw", members, lr=0.1)
+        train(optimizer, members, 2, start=1)
+        change(optimizer, members)
+        train(optimizer, members, 2, start=3)
+        trained.append(members)
+    assert distance(*trained) < 1e-12
+
+
 def test_a_gradient_with_other_strides_is_right(accel):
     found, expected = parameters(torch.float64), parameters(torch.float64)
     native = accel.optimizers.create("sgd", found, lr=0.1, route="native")

@@ -79,7 +79,7 @@ def _library() -> ctypes.CDLL:
 
 def _built(folder: Path) -> Path:
     library, began = folder / "kernels.so", time.perf_counter()
-    compiler.compile_to([_SOURCES / "kernels.cpp", _SOURCES / "tensors.cpp"], library)
+    compiler.compile_to(sorted(_SOURCES.glob("*.cpp")), library)
     logger.info("built the optimizers' kernels in %.1f seconds", time.perf_counter() - began)
     return library
 
@@ -93,9 +93,9 @@ def _key() -> str:
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
-    # These look at tensors that Python could change meanwhile, if it ran.
+    # These look at what Python could change meanwhile, if it ran.
     holding = ctypes.PyDLL(library._name)
-    for name in ("tensors_new", "tensors_free", "tensors_find", "tensors_updated"):
+    for name in ("tensors_new", "tensors_free", "tensors_find", "tensors_updated", "objects_same"):
         setattr(library, name, getattr(holding, name))
     library.tensors_new.restype = pointer
     library.tensors_new.argtypes = [pointer, pointer, pointer, long, pointer, pointer, long]
@@ -105,6 +105,12 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     library.tensors_find.argtypes = [pointer, pointer]
     library.tensors_updated.restype = ctypes.c_bool
     library.tensors_updated.argtypes = [pointer, pointer]
+    library.objects_new.restype = pointer
+    library.objects_new.argtypes = [pointer, pointer, long, pointer, pointer, long, pointer, long]
+    library.objects_free.restype = None
+    library.objects_free.argtypes = [pointer]
+    library.objects_same.restype = ctypes.c_bool
+    library.objects_same.argtypes = [pointer, pointer, long, pointer]
     library.plan_new.restype = pointer
     library.plan_new.argtypes = [number, pointer, pointer, long, pointer, long]
     library.plan_free.restype = None

@@ -13,12 +13,24 @@ using Held = c10::intrusive_ptr<Impl, c10::UndefinedTensorImpl>;  // all that a 
 
 enum Found { ALL, REPLACED, UNLIKE };
 
-// Tensors are spread over memory, and each is waited for unless it was asked for before.
-void ask_for(const std::vector<Impl*>& tensors, size_t number) {
-  constexpr size_t ahead = 8;
-  if (number + ahead >= tensors.size()) return;
-  const char* const tensor = reinterpret_cast<const char*>(tensors[number + ahead]);
-  for (size_t n = 0; n < sizeof(Impl); n += 64) __builtin_prefetch(tensor + n);
+[[gnu::always_inline]] inline void ask_for(const void* object, size_t size) {
+  for (size_t n = 0; object && n < size; n += 64) __builtin_prefetch(static_cast<const char*>(object) + n);
+}
+[[gnu::always_inline]] inline void ask_for(const Impl& tensor) { ask_for(&tensor, sizeof tensor); }
+[[gnu::always_inline]] inline void ask_for_memory(const Impl& tensor) { ask_for(tensor.unsafe_storage().unsafeGetStorageImpl(), 64); }
+
+const Held& gradient_of(Impl& value) { return reinterpret_cast<const Held&>(value.grad()); }
+
+// What a tensor consists of is spread over memory, in no cache, and leads from one to the other. So each tensor is looked
+// at in stages, and while one is at the last, those after it are at the stages before.
+template <class... Stages>
+void in_stages(const std::vector<Impl*>& tensors, const Stages&... stages) {
+  constexpr long apart = 4, count = sizeof...(Stages);
+  const long size = tensors.size();
+  for (long begin = 0; begin < size + (count - 1) * apart; begin++) {
+    long n = begin;
+    ((n >= 0 && n < size ? stages(n) : void(), n -= apart), ...);
+  }
 }
 
 int64_t address(Impl& tensor) { return tensor.numel() ? reinterpret_cast<int64_t>(tensor.mutable_data()) : 0; }
@@ -35,27 +47,27 @@ struct Tensors {
   std::vector<Held> gradients;  // kept while they are in use
 
   Found find(void** found) {
-    gradients.clear();
-    for (size_t n = 0; n < states.size(); n++) {
-      ask_for(states, n);
-      if (address(*states[n]) != state_addresses[n]) return REPLACED;
-    }
-    bool alike = true;  // one that is not must not keep a later value from being looked at
-    for (size_t n = 0; n < values.size(); n++) {
-      ask_for(values, n);
-      Impl& value = *values[n];
-      if (address(value) != value_addresses[n]) return REPLACED;
-      const Held& gradient = reinterpret_cast<const Held&>(value.grad());
-      gradients.push_back(gradient);
-      found[n] = nullptr;
-      if (!gradient.defined()) continue;
-      if (waits[n]) return REPLACED;
-      if (!is_plain(*gradient) || gradient->dtype() != value.dtype() || gradient->strides() != value.strides())
-        alike = false;
-      else
-        found[n] = gradient->numel() ? gradient->mutable_data() : this;  // any address, where there is nothing to read
-    }
-    return alike ? ALL : UNLIKE;
+    bool same = true, alike = true;
+    gradients.assign(values.size(), Held());
+    in_stages(
+        states, [&](long n) { ask_for(*states[n]); }, [&](long n) { ask_for_memory(*states[n]); },
+        [&](long n) { same = same && address(*states[n]) == state_addresses[n]; });
+    in_stages(
+        values, [&](long n) { ask_for(*values[n]); },
+        [&](long n) { ask_for_memory(*values[n]), ask_for(values[n]->autograd_meta(), 64); },
+        [&](long n) { ask_for(*(gradients[n] = gradient_of(*values[n]))); },
+        [&](long n) { ask_for_memory(*gradients[n]); },
+        [&](long n) {
+          Impl& value = *values[n];
+          const Held& gradient = gradients[n];
+          same = same && address(value) == value_addresses[n] && !(gradient.defined() && waits[n]);
+          found[n] = nullptr;
+          if (!gradient.defined()) return;
+          const bool fits = is_plain(*gradient) && gradient->dtype() == value.dtype() && gradient->strides() == value.strides();
+          if (fits) found[n] = gradient->numel() ? gradient->mutable_data() : this;  // any address, where there is nothing to read
+          alike = alike && fits;
+        });
+    return !same ? REPLACED : alike ? ALL : UNLIKE;
   }
 
   void updated(void* const* found) {
