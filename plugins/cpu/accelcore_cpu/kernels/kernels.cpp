@@ -29,6 +29,7 @@ Rule* make_rule(int kind, const double* options, double step) {
 struct Access {
   bool gradient, reads, writes_state, writes_value;
 };
+constexpr Access EVERYTHING{true, true, true, true}, GRADIENTS{true, false, false, false};
 
 class Plan {
  public:
@@ -57,9 +58,9 @@ class Plan {
     sums.resize(tables.slots * std::max(needed, clips ? 1 : 0));
     if (clips) find_factors(), grad_scale = nullptr;
     if (needed) return update_by_norms();
-    visit_bundles([&](const Piece& piece) {
+    visit_bundles(EVERYTHING, [&](const Piece& piece) {
       const Rule& rule = *rules[piece.source];
-      walk(piece, {true, true, true, true}, [&](const auto& block, long) { rule.update(block, 0); });
+      walk(piece, EVERYTHING, [&](const auto& block, long) { rule.update(block, 0); });
     });
   }
 
@@ -80,31 +81,32 @@ class Plan {
   }
 
   template <class Visit>
-  void visit_bundles(const Visit& visit) {
+  void visit_bundles(Access access, const Visit& visit) {
     parallel(fork, threads, long(tables.bundles.size()) - 1, [&](long bundle) {
       for (long n = tables.bundles[bundle]; n < tables.bundles[bundle + 1]; n++) {
-        if (n + 1 < long(tables.pieces.size())) ask_for_beginning(tables.pieces[n + 1]);
+        if (n + 1 < long(tables.pieces.size())) ask_for_beginning(tables.pieces[n + 1], access);
         if (rules[tables.pieces[n].source]) visit(tables.pieces[n]);
       }
     });
   }
 
   // A piece's blocks ask for what comes later in it; its beginning is asked for while the one before is worked on.
-  void ask_for_beginning(const Piece& piece) const {
+  void ask_for_beginning(const Piece& piece, Access access) const {
     const Source& source = tables.sources[piece.source];
     const long size = std::min(AHEAD, piece.rows * piece.columns * 4);
+    void* const gradient = gradients[piece.source];
+    if (gradient) prefetch(gradient, source.gradient_type, piece.begin, size);
+    if (!access.reads) return;
     prefetch(source.value, source.value_type, piece.begin, size);
     for (void* state : source.state)
       if (state) prefetch(state, source.state_type, piece.begin, size);
-    if (void* gradient = gradients[piece.source]) prefetch(gradient, source.gradient_type, piece.begin, size);
   }
 
   // Norms of gradients, and what to multiply these by.
   void find_factors() {
-    visit_bundles([&](const Piece& piece) {
+    visit_bundles(GRADIENTS, [&](const Piece& piece) {
       double& sum = sums[piece.sums] = 0;
-      walk(piece, {true, false, false, false},
-           [&](const auto& block, long) { sum += squares(block); });
+      walk(piece, GRADIENTS, [&](const auto& block, long) { sum += squares(block); });
     });
     std::map<long, double> squares;
     double all = 0;
@@ -123,9 +125,10 @@ class Plan {
   }
 
   void update_by_norms() {
-    // What is one piece is measured and updated while it is in the cache.
-    visit_bundles([&](const Piece& piece) {
-      if (whole(piece)) measure(piece), decide(piece.tensor), update(piece);
+    // What is one piece is measured and updated while it is in the cache, and so is the direction of its update.
+    visit_bundles(EVERYTHING, [&](const Piece& piece) {
+      alignas(LINE) char directions[PIECE * sizeof(double) + LINE];
+      if (whole(piece)) measure(piece, directions), decide(piece.tensor), update(piece, directions);
     });
     for (const auto& wave : tables.waves) {
       const long first = tables.first_piece[wave.first], last = tables.first_piece[wave.second];
@@ -135,21 +138,22 @@ class Plan {
           if (rules[piece.source] && !whole(piece)) visit(piece);
         });
       };
-      pass(false, [&](const Piece& piece) { measure(piece); });
+      pass(false, [&](const Piece& piece) { measure(piece, nullptr); });
       for (long tensor = wave.first; tensor < wave.second; tensor++) {
         const long its = tables.first_piece[tensor];
         if (tables.first_piece[tensor + 1] - its > 1 && rules[tables.pieces[its].source]) decide(tensor);
       }
-      pass(true, [&](const Piece& piece) { update(piece); });  // what was read last is still in a cache
+      pass(true, [&](const Piece& piece) { update(piece, nullptr); });  // what was read last is still in a cache
     }
   }
 
-  void measure(const Piece& piece) {
+  // Directions are kept for `update` in the memory given; with null, it computes them anew.
+  void measure(const Piece& piece, void* directions) {
     const Rule& rule = *rules[piece.source];
     double* const its = &sums[piece.sums * rule.sums];
     std::fill(its, its + piece.rows * rule.sums, 0.0);
     walk(piece, {true, true, true, false},
-         [&](const auto& block, long row) { rule.measure(block, its + row * rule.sums); });
+         [&](const auto& block, long row) { rule.measure(block, its + row * rule.sums); }, directions);
   }
 
   void decide(long number) {
@@ -168,43 +172,57 @@ class Plan {
     rule.decide(its, tensor.rows, tensor.columns, tensor.projects, &numbers[tables.first_row[number]]);
   }
 
-  void update(const Piece& piece) {
+  void update(const Piece& piece, void* directions) {
     const Rule& rule = *rules[piece.source];
     const double* const its = &numbers[tables.first_row[piece.tensor] + piece.row];
     walk(piece, {rule.looks_back, true, false, true},
-         [&](const auto& block, long row) { rule.update(block, its[row]); }, /*again=*/true);
+         [&](const auto& block, long row) { rule.update(block, its[row]); }, directions, /*again=*/true);
   }
 
   template <class Visit>
-  void walk(const Piece& piece, Access access, const Visit& visit, bool again = false) {
+  void walk(const Piece& piece, Access access, const Visit& visit, void* directions = nullptr, bool again = false) {
     if (tables.sources[piece.source].value_type == DOUBLE)
-      walk_as<double>(piece, access, visit, again);
+      walk_as(piece, access, visit, static_cast<double*>(directions), again);
     else
-      walk_as<float>(piece, access, visit, again);
+      walk_as(piece, access, visit, static_cast<float*>(directions), again);
   }
 
   template <class T, class Visit>
-  void walk_as(const Piece& piece, Access access, const Visit& visit, bool again) {
+  void walk_as(const Piece& piece, Access access, const Visit& visit, T* directions, bool again) {
     const Source& source = tables.sources[piece.source];
     const bool direct = source.value_type == type_of<T>() && source.state_type == type_of<T>() &&
                         source.gradient_type == type_of<T>();
-    for (long row = 0; row < piece.rows; row++) {
-      const long first = piece.begin + row * piece.columns;
-      const long whole = direct ? piece.columns & -Vector<T>::count : 0;
-      const auto its = [&](const Block<T>& block) { visit(block, row); };
-      for (long begin = 0; begin < whole; begin += BLOCK)
-        in_place<T>(piece.source, first + begin, std::min(BLOCK, whole - begin), access, again, its);
-      for (long begin = whole; begin < piece.columns; begin += BLOCK)
-        converted<T>(piece.source, first + begin, std::min(BLOCK, piece.columns - begin), access, again, its);
-    }
+    const long whole = direct ? piece.columns & -Vector<T>::count : 0;
+    for (long row = 0; row < piece.rows; row++)
+      for (long begin = 0, size; begin < piece.columns; begin += size) {
+        const long at = row * piece.columns + begin;
+        size = std::min(BLOCK, (begin < whole ? whole : piece.columns) - begin);
+        Block<T> block = make_block<T>(piece.source, size, access);
+        if (directions) block.direction = directions + at;
+        block.asks = begin < whole && !(directions && again);
+        const auto its = [&] { visit(block, row); };
+        if (begin < whole)
+          in_place(piece.source, piece.begin + at, block, access, again, its);
+        else
+          converted(piece.source, piece.begin + at, block, access, again, its);
+      }
+  }
+
+  // A block without memory yet.
+  template <class T>
+  Block<T> make_block(long number, long size, Access access) const {
+    const Rule& rule = *rules[number];
+    Block<T> block = {};
+    block.size = size;
+    block.factor = T(rule.maximizes ? -factors[number] : factors[number]);
+    block.decay = access.reads ? T(rule.decay) : 0;
+    return block;
   }
 
   // Whole lines where they lie, of tensors that are all of the type T.
   template <class T, class Visit>
-  inline void in_place(long number, long at, long size, Access access, bool again, const Visit& visit) {
+  inline void in_place(long number, long at, Block<T>& block, Access access, bool again, const Visit& visit) {
     const Source& source = tables.sources[number];
-    Block<T> block = begin<T>(number, size, access);
-    block.asks = true;
     if (access.reads) {
       block.value = static_cast<T*>(source.value) + at;
       for (int n = 0; n < STATES; n++)
@@ -214,15 +232,15 @@ class Plan {
       block.gradient = static_cast<T*>(gradients[number]) + at;
       if (grad_scale && !again) unscale(block);
     }
-    visit(block);
+    visit();
   }
 
   // A copy of what is of any types, as T.
   template <class T, class Visit>
-  void converted(long number, long at, long size, Access access, bool again, const Visit& visit) {
+  void converted(long number, long at, Block<T>& block, Access access, bool again, const Visit& visit) {
     const Source& source = tables.sources[number];
+    const long size = block.size;
     alignas(LINE) T buffers[2 + STATES][BLOCK];
-    Block<T> block = begin<T>(number, size, access);
     if (access.reads) {
       block.value = read(source.value, source.value_type, at, size, buffers[0]);
       for (int n = 0; n < STATES; n++)
@@ -235,7 +253,7 @@ class Plan {
         write(gradients[number], source.gradient_type, at, size, block.gradient);
       }
     }
-    visit(block);
+    visit();
     if (access.writes_value) write(source.value, source.value_type, at, size, block.value);
     for (int n = 0; access.writes_state && n < STATES; n++)
       if (source.state[n]) write(source.state[n], source.state_type, at, size, block.state[n]);
@@ -246,17 +264,6 @@ class Plan {
   void unscale(const Block<T>& block) const {
     const T scale = T(*grad_scale);
     for (long i = 0; i < block.size; i++) block.gradient[i] /= scale;
-  }
-
-  // A block without memory yet.
-  template <class T>
-  Block<T> begin(long number, long size, Access access) const {
-    const Rule& rule = *rules[number];
-    Block<T> block = {};
-    block.size = size;
-    block.factor = T(rule.maximizes ? -factors[number] : factors[number]);
-    block.decay = access.reads ? T(rule.decay) : 0;
-    return block;
   }
 };
 

@@ -40,11 +40,20 @@ template <class T>
 struct Line {
   typedef typename Vector<T>::InMemory InMemory;
   const long first, count;  // lanes in use: fewer than all at the end of a tensor
-  T *const values, *const gradients, *const *const states;
+  T *const values, *const gradients, *const *const states, *const directions;
   const T factor, decay;
 
   InMemory& value() const { return reinterpret_cast<InMemory&>(values[first]); }
   InMemory& state(int number) const { return reinterpret_cast<InMemory&>(states[number][first]); }
+  // Keeps the direction of the update for later, if there is memory for it.
+  void keep(Lanes<T> direction) const {
+    if (directions) reinterpret_cast<InMemory&>(directions[first]) = direction;
+  }
+  // What was kept; else what `anew` computes.
+  template <class Anew>
+  Lanes<T> kept(const Anew& anew) const {
+    return directions ? Lanes<T>(reinterpret_cast<const InMemory&>(directions[first])) : anew(*this);
+  }
   // As a rule wants it.
   Lanes<T> gradient() const {
     const Lanes<T> raw = reinterpret_cast<const InMemory&>(gradients[first]) * factor;
@@ -64,6 +73,7 @@ struct Block {
   T* value;
   T* gradient;
   T* state[STATES];
+  T* direction;     // of the update, where it is kept
   long size;        // elements
   T factor, decay;  // what gradients are multiplied by, and the share of the value that is added to them then
   bool asks;        // whether to ask for the memory that follows
@@ -76,7 +86,8 @@ struct Block {
     for (long first = 0; first < its.size; (sums.settle(), ...))
       for (const long end = std::min(its.size, first + STRIP * line); first < end; first += line) {
         if (its.asks) its.ask(first);
-        visit(Line<T>{first, std::min(line, its.size - first), its.value, its.gradient, its.state, its.factor, its.decay});
+        visit(Line<T>{first, std::min(line, its.size - first), its.value, its.gradient, its.state, its.direction,
+                      its.factor, its.decay});
       }
   }
 
@@ -102,11 +113,12 @@ class Sum {
     recent = Lanes<T>{};
   }
   double total() const {
-    double halves[Vector<T>::count];
-    std::copy(std::begin(settled), std::end(settled), halves);
-    for (long half = Vector<T>::count / 2; half; half /= 2)
-      for (long lane = 0; lane < half; lane++) halves[lane] += halves[lane + half];
-    return halves[0];
+    Lanes<double> sum = {}, next;
+    for (const double* from = settled; from != std::end(settled); from += 8) {
+      std::memcpy(&next, from, sizeof next);
+      sum += next;
+    }
+    return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
   }
 
  private:

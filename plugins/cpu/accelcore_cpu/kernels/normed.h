@@ -1,7 +1,8 @@
 // Optimizers whose update of an element depends on norms of its tensor: Lamb and AdamP.
 //
-// `measure` takes the gradient into the moments; `update` computes the direction anew from these, which are all that
-// was written. So no memory is needed for it, and reading the moments again costs what reading it would.
+// `measure` takes the gradient into the moments, and computes the direction of the update. `update` goes that way. Of a
+// tensor too large to be in a cache still, the direction is not kept but computed anew from the moments: to read these
+// again costs what reading it would, and nothing has been written for it.
 #pragma once
 
 #include <algorithm>
@@ -22,14 +23,15 @@ struct Lamb : Rule {
   void moments(const Block<T>& block, double* sums) const {
     const T toward1 = T(1 - beta1), beta2 = T(this->beta2), share2 = T(1 - this->beta2);
     const T eps = T(this->eps), weight_decay = T(this->weight_decay);
-    Sum<T> values, updates;
+    Sum<T> values, directions;
     block.each([&](const Line<T>& at) {
       const Lanes<T> g = at.gradient(), m = at.state(0) = toward<Lanes<T>>(at.state(0), g, toward1);
       const Lanes<T> v = at.state(1) = beta2 * at.state(1) + share2 * g * g;
-      const Lanes<T> value = at.value(), update = m / (sqrt(v) + eps) + weight_decay * value;
-      values += at.in_use(value * value), updates += at.in_use(update * update);
-    }, values, updates);
-    sums[0] += values.total(), sums[1] += updates.total();
+      const Lanes<T> value = at.value(), direction = m / (sqrt(v) + eps) + weight_decay * value;
+      values += at.in_use(value * value), directions += at.in_use(direction * direction);
+      at.keep(direction);
+    }, values, directions);
+    sums[0] += values.total(), sums[1] += directions.total();
   }
   void decide(const double* sums, long, long, bool, double* rate) const override {
     const double norm = std::fmin(std::sqrt(sums[0]), 10), length = std::sqrt(sums[1]);
@@ -38,9 +40,10 @@ struct Lamb : Rule {
   template <class T>
   void compute(const Block<T>& block, double row) const {
     const T rate = T(row), eps = T(this->eps), weight_decay = T(this->weight_decay);
-    block.each([&](const Line<T>& at) {
-      at.value() -= rate * (at.state(0) / (sqrt<Lanes<T>>(at.state(1)) + eps) + weight_decay * at.value());
-    });
+    const auto anew = [&](const Line<T>& at) -> Lanes<T> {
+      return at.state(0) / (sqrt<Lanes<T>>(at.state(1)) + eps) + weight_decay * at.value();
+    };
+    block.each([&](const Line<T>& at) { at.value() -= rate * at.kept(anew); });
   }
   MEASURE_BOTH_TYPES(moments)
   FOR_BOTH_TYPES(compute)
@@ -62,16 +65,17 @@ struct AdamP : Rule {
     const T toward1 = T(1 - beta1), beta2 = T(this->beta2), share2 = T(1 - this->beta2);
     const T eps = T(this->eps), root = T(this->root);
     const T ahead = T(nesterov ? 1 - beta1 : 0);
-    Sum<T> values, along, gradients, updates;
+    Sum<T> values, along, gradients, directions;
     block.each([&](const Line<T>& at) {
       const Lanes<T> g = at.gradient(), m = at.state(0) = toward<Lanes<T>>(at.state(0), g, toward1);
       const Lanes<T> v = at.state(1) = beta2 * at.state(1) + share2 * g * g;
-      const Lanes<T> value = at.value(), update = toward(m, g, ahead) / (sqrt(v) * root + eps);
+      const Lanes<T> value = at.value(), direction = toward(m, g, ahead) / (sqrt(v) * root + eps);
       values += at.in_use(value * value), along += at.in_use(value * g);
-      gradients += at.in_use(g * g), updates += at.in_use(value * update);
-    }, values, along, gradients, updates);
+      gradients += at.in_use(g * g), directions += at.in_use(value * direction);
+      at.keep(direction);
+    }, values, along, gradients, directions);
     sums[0] += values.total(), sums[1] += along.total();
-    sums[2] += gradients.total(), sums[3] += updates.total();
+    sums[2] += gradients.total(), sums[3] += directions.total();
   }
   // What the value is multiplied by, row by row: decay, less what the update has in the direction of the value.
   void decide(const double* sums, long rows, long columns, bool projects, double* scale) const override {
@@ -98,11 +102,11 @@ struct AdamP : Rule {
   void compute(const Block<T>& block, double row) const {
     const T rate = T(this->rate), scale = T(row), eps = T(this->eps), root = T(this->root);
     const T ahead = T(1 - beta1);
-    block.each([&](const Line<T>& at) {
-      Lanes<T> m = at.state(0);
-      if (nesterov) m = toward(m, at.gradient(), ahead);
-      at.value() = at.value() * scale - rate * m / (sqrt<Lanes<T>>(at.state(1)) * root + eps);
-    });
+    const auto anew = [&](const Line<T>& at) -> Lanes<T> {
+      const Lanes<T> m = nesterov ? toward<Lanes<T>>(at.state(0), at.gradient(), ahead) : at.state(0);
+      return m / (sqrt<Lanes<T>>(at.state(1)) * root + eps);
+    };
+    block.each([&](const Line<T>& at) { at.value() = at.value() * scale - rate * at.kept(anew); });
   }
   MEASURE_BOTH_TYPES(moments)
   FOR_BOTH_TYPES(compute)

@@ -13,16 +13,19 @@ using Held = c10::intrusive_ptr<Impl, c10::UndefinedTensorImpl>;  // all that a 
 
 enum Found { ALL, REPLACED, UNLIKE };
 
+// Always inlined: a call of what only asks would be taken for one of what does nothing, and left out.
 [[gnu::always_inline]] inline void ask_for(const void* object, size_t size) {
   for (size_t n = 0; object && n < size; n += 64) __builtin_prefetch(static_cast<const char*>(object) + n);
 }
 [[gnu::always_inline]] inline void ask_for(const Impl& tensor) { ask_for(&tensor, sizeof tensor); }
-[[gnu::always_inline]] inline void ask_for_memory(const Impl& tensor) { ask_for(tensor.unsafe_storage().unsafeGetStorageImpl(), 64); }
+[[gnu::always_inline]] inline void ask_for_memory(const Impl& tensor) {
+  ask_for(tensor.unsafe_storage().unsafeGetStorageImpl(), 64);
+}
 
 const Held& gradient_of(Impl& value) { return reinterpret_cast<const Held&>(value.grad()); }
 
-// What a tensor consists of is spread over memory, in no cache, and leads from one to the other. So each tensor is looked
-// at in stages, and while one is at the last, those after it are at the stages before.
+// What a tensor consists of is spread over memory, in no cache, and one part leads to the next. So each tensor is
+// looked at in stages: while one is at the last, those after it are at the stages before.
 template <class... Stages>
 void in_stages(const std::vector<Impl*>& tensors, const Stages&... stages) {
   constexpr long apart = 4, count = sizeof...(Stages);
@@ -63,9 +66,10 @@ struct Tensors {
           same = same && address(value) == value_addresses[n] && !(gradient.defined() && waits[n]);
           found[n] = nullptr;
           if (!gradient.defined()) return;
-          const bool fits = is_plain(*gradient) && gradient->dtype() == value.dtype() && gradient->strides() == value.strides();
-          if (fits) found[n] = gradient->numel() ? gradient->mutable_data() : this;  // any address, where there is nothing to read
-          alike = alike && fits;
+          if (!is_plain(*gradient) || gradient->dtype() != value.dtype() || gradient->strides() != value.strides())
+            alike = false;
+          else
+            found[n] = gradient->numel() ? gradient->mutable_data() : this;  // any address, if there is nothing there
         });
     return !same ? REPLACED : alike ? ALL : UNLIKE;
   }
