@@ -72,7 +72,7 @@ def test_strides_do_not_change_values():
 
 @pytest.mark.parametrize("thing", [object(), {1, 2}, b"bytes", len], ids=["object", "set", "bytes", "function"])
 def test_anything_else_is_refused_by_its_path(thing):
-    with pytest.raises(accelcore.CheckpointError, match=r"^a\.1\.b is a "):
+    with pytest.raises(accelcore.CheckpointError, match=r"^a\.1\.b is an? "):
         encode({"a": [0, {"b": thing}]})
 
 
