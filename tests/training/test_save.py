@@ -70,7 +70,7 @@ def test_what_a_checkpoint_cannot_hold_is_named_and_nothing_is_left_behind(accel
     trainer = accel.trainer(model, optimizer, scheduler=schedule)
     whole = trainer.save(tmp_path)
     schedule.curve = object()
-    with pytest.raises(accelcore.CheckpointError, match=r"schedule\.state\.curve is a object"):
+    with pytest.raises(accelcore.CheckpointError, match=r"schedule\.state\.curve is an object"):
         trainer.save(tmp_path)
     del schedule.curve
     assert trainer.resume(tmp_path) == whole
