@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from accelcore.checkpoint.manifest import MANIFEST
+from accelcore.checkpoint.manifest import MANIFEST, RANK
 from accelcore.checkpoint.store import Checkpoint, checkpoints, is_checkpoint_name, place_of
 from accelcore.errors import CheckpointError
 
@@ -19,7 +19,7 @@ def find(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint | None:
         share: which of how many ranks this is; see `Checkpoint`.
 
     Raises:
-        CheckpointError: it is a file, or the checkpoint is damaged.
+        CheckpointError: it is a file, or the checkpoint is damaged, or no whole one.
     """
     if (folder / MANIFEST).exists() or is_checkpoint_name(folder):
         return Checkpoint(folder, share)
@@ -27,6 +27,15 @@ def find(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint | None:
         raise CheckpointError(
             f"{folder} is a file",
             remedy="give the folder that checkpoints were saved to; another program's file is for trainer.load(...)",
+        )
+    if any(folder.glob(f"{RANK}*.safetensors")):
+        whole = (folder.parent / MANIFEST).is_file()
+        raise CheckpointError(
+            f"{folder} is " + ("a part of a checkpoint" if whole else f"a checkpoint without its {MANIFEST}"),
+            why="several trainers were saved together" if whole else "it says what else belongs to it, and is gone",
+            remedy=f"resume all of them: accelcore.Together(...).resume({str(folder.parent)!r})"
+            if whole
+            else "resume from another one",
         )
     named = checkpoints(folder)
     found = {path: place_of(path)[0] for path in named[-1:]}

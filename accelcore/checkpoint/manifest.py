@@ -11,6 +11,7 @@ from typing import Any
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "RANK",
     "UNREADABLE",
     "WITH_PIECES",
     "WITH_TRAINERS",
@@ -29,7 +30,8 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Recursio
 
 _READABLE = (1, FORMAT, WITH_PIECES, WITH_TRAINERS)
 _LARGEST_MANIFEST = 1 << 26
-_RANK = "rank-"
+RANK = "rank-"
+"""What the names of files begin with that are a rank's own."""
 _PART = re.compile(r"([A-Za-z][A-Za-z0-9_]*/)?[a-z]+(-\d{5,})?", re.ASCII)  # the folder is a trainer's
 
 
@@ -56,7 +58,7 @@ def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
             raise ValueError(f"{file.name} is missing, or no file")
         if file.stat().st_size != facts["bytes"]:
             raise ValueError(f"{file.name} has {file.stat().st_size} of {facts['bytes']} bytes")
-        is_piece = "-" in name and not file.name.startswith(_RANK)
+        is_piece = "-" in name and not file.name.startswith(RANK)
         if is_piece and number_of % share[1] != share[0]:
             continue  # another rank looks
         if digest_of(file) != facts["sha256"]:

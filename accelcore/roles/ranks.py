@@ -15,11 +15,15 @@ from torch import Tensor
 
 from accelcore.errors import ConfigurationError, DistributedError
 from accelcore.launchers import Launch, read_launch
+from accelcore.roles.rows import empty_rows, kind_of_rows, nothing, rows_of
 
 __all__ = ["Op", "Ranks"]
 
 Op = Literal["sum", "avg", "min", "max"]
 Number = TypeVar("Number", float, Tensor)
+
+_NONE, _REFUSED = -1, -2
+"""What a rank tells of the kind of its rows where it has none, or something else."""
 
 
 class Ranks(ABC):
@@ -104,26 +108,38 @@ class Ranks(ABC):
                 batch, whose rows are put together; empty on a rank that had no batch.
 
         Raises:
-            ConfigurationError: the rows are of different dtypes or shapes; or the lists of all ranks are empty.
+            ConfigurationError: on every rank, where the rows are of different dtypes, shapes or kinds of device, where
+                one gave something else, or where all lists are empty.
         """
-        if not isinstance(rows, Tensor):
-            rows = self._put_together(rows)
-        rows = rows.detach().reshape(1) if rows.dim() == 0 else rows.detach()
+        own, refused = rows_of(rows)
         group = self.cpu_group()
         if group is None:
-            return rows
-        kind = zlib.crc32(f"{rows.dtype} {tuple(rows.shape[1:])} {rows.device.type}".encode())
+            if own is None:
+                raise refused or nothing()
+            return own
         headers = [torch.zeros(2, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(headers, torch.tensor([len(rows), kind]), group=group)
-        if len({int(header[1]) for header in headers}) > 1:
+        kind = _REFUSED if refused else _NONE if own is None else zlib.crc32(str(kind_of_rows(own)).encode())
+        dist.all_gather(headers, torch.tensor([0 if own is None else len(own), kind]), group=group)
+        told = [int(header[1]) for header in headers]
+        if _REFUSED in told:
+            raise refused or ConfigurationError(
+                f"rank {told.index(_REFUSED)} gave what cannot be gathered", remedy="look at what that rank says"
+            )
+        kinds = set(told) - {_NONE}
+        if len(kinds) > 1:
+            here = "has none" if own is None else f"gives {tuple(own.shape[1:])}, {own.dtype}, on the {own.device.type}"
             raise ConfigurationError(
-                f"the ranks gather rows of different kinds; here each is {tuple(rows.shape[1:])}, {rows.dtype}, on the "
-                f"{rows.device.type}",
+                f"the ranks gather rows of different kinds; this one {here}",
                 remedy="gather tensors that differ in the number of rows only",
             )
+        if not kinds:
+            raise nothing()
+        if _NONE in told:
+            own = self._as_others(own)
+        assert own is not None
         parts = []
         for source, header in enumerate(headers):
-            part = rows.contiguous() if source == self.rank else rows.new_empty((int(header[0]), *rows.shape[1:]))
+            part = own.contiguous() if source == self.rank else own.new_empty((int(header[0]), *own.shape[1:]))
             if part.numel():
                 self._send(part.reshape(-1).view(torch.uint8), source)  # as bytes: any dtype can be sent so
             parts.append(part)
@@ -172,34 +188,10 @@ class Ranks(ABC):
         dist.all_reduce(total, group=group)
         return (total / self.world_size).to(dtype)
 
-    def _put_together(self, parts: Sequence[Tensor]) -> Tensor:
-        """The rows of a list. A rank that has none is told by the others of what kind theirs are."""
-        kind: list[Any] | None = None
-        own, refused = None, ""
-        try:
-            if parts:
-                own = torch.cat([part.detach().reshape(1) if part.dim() == 0 else part.detach() for part in parts])
-                kind = [str(own.dtype).removeprefix("torch."), list(own.shape[1:]), own.device.type]
-        except (AttributeError, RuntimeError, TypeError) as error:  # the others wait: they have to be told
-            refused = str(error).split("\n", 1)[0]
-        kinds = self.gather_objects(refused or kind)
-        if any(isinstance(one, str) for one in kinds):
-            raise ConfigurationError(
-                "a list that is gathered holds what cannot be put together",
-                why="; ".join(f"on rank {rank}: {one}" for rank, one in enumerate(kinds) if isinstance(one, str)),
-                remedy="give tensors that differ in the number of rows only",
-            )
-        if own is not None:
-            return own
-        found = next((one for one in kinds if one is not None), None)
-        if found is None:
-            raise ConfigurationError(
-                "there is nothing to gather: no rank has any rows",
-                why="the lists of all ranks are empty, and do not tell what kind of rows they would hold",
-                remedy="see whether there is any data to evaluate on",
-            )
-        dtype, shape, device = found
-        return torch.empty((0, *shape), dtype=getattr(torch, dtype), device=device)
+    def _as_others(self, own: Tensor | None) -> Tensor:
+        """The rows of this rank; where it has none, as many of the kind of the others'."""
+        kinds = self.gather_objects(None if own is None else kind_of_rows(own))
+        return empty_rows(next(kind for kind in kinds if kind is not None)) if own is None else own
 
     def _send(self, part: Tensor, source: int) -> None:
         if part.device.type == "cpu":

@@ -100,8 +100,10 @@ class Together:
             its folder.
     """
 
-    def __init__(self, **trainers: Checkpointing) -> None:
+    def __init__(self, *unnamed: Checkpointing, **trainers: Checkpointing) -> None:
         remedy = "give trainers by name: accelcore.Together(generator=train_g, discriminator=train_d)"
+        if unnamed:
+            raise ConfigurationError("trainers that are saved together need names", remedy=remedy)
         if not trainers:
             raise ConfigurationError("there are no trainers to save together", remedy=remedy)
         for name, trainer in trainers.items():

@@ -86,17 +86,20 @@ class Reading(ABC):
     def _train_on(self, loader: Iterable[Any], name: str, shard: bool) -> Iterator[Any]:
         self._check_able()
         feed = self._feeds[name]
-        try:
-            yield from feed.batches(loader, shard=shard)
-            if name == "train":
-                self.flush()
-        finally:
-            if name == "train":
-                self._schedule.epochs_ended(feed.epoch)
+        if name == "train":  # an epoch that is left early is over; what the schedule raises then, Python would drop
+            self._end_epochs()
+        yield from feed.batches(loader, shard=shard)
+        if name == "train":
+            self.flush()
+            self._end_epochs()
 
     def _counted(self, epochs: Iterator[int]) -> Iterator[int]:
         """The same epochs, and the schedule knows of those, too, whose batches are not read through `batches`."""
         for epoch in epochs:
             self._schedule.epochs_ended(epoch)
             yield epoch
+        self._end_epochs()
+
+    def _end_epochs(self) -> None:
+        """Let the schedule know of the epochs that are over."""
         self._schedule.epochs_ended(self._feeds["train"].epoch)

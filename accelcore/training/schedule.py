@@ -14,6 +14,8 @@ __all__ = ["Schedule", "ScheduleBy"]
 
 ScheduleBy = Literal["window", "epoch", "script"]
 
+_WORDS = ("step", "state_dict", "load_state_dict")
+
 
 class Schedule:
     """Steps a scheduler, where there is one.
@@ -22,7 +24,8 @@ class Schedule:
     every step wait. torch's schedulers then may say once that they were stepped before their optimizer, which is so.
 
     Raises:
-        ConfigurationError: it is another optimizer's, or one that needs a metric; or `by` is none of the three.
+        ConfigurationError: it is no scheduler, another optimizer's, or one that needs a metric; or `by` is none of the
+            three.
     """
 
     def __init__(self, scheduler: LRScheduler | None, optimizer: Optimizer, by: ScheduleBy) -> None:
@@ -30,6 +33,12 @@ class Schedule:
             raise ConfigurationError(
                 f"schedule_by={by!r} does not say when a scheduler is stepped",
                 available='"window": after each update; "epoch": after each epoch; "script": by yourself',
+            )
+        if isinstance(scheduler, type) or not (scheduler is None or all(hasattr(scheduler, word) for word in _WORDS)):
+            raise ConfigurationError(
+                f"{scheduler!r} is no scheduler",
+                why="one has step, state_dict and load_state_dict, and is no class",
+                remedy="make one: scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)",
             )
         if by != "window" and scheduler is None:
             raise ConfigurationError(f"schedule_by={by!r} without a scheduler", remedy="give it as scheduler=")
@@ -53,10 +62,10 @@ class Schedule:
 
     def epochs_ended(self, epoch: int) -> None:
         """As many epochs are over as `epoch` says: a step for each that has ended since the last call."""
+        before, self._epoch = self._epoch, epoch  # where a step raises, it is not tried again
         if self._by == "epoch":
-            for _ in range(self._epoch, epoch):
+            for _ in range(before, epoch):
                 self._step()
-        self._epoch = epoch
 
     def is_at(self, epoch: int) -> None:
         """So many epochs were over before; the scheduler is where it should be."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.errors import AccelError, TrainingError
+from accelcore.errors import TrainingError
 from accelcore.nested import detached
 from accelcore.optim.optimizer import Optimizer as LateBound
 from accelcore.roles.scaler import LossScaler
@@ -250,7 +250,7 @@ class Step:
 
     def drop(self, error: BaseException) -> None:
         """Drop the window, because something in it failed: what there is of its gradients cannot be trusted."""
-        if self._world_size > 1 and not isinstance(error, AccelError):  # ours are raised by all ranks alike
+        if self._world_size > 1:  # what this rank raises, the others need not raise
             self.failure = error
         if self._window.accumulate > 1:
             logger.warning(

@@ -218,6 +218,7 @@ class Trainer(Reading, Checkpointing):
         self._check_able()
         self._watch.check()
         self._feeds.check_read(self.steps)
+        self._end_epochs()
         plan = self._plan
         return TrainingState(
             backend=self._backend,
@@ -227,6 +228,7 @@ class Trainer(Reading, Checkpointing):
                 scaler=self.scaler,
                 scales=self._scales,
                 scheduler=self.scheduler,
+                schedule_by=self._options["schedule_by"],
                 gradients=plan.gradients,
                 window=self._window,
                 feeds=self._feeds,

@@ -44,11 +44,19 @@ def words(job, folder):
     except accelcore.ConfigurationError as error:
         found["refused"] = str(error)
     found["refused lists"] = []
-    for rows in ([], [torch.ones(1, job.rank), torch.ones(1, 1)], [torch.ones(1) if job.rank else 7]):
+    one = job.rank == 1
+    kinds_of_one = [torch.ones(1), torch.ones(1).half()], [torch.ones(1, 0), torch.ones(1, 1)]
+    for rows in (
+        [],
+        *(kind if one else [torch.ones(1)] for kind in kinds_of_one),
+        *(strange if one else [torch.ones(1)] for strange in ([7.0], None, 0.0, (row for row in ()), "rows")),
+        [] if one else torch.tensor([1, 2]),
+        [torch.tensor(1)] if one else torch.tensor([1.0]),
+    ):
         try:
-            job.gather(rows)
+            found["refused lists"].append(job.gather(rows).tolist())
         except accelcore.ConfigurationError as error:
-            found["refused lists"].append(str(error))
+            found["refused lists"].append(str(error).split("\n")[0])
     gathered = job.gather_objects({"rank": job.rank, 7: [("a", None), "é" * job.rank], "mine": mine.T.bfloat16()})
     found["objects"] = repr([{**entry, "mine": entry["mine"].tolist()} for entry in gathered])
     try:

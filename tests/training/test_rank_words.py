@@ -51,15 +51,24 @@ def test_gather_gives_every_rank_the_rows_of_all(job):
 
 def test_gather_takes_lists_of_which_some_may_be_empty(job):
     assert sorted(rank["errors"] for rank in job) == [[0, 2], [1, 2], [1, 2]], "of 2 rows one rank has no batch"
-    for rank in job:
+    for number, rank in enumerate(job):
         assert rank["lists"] == [[10.0, 11.0], [10.0, 11.0], [20.0, 21.0], [22.0, 23.0], [20.0, 21.0]]
         assert rank["listed scalars"] == [0, 0, 1]
-        none, sizes, strange = rank["refused lists"]
+        none, *refused, mixed, kinds = rank["refused lists"]
         assert "no rank has any rows" in none
-        assert "on rank 0: Sizes of tensors must match" in sizes
-        assert "on rank 2: Sizes of tensors must match" in sizes
-        assert "on rank 1" not in sizes
-        assert "why: on rank 0: 'int' object has no attribute 'dim'" in strange
+        own = [
+            *(
+                f"a list cannot be gathered whose tensors are of different kinds: torch.float32 of shape {two}"
+                for two in ("(1,), and torch.float16 of shape (1,)", "(1, 0), and torch.float32 of shape (1, 1)")
+            ),
+            *(
+                f"{what} cannot be gathered: it is no tensor, and no list of tensors"
+                for what in ("a list with a float in it", "a NoneType", "a float", "a generator", "a str")
+            ),
+        ]
+        assert refused == (own if number == 1 else ["rank 1 gave what cannot be gathered"] * len(own))
+        assert mixed == [1, 2, 1, 2], "a tensor on one rank, an empty list on another"
+        assert "rows of different kinds" in kinds
 
 
 def test_objects_are_gathered_and_what_cannot_be_sent_is_refused_by_all(job):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 import accelcore
 
@@ -17,7 +17,7 @@ def loss_of(model, batch):
 def test_a_schedule_past_its_end_raises_at_each_window_and_training_goes_on_at_its_last_rate(accel, tmp_path):
     def make(parameters, create):
         optimizer = create(parameters)
-        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3, cycle_momentum=False)
+        return optimizer, OneCycleLR(optimizer, 0.1, total_steps=3, cycle_momentum=False)
 
     model, hand = nn.Linear(3, 2), nn.Linear(3, 2)
     hand.load_state_dict(model.state_dict())
@@ -73,10 +73,10 @@ def test_a_scheduler_that_is_stepped_by_hand_may_be_made_after_the_resume(accel,
 BATCHES = list(torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(1)))
 
 
-def by_epoch(accel, **options):
+def by_epoch(accel, make=lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.5), **options):
     model = nn.Linear(3, 2)
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
-    scheduler = StepLR(optimizer, step_size=2, gamma=0.5)
+    scheduler = make(optimizer)
     return accel.trainer(
         model, optimizer, loss=loss_of, scheduler=scheduler, schedule_by="epoch", accumulate=2, **options
     )
@@ -156,6 +156,41 @@ def test_by_epoch_what_is_left_early_is_over_and_what_is_read_elsewhere_counts(a
     for _ in trainer.batches(BATCHES):
         pass
     assert trainer.scheduler.last_epoch == 5
+
+
+def test_an_epoch_that_is_left_early_hides_no_error_of_the_schedule(accel):
+    trainer = by_epoch(accel, lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2, cycle_momentum=False))
+
+    def leave_early(times):
+        for _ in range(times):
+            for batch in trainer.batches(BATCHES):
+                trainer(batch)
+                break
+
+    with pytest.raises(ValueError, match="Tried to step 3 times"):
+        leave_early(4)
+    leave_early(1)  # said once; training goes on
+
+
+@pytest.mark.parametrize(("by", "other"), [("epoch", "window"), ("epoch", "script"), ("window", "epoch")])
+def test_it_resumes_as_it_was_stepped(accel, tmp_path, by, other):
+    def make(by):
+        model = nn.Linear(3, 2)
+        optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+        return accel.trainer(model, optimizer, loss=loss_of, scheduler=StepLR(optimizer, 1), schedule_by=by)
+
+    make(by).save(tmp_path)
+    make(by).resume(tmp_path)
+    with pytest.raises(accelcore.CheckpointError, match=rf'by {by}, .* by {other}\n.*schedule_by="{by}"'):
+        make(other).resume(tmp_path)
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", StepLR, [None], len], ids=["name", "class", "list", "function"])
+def test_what_is_no_scheduler_is_refused_when_the_trainer_is_made(accel, scheduler):
+    model = nn.Linear(3, 2)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    with pytest.raises(accelcore.ConfigurationError, match="is no scheduler"):
+        accel.trainer(model, optimizer, loss=loss_of, scheduler=scheduler)
 
 
 def test_by_epoch_without_any_is_said(accel, caplog, tmp_path):

@@ -137,8 +137,14 @@ def test_where_one_does_not_fit_the_others_are_left_as_they_were(accel, tmp_path
 def test_a_checkpoint_is_resumed_as_it_was_saved(accel, tmp_path):
     trainers = pair(accel)
     both, other = accelcore.Together(**trainers), accelcore.Together(a=trainers["first"], second=trainers["second"])
-    both.save(tmp_path / "both")
+    saved = both.save(tmp_path / "both")
     trainers["first"].save(tmp_path / "alone")
+    with pytest.raises(accelcore.CheckpointError, match=r"a part of a checkpoint\n.*\n.*Together\(...\)\.resume\("):
+        trainers["first"].resume(saved / "first")
+    (saved / "manifest.json").rename(saved / "manifest.txt")
+    with pytest.raises(accelcore.CheckpointError, match=r"without its manifest\.json"):
+        trainers["first"].resume(saved / "first")
+    (saved / "manifest.txt").rename(saved / "manifest.json")
     for resume, says in (
         (lambda: trainers["first"].resume(tmp_path / "both"), "of the trainers first, second together, .* one trainer"),
         (lambda: both.resume(tmp_path / "alone"), "of one trainer alone, and .* the trainers first, second together"),
@@ -150,6 +156,8 @@ def test_a_checkpoint_is_resumed_as_it_was_saved(accel, tmp_path):
 
 def test_what_cannot_be_saved_together_is_refused(accel):
     trainer, second = pair(accel).values()
+    with pytest.raises(accelcore.ConfigurationError, match=r"need names\n.*generator=train_g"):
+        accelcore.Together(trainer, second)
     for trainers, says in (
         ({}, "no trainers"),
         ({"g": trainer.model}, "g is a Sequential, and no trainer"),

@@ -33,6 +33,7 @@ def every_part(
     scaler: LossScaler,
     scales: OwnScales,
     scheduler: LRScheduler | None,
+    schedule_by: str,
     gradients: Gradients,
     window: Window,
     feeds: Feeds,
@@ -45,7 +46,7 @@ def every_part(
     return [
         ModelPart(model, gradients),
         MastersPart(model, gradients),
-        SchedulePart(scheduler),
+        SchedulePart(scheduler, schedule_by),
         of_optimizer,
         OwnStatePart(of_optimizer),
         ScalerPart(scaler),

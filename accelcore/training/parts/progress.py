@@ -29,12 +29,12 @@ class SchedulePart:
     name = "schedule"
     scope: Literal["shared"] = "shared"
 
-    def __init__(self, scheduler: LRScheduler | None) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: LRScheduler | None, by: str) -> None:
+        self._scheduler, self._by = scheduler, by
 
     def state(self) -> Any:
         state = None if self._scheduler is None else self._scheduler.state_dict()
-        return {"kind": type(self._scheduler).__name__, "state": state}
+        return {"kind": type(self._scheduler).__name__, "by": self._by, "state": state}
 
     def prepare(self, saved: Saved) -> Change:
         theirs, own, scheduler = (
@@ -46,6 +46,11 @@ class SchedulePart:
             raise CheckpointError(
                 f"the checkpoint's scheduler is a {theirs['kind']}, not a {own['kind']}",
                 remedy="build the trainer as it was built when the checkpoint was saved",
+            )
+        if theirs.get("by", self._by) != self._by:  # older checkpoints do not say
+            raise CheckpointError(
+                f"the checkpoint's scheduler is stepped by {theirs['by']}, and this one by {self._by}",
+                remedy=f'say schedule_by="{theirs["by"]}", as where it was saved',
             )
         if scheduler is None:
             return Change(lambda: None)
