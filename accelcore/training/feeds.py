@@ -8,7 +8,6 @@ from typing import Any
 from accelcore.roles.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 from accelcore.training.batches import Feed
-from accelcore.training.stream_checks import same_on_all_ranks, tensors_of
 
 __all__ = ["Feeds"]
 
@@ -29,7 +28,8 @@ class Feeds:
         self._runtime, self._collectives = runtime, collectives
         self._feeds: dict[str, Feed] = {}
         self.speaks = collectives.rank == 0
-        self._counts, self._checked_read, self._checked_shared = counts, False, collectives.world_size == 1
+        self._counts, self._checked_read, self._checked_first = counts, False, False
+        self._in_job = collectives.world_size > 1
 
     def __getitem__(self, name: str) -> Feed:
         if name not in self._feeds:
@@ -55,19 +55,21 @@ class Feeds:
                 "trainer.batches(loader):`, or count by yourself and set trainer.epoch"
             )
 
-    def check_shared(self, batch: Any) -> None:
-        """Warn, once, where every rank of a job trains on the same batch, which came from no stream of these."""
-        if self._checked_shared:
+    def check_first(self) -> None:
+        """Warn, once, where a training begins with a batch that came through no stream, and one is counted on."""
+        if self._checked_first:
             return
-        self._checked_shared = True
-        if any(feed.taken for feed in self._feeds.values()):
+        self._checked_first = True
+        if any(feed.epoch or feed.taken for feed in self._feeds.values()):
             return
-        same = same_on_all_ranks(batch, self._collectives, self._runtime.device)
-        if same and tensors_of(batch) and self.speaks:
+        if self._in_job and self.speaks:
             logger.warning(
-                "every rank of this job trains on the same batch: write `for batch in trainer.batches(loader):`, which "
-                "gives each rank its share"
+                "this job trains on batches that came through no trainer.batches(loader): unless each rank has a share "
+                "of its own by other means, each trains on all of the data. Write `for batch in "
+                "trainer.batches(loader):`, with shard=False where the loader divides the data itself"
             )
+        elif self._counts:
+            self.check_read(1)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of each, as `load_state_dict` takes it."""

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from accelcore.roles.collectives import Collectives
 from accelcore.training.sharded_stream import ShardedStream
 
-__all__ = ["StreamChecks", "same_on_all_ranks", "tensors_of"]
+__all__ = ["StreamChecks"]
 
 logger = logging.getLogger("accelcore")
 
@@ -45,7 +45,7 @@ class StreamChecks:
 
     def _alike(self, batches: Iterator[Any]) -> Iterator[Any]:
         first = list(islice(batches, 1))  # of none, too, for all ranks have to come
-        if not same_on_all_ranks(first, self._collectives, self._device) and self._collectives.rank == 0:
+        if not _same_on_all_ranks(first, self._collectives, self._device) and self._collectives.rank == 0:
             logger.warning(
                 "the ranks do not read the same batches from this stream, and each takes one of every %d: rows get "
                 "lost, or come twice. If it divides itself among the ranks, say trainer.batches(loader, shard=False); "
@@ -63,15 +63,15 @@ class StreamChecks:
                     "every row comes once a worker. Say DataLoader(accelcore.ShardedStream(dataset), ...), or divide "
                     "it in its __iter__ by torch.utils.data.get_worker_info()"
                 )
-            before = tensors_of(batch)
+            before = _tensors_of(batch)
             yield batch
         yield from batches
 
 
-def same_on_all_ranks(batch: Any, collectives: Collectives, device: torch.device) -> bool:
+def _same_on_all_ranks(batch: Any, collectives: Collectives, device: torch.device) -> bool:
     """Whether all ranks have a batch of the same tensors, as far as their sums tell."""
-    total = sum(float(leaf.detach().double().abs().sum()) for leaf in tensors_of(batch))
-    count = len(tensors_of(batch))
+    total = sum(float(leaf.detach().double().abs().sum()) for leaf in _tensors_of(batch))
+    count = len(_tensors_of(batch))
     both = torch.tensor([total, -total, count, -count], dtype=torch.float32, device=device)
     low, high, fewest, most = collectives.all_reduce(both, "min").tolist()
     return bool(low == -high and fewest == -most)
@@ -79,10 +79,10 @@ def same_on_all_ranks(batch: Any, collectives: Collectives, device: torch.device
 
 def _equal(one: Any, other: Any) -> bool:
     """Whether two batches have tensors, and the same."""
-    pairs = list(zip(tensors_of(one), tensors_of(other), strict=False))
+    pairs = list(zip(_tensors_of(one), _tensors_of(other), strict=False))
     return bool(pairs) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-def tensors_of(batch: Any) -> list[Tensor]:
+def _tensors_of(batch: Any) -> list[Tensor]:
     """The tensors in a batch, however it nests them."""
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]

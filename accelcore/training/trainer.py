@@ -143,7 +143,7 @@ class Trainer(Reading, Checkpointing):
             self._check_able()
             self._begin()
             self._follow()
-            self._feeds.check_shared(batch)
+            self._feeds.check_first()
         if self._plan.captured is None:
             loss, self.aux = self._step.forward_backward(batch)
             loss = loss.detach()

@@ -201,7 +201,9 @@ def shared_batch(accel, rank, options):
     trainer = make(accel, options)
     trainer((batch(0, 0), True))
     trainer((batch(0, 1), True))
-    make(accel, options)((batch(rank, 0), True))
+    trainer = make(accel, options)
+    for own in trainer.batches([batch(rank, 0)], shard=False):
+        trainer((own, True))
     logging.getLogger("accelcore").removeHandler(handler)
     return records
 

@@ -180,9 +180,9 @@ def test_a_backward_pass_that_failed_in_a_job_ends_its_training(job):
         assert "--max-restarts" in found["failures"][1]
 
 
-def test_a_batch_that_all_ranks_share_is_told_once(job):
+def test_batches_that_nobody_divides_among_the_ranks_are_told_of_once(job):
     first, second = (found["shared_batch"] for found in job[0])
-    assert len([record for record in first if "every rank of this job trains on the same batch" in record]) == 1
+    assert len([record for record in first if "through no trainer.batches(loader): unless each rank" in record]) == 1
     assert not second
 
 
