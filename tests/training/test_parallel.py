@@ -90,10 +90,10 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(start):
     assert flat(first).isfinite().all()
 
 
-def test_a_forward_pass_around_the_replicas_is_refused_and_the_next_right_one_works(start):
+def test_a_forward_pass_around_the_replicas_is_refused_and_ends_the_training_of_a_job(start):
     for found in start("bare_forward"):
         assert "trainer.forward" in found["refused"]
-        assert found["closed"] is True
+        assert "cannot go on" in found["then"]
 
 
 def test_an_evaluation_does_not_excuse_a_step_around_the_replicas(start):
