@@ -29,20 +29,24 @@ def find(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint | None:
             remedy="give the folder that checkpoints were saved to; another program's file is for trainer.load(...)",
         )
     if any(folder.glob(f"{RANK}*.safetensors")):
-        whole = (folder.parent / MANIFEST).is_file()
-        raise CheckpointError(
-            f"{folder} is " + ("a part of a checkpoint" if whole else f"a checkpoint without its {MANIFEST}"),
-            why="several trainers were saved together" if whole else "it says what else belongs to it, and is gone",
-            remedy=f"resume all of them: accelcore.Together(...).resume({str(folder.parent)!r})"
-            if whole
-            else "resume from another one",
-        )
+        raise _not_whole(folder)
     named = checkpoints(folder)
     found = {path: place_of(path)[0] for path in named[-1:]}
     found.update({path: _steps_in(path) for path in _renamed(folder)})
     return (
         Checkpoint(max(found, key=found.__getitem__), share) if found else None
     )  # of two alike, the first: the named one
+
+
+def _not_whole(folder: Path) -> CheckpointError:
+    """The refusal of a folder of a rank's files that no manifest speaks of."""
+    if (folder.parent / MANIFEST).is_file():
+        return CheckpointError(
+            f"{folder} is a part of a checkpoint",
+            why="several trainers were saved together",
+            remedy=f"resume all of them: accelcore.Together(...).resume({str(folder.parent)!r})",
+        )
+    return CheckpointError(f"{folder} is a checkpoint without its {MANIFEST}", remedy="resume from another one")
 
 
 def _renamed(folder: Path) -> list[Path]:

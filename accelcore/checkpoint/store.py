@@ -164,10 +164,8 @@ def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
     files: dict[str, Any] = {}
     pieces: dict[str, dict[str, list[Place]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(incomplete.rglob(f"*{_FACTS}")):
-        told, file = (
-            json.loads(path.read_text(encoding="utf-8")),
-            path.relative_to(incomplete).with_suffix("").as_posix(),
-        )
+        told = json.loads(path.read_text(encoding="utf-8"))
+        file = path.relative_to(incomplete).with_suffix("").as_posix()
         files[file] = {"bytes": told["bytes"], "sha256": told["sha256"]}
         for name, (first, count) in told["rows"].items():
             pieces[file.rpartition("-")[0]][name].append((file, first, count))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from accelcore.errors import ConfigurationError, DistributedError
 from accelcore.launchers import Launch, read_launch
-from accelcore.roles.rows import empty_rows, kind_of_rows, nothing, rows_of
+from accelcore.roles.rows import as_rows, empty_rows, kind_of_rows, nothing
 
 __all__ = ["Op", "Ranks"]
 
@@ -111,7 +111,7 @@ class Ranks(ABC):
             ConfigurationError: on every rank, where the rows are of different dtypes, shapes or kinds of device, where
                 one gave something else, or where all lists are empty.
         """
-        own, refused = rows_of(rows)
+        own, refused = as_rows(rows)
         group = self.cpu_group()
         if group is None:
             if own is None:

@@ -10,13 +10,13 @@ from torch import Tensor
 from accelcore.errors import ConfigurationError
 from accelcore.wording import kind_of
 
-__all__ = ["Kind", "empty_rows", "kind_of_rows", "nothing", "rows_of"]
+__all__ = ["Kind", "as_rows", "empty_rows", "kind_of_rows", "nothing"]
 
 Kind = tuple[str, list[int], str]
 """What the rows of all ranks have in common: dtype, shape of a row, kind of device."""
 
 
-def rows_of(given: Any) -> tuple[Tensor | None, ConfigurationError | None]:
+def as_rows(given: Any) -> tuple[Tensor | None, ConfigurationError | None]:
     """The rows of a tensor or of a list of tensors, None of an empty list; and the refusal of anything else."""
     parts = given if isinstance(given, list | tuple) else [given]
     for part in parts:
