@@ -56,7 +56,7 @@ class Feeds:
             )
 
     def check_first(self) -> None:
-        """Warn, once, where a training begins with a batch that came through no stream: in a job, and where epochs count."""
+        """Warn, once, where the first batch came through no stream: in a job, and where epochs are counted."""
         if self._checked_first:
             return
         self._checked_first = True
