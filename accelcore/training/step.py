@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 from accelcore.nested import detached
+from accelcore.optim.direct import directly
 from accelcore.optim.optimizer import Optimizer as LateBound
 from accelcore.roles.scaler import LossScaler
 from accelcore.training.captured import CapturedStep
@@ -52,6 +53,8 @@ class Step:
         self._scaler, self._scales, self._window, self._clip = scaler, scales, window, clip
         self._judge: Callable[[Tensor], None] | None = plan.contexts.judge
         self._exposes = not isinstance(plan.optimizer, LateBound)  # others know nothing of slots
+        # What is captured is torch's own step, which refuses what a graph would bake in.
+        self._stepped = directly(plan.optimizer) if plan.captured is None else plan.optimizer
         self._binding = getattr(plan.optimizer, "binding", None)
         self._world_size = plan.backend.collectives.world_size
         self.overwrites = plan.compiled is not None and plan.compiled.overwrites
@@ -203,7 +206,7 @@ class Step:
             gradients.expose()
         self._norm = None
         if self._reads_gradients:
-            scaler.unscale_(self._optimizer, buffers, self._strategy.agree)
+            scaler.unscale_(self._stepped, buffers, self._strategy.agree)
             if self._clip is not None:
                 self._norm = self._clip(buffers, self._strategy.norm)
             elif self._listeners.gradient_norm:
@@ -212,7 +215,7 @@ class Step:
                 self._clip_by(gradients)
         try:
             with self._arithmetic:  # some optimizers multiply matrices
-                self._strategy.update(gradients, partial(scaler.step, self._optimizer, buffers, self._strategy.agree))
+                self._strategy.update(gradients, partial(scaler.step, self._stepped, buffers, self._strategy.agree))
         finally:  # a hook may raise when the masters have been updated
             gradients.demote()
         self._overflow = scaler.overflowed if self._listeners.overflow else None
