@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,23 +24,42 @@ KERNELS: dict[type[torch.optim.Optimizer], type[FusedKernel]] = {
 class _Fused(Updating, torch.optim.Optimizer):
     """Subclasses put this before the torch class whose options they have."""
 
-    torchs: ClassVar[type[torch.optim.Optimizer]]
-
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, fused=True, **options)  # type: ignore[call-arg]  # torch's class comes next
-        self._kernel = KERNELS[self.torchs]()
+        self._kernel = _kernel_of(type(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._kernel = KERNELS[self.torchs]()
+        self._kernel = _kernel_of(type(self))
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         self._kernel.update(self, found_inf, grad_scale)
 
 
-def _fused(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    return type(f"Fused{kind.__name__}", (_Fused, kind), {"torchs": kind, "__doc__": f"torch's {kind.__name__}."})
+class FusedAdagrad(_Fused, torch.optim.Adagrad):
+    """torch's Adagrad by its fused kernel."""
 
 
-FUSED = {kind.__name__.lower(): _fused(kind) for kind in KERNELS}
+class FusedAdam(_Fused, torch.optim.Adam):
+    """torch's Adam by its fused kernel."""
+
+
+class FusedAdamW(_Fused, torch.optim.AdamW):
+    """torch's AdamW by its fused kernel."""
+
+
+class FusedSGD(_Fused, torch.optim.SGD):
+    """torch's SGD by its fused kernel."""
+
+
+FUSED: dict[str, type[torch.optim.Optimizer]] = {
+    "adagrad": FusedAdagrad,
+    "adam": FusedAdam,
+    "adamw": FusedAdamW,
+    "sgd": FusedSGD,
+}
 """By the registry's name."""
+
+
+def _kernel_of(kind: type[torch.optim.Optimizer]) -> FusedKernel:
+    return next(KERNELS[base] for base in kind.__mro__ if base in KERNELS)()
