@@ -43,73 +43,73 @@ class Line:
         return " " * self.indent + "".join(text for text, _ in self.pieces).rstrip()
 
 
-def show(found: Diagnosis, *, as_json: bool = False) -> None:
+def show(diagnosis: Diagnosis, *, as_json: bool = False) -> None:
     """Print it to stdout; rich is imported only where that is a terminal."""
     if as_json:
-        sys.stdout.write(json.dumps(found.as_json(), indent=2) + "\n")
+        sys.stdout.write(json.dumps(diagnosis.as_json(), indent=2) + "\n")
     elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
         from rich.console import Console
         from rich.padding import Padding
         from rich.text import Text
 
         console = Console(highlight=False)
-        for line in lines(found):
+        for line in lines(diagnosis):
             console.print(Padding(Text.assemble(*line.pieces), (0, 0, 0, line.indent)))
     else:
         encoding = sys.stdout.encoding or "utf-8"
-        for line in lines(found):
+        for line in lines(diagnosis):
             sys.stdout.write(line.text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
 
 
-def lines(found: Diagnosis) -> Iterator[Line]:
+def lines(diagnosis: Diagnosis) -> Iterator[Line]:
     """Everything but what is of no use to a reader, such as distributions that are not installed."""
-    versions = (f"{name} {version or 'not installed'}" for name, version in found.versions.items())
+    versions = (f"{name} {version or 'not installed'}" for name, version in diagnosis.versions.items())
     yield _line(0, (", ".join(versions), "bold"))
-    yield _line(0, (f"{found.platform}, {found.executable}", "dim"))
-    yield from _misfits(found.misfits)
+    yield _line(0, (f"{diagnosis.platform}, {diagnosis.executable}", "dim"))
+    yield from _misfits(diagnosis.misfits)
     yield from _headed("backends")
-    if not found.backends:
+    if not diagnosis.backends:
         yield _line(2, (f"none is installed: {how_to_install('accelcore-cpu')}", "bold red"))
-    width = max((len(_printable(backend.name)) for backend in found.backends), default=0)
-    for backend in found.backends:
+    width = max((len(_printable(backend.name)) for backend in diagnosis.backends), default=0)
+    for backend in diagnosis.backends:
         yield from _backend(backend, width)
-    if found.extensions:
+    if diagnosis.extensions:
         yield from _headed("extensions")
-        for extension in found.extensions:
+        for extension in diagnosis.extensions:
             yield from _extension(extension)
     yield from _headed("select()")
-    yield from _selection(found.selection)
-    if found.deep is not None:
+    yield from _selection(diagnosis.selection)
+    if diagnosis.deep is not None:
         yield from _headed("deep: each in a process of its own")
-        trials = (found.deep.torch, *found.deep.backends)
+        trials = (diagnosis.deep.torch, *diagnosis.deep.backends)
         for label, trial in zip(("import torch", *(f"backend {t.name}" for t in trials[1:])), trials, strict=True):
             yield from _trial(label, trial)
     yield from _headed("environment")
-    for name, value in found.environment.items():
+    for name, value in diagnosis.environment.items():
         if value is not None:
             yield _line(2, (f"{name}={shown(value, 200)}", "cyan"))
-    unset = ", ".join(name for name, value in found.environment.items() if value is None)
+    unset = ", ".join(name for name, value in diagnosis.environment.items() if value is None)
     yield _line(2, ("not set: ", "dim"), (unset or "none", ""))
-    if found.autoload:
+    if diagnosis.autoload:
         yield from _headed("import torch calls")
-        for autoload in found.autoload:
+        for autoload in diagnosis.autoload:
             yield _line(2, (str(autoload), ""))
-    if found.faults:
+    if diagnosis.faults:
         yield from _headed("known wrong kernels in the installed versions")
-        for fault in found.faults:
+        for fault in diagnosis.faults:
             whose = f", {fault.backend}" if fault.backend else ""
             yield _line(2, (fault.kernel, "bold"), (f"  {fault.package} {fault.installed}{whose}", ""))
             yield _line(6, ("what: ", "dim"), (fault.what, ""))
             yield _line(6, ("instead: ", "dim"), (fault.instead, ""))
             yield _line(6, ("see: ", "dim"), (fault.reference, ""))
-    if found.crash:
+    if diagnosis.crash:
         yield from _headed("all plugins together")
-        yield _line(2, (found.crash, "bold red"))
-    for advice in found.advice:
+        yield _line(2, (diagnosis.crash, "bold red"))
+    for advice in diagnosis.advice:
         yield _line(0)
         yield _line(0, ("note: ", "bold yellow"), (advice, ""))
     yield _line(0)
-    yield _line(0, _verdict(found))
+    yield _line(0, _verdict(diagnosis))
 
 
 def _backend(backend: Backend, width: int) -> Iterator[Line]:
@@ -154,12 +154,12 @@ def _trial(label: str, trial: Trial) -> Iterator[Line]:
     yield from _explained(trial.reason, trial.remedy)
 
 
-def _verdict(found: Diagnosis) -> tuple[str, str]:
-    broken = f"broken: {', '.join(found.broken)}" if found.broken else ""
-    if not found.usable:
+def _verdict(diagnosis: Diagnosis) -> tuple[str, str]:
+    broken = f"broken: {', '.join(diagnosis.broken)}" if diagnosis.broken else ""
+    if not diagnosis.usable:
         return "no backend is usable" + (f"; {broken}" if broken else ""), "bold red"
-    usable = f"usable: {', '.join(found.usable)}"
-    return (usable, "bold green") if found.exit_code == USABLE else (f"{usable}; {broken}", "bold red")
+    usable = f"usable: {', '.join(diagnosis.usable)}"
+    return (usable, "bold green") if diagnosis.exit_code == USABLE else (f"{usable}; {broken}", "bold red")
 
 
 def _explained(reason: str, remedy: str) -> Iterator[Line]:

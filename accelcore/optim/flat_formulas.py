@@ -44,8 +44,8 @@ class FlatAdadelta(FlatRoute, Adadelta):
 
 class _FlatRMSprop(FlatRoute):
     def numbers(self, group: dict[str, Any], step: Number) -> Numbers:
-        found = _some(group, "lr", "eps", "weight_decay", "momentum", "centered")
-        return found | _mean("alpha", group["alpha"])
+        numbers = _some(group, "lr", "eps", "weight_decay", "momentum", "centered")
+        return numbers | _mean("alpha", group["alpha"])
 
 
 class FlatRMSprop(_FlatRMSprop, RMSprop):
@@ -84,8 +84,8 @@ class FlatBertAdam(FlatRoute, BertAdam):
     """BertAdam over runs."""
 
     def numbers(self, group: dict[str, Any], step: Number) -> Numbers:
-        found = _some(group, "lr", "weight_decay", "e") | _moments(group["b1"], group["b2"])
-        return found | {"schedule": None if group["t_total"] == -1 else schedule_factor(group, step)}
+        numbers = _some(group, "lr", "weight_decay", "e") | _moments(group["b1"], group["b2"])
+        return numbers | {"schedule": None if group["t_total"] == -1 else schedule_factor(group, step)}
 
     @staticmethod
     def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: None) -> None:
@@ -122,9 +122,9 @@ class FlatAdamP(FlatRoute, AdamP):
 
     def numbers(self, group: dict[str, Any], step: Number) -> Numbers:
         beta1, beta2 = group["betas"]
-        found = _some(group, "lr", "eps", "weight_decay", "nesterov") | _moments(beta1, beta2)
+        numbers = _some(group, "lr", "eps", "weight_decay", "nesterov") | _moments(beta1, beta2)
         corrections = {"mean_gain": 1 / (1 - beta1**step), "root_gain": (1 - beta2**step) ** -0.5}
-        return found | corrections | {"delta": group["delta"], "wd_ratio": group["wd_ratio"]}
+        return numbers | corrections | {"delta": group["delta"], "wd_ratio": group["wd_ratio"]}
 
     @staticmethod
     def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: Channels | None) -> None:
@@ -161,7 +161,7 @@ def _projection(n: Numbers, value: Tensor, gradient: Tensor, update: Tensor, par
     orthogonal, tangents = seen(by_channel, parts.channel_roots)
     whole, tangent = seen(by_parameter, parts.parameter_roots)
     each = parameters.sum(orthogonal.logical_not().to(tangents.dtype)) == 0
-    each, whole, tangent = (parameters.spread(found) for found in (each, whole, tangent))
+    each, whole, tangent = (parameters.spread(value) for value in (each, whole, tangent))
     return each | whole, tangents.where(each, tangent.where(whole, 0.0))
 
 

@@ -71,11 +71,11 @@ class FlatRoute(Updating, Formula):
         gradients: list[list[Any]] = [[value.grad for value in values] for values in present]
         unscale = None if grad_scale is None else 1 / grad_scale
         if unscale is not None and type(self).factors is not Formula.factors:  # which go by the norms of gradients
-            gradients = [[gradient * unscale for gradient in theirs] for theirs in gradients]
+            gradients = [[gradient * unscale for gradient in group] for group in gradients]
             unscale = None
         factors = self.factors(gradients)
-        for group, values, theirs, factor in zip(self.param_groups, present, gradients, factors, strict=True):
-            for value, gradient in zip(values, theirs, strict=True):
+        for group, values, group_gradients, factor in zip(self.param_groups, present, gradients, factors, strict=True):
+            for value, gradient in zip(values, group_gradients, strict=True):
                 self._update_run(group, value, gradient, unscale if factor is None else factor, found_inf)
 
     def _update_run(

@@ -24,7 +24,7 @@ def alike(groups: Sequence[dict[str, Any]]) -> list[int]:
     firsts = []
     for number, group in enumerate(groups):
         options = {key: id(v) if isinstance(v, Tensor) else v for key, v in group.items() if key not in _NAMES}
-        first = next((first for first, others in known if others == options), None)
+        first = next((first for first, known_options in known if known_options == options), None)
         if first is None:
             known.append((first := number, options))
         firsts.append(first)
@@ -38,4 +38,6 @@ def merged(groups: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     members: dict[int, list[dict[str, Any]]] = {}
     for first, group in zip(alike(groups), groups, strict=True):
         members.setdefault(first, []).append(group)
-    return [{**own[0], "params": list(chain.from_iterable(g["params"] for g in own))} for own in members.values()]
+    return [
+        {**same[0], "params": list(chain.from_iterable(group["params"] for group in same))} for same in members.values()
+    ]

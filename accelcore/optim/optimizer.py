@@ -112,10 +112,10 @@ class Optimizer(StepHooks):
         """The state of each parameter, under torch's keys."""
         if self._runs is None and not self._aside:
             return self._unbound
-        found: defaultdict[Tensor, Any] = defaultdict(dict)
-        found.update(self._unbound if self._runs is None else by_parameter(self._runs, self.engine.state))
-        found.update(self._aside)
-        return found
+        entries: defaultdict[Tensor, Any] = defaultdict(dict)
+        entries.update(self._unbound if self._runs is None else by_parameter(self._runs, self.engine.state))
+        entries.update(self._aside)
+        return entries
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
@@ -153,18 +153,18 @@ class Optimizer(StepHooks):
         self._in_part = in_part
         self.binding = object()
 
-    def exchange(self, others: Mapping[Tensor, Tensor], entries: dict[Tensor, Entry]) -> None:
+    def replace(self, replacements: Mapping[Tensor, Tensor], entries: dict[Tensor, Entry]) -> None:
         """Have other parameters in place of some, until it is bound to them.
 
         Args:
-            others: for each of its parameters that is replaced, the one that is trained in its place.
-            entries: their state.
+            replacements: for each of its parameters that is replaced, the one that is trained in its place.
+            entries: the state of the replacements.
         """
-        self._aside = {p: entry for p, entry in self.state.items() if p not in others} | entries
+        self._aside = {p: entry for p, entry in self.state.items() if p not in replacements} | entries
         self._unbound = defaultdict(dict)
         self._runs, self._memories = None, []
         for group in self.param_groups:
-            group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
+            group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
 
     @property
     def bound(self) -> Sequence[Run] | None:

@@ -32,11 +32,11 @@ def read_state(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, sh
     Raises:
         ValueError: it has other groups, or other parameters in them.
     """
-    theirs = saved["param_groups"]
-    if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in groups]:
+    saved_groups = saved["param_groups"]
+    if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
         raise ValueError("the state has other parameter groups, or groups of another size, than this optimizer")
     parameters = chain.from_iterable(group["params"] for group in groups)
-    numbers = [(number, group) for group in theirs for number in group["params"]]
+    numbers = [(number, group) for group in saved_groups for number in group["params"]]
     entries: dict[Tensor, Entry] = {}
     for (number, group), parameter in zip(numbers, parameters, strict=True):
         if number in saved["state"]:
@@ -50,8 +50,8 @@ def read_state(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, sh
 
 def read_options(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
     """Give groups the hyperparameters in a `state_dict`."""
-    for group, theirs in zip(groups, saved["param_groups"], strict=True):
-        group.update({key: value for key, value in theirs.items() if key not in ("params", "step", *SWITCHES)})
+    for group, saved_group in zip(groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in saved_group.items() if key not in ("params", "step", *SWITCHES)})
 
 
 def _as_torch_writes(entry: Entry, group: Mapping[str, Any]) -> Entry:

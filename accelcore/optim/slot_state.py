@@ -23,15 +23,15 @@ COUNTERS = ("step", "eta", "mu", "mu_product")
 
 def by_parameter(runs: Iterable[Run], state: Mapping[Tensor, Entry]) -> dict[Tensor, Entry]:
     """State under the model's parameters, with torch's keys. What belongs to elements are views, in their shape."""
-    found: dict[Tensor, Entry] = {}
+    entries: dict[Tensor, Entry] = {}
     for run in runs:
         entry = state.get(run.value)
         if not entry:
             continue
         columns = {key: _seen(run, key, value) for key, value in entry.items()}
         for number, slot in enumerate(run.slots):
-            found[slot.parameter] = {key: column[number] for key, column in columns.items()}
-    return found
+            entries[slot.parameter] = {key: column[number] for key, column in columns.items()}
+    return entries
 
 
 def pour(entries: Mapping[Tensor, Entry], runs: Sequence[Run], optimizer: Optimizer) -> list[Run]:

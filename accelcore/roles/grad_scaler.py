@@ -116,9 +116,11 @@ class GradScaler(LossScaler):
             )
         steps = self._progress.values()
         if any(step.had_gradients for step in steps):  # else nothing was seen of how the scale fits
-            moves, own = self._settings, found if excused is None else found * (1 - excused)
-            torch._amp_update_scale_(self._scale, self._clean_steps, own, moves.growth, moves.backoff, moves.interval)
-            self._scale.clamp_(moves.min, moves.max)
+            settings, by_scale = self._settings, found if excused is None else found * (1 - excused)
+            torch._amp_update_scale_(
+                self._scale, self._clean_steps, by_scale, settings.growth, settings.backoff, settings.interval
+            )
+            self._scale.clamp_(settings.min, settings.max)
             self._skipped += found
             optimizers = [step.optimizer for step in steps if step.optimizer is not None]
             if optimizers:
@@ -167,21 +169,20 @@ class GradScaler(LossScaler):
         torch's counts no skipped steps, torch_npu's says besides that it is dynamic, and apex's has only the scale and
         the clean steps: what a state does not say stays as it is here.
         """
-        theirs = as_torch_writes(state)
-        mine = self._settings
-        low, high = mine.min, mine.max
+        saved, own = as_torch_writes(state), self._settings
+        low, high = own.min, own.max
         try:
-            scale, clean_steps = float(theirs["scale"]), int(theirs["_growth_tracker"])
-            skipped = int(theirs.get("skipped", 0))
+            scale, clean_steps = float(saved["scale"]), int(saved["_growth_tracker"])
+            skipped = int(saved.get("skipped", 0))
             kept = max(low, min(scale, high))
             if not (0 <= scale < math.inf and clean_steps >= 0 and skipped >= 0):
                 raise ValueError(f"scale={scale}, _growth_tracker={clean_steps}, skipped={skipped}")
             settings = replace(
-                mine,
+                own,
                 init=kept,
-                growth=float(theirs.get("growth_factor", mine.growth)),
-                backoff=float(theirs.get("backoff_factor", mine.backoff)),
-                interval=int(theirs.get("growth_interval", mine.interval)),
+                growth=float(saved.get("growth_factor", own.growth)),
+                backoff=float(saved.get("backoff_factor", own.backoff)),
+                interval=int(saved.get("growth_interval", own.interval)),
             )
         except (TypeError, ValueError, ConfigurationError) as error:
             raise CheckpointError("the state of the loss scaler makes no sense", why=str(error)) from error

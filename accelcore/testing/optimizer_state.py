@@ -47,13 +47,13 @@ def routes_of(
 
 def state_error(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> float:
     """How far the states are apart, in what both of them keep."""
-    mine, theirs = found.state_dict()["state"], expected.state_dict()["state"]
+    states, expected_states = found.state_dict()["state"], expected.state_dict()["state"]
     return max(
         (
-            error(torch.as_tensor(mine[number][key]), torch.as_tensor(value))
-            for number, entry in theirs.items()
+            error(torch.as_tensor(states[number][key]), torch.as_tensor(value))
+            for number, entry in expected_states.items()
             for key, value in entry.items()
-            if value is not None and mine.get(number, {}).get(key) is not None
+            if value is not None and states.get(number, {}).get(key) is not None
         ),
         default=0.0,
     )
@@ -85,11 +85,14 @@ class StateOfOptimizers:
         """The state has torch's layout, so that a run on one device can be resumed on another, either way."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             options = with_rate(ORACLES[name][1][-1])
-            mine, theirs = parameters(accel.device), parameters(torch.device("cpu"))
-            optimizer, reference = accel.optimizers.create(name, mine, **options), oracle(name, theirs, **options)
+            trained, references = parameters(accel.device), parameters(torch.device("cpu"))
+            optimizer, reference = (
+                accel.optimizers.create(name, trained, **options),
+                oracle(name, references, **options),
+            )
             for number in range(2):
-                step(optimizer, mine, number)
-                step(reference, theirs, number)
+                step(optimizer, trained, number)
+                step(reference, references, number)
             found, expected = optimizer.state_dict()["state"], reference.state_dict()["state"]
             assert found.keys() == expected.keys()
             for number, entry in expected.items():
@@ -101,13 +104,13 @@ class StateOfOptimizers:
             saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(reference.state_dict())
             for entry in saved[1]["state"].values():
                 entry.update({key: int(value) for key, value in entry.items() if key == "step"})
-            twin, other = accel.optimizers.create(name, mine, **options), oracle(name, theirs, **options)
+            twin, other = accel.optimizers.create(name, trained, **options), oracle(name, references, **options)
             twin.load_state_dict(saved[1])
             other.load_state_dict(saved[0])
             for number in range(2, 4):
-                step(twin, mine, number)
-                step(other, theirs, number)
-            assert max(map(error, mine, theirs)) < 1e-4, "torch's class and this one do not go on alike"
+                step(twin, trained, number)
+                step(other, references, number)
+            assert max(map(error, trained, references)) < 1e-4, "torch's class and this one do not go on alike"
 
     @pytest.mark.parametrize("name", EVERY)
     def test_state_between_routes(self, accel: Backend, name: str) -> None:

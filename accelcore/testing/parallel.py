@@ -42,8 +42,8 @@ def by_hand(accumulate: int) -> nn.Module:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        for mine, theirs in zip(*(model.buffers() for model in models), strict=True):
-            theirs.copy_(mine)
+        for source, copy in zip(*(model.buffers() for model in models), strict=True):
+            copy.copy_(source)
     return models[0]
 
 

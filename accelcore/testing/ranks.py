@@ -45,17 +45,17 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
     def tensor(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(values, device=accel.device, dtype=dtype)
 
-    mine = float(job.rank + 1)
-    large = torch.full((300_001,), mine, device=accel.device)
+    value = float(job.rank + 1)
+    large = torch.full((300_001,), value, device=accel.device)
     found = {
         "rank": job.rank,
         "world_size": job.world_size,
         "device": str(accel.device),
         "large": sorted(set(job.all_reduce(large).tolist())),
         "integers": job.all_reduce(tensor(2**40 + job.rank, dtype=torch.int64)).tolist(),
-        "parameter": job.all_reduce(nn.Parameter(tensor(mine))).tolist(),
+        "parameter": job.all_reduce(nn.Parameter(tensor(value))).tolist(),
         "inf": job.all_reduce(tensor(float("inf") if job.rank else 1.0)).isinf().tolist(),
-        "low": {name: _low(job, tensor(mine, 6e4, dtype=getattr(torch, name))) for name in reduced(accel)},
+        "low": {name: _low(job, tensor(value, 6e4, dtype=getattr(torch, name))) for name in reduced(accel)},
         "views": {},
     }
     for operation in OPERATIONS:
@@ -65,14 +65,14 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
             returned = job.broadcast(part, 1) if operation == "broadcast" else job.all_reduce(part, operation)
             found["views"][f"{operation} {kind}"] = [returned is part, base.tolist()]
     whole = tensor(2**40 + job.rank, dtype=torch.int64)
-    found["broadcast"] = [job.broadcast(tensor(mine), source).tolist() for source in range(2)]
+    found["broadcast"] = [job.broadcast(tensor(value), source).tolist() for source in range(2)]
     found["broadcast"].append(job.broadcast(whole, 1).tolist())
-    found["words"] = [job.is_main, job.local_rank, job.mean(mine), job.mean(tensor(mine, -mine)).tolist()]
-    several, none_on_rank_0 = tensor(*[mine] * (job.rank + 1)), [tensor(mine)] * job.rank
-    gathered = [job.gather(rows) for rows in (several, torch.tensor(mine), none_on_rank_0)]
+    found["words"] = [job.is_main, job.local_rank, job.mean(value), job.mean(tensor(value, -value)).tolist()]
+    several, none_on_rank_0 = tensor(*[value] * (job.rank + 1)), [tensor(value)] * job.rank
+    gathered = [job.gather(rows) for rows in (several, torch.tensor(value), none_on_rank_0)]
     found["gathered"], found["gathered_on"] = [rows.tolist() for rows in gathered], gathered[-1].device.type
     group = job.cpu_group()
-    on_host = torch.tensor([mine])
+    on_host = torch.tensor([value])
     dist.all_reduce(on_host, group=group)
     found["cpu_group"] = on_host.tolist()
     here, late = folder / "rank 0 is here", folder / "rank 1 is here"

@@ -56,11 +56,11 @@ class CapturedStep:
     def __init__(self, runtime: Runtime, optimizer: Optimizer, gradients: Gradients, *, sums: bool) -> None:
         self._runtime, self._optimizer, self._gradients, self._sums = runtime, optimizer, gradients, sums
         self._graphs: dict[Any, _Graph] = {}
-        self._met: set[Any] = set()
+        self._kinds: set[Any] = set()  # of batch, that were trained on eagerly
         self._options: list[Any] = []
         self._baked: tuple[Any, ...] = ()
         self._warm, self._windows = False, 0
-        self._seen: set[str] = set()  # parameters that received a gradient while warming up
+        self._received: set[str] = set()  # parameters that received a gradient while warming up
         self._prepare()
 
     def __call__(
@@ -78,7 +78,7 @@ class CapturedStep:
         if first and not self._warm and self._windows >= WARM_UP:
             self._warm = True
             if self._sums:  # memory that every graph adds to
-                self._gradients.hold(self._seen)
+                self._gradients.hold(self._received)
         leaves, structure = _flatten(batch)
         key = (last, structure, tuple(map(_kind, leaves)), self._hyperparameters())
         try:
@@ -94,48 +94,49 @@ class CapturedStep:
             def work(batch: Any) -> tuple[Tensor, Any]:
                 return self._work(batch, forward_backward, close if last else None)
 
-            if not self._warm or key not in self._met:
-                self._meet(key)
+            if not self._warm or key not in self._kinds:
+                self._admit(key)
                 self._windows += last
                 with self._runtime.side_stream():  # where captures run: nothing of autograd's may hang on another
                     return work(batch)
             graph = self._graphs[key] = self._capture(batch, work)
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        for mine, given in zip(graph.inputs, tensors, strict=True):
-            mine.copy_(given, non_blocking=True)
+        for static, given in zip(graph.inputs, tensors, strict=True):
+            static.copy_(given, non_blocking=True)
         graph.replay()
         return graph.loss.clone(), graph.aux
 
     def forget(self) -> None:
         """Drop every graph, because the memory they were captured with is no longer the training's."""
         self._graphs.clear()
-        self._met.clear()
+        self._kinds.clear()
         self._warm, self._windows = False, 0
-        self._seen.clear()
+        self._received.clear()
         self._gradients.release()
         self._prepare()
 
-    def _meet(self, key: Any) -> None:
-        if key not in self._met and len(self._met) >= _LIMIT:
+    def _admit(self, key: Any) -> None:
+        if key not in self._kinds and len(self._kinds) >= _LIMIT:
             raise TrainingError(
                 f"this is the {_LIMIT + 1}th kind of batch, and each is a graph of its own",
                 why="a graph is captured for one shape of batch and one setting of the optimizer",
                 remedy="give all batches one shape (drop_last=True, padding), or leave graph=True out",
             )
-        self._met.add(key)
+        self._kinds.add(key)
 
     def _work(
         self, batch: Any, forward_backward: ForwardBackward, close: Callable[[], None] | None
     ) -> tuple[Tensor, Any]:
         loss, aux = forward_backward(batch)
         received = set(self._gradients.state())
-        if self._warm and received - self._seen:
+        late = received - self._received
+        if self._warm and late:
             raise TrainingError(
-                f"{len(received - self._seen)} parameters received their first gradient after {WARM_UP} windows",
+                f"{len(late)} parameters received their first gradient after {WARM_UP} windows",
                 why="the optimizer's state for them would be made anew by each launch of the graph",
                 remedy="use the same parameters in each step, or leave graph=True out",
             )
-        self._seen |= received
+        self._received |= received
         if close is not None:
             close()
         return loss.detach(), aux
@@ -153,10 +154,10 @@ class CapturedStep:
         if any(not isinstance(step, Tensor) or step.device != self._runtime.device for step in steps):
             raise _counts_on_the_host(_engine(self._optimizer))
         leaves, structure = pytree.tree_flatten(batch)
-        own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        static = pytree.tree_unflatten(own, structure)
+        inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        static_batch = pytree.tree_unflatten(inputs, structure)
         try:
-            (loss, aux), replay = self._runtime.capture(lambda: work(static))
+            (loss, aux), replay = self._runtime.capture(lambda: work(static_batch))
         except TrainingError:
             raise
         except RuntimeError as error:
@@ -169,7 +170,7 @@ class CapturedStep:
                 "values), or leave graph=True out; and start the process anew, because a capture that broke may leave "
                 "the device's random generator unusable",
             ) from cause
-        return _Graph([leaf for leaf in own if isinstance(leaf, Tensor)], loss, aux, replay)
+        return _Graph([leaf for leaf in inputs if isinstance(leaf, Tensor)], loss, aux, replay)
 
     def _prepare(self) -> None:
         for group in self._optimizer.param_groups:
@@ -187,8 +188,8 @@ def check_capturable(optimizer: Optimizer) -> None:
     cannot wait for.
     """
     engine = _engine(optimizer)
-    counts_there = getattr(engine, "counts_on_device", False) or isinstance(engine, torch.optim.SGD)
-    if not counts_there and not all("capturable" in group for group in engine.param_groups):
+    counts_on_device = getattr(engine, "counts_on_device", False) or isinstance(engine, torch.optim.SGD)
+    if not counts_on_device and not all("capturable" in group for group in engine.param_groups):
         raise _counts_on_the_host(engine)
     if _reads_on_the_host(engine):
         raise UnsupportedError(

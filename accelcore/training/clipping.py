@@ -74,7 +74,7 @@ class ClippingBy:
         trained = [slot.trained for slot, received in slots if received]
         before = [tensor.grad for tensor in trained]
         self._function(list(trained))
-        for tensor, own in zip(trained, before, strict=True):
-            if tensor.grad is not own and own is not None:
-                own.copy_(torch.zeros_like(own) if tensor.grad is None else tensor.grad)
-                tensor.grad = own
+        for tensor, gradient in zip(trained, before, strict=True):
+            if tensor.grad is not gradient and gradient is not None:
+                gradient.copy_(torch.zeros_like(gradient) if tensor.grad is None else tensor.grad)
+                tensor.grad = gradient

@@ -90,11 +90,11 @@ def share_once(loader: Iterable[Any], collectives: Collectives, device: torch.de
         if not all(type(row) is int for row in rows):
             return EveryNth(loader, rank, world_size, "uneven")
         size = int(collectives.broadcast(torch.tensor(len(rows), device=device)))
-        own = torch.tensor((rows + [0] * size)[:size], device=device)  # which ranks may have drawn differently
-        rows = collectives.broadcast(own).tolist()
+        drawn = torch.tensor((rows + [0] * size)[:size], device=device)  # another order, perhaps, on other ranks
+        rows = collectives.broadcast(drawn).tolist()
     batches = -(-len(rows) // (world_size * loader.batch_size))
-    mine = [batch for batch in _parts(_parts(rows, world_size)[rank], batches) if batch]
-    return _again(loader, rank, batch_sampler=mine)
+    batches_of_rank = [batch for batch in _parts(_parts(rows, world_size)[rank], batches) if batch]
+    return _again(loader, rank, batch_sampler=batches_of_rank)
 
 
 def _share_of_stream(loader: Iterable[Any], rank: int, world_size: int, last: Last) -> Iterable[Any]:
@@ -103,8 +103,8 @@ def _share_of_stream(loader: Iterable[Any], rank: int, world_size: int, last: La
         _check_place("ShardedStream", stream.rank, stream.world_size, (rank, world_size))
         return loader
     if type(loader) is DataLoader and type(stream) is ShardedStream:
-        own = ShardedStream(stream.dataset, rank=rank, world_size=world_size, last=last)
-        return _again(loader, 0, dataset=own)  # all ranks have to read it alike, also where it draws at random
+        of_rank = ShardedStream(stream.dataset, rank=rank, world_size=world_size, last=last)
+        return _again(loader, 0, dataset=of_rank)  # all ranks have to read it alike, also where it draws at random
     return EveryNth(loader, rank, world_size, last)
 
 

@@ -158,9 +158,9 @@ class Masters(Gradients):
                 [gradient for gradient, _ in pairs], [cell.to_dense() if cell.is_sparse else cell for _, cell in pairs]
             )
         for number, gradient in self._apart.items():
-            where = self._gradients_by_slot[number]
-            assert where is not None, "it is in low precision"
-            where.add_(gradient)
+            in_fp32 = self._gradients_by_slot[number]
+            assert in_fp32 is not None, "it is in low precision"
+            in_fp32.add_(gradient)
         for number in self._low:  # single tensors are asked for their gradient
             self.values[number].grad = None if cells[number] is None else self._gradients[number]
 

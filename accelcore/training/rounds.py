@@ -25,8 +25,8 @@ def rounds(items: Iterable[Item], rank: int, world_size: int, last: Last) -> Ite
     for number, item in enumerate(items):
         place = number % world_size
         if place in (0, rank):
-            mine = item
+            held = item
         if place == gives_at:
-            yield mine
+            yield held
     if last == "repeat" and place != world_size - 1:
-        yield mine
+        yield held

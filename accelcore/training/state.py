@@ -182,12 +182,12 @@ def _steps_of(trainings: Trainings, checkpoint: store.Checkpoint) -> dict[str, i
     steps: dict[str, int] = manifest.get("trainers", {"": manifest["steps"]})
     if steps.keys() == trainings.keys():
         return steps
-    theirs, ours = (
+    saved_of, resumed_by = (
         "one trainer alone" if "" in names else "the trainers " + ", ".join(sorted(names)) + " together"
         for names in (steps, trainings)
     )
     raise CheckpointError(
-        f"the checkpoint {checkpoint.path} was saved of {theirs}, and would be resumed by {ours}",
+        f"the checkpoint {checkpoint.path} was saved of {saved_of}, and would be resumed by {resumed_by}",
         remedy="resume it as it was saved, by trainer.resume(...) or by accelcore.Together(...).resume(...), with the "
         "same names",
     )

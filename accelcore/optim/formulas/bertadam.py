@@ -86,8 +86,8 @@ class BertAdam(Formula):
     def factors(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor | None]:
         limits = [group["max_grad_norm"] for group in self.param_groups]
         return [
-            (limit / (norm_of(theirs) + 1e-6)).clamp(max=1.0) if limit > 0 else None
-            for limit, theirs in zip(limits, gradients, strict=True)
+            (limit / (norm_of(group_gradients) + 1e-6)).clamp(max=1.0) if limit > 0 else None
+            for limit, group_gradients in zip(limits, gradients, strict=True)
         ]
 
     def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:

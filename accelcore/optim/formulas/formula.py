@@ -95,8 +95,8 @@ class Formula(torch.optim.Optimizer):
         present = [[value for value in group["params"] if value.grad is not None] for group in self.param_groups]
         gradients = [[_dense(value.grad) for value in values] for values in present]
         factors = self.factors(gradients)
-        for group, values, theirs, factor in zip(self.param_groups, present, gradients, factors, strict=True):
-            for value, gradient in zip(values, theirs, strict=True):
+        for group, values, group_gradients, factor in zip(self.param_groups, present, gradients, factors, strict=True):
+            for value, gradient in zip(values, group_gradients, strict=True):
                 self._update(group, value, gradient, factor)
         return loss
 

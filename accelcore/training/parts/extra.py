@@ -23,12 +23,12 @@ class ExtraPart:
         return self._extra
 
     def prepare(self, saved: Saved) -> Change:
-        theirs = saved.shared.get("extra", {})
-        if not isinstance(theirs, dict):
-            raise CheckpointError(f"the checkpoint's extra is no dict, but {theirs!r}")
+        extra = saved.shared.get("extra", {})
+        if not isinstance(extra, dict):
+            raise CheckpointError(f"the checkpoint's extra is no dict, but {extra!r}")
 
         def commit() -> None:
             self._extra.clear()
-            self._extra.update(theirs)
+            self._extra.update(extra)
 
         return Change(commit)

@@ -39,9 +39,9 @@ def prepare_foreign(parts: Sequence[Part], path: Path) -> tuple[list[Change], di
     return [named[name].prepare(saved) for name in wanted], found.rest
 
 
-def _by_name(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _by_name(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's `state_dict` under the names of its parameters, whose numbers follow their order in the groups."""
-    groups = [table(group, "parameter group", "params") for group in theirs["param_groups"]]
+    groups = [table(group, "parameter group", "params") for group in state["param_groups"]]
     numbers = list(chain.from_iterable(group["params"] for group in groups))
     names = list(chain.from_iterable(group["params"] for group in own["groups"]))
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own["groups"]]:
@@ -53,13 +53,13 @@ def _by_name(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
         )
     name_of = dict(zip(numbers, names, strict=True))
     options = [
-        {key: value for key, value in group.items() if key in mine}
-        for group, mine in zip(groups, own["groups"], strict=True)
+        {key: value for key, value in group.items() if key in own_group}
+        for group, own_group in zip(groups, own["groups"], strict=True)
     ]
     return {
         "groups": [
             {**chosen, "params": [name_of[number] for number in group["params"]]}
             for chosen, group in zip(options, groups, strict=True)
         ],
-        "state": {name_of[number]: entry for number, entry in theirs["state"].items() if number in name_of},
+        "state": {name_of[number]: entry for number, entry in state["state"].items() if number in name_of},
     }

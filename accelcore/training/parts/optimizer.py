@@ -126,34 +126,37 @@ class OptimizerPart:
         numbers: dict[str, int] = {}
         groups = []
         for position, (live, entry) in enumerate(zip(self._optimizer.param_groups, saved, strict=True)):
-            theirs = table(entry, "parameter group", "params", "lr")
+            saved_group = table(entry, "parameter group", "params", "lr")
             members = self._members(live)
             own = {key: value for key, value in live.items() if key not in (*SWITCHES, "params")}
-            foreign = set(theirs) - {"params"} - set(own)
+            foreign = set(saved_group) - {"params"} - set(own)
             if left := sorted(foreign & _OF_SCHEDULERS):
                 logger.warning(
                     "the checkpoint's optimizer has a scheduler's %s, and here no scheduler was made for it yet: "
                     "they are left out",
                     ", ".join(left),
                 )
-                theirs, foreign = {key: theirs[key] for key in theirs if key not in left}, foreign - _OF_SCHEDULERS
+                saved_group = {key: value for key, value in saved_group.items() if key not in left}
+                foreign -= _OF_SCHEDULERS
             tells = _TELLS_ADAM_FROM_ADAMW
-            if set(theirs["params"]) != set(members) or foreign or theirs.get(tells) != own.get(tells):
+            if set(saved_group["params"]) != set(members) or foreign or saved_group.get(tells) != own.get(tells):
                 raise _another(
                     f"parameter group {position} has {len(members)} parameters with {sorted(own)} here, "
-                    f"{len(theirs['params'])} with {sorted(set(theirs) - {'params'})} there"
+                    f"{len(saved_group['params'])} with {sorted(set(saved_group) - {'params'})} there"
                 )
-            for key in set(own) & set(theirs):
-                if not _alike(own[key], theirs[key]):
-                    raise CheckpointError(f"the checkpoint's optimizer says {key}={theirs[key]!r} (here {own[key]!r})")
-            if missing := sorted(set(own) - set(theirs)):  # options that another version of torch did not have
+            for key in set(own) & set(saved_group):
+                if not _alike(own[key], saved_group[key]):
+                    raise CheckpointError(
+                        f"the checkpoint's optimizer says {key}={saved_group[key]!r} (here {own[key]!r})"
+                    )
+            if missing := sorted(set(own) - set(saved_group)):  # options that another version of torch did not have
                 logger.warning("the checkpoint's optimizer has no %s: they stay as they are here", ", ".join(missing))
             for name in members:
                 numbers[name] = len(numbers)
             switches = {key: live[key] for key in SWITCHES if key in live}
             if isinstance(live["lr"], Tensor):
-                theirs = {**theirs, "lr": torch.full_like(live["lr"], theirs["lr"])}
-            groups.append({**own, **theirs, **switches, "params": [numbers[name] for name in members]})
+                saved_group = {**saved_group, "lr": torch.full_like(live["lr"], saved_group["lr"])}
+            groups.append({**own, **saved_group, **switches, "params": [numbers[name] for name in members]})
         return groups, numbers
 
 
@@ -181,17 +184,17 @@ def _another(why: str) -> CheckpointError:
     )
 
 
-def _alike(own: Any, theirs: Any) -> bool:
+def _alike(own: Any, saved: Any) -> bool:
     """Whether a saved option may take the place of one of this kind."""
-    if own is None or theirs is None or isinstance(own, Tensor):
+    if own is None or saved is None or isinstance(own, Tensor):
         return True
-    if isinstance(own, bool) or isinstance(theirs, bool):
-        return isinstance(own, bool) and isinstance(theirs, bool)
+    if isinstance(own, bool) or isinstance(saved, bool):
+        return isinstance(own, bool) and isinstance(saved, bool)
     if isinstance(own, int | float):
-        return isinstance(theirs, int | float) and not math.isnan(theirs)
+        return isinstance(saved, int | float) and not math.isnan(saved)
     if isinstance(own, list | tuple):
-        return isinstance(theirs, list | tuple) and len(own) == len(theirs) and all(map(_alike, own, theirs))
-    return isinstance(theirs, type(own))
+        return isinstance(saved, list | tuple) and len(own) == len(saved) and all(map(_alike, own, saved))
+    return isinstance(saved, type(own))
 
 
 def _check_entry(name: str, entry: Mapping[str, Any], shape: torch.Size, *, strict: bool) -> None:

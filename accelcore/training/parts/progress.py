@@ -37,24 +37,21 @@ class SchedulePart:
         return {"kind": type(self._scheduler).__name__, "by": self._by, "state": state}
 
     def prepare(self, saved: Saved) -> Change:
-        theirs, own, scheduler = (
-            table(saved.shared.get("schedule"), "schedule", "kind", "state"),
-            self.state(),
-            self._scheduler,
-        )
-        if theirs["kind"] != own["kind"]:
+        schedule = table(saved.shared.get("schedule"), "schedule", "kind", "state")
+        own, scheduler = self.state(), self._scheduler
+        if schedule["kind"] != own["kind"]:
             raise CheckpointError(
-                f"the checkpoint's scheduler is a {theirs['kind']}, not a {own['kind']}",
+                f"the checkpoint's scheduler is a {schedule['kind']}, not a {own['kind']}",
                 remedy="build the trainer as it was built when the checkpoint was saved",
             )
-        if theirs.get("by", self._by) != self._by:  # older checkpoints do not say
+        if schedule.get("by", self._by) != self._by:  # older checkpoints do not say
             raise CheckpointError(
-                f"the checkpoint's scheduler is stepped by {theirs['by']}, and this one by {self._by}",
-                remedy=f'say schedule_by="{theirs["by"]}", as where it was saved',
+                f"the checkpoint's scheduler is stepped by {schedule['by']}, and this one by {self._by}",
+                remedy=f'say schedule_by="{schedule["by"]}", as where it was saved',
             )
         if scheduler is None:
             return Change(lambda: None)
-        before, state = copy.deepcopy(own["state"]), table(theirs["state"], "schedule")
+        before, state = copy.deepcopy(own["state"]), table(schedule["state"], "schedule")
         return Change(lambda: scheduler.load_state_dict(state), lambda: scheduler.load_state_dict(before))
 
 
@@ -78,27 +75,27 @@ class WindowPart:
         }
 
     def prepare(self, saved: Saved) -> Change:
-        theirs = table(saved.own.get("window"), "window", "micro", "accumulate", "gradients", "buffers")
-        micro, accumulate = number(theirs["micro"], "micro"), number(theirs["accumulate"], "accumulate")
+        window = table(saved.own.get("window"), "window", "micro", "accumulate", "gradients", "buffers")
+        micro, accumulate = number(window["micro"], "micro"), number(window["accumulate"], "accumulate")
         if micro and (accumulate != self._window.accumulate or micro >= accumulate):
             raise CheckpointError(
                 f"the checkpoint was saved after {micro} micro-batches of a window of {accumulate}, "
                 f"and this trainer accumulates {self._window.accumulate}",
                 remedy=f"resume with accumulate={accumulate}, or from a checkpoint saved between two windows",
             )
-        if micro and theirs.get("sharded", False) != self._is_sharded():
+        if micro and window.get("sharded", False) != self._is_sharded():
             raise CheckpointError(
                 "the checkpoint was saved within a window, and only there or only here ranks divide the model",
                 why="gradients of shards are of all ranks, others of each",
                 remedy="resume with the strategy it was made with, or from a checkpoint saved between two windows",
             )
-        gradients, buffers = table(theirs["gradients"], "gradients"), table(theirs["buffers"], "buffers")
+        gradients, buffers = table(window["gradients"], "gradients"), table(window["buffers"], "buffers")
         own_buffers = dict(self._model.named_buffers())
         shapes = {slot.name: shard(slot.parameter).shape for slot in self._gradients.slots}
         _fit(gradients, shapes, "gradient")
         _fit(buffers, {name: buffer.shape for name, buffer in own_buffers.items()}, "buffer")
-        total, unit = theirs.get("total"), theirs.get("unit")
-        divided = number(theirs.get("divisor", 1), "divisor") / self._window.divisor
+        total, unit = window.get("total"), window.get("unit")
+        divided = number(window.get("divisor", 1), "divisor") / self._window.divisor
         if not (total is None or (isinstance(total, Tensor) and total.numel() == 1)):
             raise CheckpointError(f"the checkpoint's window has the weight {kind(total)}, which is no scalar")
         if not (unit is None or isinstance(unit, float)):
@@ -130,8 +127,8 @@ class FeedsPart:
         return self._feeds.state_dict()
 
     def prepare(self, saved: Saved) -> Change:
-        theirs = table(saved.own.get("feeds"), "places in the data")
-        for name, position in theirs.items():
+        positions = table(saved.own.get("feeds"), "places in the data")
+        for name, position in positions.items():
             entry = table(position, f"place in {name}", "epoch", "taken", "seed", "start", "generators")
             number(entry["epoch"], "epoch"), number(entry["taken"], "taken")
             table(entry["start"], "random state")
@@ -143,7 +140,7 @@ class FeedsPart:
             if entry["seed"] is not None:
                 number(entry["seed"], "seed")
             # "loader" is for the loader to judge, which is not known before it is read.
-        return Change(lambda: self._feeds.load_state_dict(theirs))
+        return Change(lambda: self._feeds.load_state_dict(positions))
 
 
 class RandomPart:
@@ -161,15 +158,15 @@ class RandomPart:
     def prepare(self, saved: Saved) -> Change:
         if not saved.same_job:
             return Change(lambda: None)
-        theirs, before = table(saved.own.get("random"), "random states"), self._runtime.rng_state()
-        if strange := [name for name, state in theirs.items() if not isinstance(state, Tensor)]:
+        states, before = table(saved.own.get("random"), "random states"), self._runtime.rng_state()
+        if strange := [name for name, state in states.items() if not isinstance(state, Tensor)]:
             raise CheckpointError(f"the checkpoint's random state {strange[0]!r} is no tensor")
 
         def commit() -> None:
-            left = self._runtime.set_rng_state(theirs)
+            left = self._runtime.set_rng_state(states)
             if left:
                 logger.warning("random states that this device or process has no generator for: %s", ", ".join(left))
-            if missing := sorted(before.keys() - theirs.keys()):
+            if missing := sorted(before.keys() - states.keys()):
                 logger.warning("the checkpoint has no random state for %s: they go on as they are", ", ".join(missing))
 
         return Change(commit, lambda: _put_back(self._runtime, before))

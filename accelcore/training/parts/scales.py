@@ -48,9 +48,9 @@ class OwnScalesPart:
         return {name: scaler.state_dict() for name, scaler in self._scales.scalers.items()}
 
     def prepare(self, saved: Saved) -> Change:
-        theirs, before = table(saved.shared.get("scales", {}), "loss scales"), dict(self._scales.scalers)
-        made = {name: self._scales.make() for name in theirs}
-        changes = [_restoring(made[name], table(state, "loss scale"), saved) for name, state in theirs.items()]
+        states, before = table(saved.shared.get("scales", {}), "loss scales"), dict(self._scales.scalers)
+        made = {name: self._scales.make() for name in states}
+        changes = [_restoring(made[name], table(state, "loss scale"), saved) for name, state in states.items()]
 
         def commit() -> None:
             for change in changes:

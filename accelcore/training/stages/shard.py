@@ -37,24 +37,26 @@ class Shard:
         before = dict(plan.model.named_parameters())
         plan.strategy.shard(plan.model, plan.policy)
         after = dict(plan.model.named_parameters())
-        others: dict[Tensor, Tensor] = {own: after[name] for name, own in before.items() if after[name] is not own}
-        if others:
-            _exchange(plan.optimizer, others)
+        shards: dict[Tensor, Tensor] = {
+            whole: after[name] for name, whole in before.items() if after[name] is not whole
+        }
+        if shards:
+            _train_instead(plan.optimizer, shards)
 
 
-def _exchange(optimizer: Any, others: dict[Tensor, Tensor]) -> None:
-    """Let an optimizer train other parameters in place of those it has, and take its state along."""
+def _train_instead(optimizer: Any, shards: dict[Tensor, Tensor]) -> None:
+    """Let an optimizer train shards in place of the parameters they were cut from, and take its state along."""
     entries = {
-        others.get(held, held): {key: _cut(value, others[held]) for key, value in entry.items()}
+        shards.get(held, held): {key: _cut(value, shards[held]) for key, value in entry.items()}
         for held, entry in optimizer.state.items()
-        if held in others
+        if held in shards
     }
     if isinstance(optimizer, Optimizer):
-        optimizer.exchange(others, entries)
+        optimizer.replace(shards, entries)
         return
     for group in optimizer.param_groups:
-        group["params"] = [others.get(held, held) for held in group["params"]]
-    for held in others:
+        group["params"] = [shards.get(held, held) for held in group["params"]]
+    for held in shards:
         optimizer.state.pop(held, None)
     optimizer.state.update(entries)
 

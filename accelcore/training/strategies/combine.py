@@ -57,13 +57,13 @@ def add_up(
     collectives: Collectives, gradients: Gradients, *, divisor: int = 1, comm_dtype: torch.dtype | None = None
 ) -> None:
     """Make gradients, divided by `divisor`, their sum over ranks; what has one on any rank has one then."""
-    for own in gradients.pack():
+    for packed in gradients.pack():
         if divisor != 1:
-            own /= divisor  # before they are summed: the sum of many ranks may be beyond a low precision
-        if comm_dtype is None or comm_dtype == own.dtype:
-            collectives.all_reduce(own)
+            packed /= divisor  # before they are summed: the sum of many ranks may be beyond a low precision
+        if comm_dtype is None or comm_dtype == packed.dtype:
+            collectives.all_reduce(packed)
         else:
-            own.copy_(collectives.all_reduce(own.to(comm_dtype)))
+            packed.copy_(collectives.all_reduce(packed.to(comm_dtype)))
     gradients.unpack()
 
 

@@ -238,9 +238,9 @@ def _groups(model: nn.Module, sharding: FSDP) -> list[nn.Module]:
 def _shares(model: nn.Module, module: nn.Module) -> bool:
     """Whether a part of the model has a parameter in common with the rest of it."""
     inside = set(module.modules())
-    own = set(module.parameters())
+    parameters = set(module.parameters())
     return any(
-        parameter in own
+        parameter in parameters
         for other in model.modules()
         if other not in inside
         for parameter in other.parameters(recurse=False)

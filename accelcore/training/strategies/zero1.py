@@ -61,7 +61,7 @@ class Zero1(CombineDDP):
         return self._owners[name] == self._collectives.rank
 
     def update(self, gradients: Gradients, step: Callable[[], None]) -> None:
-        received = [slot for slot, there in zip(gradients.slots, gradients.received, strict=True) if there]
+        received = [slot for slot, has_one in zip(gradients.slots, gradients.received, strict=True) if has_one]
         with gradients.withheld([slot for slot in gradients.slots if not self.owns(slot.name)]):
             step()
         for rank in range(self._collectives.world_size):
@@ -72,8 +72,8 @@ class Zero1(CombineDDP):
 def _divided(elements: Mapping[str, int], world_size: int) -> dict[str, int]:
     """The owner of each parameter, by name: that in whose stretch of all elements its middle is."""
     total, before, owners = sum(elements.values()), 0, {}
-    for name, own in elements.items():
-        middle = before + own / 2
+    for name, count in elements.items():
+        middle = before + count / 2
         owners[name] = min(int(world_size * middle / max(total, 1)), world_size - 1)
-        before += own
+        before += count
     return owners

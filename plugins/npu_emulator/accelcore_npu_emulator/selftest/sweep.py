@@ -150,14 +150,14 @@ def _form_differs(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
     for one, other in zip(found, expected, strict=True):
         if one.device.type != "npu":
             return f"the result is on {one.device}"
-        for what, mine, theirs in (
+        for what, actual, wanted in (
             ("shape", tuple(one.shape), tuple(other.shape)),
             ("dtype", one.dtype, other.dtype),
             ("layout", one.layout, other.layout),
             ("strides", _strides(one), _strides(other)),
         ):
-            if mine != theirs:
-                return f"the {what} is {mine} instead of {theirs}"
+            if actual != wanted:
+                return f"the {what} is {actual} instead of {wanted}"
     return ""
 
 
