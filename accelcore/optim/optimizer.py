@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError
+from accelcore.optim.binding import Binding
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.groups import alike
 from accelcore.optim.hooks import StepHooks
 from accelcore.optim.memory import FlatMemory, lay_flat
-from accelcore.optim.present import by_group, present
 from accelcore.optim.route import Request, Route
 from accelcore.optim.runs import Run, Slot
 from accelcore.optim.saved import read_options, read_state
 from accelcore.optim.shards import is_sharded
-from accelcore.optim.slot_state import Entry, by_parameter, pour
+from accelcore.optim.slot_state import Entry, pour
 from accelcore.optim.stepping import given, loss_by, needs_closure, step_scaled
 
 __all__ = ["Optimizer"]
@@ -42,7 +42,8 @@ class Optimizer(StepHooks):
     Attributes:
         name: the optimizer's name in the registry.
         route: the name of the route it took.
-        binding: another object after each `bind`, by which who bound it knows that nobody else has since.
+        binding: what it is bound to; None where it updates the parameters in its groups as they are. Each `bind` makes
+            another, so that who bound it can tell whether anybody else has since.
         needs_closure: whether `step` has to be given a closure.
         engine: the `torch.optim.Optimizer` that computes the updates; its groups hold what is trained.
         grad_scale, found_inf: float32 scalars on the device, or None: what the next step divides the gradients by, and
@@ -52,11 +53,10 @@ class Optimizer(StepHooks):
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    binding: object = None
-    _runs: list[Run] | None
+    binding: Binding | None
     _memories: list[FlatMemory]
     _unbound: defaultdict[Tensor, Any]
-    _aside: dict[Tensor, Entry]
+    _waiting: dict[Tensor, Entry]
 
     def __init__(self, request: Request, groups: Iterable[Any], choose: Callable[[Request], Route]) -> None:
         self._request, self._choose = request, choose
@@ -110,12 +110,9 @@ class Optimizer(StepHooks):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """The state of each parameter, under torch's keys."""
-        if self._runs is None and not self._aside:
-            return self._unbound
-        entries: defaultdict[Tensor, Any] = defaultdict(dict)
-        entries.update(self._unbound if self._runs is None else by_parameter(self._runs, self.engine.state))
-        entries.update(self._aside)
-        return entries
+        if self.binding is not None:
+            return defaultdict(dict, self.binding.state())
+        return defaultdict(dict, self._unbound | self._waiting) if self._waiting else self._unbound
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
@@ -147,11 +144,9 @@ class Optimizer(StepHooks):
         self._take_route(request, groups)
         for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
             group.update({key: engine_group[key] for key in ("foreach", "fused") if key in engine_group})
-        self._pour(entries, runs)
-        self._members = [len(group["params"]) for group in self.param_groups]
-        self._place_runs()
-        self._in_part = in_part
-        self.binding = object()
+        self.binding = Binding(self.engine, runs, self.param_groups, entries)
+        self._on_leaves = any(run.value.requires_grad for run in runs)
+        self._needs_gradients = not in_part
 
     def replace(self, replacements: Mapping[Tensor, Tensor], entries: dict[Tensor, Entry]) -> None:
         """Have other parameters in place of some, until it is bound to them.
@@ -160,16 +155,16 @@ class Optimizer(StepHooks):
             replacements: for each of its parameters that is replaced, the one that is trained in its place.
             entries: the state of the replacements.
         """
-        self._aside = {p: entry for p, entry in self.state.items() if p not in replacements} | entries
+        self._waiting = {p: entry for p, entry in self.state.items() if p not in replacements} | entries
         self._unbound = defaultdict(dict)
-        self._runs, self._memories = None, []
+        self.binding, self._memories = None, []
         for group in self.param_groups:
             group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
 
     @property
     def bound(self) -> Sequence[Run] | None:
         """What it was bound to, as it is divided now; None where it goes by itself."""
-        return None if self._memories else self._runs
+        return None if self.binding is None or self._memories else self.binding.runs
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
@@ -177,16 +172,12 @@ class Optimizer(StepHooks):
             return None
         self.call_before(closure)
         loss = None if self.needs_closure else loss_by(closure)
-        if self._runs is None or self._memories:
+        if self.binding is None or self._memories:
             self._prepare_alone()
-        if self._runs is not None:
-            self._follow_groups()
-            divided = present(self._runs, self.engine.state)
-            if divided is not None:
-                self._runs = divided
-                self._place_runs()
-                present(divided, self.engine.state)
-            if not self._in_part and not self._memories and all(run.value.grad is None for run in self._runs):
+        if self.binding is not None:
+            self.binding.follow(self.param_groups)
+            self.binding.present()
+            if self._needs_gradients and all(run.value.grad is None for run in self.binding.runs):
                 raise TrainingError(
                     "no gradient was given to this optimizer, which a trainer has bound",
                     why="the trainer gathers them, where it lays parameters flat or trains masters",
@@ -207,7 +198,7 @@ class Optimizer(StepHooks):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if len(self.param_groups) > len(self.engine.param_groups) and self._runs is None:
+        if len(self.param_groups) > len(self.engine.param_groups) and self.binding is None:
             self._start_anew(dict(self.state))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -221,13 +212,10 @@ class Optimizer(StepHooks):
         """
         entries = read_state(state_dict, self.param_groups, shaped=self.keeps_shapes)
         read_options(state_dict, self.param_groups)
-        if self.bound is None:
+        if self.binding is None or self._memories:
             self._start_anew(entries)
         else:
-            assert self._runs is not None
-            self.engine.state.clear()
-            self._pour(entries, self._runs)
-            self._place_runs()
+            self.binding.load(entries)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -249,16 +237,13 @@ class Optimizer(StepHooks):
         self.engine = self._route.make(request, groups)
         self._update: Callable[[Tensor | None, Tensor | None], None] | None = getattr(self.engine, "update", None)
         self.needs_closure = needs_closure(self.engine)
-        self._runs = None
-        self._on_leaves = True
-        self._in_part = False
-        self._memories = []
-        self._unbound = self.engine.state
-        self._aside = {}
+        self.binding, self._memories = None, []
+        self._on_leaves, self._needs_gradients = True, False
+        self._unbound, self._waiting = self.engine.state, {}
 
     def _share_groups(self) -> None:
         """Unbound, the engine's groups are these very dicts, so that a change of an option needs no copy."""
-        self._kinds = self._look()
+        self._known_layouts = self._layouts()
         self.engine.param_groups[:] = self.param_groups
 
     def _start_anew(self, entries: dict[Tensor, Entry]) -> None:
@@ -269,30 +254,24 @@ class Optimizer(StepHooks):
         for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
             group.update({key: value for key, value in engine_group.items() if key != "params"})
         self._share_groups()
-        self._aside = entries  # as it is until the first step: a trainer may yet make masters that are more exact
-
-    def _pour(self, entries: dict[Tensor, Entry], runs: Sequence[Run]) -> None:
-        """Give runs their state. That of parameters which are not trained now, such as frozen ones, is kept aside."""
-        self._runs = pour(entries, runs, self.engine)
-        trained = {slot.parameter for run in runs for slot in run.slots}
-        self._aside = {parameter: entry for parameter, entry in entries.items() if parameter not in trained}
+        self._waiting = entries  # as it is until the first step: a trainer may yet make masters that are more exact
 
     def _prepare_alone(self) -> None:
         """In a loop of one's own: see that the route is still the one for these parameters, and their memory right."""
         replaced = getattr(self.engine, "replaced", None)  # of those that look at addresses themselves
-        if (replaced is None or replaced()) and self._kinds != self._look():
+        if (replaced is None or replaced()) and self._known_layouts != self._layouts():
             self._start_anew(dict(self.state))
         if self._route.memory == "flat":
             if not self._memories:
                 memories = lay_flat(self._slots(), self.together)
                 self.bind(list(chain.from_iterable(each.runs(each.values, each.gradients) for each in memories)))
-                self._memories = memories
+                self._memories, self._needs_gradients = memories, False
             for memory in self._memories:
                 memory.follow()
                 memory.gather()
-        elif self._aside:
-            pour(self._aside, [Run([slot], slot.parameter) for slot in self._slots()], self.engine)
-            self._aside = {}
+        elif self._waiting:
+            pour(self._waiting, [Run([slot], slot.parameter) for slot in self._slots()], self.engine)
+            self._waiting = {}
 
     def _slots(self) -> list[Slot]:
         return [
@@ -301,40 +280,8 @@ class Optimizer(StepHooks):
             for parameter in group["params"]
         ]
 
-    def _look(self) -> list[tuple[Any, ...]]:
+    def _layouts(self) -> list[tuple[Any, ...]]:
         return [(p.dtype, p.device, p.stride()) for group in self.param_groups for p in group["params"]]
-
-    def _follow_groups(self) -> None:
-        """Give the engine the options of each group, as they are now."""
-        if [len(group["params"]) for group in self.param_groups] != self._members:
-            raise TrainingError(
-                "parameters were added to the optimizer since it was bound", remedy="let the trainer that bound it step"
-            )
-        for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
-            trained = engine_group["params"]
-            engine_group.update(group)
-            engine_group["params"] = trained
-        if self._spanning:
-            self._part()
-
-    def _part(self) -> None:
-        """Groups that were updated as one go on by themselves where their options are equal no more."""
-        assert self._runs is not None
-        firsts = alike(self.param_groups)
-        if all(firsts[run.group] == firsts[number] for run in self._spanning for number in run.groups):
-            return
-        self._runs = by_group(self._runs, self.engine.state)
-        self._place_runs()
-
-    def _place_runs(self) -> None:
-        assert self._runs is not None
-        self._on_leaves = any(run.value.requires_grad for run in self._runs)
-        self._spanning = [run for run in self._runs if len(run.groups) > 1]
-        for number, group in enumerate(self.engine.param_groups):
-            group["params"] = [run.value for run in self._runs if run.group == number]
-        place = getattr(self.engine, "place_runs", None)
-        if place is not None:
-            place(self._runs)
 
 
 def _options_of(groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
