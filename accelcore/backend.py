@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from accelcore.roles.composition import Roles
@@ -59,6 +60,5 @@ class Backend(Roles):
         return self
 
     def __reduce__(self) -> tuple[Callable[[str], Backend], tuple[str]]:
-        from accelcore import select  # by its public name: what selects backends is made of them
-
-        return select, (f"{self.name}:{self.index}",)
+        # By name, as a pickle refers to it: what selects backends is made of them.
+        return resolve_name("accelcore.selection:select"), (f"{self.name}:{self.index}",)

@@ -9,12 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-import accelcore
 from accelcore.errors import ConfigurationError
 
 __all__ = ["apex_path"]
 
-_FOLDER = Path(accelcore.__file__).parent / "apex" / "stand_in"
+_FOLDER = Path(__file__).parents[1] / "apex" / "stand_in"
 
 
 def apex_path(environ: Mapping[str, str], folder: Path) -> str:

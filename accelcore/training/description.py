@@ -5,13 +5,13 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-import accelcore
 from accelcore.training.plan import Plan
 
 __all__ = ["describe"]
@@ -27,7 +27,7 @@ def describe(plan: Plan) -> dict[str, str]:
     said = {
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__,
-        "accelcore": accelcore.__version__,
+        "accelcore": version("accelcore"),
         "the backend": backend.name + (", emulated" if backend.emulated else ""),
         "the optimizer": getattr(plan.optimizer, "name", type(plan.optimizer).__name__),
     }
