@@ -18,11 +18,6 @@ from accelcore.errors import BackendUnavailableError, UnsupportedError
 CAPABILITIES = declare(compiler=True)
 
 
-@pytest.fixture
-def accel():
-    return accelcore.select("cpu")
-
-
 def run(script):
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""Optimizers by the CPU's own kernels: what they compute, and that no address is used that is no longer right."""
+"""Optimizers by the CPU's own kernels: what they compute, and which route they take."""
 
 from __future__ import annotations
 
@@ -7,51 +7,11 @@ import logging
 
 import pytest
 import torch
+from native_cases import CASES, OPTIONS, TOLERANCE, distance, give_gradients, parameters, state_of, train
 from torch import nn
 
-import accelcore
-from accelcore.errors import TrainingError, UnsupportedError
+from accelcore.errors import UnsupportedError
 from accelcore.optim.formulas import FORMULAS
-
-SHAPES = [(6, 5), (7,), (), (0, 3), (1, 5), (130, 300), (3, 20_000), (2, 3, 4, 4)]
-"""A matrix, a vector, a scalar, an empty one, one row, several pieces of rows, rows of several pieces, an image."""
-
-OPTIONS = {
-    "adadelta": [{}, {"weight_decay": 0.1, "maximize": True, "rho": 0.6}],
-    "adam": [{}, {"amsgrad": True, "weight_decay": 0.1, "maximize": True}, {"decoupled_weight_decay": True}],
-    "adamp": [
-        {"weight_decay": 0.1},
-        {"delta": 5.0, "weight_decay": 0.1},
-        {"nesterov": True, "delta": 0.5},
-        {"delta": 5.0, "eps": 0.0},
-    ],
-    "adamw": [{}, {"amsgrad": True, "betas": (0.4, 0.7)}],
-    "bertadam": [
-        {"lr": 0.01},
-        {"lr": 0.01, "t_total": 4, "warmup": 0.3, "schedule": "warmup_cosine", "max_grad_norm": -1},
-        {"lr": 0.01, "t_total": 3, "schedule": "warmup_poly"},
-        {"lr": 0.01, "t_total": 4},
-    ],
-    "lamb": [{"weight_decay": 0.1}, {"adam": True}, {"use_global_grad_norm": True}, {"eps": 0.0}],
-    "rmsprop": [{}, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}],
-    "rmsproptf": [
-        {},
-        {"momentum": 0.9, "centered": True, "weight_decay": 0.1},
-        {"momentum": 0.9, "lr_in_momentum": False, "decoupled_decay": True, "weight_decay": 0.01},
-    ],
-    "sgd": [
-        {"lr": 0.1},
-        {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},
-        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True},
-    ],
-}
-CASES = [(name, options) for name, several in OPTIONS.items() for options in several]
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-@pytest.fixture(scope="module")
-def accel():
-    return accelcore.select("cpu")
 
 
 @pytest.fixture(params=[1, 2])
@@ -60,42 +20,6 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def parameters(dtype=torch.float32, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for number, shape in enumerate(shapes):
-        tensor = torch.randn(shape, generator=generator, dtype=torch.float64) * (10 if number % 2 else 0.1)
-        dense = tensor.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else tensor
-        found.append(nn.Parameter(dense.to(dtype)))
-    return found
-
-
-def give_gradients(members, number, *, without=None, scale=1.0):
-    generator = torch.Generator().manual_seed(number)
-    for position, parameter in enumerate(members):
-        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 10.0 ** (number % 3 - 2)
-        parameter.grad = None if position == without else (gradient * scale).to(parameter.dtype)
-
-
-def train(optimizer, members, steps=4, start=0):
-    for number in range(start, start + steps):
-        give_gradients(members, number, without=1 if number == 0 else None)  # one comes late
-        optimizer.step()
-
-
-def distance(found, expected):
-    pairs = list(zip(found, expected, strict=True))
-    return max((_distance(a, b) for a, b in pairs if a.numel()), default=0.0)  # SGD without momentum has no state
-
-
-def _distance(found, expected):
-    return ((found.double() - expected.double()).norm() / (expected.double().norm() + 1e-6)).item()
-
-
-def state_of(optimizer):
-    return [v for entry in optimizer.state_dict()["state"].values() for _, v in sorted(entry.items())]
 
 
 # What they compute.
@@ -198,132 +122,6 @@ def test_a_step_unscales_or_does_nothing(accel, name):
         assert distance([p.grad for p in found], [p.grad for p in expected]) < 1e-12, (
             "as torch's, it unscales in memory"
         )
-
-
-# Nothing stale.
-
-
-def test_what_was_replaced_between_steps_is_seen(accel):
-    found, expected = parameters(torch.float64), parameters(torch.float64)
-    native = accel.optimizers.create("adamw", found, route="native", lr=0.1)
-    oracle = torch.optim.AdamW(expected, lr=0.1, foreach=False)
-    for optimizer, members in ((native, found), (oracle, expected)):
-        train(optimizer, members, 2)
-        members[0].data = members[0].data * 2  # other memory
-        optimizer.state[members[5]]["exp_avg"] = torch.ones_like(members[5])
-        optimizer.state[members[0]]["exp_avg_sq"].data = torch.full_like(members[0], 0.5)
-        optimizer.param_groups[0]["lr"] = 0.01
-        train(optimizer, members, 2, start=2)
-        optimizer.add_param_group({"params": [late := nn.Parameter(torch.ones(3, dtype=torch.float64))], "lr": 0.5})
-        members.append(late)
-        train(optimizer, members, 2, start=4)
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        train(optimizer, members, 1, start=6)
-        optimizer.zero_grad()
-        optimizer.step()
-    assert distance(found, expected) < 1e-12
-
-
-def _swap(optimizer, members):
-    members[2] = nn.Parameter(torch.full_like(members[2], 3.0))
-    optimizer.param_groups[0]["params"][2] = members[2]
-
-
-def _remove(optimizer, members):
-    del optimizer.param_groups[0]["params"][1]
-
-
-def _exchange_lists(optimizer, members):
-    optimizer.param_groups[0]["params"] = [member.clone().detach().requires_grad_() for member in members]
-    members[:] = optimizer.param_groups[0]["params"]
-
-
-def _forget(optimizer, members):
-    del optimizer.state[members[2]]
-
-
-def _start_anew(optimizer, members):
-    optimizer.state[members[0]] = {name: torch.ones_like(v) for name, v in optimizer.state[members[0]].items()}
-
-
-def _exchange_state(optimizer, members):
-    optimizer.state[members[0]] |= {"exp_avg": torch.ones_like(members[0])}
-
-
-@pytest.mark.parametrize("change", [_swap, _remove, _exchange_lists, _forget, _start_anew, _exchange_state])
-def test_another_object_in_groups_or_state_is_seen(accel, change):
-    trained = []
-    for make in (accel.optimizers.create, lambda _, members, **options: torch.optim.AdamW(members, **options)):
-        members = [nn.Parameter(torch.full((size,), float(size), dtype=torch.float64)) for size in (3, 4, 5)]
-        optimizer = make("adamw", members, lr=0.1)
-        train(optimizer, members, 2, start=1)
-        change(optimizer, members)
-        train(optimizer, members, 2, start=3)
-        trained.append(members)
-    assert distance(*trained) < 1e-12
-
-
-def test_a_gradient_with_other_strides_is_right(accel):
-    found, expected = parameters(torch.float64), parameters(torch.float64)
-    native = accel.optimizers.create("sgd", found, lr=0.1, route="native")
-    oracle = torch.optim.SGD(expected, lr=0.1)
-    for optimizer, members in ((native, found), (oracle, expected)):
-        for number in range(3):
-            give_gradients(members, number)
-            for member in members:
-                gradient = member.grad
-                member.grad = None
-                member.grad = gradient.mT.contiguous().mT if gradient.dim() > 1 and number else gradient
-            members[1].grad = torch.arange(14, dtype=torch.float64)[::2]
-            optimizer.step()
-    assert distance(found, expected) < 1e-12
-
-
-@pytest.mark.parametrize("unlike", ["strides", "sparse"])
-def test_a_gradient_of_another_kind_hides_no_replaced_value_behind_it(accel, unlike):
-    first, second = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5))
-    native = accel.optimizers.create("sgd", [first, second], route="native", lr=0.25)
-    for parameter in (first, second):
-        parameter.grad = torch.ones_like(parameter)
-    native.step()
-    before = second.data
-    second.data = torch.full((5,), 8.0)
-    first.grad = torch.ones(4, 3).t() if unlike == "strides" else torch.ones(3, 4).to_sparse()
-    if unlike == "strides":
-        native.step()
-        assert second.tolist() == [7.75] * 5
-    else:
-        with pytest.raises(TrainingError, match="sparse"):
-            native.step()
-        assert second.tolist() == [8.0] * 5
-    assert before.tolist() == [0.75] * 5, "memory that was replaced is left alone"
-
-
-def test_autograd_notices_that_parameters_changed(accel):
-    weight = nn.Parameter(torch.ones(3))
-    loss = (weight * weight).sum()
-    loss.backward(retain_graph=True)
-    accel.optimizers.create("sgd", [weight], lr=0.1, route="native").step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_a_sparse_gradient_is_refused(accel):
-    embedding = nn.Embedding(5, 3, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    optimizer = accel.optimizers.create("adamw", embedding.parameters(), route="native")
-    with pytest.raises(TrainingError, match="sparse"):
-        optimizer.step()
-
-
-def test_a_parameter_that_is_cast_keeps_its_state(accel):
-    member = nn.Parameter(torch.ones(5))
-    optimizer = accel.optimizers.create("lamb", [member], lr=0.1)
-    train(optimizer, [member], 2, start=1)
-    member.data = member.data.to(torch.bfloat16)
-    train(optimizer, [member], 1, start=3)
-    assert optimizer.route == "native"
-    assert {v.dtype for v in state_of(optimizer)} == {torch.float32}
 
 
 # Routes.

@@ -10,14 +10,8 @@ import torch.nn.functional as F
 from accelcore_cpu import fast_fp32, low
 from accelcore_cpu.bargain import Bargain
 
-import accelcore
 from accelcore.precision import reset
 from accelcore.roles.precision import Work
-
-
-@pytest.fixture
-def accel():
-    return accelcore.select("cpu")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,135 @@
+"""Optimizers by the CPU's own kernels read and write no address that is no longer right."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from native_cases import distance, give_gradients, parameters, state_of, train
+from torch import nn
+
+from accelcore.errors import TrainingError
+
+
+def test_what_was_replaced_between_steps_is_seen(accel):
+    found, expected = parameters(torch.float64), parameters(torch.float64)
+    native = accel.optimizers.create("adamw", found, route="native", lr=0.1)
+    oracle = torch.optim.AdamW(expected, lr=0.1, foreach=False)
+    for optimizer, members in ((native, found), (oracle, expected)):
+        train(optimizer, members, 2)
+        members[0].data = members[0].data * 2  # other memory
+        optimizer.state[members[5]]["exp_avg"] = torch.ones_like(members[5])
+        optimizer.state[members[0]]["exp_avg_sq"].data = torch.full_like(members[0], 0.5)
+        optimizer.param_groups[0]["lr"] = 0.01
+        train(optimizer, members, 2, start=2)
+        optimizer.add_param_group({"params": [late := nn.Parameter(torch.ones(3, dtype=torch.float64))], "lr": 0.5})
+        members.append(late)
+        train(optimizer, members, 2, start=4)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(optimizer, members, 1, start=6)
+        optimizer.zero_grad()
+        optimizer.step()
+    assert distance(found, expected) < 1e-12
+
+
+def _swap(optimizer, members):
+    members[2] = nn.Parameter(torch.full_like(members[2], 3.0))
+    optimizer.param_groups[0]["params"][2] = members[2]
+
+
+def _remove(optimizer, members):
+    del optimizer.param_groups[0]["params"][1]
+
+
+def _exchange_lists(optimizer, members):
+    optimizer.param_groups[0]["params"] = [member.clone().detach().requires_grad_() for member in members]
+    members[:] = optimizer.param_groups[0]["params"]
+
+
+def _forget(optimizer, members):
+    del optimizer.state[members[2]]
+
+
+def _start_anew(optimizer, members):
+    optimizer.state[members[0]] = {name: torch.ones_like(v) for name, v in optimizer.state[members[0]].items()}
+
+
+def _exchange_state(optimizer, members):
+    optimizer.state[members[0]] |= {"exp_avg": torch.ones_like(members[0])}
+
+
+@pytest.mark.parametrize("change", [_swap, _remove, _exchange_lists, _forget, _start_anew, _exchange_state])
+def test_another_object_in_groups_or_state_is_seen(accel, change):
+    trained = []
+    for make in (accel.optimizers.create, lambda _, members, **options: torch.optim.AdamW(members, **options)):
+        members = [nn.Parameter(torch.full((size,), float(size), dtype=torch.float64)) for size in (3, 4, 5)]
+        optimizer = make("adamw", members, lr=0.1)
+        train(optimizer, members, 2, start=1)
+        change(optimizer, members)
+        train(optimizer, members, 2, start=3)
+        trained.append(members)
+    assert distance(*trained) < 1e-12
+
+
+def test_a_gradient_with_other_strides_is_right(accel):
+    found, expected = parameters(torch.float64), parameters(torch.float64)
+    native = accel.optimizers.create("sgd", found, lr=0.1, route="native")
+    oracle = torch.optim.SGD(expected, lr=0.1)
+    for optimizer, members in ((native, found), (oracle, expected)):
+        for number in range(3):
+            give_gradients(members, number)
+            for member in members:
+                gradient = member.grad
+                member.grad = None
+                member.grad = gradient.mT.contiguous().mT if gradient.dim() > 1 and number else gradient
+            members[1].grad = torch.arange(14, dtype=torch.float64)[::2]
+            optimizer.step()
+    assert distance(found, expected) < 1e-12
+
+
+@pytest.mark.parametrize("unlike", ["strides", "sparse"])
+def test_a_gradient_of_another_kind_hides_no_replaced_value_behind_it(accel, unlike):
+    first, second = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5))
+    native = accel.optimizers.create("sgd", [first, second], route="native", lr=0.25)
+    for parameter in (first, second):
+        parameter.grad = torch.ones_like(parameter)
+    native.step()
+    before = second.data
+    second.data = torch.full((5,), 8.0)
+    first.grad = torch.ones(4, 3).t() if unlike == "strides" else torch.ones(3, 4).to_sparse()
+    if unlike == "strides":
+        native.step()
+        assert second.tolist() == [7.75] * 5
+    else:
+        with pytest.raises(TrainingError, match="sparse"):
+            native.step()
+        assert second.tolist() == [8.0] * 5
+    assert before.tolist() == [0.75] * 5, "memory that was replaced is left alone"
+
+
+def test_autograd_notices_that_parameters_changed(accel):
+    weight = nn.Parameter(torch.ones(3))
+    loss = (weight * weight).sum()
+    loss.backward(retain_graph=True)
+    accel.optimizers.create("sgd", [weight], lr=0.1, route="native").step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_sparse_gradient_is_refused(accel):
+    embedding = nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer = accel.optimizers.create("adamw", embedding.parameters(), route="native")
+    with pytest.raises(TrainingError, match="sparse"):
+        optimizer.step()
+
+
+def test_a_parameter_that_is_cast_keeps_its_state(accel):
+    member = nn.Parameter(torch.ones(5))
+    optimizer = accel.optimizers.create("lamb", [member], lr=0.1)
+    train(optimizer, [member], 2, start=1)
+    member.data = member.data.to(torch.bfloat16)
+    train(optimizer, [member], 1, start=3)
+    assert optimizer.route == "native"
+    assert {v.dtype for v in state_of(optimizer)} == {torch.float32}
