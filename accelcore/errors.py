@@ -51,11 +51,11 @@ def _rebuild(kind: type[AccelError], what: str, why: str, available: str, remedy
 
 
 class ConfigurationError(AccelError, ValueError):
-    """An argument or an environment variable has a value that makes no sense."""
+    """An argument or an environment variable has a value that it cannot have."""
 
 
 class AmpError(ConfigurationError, RuntimeError):
-    """An argument or a call of `accelcore.apex.amp` that makes no sense; what apex raises as a RuntimeError."""
+    """An argument or a call of `accelcore.apex.amp` that is refused; what apex raises as a RuntimeError."""
 
 
 class UnknownBackendError(AccelError, LookupError):

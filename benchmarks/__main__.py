@@ -26,7 +26,7 @@ _RESULTS = Path(__file__).parent / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark; 0 where every goal is met, 1 where one is missed, 2 where the request makes no sense."""
+    """Run one benchmark; 0 where every goal is met, 1 where one is missed, 2 where the arguments are refused."""
     options = _parser().parse_args(arguments)
     module = import_module(f"benchmarks.{options.name}")
     machine, versions = describe_machine(), describe_versions(module.DISTRIBUTIONS)

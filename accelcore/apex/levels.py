@@ -77,7 +77,7 @@ def resolve(
     """The properties that the arguments of `amp.initialize` ask for; `moves`: those of the dynamic scale, by its names.
 
     Raises:
-        AmpError: they contradict each other, or one makes no sense.
+        AmpError: they contradict each other, or one has a value that it cannot have.
     """
     if opt_level not in _LEVELS:
         raise AmpError(f"opt_level={opt_level!r} is no optimization level", available=", ".join(_LEVELS))

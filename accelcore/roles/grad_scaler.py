@@ -185,7 +185,11 @@ class GradScaler(LossScaler):
                 interval=int(saved.get("growth_interval", own.interval)),
             )
         except (TypeError, ValueError, ConfigurationError) as error:
-            raise CheckpointError("the state of the loss scaler makes no sense", why=str(error)) from error
+            raise CheckpointError(
+                "the state of the loss scaler has values that no scaler has",
+                why=str(error),
+                remedy="load a state as `state_dict` gave it, or leave the scaler as it is",
+            ) from error
         if kept != scale:
             logger.warning("the saved loss scale %g is outside %g to %g: going on with %g", scale, low, high, kept)
         self._settings = settings

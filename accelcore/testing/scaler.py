@@ -264,7 +264,7 @@ class TestScaler:
         assert twin.state_dict() == scaler.state_dict(), "the restored scaler does not go on as the saved one"
 
     def test_state_of_torch(self, accel: Backend) -> None:
-        """The state of torch.amp.GradScaler is taken, and one that makes no sense is refused."""
+        """The state of torch.amp.GradScaler is taken, and one with values that no scaler has is refused."""
         scaler = accel.scaler.create()
         state = torch.amp.GradScaler("cpu", init_scale=256.0).state_dict()
         scaler.load_state_dict(state)

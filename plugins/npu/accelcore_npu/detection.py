@@ -68,7 +68,7 @@ def _detect_emulated(found: list[tuple[str, str]]) -> Probe:
 def _emulation_fault(devices: int | None) -> tuple[str, str]:
     start = "start with accelcore run --emulate npu, which sets all that it needs"
     if devices is not None:
-        return "a variable ACCEL_EMULATED_... makes no sense", f"{start}, and says which"
+        return "the emulated CANN refuses the value of a variable ACCEL_EMULATED_...", f"{start}, and says which"
     if _installed(_EMULATOR) is None:
         return f"ACCEL_EMULATE=npu is set, and {_EMULATOR} is not installed", f"pip install {_EMULATOR}, and {start}"
     return "ACCEL_EMULATE=npu is set, and the emulated CANN is not in LD_LIBRARY_PATH", start

@@ -17,7 +17,7 @@ def wanted() -> bool:
 
 
 def devices() -> int | None:
-    """How many NPUs the CANN of this process imitates: 0 where its settings make no sense, None where it imitates none.
+    """How many NPUs the CANN of this process imitates: 0 where it refuses its settings, None where it imitates none.
 
     Looks at the library that is loaded. Where there is none yet it is loaded only if emulation is wanted, and only an
     emulated CANN is then expected in the search path.

@@ -43,7 +43,7 @@ def activate(settings: Settings | None = None) -> None:
 
     Raises:
         BackendUnavailableError: torch_npu has loaded another CANN, or the emulator cannot be built.
-        ConfigurationError: a setting makes no sense, or differs from those that are in force already.
+        ConfigurationError: a setting has a value that it cannot have, or differs from those that are in force already.
     """
     if active():
         if settings not in (None, Settings.from_environment()):

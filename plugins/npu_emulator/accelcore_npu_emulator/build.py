@@ -85,7 +85,9 @@ def _compiler() -> tuple[str, ...]:
     try:
         command = tuple(shlex.split(text))
     except ValueError as error:
-        raise ConfigurationError(f"CXX={text!r} makes no sense", why=str(error)) from error
+        raise ConfigurationError(
+            f"CXX={text!r} is no command", why=str(error), remedy="quote its words as in a shell, or unset it"
+        ) from error
     path = shutil.which(command[0]) if command else None
     if path is None:
         raise BackendUnavailableError(

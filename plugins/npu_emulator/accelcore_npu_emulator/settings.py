@@ -87,15 +87,20 @@ class Settings:
         # What an argument may say is what the environment may say: both go through the same readers.
         for name, read in _READERS.items():
             value = getattr(self, name)
-            if read(name, self.variables()[_variable(name)]) != value:
-                raise ConfigurationError(f"{name}={value!r} makes no sense", remedy="see the attributes of Settings")
+            found = read(name, self.variables()[_variable(name)])
+            if found != value:
+                raise ConfigurationError(
+                    f"{name}={value!r} would be read as {found!r}",
+                    why="a process is told each setting by an environment variable",
+                    remedy="see the attributes of Settings",
+                )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Read the variables that are set; the rest keep their defaults.
 
         Raises:
-            ConfigurationError: a variable makes no sense, or no setting has its name.
+            ConfigurationError: a variable has a value that it cannot have, or no setting has its name.
         """
         environ = os.environ if environ is None else environ
         names = {_variable(field.name): field.name for field in fields(cls)}
@@ -126,20 +131,20 @@ def _variable(name: str) -> str:
     return f"ACCEL_EMULATED_{name.upper()}"
 
 
-def _rubbish(variable: str, text: str, remedy: str) -> ConfigurationError:
-    return ConfigurationError(f"{variable}={shown(text)} makes no sense", remedy=remedy)
+def _refused(variable: str, text: str, what: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError(f"{variable}={shown(text)} is {what}", remedy=remedy)
 
 
 def _devices(variable: str, text: str) -> int:
     if not _NATURAL.fullmatch(text) or int(text) > _MOST_DEVICES:
-        raise _rubbish(variable, text, f"give a whole number from 1 to {_MOST_DEVICES}")
+        raise _refused(variable, text, "no number of devices", f"give a whole number from 1 to {_MOST_DEVICES}")
     return int(text)
 
 
 def _soc(variable: str, text: str) -> str:
     if not _SOC.fullmatch(text):
         known = ", ".join(_SOCS)
-        raise _rubbish(variable, text, f"name a chip that torch_npu knows: {known}, or an Ascend950 part")
+        raise _refused(variable, text, "no chip that torch_npu knows", f"name one of {known}, or an Ascend950 part")
     return text
 
 
@@ -147,22 +152,22 @@ def _memory(variable: str, text: str) -> int:
     match = _MEMORY.fullmatch(text)
     size = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 0 < size <= _MOST_MEMORY:
-        raise _rubbish(variable, text, "give a number of bytes, such as 536870912, 512MiB or 8GiB")
+        raise _refused(variable, text, "no size in bytes", "give a number, such as 536870912, 512MiB or 8GiB")
     return size
 
 
 def _poison(variable: str, text: str) -> bool:
     values = {"1": True, "true": True, "0": False, "false": False}
     if text.lower() not in values:
-        raise _rubbish(variable, text, "give 1 or 0")
+        raise _refused(variable, text, "neither 1 nor 0", "give one of them")
     return values[text.lower()]
 
 
 def _trace(variable: str, text: str) -> str | None:
     if "\0" in text:
-        raise _rubbish(variable, text, "give the path of a file, or - for stderr")
+        raise _refused(variable, text, "no path", "give that of a file, or - for stderr")
     if text not in ("", "-") and (not os.access(Path(text).parent, os.W_OK) or Path(text).is_dir()):
-        raise _rubbish(variable, text, "name a file in a folder that exists and can be written")
+        raise _refused(variable, text, "no file that can be written", "name one in a folder that exists")
     return text or None
 
 
@@ -174,7 +179,7 @@ def _fault(variable: str, text: str, part: str) -> Fault:
     match = _FAULT.fullmatch(part)
     if not match:
         raise ConfigurationError(
-            f"{variable}={shown(text)} makes no sense",
+            f"{variable}={shown(text)} is no list of faults",
             why=f"{shown(part)} is no fault",
             available="overflow@K, out_of_memory@K, timeout@K, die@RANK:K, missing@OPERATOR",
             remedy="separate faults by commas, and count from 1",

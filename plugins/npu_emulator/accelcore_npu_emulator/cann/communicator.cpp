@@ -77,7 +77,7 @@ HcclResult make_root(Root *root) {
 HcclResult Communicator::join(int size, int rank, const Root &root, const std::string &name, const Waits &waits,
                               Communicator **out) {
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size) {
-    failure(ACL_ERROR_INVALID_PARAM, "rank %d of %d makes no sense; at most %d are emulated", rank, size, kMaxRanks);
+    failure(ACL_ERROR_INVALID_PARAM, "there is no rank %d of %d; at most %d ranks are emulated", rank, size, kMaxRanks);
     return HCCL_E_PARA;
   }
   bool own = root.process == getpid();

@@ -136,7 +136,7 @@ HcclResult configure(const HcclCommConfig *config, Waits *waits) {
   if (HcclResult error = read_time("HCCL_CONNECT_TIMEOUT", false, &waits->connect)) return error;
   if (HcclResult error = read_time("HCCL_EXEC_TIMEOUT", recent_part(), &waits->execute)) return error;
   if (!config) return HCCL_SUCCESS;
-  int32_t seconds = config->hcclExecTimeOut;  // HCCL does not heed what makes no sense
+  int32_t seconds = config->hcclExecTimeOut;  // HCCL ignores other values than these
   if (seconds > 0) waits->execute = seconds;
   else if (seconds == 0 && recent_part()) waits->execute = HUGE_VAL;
   return check(*config);

@@ -69,7 +69,7 @@ Settings read() {
   Settings read;
   auto variable = [&](const char *name, auto parse) {
     const char *text = getenv(name);
-    if (text && !parse(text)) read.problem = std::string(name) + "=" + text + " makes no sense";
+    if (text && !parse(text)) read.problem = std::string(name) + "=" + text + " is not a value that it can have";
   };
   variable("ACCEL_EMULATED_DEVICES", [&](const char *text) {
     uint64_t devices = 0;
