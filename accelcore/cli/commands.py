@@ -7,7 +7,7 @@ import sys
 import click
 
 from accelcore.cli import ROLES
-from accelcore.cli.options import common, devices
+from accelcore.cli.options import common, devices, timeout
 from accelcore.cli.run_command import run
 
 __all__ = ["app"]
@@ -44,14 +44,7 @@ def app() -> None:
 @app.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option("--deep", is_flag=True, help="Also import torch and try each usable backend, in processes of their own.")
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=click.IntRange(min=1, max=86400),
-    default=60,
-    show_default=True,
-    help="How long one trial of --deep may take.",
-)
+@timeout(60, help="How long one trial of --deep may take.")
 @common
 def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     """Say which backends work here, why the others do not, and what to do.
@@ -103,14 +96,7 @@ def verify() -> None:
     multiple=True,
     help="Look at this part only: backend, training, or one of the six roles. May be given again.",
 )
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=click.IntRange(min=1, max=86400),
-    default=300,
-    show_default=True,
-    help="How long one test may take.",
-)
+@timeout(300, help="How long one test may take.")
 @common
 def verify_backend(name: str, as_json: bool, only: tuple[str, ...], timeout: int) -> int:
     """Run the conformance suite on the backend NAME, and print its scorecard.

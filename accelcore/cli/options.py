@@ -1,4 +1,4 @@
-"""What several commands have in common: the option `--debug`, and the completion of devices."""
+"""What several commands have in common: options, and the completion of devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import click
 
-__all__ = ["common", "devices"]
+__all__ = ["common", "devices", "timeout"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -22,6 +22,12 @@ def common(command: F) -> F:
     return click.option(
         "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_debug, help="Show tracebacks of errors."
     )(command)
+
+
+def timeout(default: int, help: str) -> Callable[[F], F]:
+    """An option `--timeout`, in seconds."""
+    seconds = click.IntRange(min=1, max=86400)
+    return click.option("--timeout", metavar="SECONDS", type=seconds, default=default, show_default=True, help=help)
 
 
 def devices(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:

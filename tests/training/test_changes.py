@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+import toys
 from torch import nn
-from torch.nn.functional import mse_loss
+from toys import OPTIMIZERS, loss_of
 
 import accelcore
 
@@ -23,27 +25,15 @@ class Model(nn.Module):
         return self.last(x + self.added(x) if hasattr(self, "added") else x)
 
 
-def data(count, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(count)]
-
-
-def loss_of(model, batch):
-    return mse_loss(model(batch[0]), batch[1])
-
-
-KINDS = {
-    "ours": lambda accel, parameters: accel.optimizers.create("adamw", parameters, lr=0.05, eps=1e-3),
-    "torch's": lambda accel, parameters: torch.optim.AdamW(parameters, lr=0.05, eps=1e-3),
-}
-HOW = pytest.mark.parametrize("kind", KINDS)
+data = partial(toys.data, shape=(4, 3, 2))
+HOW = pytest.mark.parametrize("kind", OPTIMIZERS)
 FLAT = pytest.mark.parametrize("flat", [True, False], ids=["flat", "per tensor"])
 ACCUMULATE = 2
 
 
 def make(accel, kind, flat, **options):
     model = Model()
-    optimizer = KINDS[kind](accel, model.parameters())
+    optimizer = OPTIMIZERS[kind](accel, model.parameters())
     return accel.trainer(model, optimizer, loss=loss_of, accumulate=ACCUMULATE, flat=flat, **options)
 
 

@@ -7,23 +7,9 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
+from toys import data, loss_of, net
 
 from accelcore.roles.compiler import Compiled, Compiler
-
-
-def net(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 2))
-
-
-def data(count: int, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(count)]
-
-
-def loss_of(model, batch):
-    return mse_loss(model(batch[0]), batch[1])
 
 
 def test_compiled_training_equals_eager_training(accel):

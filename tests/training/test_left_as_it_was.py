@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
+import toys
 from torch import nn
-from torch.nn.functional import mse_loss
+from toys import OPTIMIZERS, loss_of
 
 import accelcore
 from accelcore.training.policy import Policy
@@ -18,19 +20,7 @@ def model_of_three():
     return nn.Sequential(OrderedDict(first=nn.Linear(3, 4), middle=nn.Linear(4, 4), last=nn.Linear(4, 2)))
 
 
-def data(count, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(count)]
-
-
-def loss_of(model, batch):
-    return mse_loss(model(batch[0]), batch[1])
-
-
-KINDS = {
-    "ours": lambda accel, parameters: accel.optimizers.create("adamw", parameters, lr=0.05, eps=1e-3),
-    "torch's": lambda accel, parameters: torch.optim.AdamW(parameters, lr=0.05, eps=1e-3),
-}
+data = partial(toys.data, shape=(4, 3, 2))
 
 
 def everything(model, optimizer):
@@ -70,11 +60,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("option", REFUSED, ids=str)
 def test_a_refused_option_leaves_model_and_optimizer_as_they_were(accel, kind, option):
     model = model_of_three()
-    optimizer = KINDS[kind](accel, model.parameters())
+    optimizer = OPTIMIZERS[kind](accel, model.parameters())
     loss_of(model, data(1)[0]).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from accelcore_cpu import fast_fp32, low
 from accelcore_cpu.bargain import Bargain
+from toys import precision_watch
 
 from accelcore.precision import reset
 from accelcore.roles.precision import Work
@@ -66,18 +67,7 @@ class TestFastFp32:
     def test_a_trainer_takes_it_where_its_products_are_large_enough(self, accel, width, monkeypatch, caplog):
         monkeypatch.setattr(fast_fp32, "bargain", lambda: Bargain(cost=1e-5, gain=1e-12))
         fast_fp32.is_quicker.cache_clear()
-        seen = []
-
-        class Watch(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                seen.append(torch.get_float32_matmul_precision())
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx, gradient):
-                seen.append(torch.get_float32_matmul_precision())
-                return gradient
+        watched, seen = precision_watch()
 
         class Muon(torch.optim.SGD):
             def step(self, closure=None):
@@ -86,7 +76,7 @@ class TestFastFp32:
 
         model = torch.nn.Linear(width, width)
         trainer = accel.trainer(
-            model, Muon(model.parameters(), lr=0.1), loss=lambda m, x: Watch.apply(m(x)).sum(), fp32="fast"
+            model, Muon(model.parameters(), lr=0.1), loss=lambda m, x: watched(m(x)).sum(), fp32="fast"
         )
         for _ in range(2):
             trainer(torch.ones(64, width))
