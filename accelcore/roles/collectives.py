@@ -139,6 +139,9 @@ class TorchCollectives(Collectives):
         records: environment variables by which torch or the vendor's library keeps a record of collectives; set while
             a group that was formed here stands, where they are not. For records that cost time: `detailed`.
         detailed: the same, where TORCH_DISTRIBUTED_DEBUG is DETAIL.
+
+    Attributes:
+        device: as given.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class TorchCollectives(Collectives):
         records: Mapping[str, str] | None = None,
         detailed: Mapping[str, str] | None = None,
     ) -> None:
-        self._device = device
+        self.device = device
         self._records = Records(records, detailed)
         self._whereabouts: Whereabouts | None = None
         self._backend, self._host = backend, host
@@ -261,9 +264,9 @@ class TorchCollectives(Collectives):
                 remedy="leave rank and world_size out to use the group that exists",
             )
         config = dist.get_backend_config()
-        if f"{self._device.type}:" not in config:
+        if f"{self.device.type}:" not in config:
             raise DistributedError(
-                f"the process group that exists ({config}) cannot reduce {self._device.type} tensors",
+                f"the process group that exists ({config}) cannot reduce {self.device.type} tensors",
                 remedy=f"form it with backend={self._backend!r}, or let accel.distributed() form it",
             )
 

@@ -153,12 +153,25 @@ class GradScaler(LossScaler):
         return self._scale
 
     def transfer(self, gradients: Sequence[Tensor], to: LossScaler, agree: Agree | None = None) -> None:
-        found = self._check(gradients, (to.factor / self._scale.double()).float())
+        found = self.check(gradients, (to.factor / self._scale.double()).float())
         found = found if agree is None else agree(found)
         before = self._progress.get(id(None))
         self._progress[id(None)] = _Progress(
             None, found if before is None else torch.maximum(found, before.found), had_gradients=True
         )
+
+    def check(self, gradients: Sequence[Tensor], multiplier: Tensor) -> Tensor:
+        """Multiply every gradient by `multiplier`; 1.0 where one was inf or NaN, else 0.0.
+
+        A device that reports overflows in a way of its own overrides this.
+        """
+        found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        alike = by_dtype(gradients)
+        if not self.takes_fp16:
+            refuse_fp16(alike)
+        for members in alike.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(list(members), found, multiplier)
+        return found
 
     def takes(self, state: Mapping[str, Any]) -> bool:
         return bool(state) and (set(state) == {"loss_scale", "unskipped"} or not is_static(state))
@@ -209,20 +222,10 @@ class GradScaler(LossScaler):
         self, optimizer: Steppable, gradients: Sequence[Tensor] | None, multiplier: Tensor, agree: Agree | None
     ) -> None:
         given = gradients_of(optimizer) if gradients is None else gradients
-        found = self._check(given, multiplier)
+        found = self.check(given, multiplier)
         self._progress[id(optimizer)] = _Progress(
             optimizer, found if agree is None else agree(found), had_gradients=bool(given) or agree is not None
         )
-
-    def _check(self, gradients: Sequence[Tensor], multiplier: Tensor) -> Tensor:
-        """Multiply every gradient by `multiplier`; 1.0 where one was inf or NaN, else 0.0."""
-        found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
-        alike = by_dtype(gradients)
-        if not self.takes_fp16:
-            refuse_fp16(alike)
-        for members in alike.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(list(members), found, multiplier)
-        return found
 
 
 def _step_in_kernel(optimizer: Any, scale: Tensor | None, found: Tensor) -> None:

@@ -129,10 +129,14 @@ class TorchPrecision(Precision):
             raise UnsupportedError(
                 f"fp32={mode!r} is not available on {self._device_type}",
                 available=", ".join(known),
-                remedy="leave fp32 out to keep torch's own setting",
+                remedy="leave fp32 out to keep the setting there is",
             )
-        self._legacy_setting()
-        return self._fp32(fast=mode == "fast")
+        return self.products(fast=mode == "fast")
+
+    def products(self, *, fast: bool) -> AbstractContextManager[None]:
+        """The context of `fp32`, whose mode was checked. A device with other switches than torch's overrides this."""
+        self._legacy_setting()  # refuses here what could not be put back
+        return self._switched(self._fast_setting if fast else "highest")
 
     def table(self, name: str = "torch") -> frozenset[str]:
         self._check_table(name)
@@ -141,10 +145,10 @@ class TorchPrecision(Precision):
         return frozenset(name_of(operator) for operator, treatment in listed() if treatment is not Treatment.AS_IS)
 
     @contextmanager
-    def _fp32(self, *, fast: bool) -> Iterator[None]:
+    def _switched(self, setting: str) -> Iterator[None]:
         # The legacy setter on purpose: after a write through the new API, legacy reads (inductor's) raise.
         before = self._legacy_setting()
-        torch.set_float32_matmul_precision(self._fast_setting if fast else "highest")
+        torch.set_float32_matmul_precision(setting)
         try:
             yield
         finally:

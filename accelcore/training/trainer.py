@@ -218,7 +218,7 @@ class Trainer(Reading, Checkpointing):
         self._check_able()
         self._watch.check()
         self._feeds.check_read(self.steps)
-        self._end_epochs()
+        self._schedule.epochs_ended(self._feeds["train"].epoch)
         plan = self._plan
         return TrainingState(
             backend=self._backend,

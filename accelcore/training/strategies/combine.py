@@ -40,17 +40,17 @@ class CombineDDP(Strategy):
 
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
         self._model = model
-        broadcast(self._collectives, [*model.parameters(), *model.buffers()])
+        broadcast(self.collectives, [*model.parameters(), *model.buffers()])
         return model
 
     def reduce(self, gradients: Gradients, *, exchanged: bool) -> None:
-        add_up(self._collectives, gradients, comm_dtype=self._comm_dtype)
+        add_up(self.collectives, gradients, comm_dtype=self._comm_dtype)
 
     def mean(self, value: Tensor) -> Tensor:
-        return self._collectives.all_reduce(value, "avg")
+        return self.collectives.all_reduce(value, "avg")
 
     def sync_buffers(self) -> None:
-        share_buffers(self._collectives, self._model)
+        share_buffers(self.collectives, self._model)
 
 
 def add_up(

@@ -55,7 +55,7 @@ class DDP(Strategy):
             _name_of_buffer_sync(): False,  # `sync_buffers` sees to them
         }
         self._ddp = DistributedDataParallel(self._module, **options)
-        share_buffers(self._collectives, model)
+        share_buffers(self.collectives, model)
         # These hold nothing of the replica: what a hook of a parameter holds lives as long as the parameter.
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived.append) for p in parameters]  # type: ignore[no-untyped-call]
         self._ddp.register_forward_pre_hook(_Note(self._ran))
@@ -96,13 +96,13 @@ class DDP(Strategy):
 
     def reduce(self, gradients: Gradients, *, exchanged: bool) -> None:
         if not exchanged:
-            add_up(self._collectives, gradients, divisor=self._collectives.world_size)
+            add_up(self.collectives, gradients, divisor=self.collectives.world_size)
 
     def mean(self, value: Tensor) -> Tensor:
-        return self._collectives.all_reduce(value, "avg")
+        return self.collectives.all_reduce(value, "avg")
 
     def sync_buffers(self) -> None:
-        share_buffers(self._collectives, self._model)
+        share_buffers(self.collectives, self._model)
 
     def _release(self) -> None:
         for hook in self._hooks:

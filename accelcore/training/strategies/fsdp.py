@@ -99,7 +99,7 @@ class FullySharded(Strategy):
         self._hooks.append(model.register_forward_hook(_Rest(self._modules)))
 
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
-        share_buffers(self._collectives, model)
+        share_buffers(self.collectives, model)
         return model
 
     def sharded(self, model: nn.Module) -> Mapping[str, Tensor]:
@@ -118,7 +118,7 @@ class FullySharded(Strategy):
         """Find the parameters that no rank used: what was reduced for them are zeros of our own."""
         has = [had or number in self._arrived for number, had in enumerate(self._had)]
         flags = torch.tensor(has, dtype=torch.float32).to(self._backend.device, non_blocking=True)
-        self._collectives.all_reduce(flags, "max")
+        self.collectives.all_reduce(flags, "max")
         if not all(has):  # only then the host has to wait for what the others say
             for parameter, anywhere in zip(self._parameters, flags.tolist(), strict=True):
                 if not anywhere:
@@ -131,17 +131,17 @@ class FullySharded(Strategy):
         self._model.reset_iter_state()
 
     def mean(self, value: Tensor) -> Tensor:
-        return self._collectives.all_reduce(value, "avg")
+        return self.collectives.all_reduce(value, "avg")
 
     def norm(self, local: Tensor) -> Tensor:
         squared = local.float().square().to(self._backend.device)
-        return self._collectives.all_reduce(squared).sqrt().to(local.device)
+        return self.collectives.all_reduce(squared).sqrt().to(local.device)
 
     def agree(self, found: Tensor) -> Tensor:
-        return self._collectives.all_reduce(found, "max")
+        return self.collectives.all_reduce(found, "max")
 
     def sync_buffers(self) -> None:
-        share_buffers(self._collectives, self._model)
+        share_buffers(self.collectives, self._model)
 
     def _plan_groups(self, model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype | None]]:
         """The groups, inner ones first, and the low precision that each is gathered in."""
@@ -160,7 +160,7 @@ class FullySharded(Strategy):
         whole = [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_sharded(tensor)]
         for tensor in whole:
             tensor.data = tensor.data.to(device)
-        broadcast(self._collectives, whole)
+        broadcast(self.collectives, whole)
         if low is not None:  # the shards are the masters
             for parameter in whole:
                 if isinstance(parameter, nn.Parameter) and parameter.is_floating_point():

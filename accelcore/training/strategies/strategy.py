@@ -25,6 +25,9 @@ class Strategy(ABC):
     Args:
         backend: where to train; it knows the job.
         options: the trainer's.
+
+    Attributes:
+        collectives: the job's.
     """
 
     prefers_flat: bool | None = None
@@ -44,7 +47,7 @@ class Strategy(ABC):
     """Whether gradients travel while a backward pass runs."""
 
     def __init__(self, backend: Roles, options: TrainerOptions) -> None:
-        self._collectives = backend.collectives
+        self.collectives = backend.collectives
 
     def check(self, model: nn.Module, policy: Policy) -> None:  # noqa: B027  # most can train any model
         """Raise ConfigurationError for what this strategy cannot train; changes nothing."""

@@ -54,19 +54,19 @@ class Zero1(CombineDDP):
         frozen = sorted(elements.keys() - set(trained))  # which may have a state, too, or be trained later
         for names in (trained, frozen):
             new = {name: elements[name] for name in names if name not in self._owners}
-            self._owners.update(_divided(new, self._collectives.world_size))
+            self._owners.update(_divided(new, self.collectives.world_size))
         return super().replicate(model, gradients)
 
     def owns(self, name: str) -> bool:
-        return self._owners[name] == self._collectives.rank
+        return self._owners[name] == self.collectives.rank
 
     def update(self, gradients: Gradients, step: Callable[[], None]) -> None:
         received = [slot for slot, has_one in zip(gradients.slots, gradients.received, strict=True) if has_one]
         with gradients.withheld([slot for slot in gradients.slots if not self.owns(slot.name)]):
             step()
-        for rank in range(self._collectives.world_size):
+        for rank in range(self.collectives.world_size):
             updated: list[Tensor] = [slot.trained for slot in received if self._owners[slot.name] == rank]
-            broadcast(self._collectives, updated, src=rank)
+            broadcast(self.collectives, updated, src=rank)
 
 
 def _divided(elements: Mapping[str, int], world_size: int) -> dict[str, int]:

@@ -41,13 +41,12 @@ class CpuPrecision(TorchPrecision):
             choose_form()
             low.prepare(dtype)
 
-    def fp32(self, mode: str) -> AbstractContextManager[None]:
-        context = super().fp32(mode)
-        if mode == "fast":
+    def products(self, *, fast: bool) -> AbstractContextManager[None]:
+        if fast:
             choose_form()
             if fast_fp32.format_of_fast() == "fp32" and not fast_fp32.is_quicker():
-                return self._fp32(fast=False)  # as exact, and on this machine quicker
-        return context
+                fast = False  # as exact, and on this machine quicker
+        return super().products(fast=fast)
 
     def fast_pays(self, work: Work) -> bool:
         return fast_fp32.format_of_fast() != "fp32" or not fast_fp32.is_quicker() or fast_fp32.pays(work)

@@ -29,9 +29,9 @@ class CudaCollectives(TorchCollectives):
 
     def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
         if launch is not None or dist.is_initialized():
-            torch.cuda.set_device(self._device)  # or ranks that share a host all make a context on its first GPU
+            torch.cuda.set_device(self.device)  # or ranks that share a host all make a context on its first GPU
         super().init(launch, timeout=timeout)
 
     def barrier(self) -> None:
         if dist.is_initialized():
-            dist.barrier(device_ids=[self._device.index])
+            dist.barrier(device_ids=[self.device.index])

@@ -44,8 +44,8 @@ class CudaPrecision(TorchPrecision):
     def treatments(self) -> Mapping[str, Treatment]:
         return dict.fromkeys(("_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"), Treatment.LOW)
 
-    def fp32(self, mode: str) -> AbstractContextManager[None]:
-        context = super().fp32(mode)
+    def products(self, *, fast: bool) -> AbstractContextManager[None]:
+        matrices = super().products(fast=fast)
         try:
             _ = torch.backends.cudnn.allow_tf32
         except RuntimeError as error:
@@ -54,17 +54,18 @@ class CudaPrecision(TorchPrecision):
                 why="torch cannot read that setting back together with the one that fp32= is made of",
                 remedy="leave fp32 out, or the other setting",
             ) from error
-        return context
+        return _with_convolutions(matrices, fast)
 
-    @contextmanager
-    def _fp32(self, *, fast: bool) -> Iterator[None]:
-        before = torch.backends.cudnn.allow_tf32
-        try:
-            with super()._fp32(fast=fast):
-                torch.backends.cudnn.allow_tf32 = fast
-                yield
-        finally:
-            torch.backends.cudnn.allow_tf32 = before
+
+@contextmanager
+def _with_convolutions(matrices: AbstractContextManager[None], fast: bool) -> Iterator[None]:
+    before = torch.backends.cudnn.allow_tf32
+    try:
+        with matrices:
+            torch.backends.cudnn.allow_tf32 = fast
+            yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 @cache

@@ -41,7 +41,7 @@ class NpuCollectives(TorchCollectives):
         self._sets_timeout = False
 
     def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
-        torch_npu.npu.set_device(self._device)  # hccl binds a rank to the device that is current when it starts
+        torch_npu.npu.set_device(self.device)  # hccl binds a rank to the device that is current when it starts
         if launch is not None and not dist.is_initialized():
             self._limit(timeout)
         try:

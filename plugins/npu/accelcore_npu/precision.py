@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch_npu
 
-from accelcore.errors import UnsupportedError
 from accelcore.precision.table import Treatment
 from accelcore.roles.precision import TorchPrecision
 
@@ -21,15 +20,8 @@ class NpuPrecision(TorchPrecision):
         # torch_npu takes the list of torch's autocast for CUDA over, with these.
         return dict.fromkeys(("cudnn_convolution", "cudnn_convolution_transpose"), Treatment.LOW)
 
-    def fp32(self, mode: str) -> AbstractContextManager[None]:
-        known = ("ieee", "fast") if self._capabilities.fast_fp32 else ("ieee",)
-        if mode not in known:
-            raise UnsupportedError(
-                f"fp32={mode!r} is not available on this npu",
-                available=", ".join(known),
-                remedy="leave fp32 out to keep torch_npu's own setting, which is HF32 for convolutions alone",
-            )
-        return _hf32(mode == "fast")
+    def products(self, *, fast: bool) -> AbstractContextManager[None]:
+        return _hf32(fast)
 
 
 @contextmanager

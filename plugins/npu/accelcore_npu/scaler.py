@@ -50,11 +50,11 @@ class FlagScaler(NpuScaler):
         super().abandon()
         self._cleared = False
 
-    def _check(self, gradients: Sequence[Tensor], multiplier: Tensor) -> Tensor:
+    def check(self, gradients: Sequence[Tensor], multiplier: Tensor) -> Tensor:
         # Read first: the check itself may read the flag and put it down.
         raised = torch_npu.npu_get_float_status(self._status())[0].ne(0).float()
-        found = torch.maximum(super()._check(gradients, multiplier), raised)
+        found = torch.maximum(super().check(gradients, multiplier), raised)
         return self._collectives.all_reduce(found, "max")
 
     def _status(self) -> Tensor:
-        return torch.zeros(8, device=self._scale.device)  # the operators' own form of the flag
+        return torch.zeros(8, device=self.factor.device)  # the operators' own form of the flag

@@ -11,8 +11,8 @@ from lies.lie import LIES, Lie, declaring, lie
 
 
 class _FirstGroup(GradScaler):
-    def _check(self, gradients, multiplier):
-        return super()._check(gradients, multiplier).fill_(not gradients[0].isfinite().all())
+    def check(self, gradients, multiplier):
+        return super().check(gradients, multiplier).fill_(not gradients[0].isfinite().all())
 
 
 class _ZeroesGradients(GradScaler):
@@ -66,8 +66,8 @@ class _AllowsTwo(GradScaler):
 
 
 class _SeesFlags(GradScaler):
-    def _check(self, gradients, multiplier):
-        return super()._check(gradients, multiplier).fill_(1.0)
+    def check(self, gradients, multiplier):
+        return super().check(gradients, multiplier).fill_(1.0)
 
 
 def _scalers(kind):
