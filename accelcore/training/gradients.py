@@ -28,7 +28,7 @@ class Gradients(ABC):
     """The gradients of a model's slots, from the first backward pass of a window to its update.
 
     Attributes:
-        slots: what is trained.
+        slots, parameters: what is trained; of each slot the model's parameter, on which backward leaves a gradient.
         values: what holds the parameters: each by itself, or pieces of memory of many.
         received: for each slot, whether it has a gradient; None is not zero. Known after `gather`.
     """
@@ -39,7 +39,7 @@ class Gradients(ABC):
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots, self.received = slots, []
-        self._parameters = [slot.parameter for slot in slots]
+        self.parameters = [slot.parameter for slot in slots]
         self._held: list[Tensor] = []
 
     def follow(self) -> None:  # noqa: B027  # most have nothing to do
@@ -116,25 +116,25 @@ class Gradients(ABC):
     def first_not_finite(self) -> str | None:
         """The name of the first slot whose gradient has an inf or NaN in it. Waits for the device."""
         by_slot = zip(self.slots, self.trained(self.cells()), strict=True)  # type: ignore[arg-type]  # None passes
-        bad = (slot.name for slot, gradient in by_slot if gradient is not None and not is_finite(gradient))
-        return next(bad, None)
+        return next((slot.name for slot, gradient in by_slot if gradient is not None and not is_finite(gradient)), None)
 
     def add_treated(
         self, loss: Tensor, start: Tensor | None, treat: Callable[[list[Tensor]], None], *, retain_graph: bool
     ) -> None:
         """As `backward`, of gradients that are treated, in place, before they are added to what there is."""
-        kept = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
+        kept = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
             parameter.grad = None
         torch.autograd.backward(loss, start, retain_graph=retain_graph)
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
-        self._add_back(kept, treat)
+        self.add_back(kept, treat)
 
-    def _add_back(self, kept: Sequence[Tensor | None], treat: Callable[[list[Tensor]], None]) -> None:
-        treat([dense(parameter.grad) for parameter in self._parameters if parameter.grad is not None])
-        for parameter, before in zip(self._parameters, kept, strict=True):
+    def add_back(self, kept: Sequence[Tensor | None], treat: Callable[[list[Tensor]], None]) -> None:
+        """Treat the gradients on the parameters, and add them to those that were `kept`."""
+        treat([dense(parameter.grad) for parameter in self.parameters if parameter.grad is not None])
+        for parameter, before in zip(self.parameters, kept, strict=True):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
@@ -163,7 +163,7 @@ class Gradients(ABC):
         if self._held:
             torch._foreach_zero_(self._held)
             return
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
 
     def hold(self, names: Collection[str]) -> None:
@@ -193,23 +193,23 @@ class PerTensor(Gradients):
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         super().__init__(slots)
-        self.values = self._parameters
+        self.values = self.parameters
         self._memories: list[GradientMemory] = []
 
     def memories(self) -> Sequence[GradientMemory]:
         return self._memories
 
     def gather(self) -> None:
-        self.received = [parameter.grad is not None for parameter in self._parameters]
+        self.received = [parameter.grad is not None for parameter in self.parameters]
 
     def cells(self) -> Sequence[Tensor | None]:
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
-        return [parameter.grad for parameter in self._parameters]
+        return [parameter.grad for parameter in self.parameters]
 
     def pack(self) -> list[Tensor]:
-        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in self._parameters):
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in self.parameters):
             raise TrainingError(
                 "a gradient is sparse, and this way of exchanging gradients takes dense ones",
                 remedy='say parallel="ddp", or make the embedding with sparse=False',

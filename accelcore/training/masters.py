@@ -50,22 +50,22 @@ class Masters(Gradients):
         self._kept = set(exact)
         self.note()
 
-    def _add_back(self, kept: Sequence[Tensor | None], treat: Callable[[list[Tensor]], None]) -> None:
+    def add_back(self, kept: Sequence[Tensor | None], treat: Callable[[list[Tensor]], None]) -> None:
         """Those of low precision in fp32, apart from the others: they may be too small or large to be put with them."""
-        new = {n: self._parameters[n].grad for n in self._low_slots}
+        new = {n: self.parameters[n].grad for n in self._low_slots}
         in_fp32 = {n: (g.to_dense() if g.is_sparse else g).float() for n, g in new.items() if g is not None}
         for number in self._low_slots:
-            self._parameters[number].grad = None
-        super()._add_back(kept, lambda others: treat([*in_fp32.values(), *others]))
+            self.parameters[number].grad = None
+        super().add_back(kept, lambda others: treat([*in_fp32.values(), *others]))
         for number, gradient in in_fp32.items():
-            apart, parameter = self._apart.get(number), self._parameters[number]
+            apart, parameter = self._apart.get(number), self.parameters[number]
             self._apart[number] = gradient if apart is None else apart.add_(gradient)
             if parameter.grad is None:  # whoever asks which parameters received a gradient finds one
                 parameter.grad = torch.zeros_like(parameter)
 
     def reduce_apart(self, add_up: Callable[[Tensor], Tensor]) -> None:
         if self._apart:
-            low = [self._parameters[number] for number in self._low_slots]
+            low = [self.parameters[number] for number in self._low_slots]
             zero = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in low]
             apart = [self._apart.get(n, zeros) for n, zeros in zip(self._low_slots, zero, strict=True)]
             whole = add_up(torch.cat([each.reshape(-1) for each in apart]))
@@ -89,7 +89,7 @@ class Masters(Gradients):
         super().load_state(state)
         self._apart.clear()
         for number in self._low_slots:
-            parameter, saved = self._parameters[number], state.get(self.slots[number].name)
+            parameter, saved = self.parameters[number], state.get(self.slots[number].name)
             if saved is not None and saved.dtype == torch.float32 and parameter.grad is not None:
                 self._apart[number] = saved.to(parameter.device, copy=True)
                 parameter.grad.zero_()
@@ -168,11 +168,11 @@ class Masters(Gradients):
     def demote(self) -> None:
         lows, masters = [self._inner.values[n] for n in self._low], [self.values[n] for n in self._low]
         torch._foreach_copy_(lows, masters)
-        increment_version(self._parameters)  # in flat memory they would not show that they were written to
+        increment_version(self.parameters)  # in flat memory they would not show that they were written to
         self.note()
 
     def note(self) -> None:
         self._seen = self._look()
 
     def _look(self) -> list[tuple[int, int]]:
-        return [(parameter._version, parameter.data_ptr()) for parameter in self._parameters]
+        return [(parameter._version, parameter.data_ptr()) for parameter in self.parameters]

@@ -44,10 +44,10 @@ class ShardedGradients(Gradients):
 
     def gather(self) -> None:
         self.follow()
-        self.received = [parameter.grad is not None for parameter in self._parameters]
+        self.received = [parameter.grad is not None for parameter in self.parameters]
 
     def cells(self) -> Sequence[Tensor | None]:
-        return [None if parameter.grad is None else shard(parameter.grad) for parameter in self._parameters]
+        return [None if parameter.grad is None else shard(parameter.grad) for parameter in self.parameters]
 
     def pack(self) -> list[Tensor]:
         raise AssertionError("gradients of shards are reduced in backward")
