@@ -27,7 +27,7 @@ from accelcore.training.stages.bind import Bind
 from accelcore.training.stages.flatten import Flatten
 from accelcore.training.strategies.alone import Alone
 from accelcore.training.strategies.choose import create_strategy
-from accelcore.training.strategies.combine import add_up
+from accelcore.training.strategies.exchanging import add_up
 
 __all__ = ["Accumulated"]
 

@@ -15,7 +15,7 @@ from accelcore.roles.composition import Roles
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.policy import Policy
-from accelcore.training.strategies.combine import add_up, share_buffers
+from accelcore.training.strategies.exchanging import add_up, share_buffers
 from accelcore.training.strategies.strategy import Strategy
 
 __all__ = ["DDP"]

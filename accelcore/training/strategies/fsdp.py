@@ -17,7 +17,7 @@ from accelcore.training.gradients import Gradients
 from accelcore.training.modules import chosen
 from accelcore.training.options import TrainerOptions
 from accelcore.training.policy import LOW, Policy
-from accelcore.training.strategies.combine import COMM_DTYPES, broadcast, share_buffers
+from accelcore.training.strategies.exchanging import COMM_DTYPES, broadcast, share_buffers
 from accelcore.training.strategies.strategy import Strategy
 
 __all__ = ["FullySharded"]

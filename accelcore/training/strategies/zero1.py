@@ -12,7 +12,8 @@ from accelcore.errors import UnsupportedError
 from accelcore.roles.composition import Roles
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
-from accelcore.training.strategies.combine import CombineDDP, broadcast
+from accelcore.training.strategies.combine import CombineDDP
+from accelcore.training.strategies.exchanging import broadcast
 from accelcore.training.strategies.strategy import Strategy
 
 __all__ = ["Zero1"]
