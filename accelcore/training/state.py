@@ -19,9 +19,9 @@ from accelcore.checkpoint.finding import find
 from accelcore.errors import CheckpointError, ConfigurationError
 from accelcore.roles.composition import Roles
 from accelcore.training.agreement import Agreement
+from accelcore.training.checkpoint_files import MODEL, SHARED, file_of, of_rank, read_saved
 from accelcore.training.parts.foreign import prepare_foreign
 from accelcore.training.parts.part import Change, Part
-from accelcore.training.reading_checkpoints import MODEL, SHARED, file_of, of_rank, read_saved
 
 __all__ = ["Resumed", "TrainingState", "load", "resume", "save"]
 

@@ -26,8 +26,8 @@ from accelcore.training.parts.every import every_part
 from accelcore.training.plan import Plan
 from accelcore.training.policy import create_scaler
 from accelcore.training.reading import Reading
+from accelcore.training.resolved import resolved
 from accelcore.training.schedule import Schedule
-from accelcore.training.spelled import spelled
 from accelcore.training.stages.order import Preparation
 from accelcore.training.state import TrainingState
 from accelcore.training.step import Step
@@ -84,7 +84,7 @@ class Trainer(Reading, Checkpointing):
     def __init__(
         self, backend: Roles, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
     ) -> None:
-        given = spelled(complete(options), backend)
+        given = resolved(complete(options), backend)
         check_arguments(model, optimizer, given["loss"])
         check_numbers(given)
         self._backend, self._options = backend, given

@@ -13,16 +13,16 @@ from accelcore.training.stages.capture import Capture
 from accelcore.training.stages.cast import Cast
 from accelcore.training.stages.compiled import Compile
 from accelcore.training.stages.flatten import Flatten
-from accelcore.training.stages.normalize import Normalize
 from accelcore.training.stages.observe import Observe
 from accelcore.training.stages.place import Place
 from accelcore.training.stages.recompute import Recomputing
 from accelcore.training.stages.replicate import Replicate
 from accelcore.training.stages.shard import Shard
+from accelcore.training.stages.sync_batchnorm import SyncStatistics
 
 __all__ = ["Preparation"]
 
-_ORDER = (Place, Normalize, Recomputing, Cast, Shard, Flatten, Bind, Replicate, Observe, Compile, Capture)
+_ORDER = (Place, SyncStatistics, Recomputing, Cast, Shard, Flatten, Bind, Replicate, Observe, Compile, Capture)
 
 
 class Preparation:
@@ -35,13 +35,13 @@ class Preparation:
         self._plan = plan
         self._stages: Sequence[Stage] = [stage() for stage in _ORDER]
         self._check_together()
-        self._apply(self._stages)
+        self._apply()
 
     def repeat(self) -> None:
         """Take it through once more, because other parameters are trained now."""
         self._plan.strategy.rest()
         self._check_together()
-        self._apply(self._stages)
+        self._apply()
 
     def _check_together(self) -> None:
         """Every check, on all ranks of a job, and that they are about to train the same."""
@@ -62,6 +62,6 @@ class Preparation:
         for stage in self._stages:
             stage.check(self._plan)
 
-    def _apply(self, stages: Sequence[Stage]) -> None:
-        for stage in stages:
+    def _apply(self) -> None:
+        for stage in self._stages:
             stage.apply(self._plan)

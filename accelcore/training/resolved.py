@@ -1,4 +1,4 @@
-"""The options of a trainer in the words that the rest of it knows."""
+"""The options of a trainer as the rest of it knows them: by one word each, with nothing left to choose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accelcore.spellings import BEST, best_dtype, dtype_named
 from accelcore.training.options import TrainerOptions
 from accelcore.training.policy import Policy
 
-__all__ = ["spelled"]
+__all__ = ["resolved"]
 
 _PRESETS: dict[object, str] = {None: "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _WHOLE: dict[str, dict[str, str]] = {
@@ -19,8 +19,8 @@ _WHOLE: dict[str, dict[str, str]] = {
 """Lightning's words for models that are held in a dtype."""
 
 
-def spelled(options: TrainerOptions, backend: Roles) -> TrainerOptions:
-    """Options with one word for each precision, and what was asked for if it helps here decided."""
+def resolved(options: TrainerOptions, backend: Roles) -> TrainerOptions:
+    """The options, each precision by one word; `"best"` and `"fast if possible"` as what they are on this backend."""
     precision, fp32 = options["precision"], options["fp32"]
     if precision == BEST:
         precision = _PRESETS[best_dtype(backend.precision, backend.capabilities.autocast_dtypes)]

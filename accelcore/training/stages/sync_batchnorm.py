@@ -1,4 +1,4 @@
-"""Normalize: BatchNorm takes the statistics of all ranks' rows."""
+"""SyncStatistics: BatchNorm takes the statistics of all ranks' rows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.training.plan import Plan
 
-__all__ = ["Normalize"]
+__all__ = ["SyncStatistics"]
 
 
-class Normalize:
+class SyncStatistics:
     """Puts torch's SyncBatchNorm in the place of each BatchNorm, with the same parameters, where that was asked for."""
 
     def check(self, plan: Plan) -> None:
