@@ -154,8 +154,8 @@ class Optimizers:
             ) from error
         if lr is not None:
             options["lr"] = lr
-        own = tuple({**group, "params": None} if _is_group(group) else {} for group in groups)
-        request = Request(name, options, tuple(_parameters(groups)), own, route)
+        overrides = tuple({**group, "params": None} if _is_group(group) else {} for group in groups)
+        request = Request(name, options, tuple(_parameters(groups)), overrides, route)
         return Optimizer(request, groups, self._choose)
 
     def fastest(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -96,7 +96,7 @@ class Keeping:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **named)
 
     def _contexts(self, module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What a module is called in, and what it is computed anew in."""
+        """The context of a module's forward pass, and that of computing it anew."""
         if not self._save:
             return nullcontext(), _unchanged(module, nullcontext())
         first, again = create_selective_checkpoint_contexts(self._save)  # type: ignore[no-untyped-call]

@@ -49,7 +49,7 @@ class Agreement:
             ) from error
 
     def train_alike(self, said: Mapping[str, str]) -> None:
-        """See that all ranks say the same of what they are about to train.
+        """Check that all ranks are about to train the same, by what each has `said` of it.
 
         Raises:
             DistributedError: on every rank, where one differs: which, and in what.

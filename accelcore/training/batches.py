@@ -54,7 +54,7 @@ class Feed:
     Attributes:
         epoch: the epoch that is under way, or comes next; counted from 0.
         taken: batches this rank has been given in it.
-        turn: which loop over it is under way, of all so far: an older one is not at its place any more.
+        turn: the number of the loop over it that is under way; an older loop has lost its place.
     """
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:

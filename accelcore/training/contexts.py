@@ -49,7 +49,7 @@ class Contexts:
             self.region = _Reentrant(self.make_region)
 
     def judge(self, loss: Tensor) -> None:
-        """Look, once, at what the forward pass of this loss had to multiply: do the choices pay that cost nothing else?
+        """See, once, by what the forward pass of this loss had to multiply, whether fast fp32 and autocast pay.
 
         Where `fp32="fast"` is as exact and no faster, it is "ieee" from now on. Autocast stays what was asked for.
         """

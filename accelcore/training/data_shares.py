@@ -41,7 +41,7 @@ _COPIED = (
 def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
     """A rank's share of what `loader` yields, for training: all ranks have as many batches.
 
-    Where it shuffles, all ranks have to be given the same seed: that of the sampler it is returned with.
+    Where it shuffles, it is returned with a DistributedSampler, whose seed the caller makes the same on all ranks.
 
     Raises:
         ConfigurationError: it has a sampler of its own, or divides itself for another job.
@@ -169,7 +169,7 @@ class EveryNth:
     """A rank's share of a stream of batches that every rank reads alike.
 
     Attributes:
-        stream: all of it.
+        stream: the whole of it.
     """
 
     def __init__(self, stream: Iterable[Any], rank: int, world_size: int, last: Last) -> None:

@@ -1,4 +1,4 @@
-"""What a training is, in words that are the same on every rank which trains the same."""
+"""A training described in words, which are the same on all ranks that train the same."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ logger = logging.getLogger("accelcore")
 def epochs(feed: Feed, total: int, *, speaks: bool) -> Iterator[int]:
     """The epochs of `feed` that are left of `total`.
 
-    An epoch counts when its turn is over, also where its batches were not read through the feed.
+    An epoch is over when the loop asks for the next one, also where its batches were not read through the feed.
 
     Args:
         speaks: whether this rank says that none is left.

@@ -1,4 +1,4 @@
-"""Reading data to evaluate a model on: every row once, and nothing is trained."""
+"""Reading data to evaluate a model on, every row once."""
 
 from __future__ import annotations
 

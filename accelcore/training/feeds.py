@@ -18,7 +18,7 @@ class Feeds:
     """The streams of a training, by name.
 
     Args:
-        counts: whether something beside the loop goes by the epochs of `"train"`.
+        counts: whether the schedule, too, goes by the epochs of `"train"`.
 
     Attributes:
         speaks: whether this rank is the one that says what concerns all.

@@ -51,7 +51,7 @@ class Masters(Gradients):
         self.note()
 
     def add_back(self, kept: Sequence[Tensor | None], treat: Callable[[list[Tensor]], None]) -> None:
-        """Those of low precision in fp32, apart from the others: they may be too small or large to be put with them."""
+        """Keep those of low precision apart, in fp32: treated, they may be too small or too large for their dtype."""
         new = {n: self.parameters[n].grad for n in self._low_slots}
         in_fp32 = {n: (g.to_dense() if g.is_sparse else g).float() for n, g in new.items() if g is not None}
         for number in self._low_slots:
@@ -95,12 +95,12 @@ class Masters(Gradients):
                 parameter.grad.zero_()
 
     def follow(self) -> None:
-        now = self._look()
-        if now == self._seen:
+        now = self._versions()
+        if now == self._noted:
             return
         self._inner.follow()
         with torch.no_grad():
-            for slot, before, after in zip(self.slots, self._seen, now, strict=True):
+            for slot, before, after in zip(self.slots, self._noted, now, strict=True):
                 if before != after and slot.trained is not slot.parameter:
                     slot.trained.copy_(slot.parameter)
         self.note()
@@ -172,7 +172,7 @@ class Masters(Gradients):
         self.note()
 
     def note(self) -> None:
-        self._seen = self._look()
+        self._noted = self._versions()
 
-    def _look(self) -> list[tuple[int, int]]:
+    def _versions(self) -> list[tuple[int, int]]:
         return [(parameter._version, parameter.data_ptr()) for parameter in self.parameters]

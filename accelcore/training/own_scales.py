@@ -59,11 +59,11 @@ class OwnScales:
             )
 
     def transfer(self, name: str, gradients: Sequence[Tensor], to: LossScaler, strategy: Strategy) -> None:
-        """Make gradients of the loss of that name such of the trainer's scale, in place."""
+        """Bring gradients of the loss of that name to the trainer's scale, in place."""
         self[name].transfer(gradients, to, lambda found: (strategy.mean(found) > 0).float())
 
     def update(self) -> Tensor | None:
-        """A window ends: 1.0 where gradients overflowed by one of these scales; None where there were none."""
+        """End a window: 1.0 where gradients overflowed by one of these scales; None where none of them was used."""
         used = [(scaler, found) for scaler in self.scalers.values() if (found := scaler.overflowed) is not None]
         for scaler, _ in used:
             scaler.update()

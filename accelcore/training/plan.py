@@ -24,18 +24,18 @@ __all__ = ["Plan", "Stage"]
 
 @dataclass
 class Plan:
-    """What a training is made of; each stage reads what earlier ones made, and adds its part.
+    """What a training is made of. Each stage reads what earlier ones made, and adds its part.
 
     Attributes:
         backend, model, optimizer, options: as given.
-        policy, contexts: how exactly what is computed.
-        strategy: how ranks share the work.
-        listeners: who is told what.
-        gradients: the owner of what is trained; at first of nothing.
-        masters: for each master in the optimizer's groups, by its id, whose it is.
-        forward: the model to call.
-        compiled: what became of `compile`; None where it was not asked for.
-        captured: captures steps; None where that was not asked for.
+        policy, contexts: in which precision everything is computed (stage `Cast`).
+        strategy: how ranks share the work (`Shard`).
+        listeners: which observers are told what (`Observe`).
+        gradients: the owner of what is trained (`Flatten`); at first of nothing.
+        masters: for each master in the groups of an optimizer of torch's, by its id, its parameter (`Bind`).
+        forward: the model to call (`Replicate`, `Compile`).
+        compiled: what became of `compile` (`Compile`); None where it was not asked for.
+        captured: captures steps (`Capture`); None where that was not asked for.
     """
 
     backend: Roles
@@ -53,7 +53,7 @@ class Plan:
     captured: CapturedStep | None = None
 
     def of_model(self, held: Tensor) -> Tensor:
-        """The model's parameter for what an optimizer holds: the same, unless that is its master."""
+        """The model's parameter for one in the optimizer's groups, which may be its master."""
         return self.masters.get(id(held), held)
 
     def groups(self) -> list[list[Tensor]]:

@@ -1,4 +1,4 @@
-"""What a trainer knows of the data that it reads."""
+"""A trainer's words for its data: epochs, batches, evaluation."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ logger = logging.getLogger("accelcore")
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a checkpoint is made of, of one trainer.
+    """One trainer's part of a checkpoint.
 
     Attributes:
         backend: where the training runs; it knows the job.
@@ -152,7 +152,7 @@ def load(training: TrainingState, path: Path) -> dict[str, Any]:
 
 
 def _commit(changes: Sequence[tuple[TrainingState, Sequence[Change]]], agreement: Agreement, folder: Path) -> None:
-    """First what may still refuse, with a way back; when it has succeeded on all ranks, the rest."""
+    """Make first the changes that may still fail, and can be undone; the rest when those are made on all ranks."""
     begun: list[Change] = []
     try:
         with agreement.together("resume"):
@@ -231,13 +231,13 @@ def _facts(backend: Roles, trainings: Trainings, run: str) -> dict[str, Any]:
 
 
 def _agreement(trainings: Trainings) -> tuple[Roles, Agreement]:
-    """The job of all these trainers is one."""
+    """The backend and the job, which all these trainers share."""
     backend = next(iter(trainings.values())).backend
     return backend, Agreement(backend.collectives, backend.device)
 
 
 def _as_checkpoint_error(error: Exception, folder: Path) -> Exception:
-    """What state of another's making can raise, as an error of the family."""
+    """What was raised by state that somebody else has made, as an error of the family."""
     if isinstance(error, CheckpointError | ConfigurationError):
         return error
     refused = CheckpointError(f"a checkpoint in {folder} does not fit this trainer", why=repr(error))

@@ -1,4 +1,4 @@
-"""Noticing streams of batches that nobody divides, or that are divided twice: by their first batches, and told once."""
+"""Noticing, by its first batches, a stream that nobody divides among the ranks, or that is divided twice."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Turn:
         self.is_open = False
 
     def take(self) -> None:
-        """Have the parameters' gradients be one's own, as they were at the end of the last turn."""
+        """Put this trainer's gradients on the parameters, as they were when its last turn ended."""
         holder = None if _thread.holder is None else _thread.holder()
         if holder is self:
             return

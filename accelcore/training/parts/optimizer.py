@@ -35,7 +35,7 @@ class OptimizerPart:
 
     Args:
         owns: whether this rank has the state of a parameter, by name.
-        divided: whether there are some of which it has none; others' state is then theirs to save, see `OwnStatePart`.
+        divided: whether other ranks have the state of some parameters, and save it: see `OwnStatePart`.
     """
 
     name = "optimizer"

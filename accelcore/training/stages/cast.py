@@ -21,7 +21,7 @@ logger = logging.getLogger("accelcore")
 class Cast:
     """Casts floating-point parameters and buffers to the policy's `model_dtype`, and what the model takes and returns.
 
-    The hooks that this takes are gone with the trainer; the model then is one in that dtype.
+    Its hooks go with the trainer; the model stays in that dtype.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""One process: there is nobody to agree with."""
+"""A job of one process, where nothing is shared."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class FullySharded(Strategy):
         return [*exact, *((module, low) for module in (*reversed(groups), model))]
 
     def _shard(self, module: nn.Module, low: torch.dtype | None) -> None:
-        """Make a group of what no group inside of it has: on the device, as on rank 0, this rank's shards of it."""
+        """Make a group of what no inner group has: of rank 0's values this rank's shards, on the device."""
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard

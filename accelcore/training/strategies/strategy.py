@@ -53,7 +53,7 @@ class Strategy(ABC):
         """Raise ConfigurationError for what this strategy cannot train; changes nothing."""
 
     def take_over(self, before: Strategy) -> None:  # noqa: B027  # most have nothing that lasts
-        """Other parameters are trained now than under the strategy `before`: have what lasts of it."""
+        """Take the place of the strategy `before`, under which other parameters were trained."""
 
     def check_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027  # most can step any
         """Raise UnsupportedError for an optimizer that this strategy cannot step; changes nothing."""
@@ -69,7 +69,7 @@ class Strategy(ABC):
         return {}
 
     def rest(self) -> None:  # noqa: B027
-        """Between two steps: have the parameters in the model that are trained, and nothing gathered of them."""
+        """Between two steps: put the parameters that are trained back into the model, and free what was gathered."""
 
     @abstractmethod
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:

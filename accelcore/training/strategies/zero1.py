@@ -71,7 +71,7 @@ class Zero1(CombineDDP):
 
 
 def _divided(elements: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """The owner of each parameter, by name: that in whose stretch of all elements its middle is."""
+    """The owner of each parameter, by name: the rank in whose stretch of all elements its middle lies."""
     total, before, owners = sum(elements.values()), 0, {}
     for name, count in elements.items():
         middle = before + count / 2
