@@ -34,7 +34,7 @@ def test_a_probe_timeout_in_seconds_is_read(whole, thousandths):
 @pytest.mark.parametrize(
     "value", [" ", "0", "0.000", "-1", "+1", "inf", "nan", "1e3", "5s", " 5", "5\n", ".5", "5.", "10000", "\u0665"]
 )
-def test_a_probe_timeout_that_makes_no_sense_is_an_error_that_names_it(monkeypatch, value):
+def test_an_invalid_probe_timeout_is_an_error_that_names_it(monkeypatch, value):
     monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", value)
     with raises_naming("ACCEL_PROBE_TIMEOUT"):
         accelcore.select("cpu")

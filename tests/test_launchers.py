@@ -170,7 +170,7 @@ def test_a_place_that_does_not_exist_is_refused(rank, world_size, local_rank, cu
         Launch(rank, world_size, local_rank, "env://")
 
 
-def test_select_refuses_a_launch_that_makes_no_sense(monkeypatch):
+def test_select_refuses_an_invalid_launch(monkeypatch):
     for variable, value in {**GOOD, "RANK": "4"}.items():
         monkeypatch.setenv(variable, value)
     with raises_naming("RANK") as caught:

@@ -40,7 +40,7 @@ def test_a_probe_says_what_it_was_given_and_sensible_things_of_the_rest():
         (HERE | {"api": "1"}, "api is '1'"),
     ],
 )
-def test_fields_that_make_no_sense_are_refused_by_name(fields, says):
+def test_invalid_fields_are_refused_by_name(fields, says):
     with pytest.raises(ValueError, match=says) as caught:
         Probe(**fields)
     assert str(fields["name"]) in str(caught.value)

@@ -113,7 +113,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "says"), REFUSED, ids=str)
-def test_what_makes_no_sense_is_refused_and_nothing_has_changed(options, says):
+def test_what_is_invalid_is_refused_and_nothing_has_changed(options, says):
     model, optimizer = made()
     methods, hooks = (optimizer.step, optimizer.zero_grad), (model._forward_hooks, model._forward_pre_hooks)
     with pytest.raises(accelcore.AmpError, match=says) as error:

@@ -227,7 +227,7 @@ def test_a_rank_foresees_its_own_device(machine, monkeypatch):
     assert "RANK" in error.what
 
 
-def test_a_variable_of_accelcore_that_makes_no_sense_is_an_error_without_traceback(machine):
+def test_an_invalid_variable_of_accelcore_is_an_error_without_traceback(machine):
     machine.variables["ACCEL_PROBE_TIMEOUT"] = "soon"
     done = machine.run("doctor")
     assert done.returncode == 64

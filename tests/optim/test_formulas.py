@@ -157,7 +157,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("name", "option"), list(WRONG))
-def test_options_that_make_no_sense_are_refused(accel, name, option):
+def test_invalid_options_are_refused(accel, name, option):
     for value in WRONG[name, option]:
         with pytest.raises(ConfigurationError):
             accel.optimizers.create(name, [nn.Parameter(torch.ones(2))], **{"lr": LR, option: value})

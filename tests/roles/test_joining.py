@@ -145,13 +145,13 @@ def test_one_job_may_follow_another(accel, tmp_path):
         ({"rank": 0, "world_size": 2, "local_rank": 2}, "local_rank=2"),
     ],
 )
-def test_a_place_that_makes_no_sense_is_refused_before_anything_is_formed(accel, arguments, says):
+def test_an_invalid_place_is_refused_before_anything_is_formed(accel, arguments, says):
     with pytest.raises(ConfigurationError, match=says), accel.distributed(**arguments):
         pytest.fail("it was joined")
     assert not dist.is_initialized()
 
 
-def test_a_launchers_variable_that_makes_no_sense_is_refused(accel, monkeypatch):
+def test_an_invalid_variable_of_a_launcher_is_refused(accel, monkeypatch):
     monkeypatch.setenv("RANK", "zero")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ConfigurationError, match="RANK is 'zero'"), accel.distributed():

@@ -66,7 +66,7 @@ def test_an_unknown_optimizer_is_refused_and_the_known_ones_named(accel, name):
         ({"lr": 0.1, "weight_decay": -0.1}, "weight_decay"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused_in_torchs_words(accel, route, options, says):
+def test_an_invalid_option_is_refused_in_torchs_words(accel, route, options, says):
     with pytest.raises(ConfigurationError, match="'adamw'") as caught:
         accel.optimizers.create("adamw", [parameter()], route=route, **options)
     assert says in caught.value.why

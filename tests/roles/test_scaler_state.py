@@ -54,7 +54,7 @@ def test_a_state_that_lacks_something_is_refused_by_name(accel, key):
     ],
     ids=str,
 )
-def test_a_state_that_makes_no_sense_is_refused_and_changes_nothing(accel, damage):
+def test_an_invalid_state_is_refused_and_changes_nothing(accel, damage):
     scaler = accel.scaler.create(init=512.0, growth=4.0, backoff=0.25, interval=7)
     state = scaler.state_dict()
     with pytest.raises(CheckpointError):

@@ -51,7 +51,7 @@ def test_what_is_no_loss_is_refused_and_nothing_changes(accel, loss, says):
         ({"fp32": "turbo"}, accelcore.UnsupportedError, "ieee"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_before_training(accel, options, error, says):
+def test_invalid_options_are_refused_before_training(accel, options, error, says):
     model = net()
     with pytest.raises(error, match=says):
         accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, **options)

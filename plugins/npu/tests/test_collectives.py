@@ -51,7 +51,7 @@ def test_a_users_own_setting_wins_and_says_so(alone, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("rubbish", ["soon", "-1", "1.5", "", "\u0663"])
-def test_a_setting_that_makes_no_sense_is_named(alone, monkeypatch, rubbish):
+def test_an_invalid_setting_is_named(alone, monkeypatch, rubbish):
     monkeypatch.setenv("HCCL_EXEC_TIMEOUT", rubbish)
     with pytest.raises(ConfigurationError, match="HCCL_EXEC_TIMEOUT"), alone():
         pass

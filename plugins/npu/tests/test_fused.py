@@ -191,7 +191,7 @@ def test_bertadam_clips_each_group_by_the_groups_own_norm(accel):
 
 
 @every_optimizer
-def test_a_learning_rate_that_makes_no_sense_is_refused(name, accel):
+def test_an_invalid_learning_rate_is_refused(name, accel):
     for lr in (float("nan"), -1.0):
         with pytest.raises(ConfigurationError):
             accel.optimizers.create(name, weights(), lr=lr)

@@ -186,6 +186,6 @@ def test_parameters_on_two_devices_stay_where_they_are(accel):
         ("lamb", {"max_grad_norm": 1.0}),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused(accel, name, options):
+def test_an_invalid_option_is_refused(accel, name, options):
     with pytest.raises(ConfigurationError):
         accel.optimizers.create(name, [nn.Parameter(torch.ones(1))], **options)

@@ -131,7 +131,7 @@ def test_a_list_that_cann_would_not_read_is_refused(machine, monkeypatch, value)
 
 
 @pytest.mark.parametrize(("value", "reason"), [("1,0", "ascending"), ("0,0", "ascending"), ("0,3", "names device 3")])
-def test_numbers_that_make_no_sense_are_refused(machine, monkeypatch, value, reason):
+def test_invalid_numbers_are_refused(machine, monkeypatch, value, reason):
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", value)
     assert reason in refused()[0]
 

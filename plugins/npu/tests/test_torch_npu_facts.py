@@ -173,7 +173,7 @@ def test_bertadam_clips_every_group_by_the_norm_of_the_first():
     assert not torch.allclose(optimizer.state[second]["exp_avg"].cpu(), unclipped)
 
 
-def test_learning_rates_that_make_no_sense_are_taken():
+def test_invalid_learning_rates_are_taken():
     for name in BARE:
         bare(name, weights(), lr=float("nan"))
     bare("adamp", weights(), lr=-1.0)

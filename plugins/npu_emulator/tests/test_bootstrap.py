@@ -110,7 +110,7 @@ def test_a_child_forked_before_may_use_the_device(results):
     "variables",
     [{"ACCEL_EMULATED_POISON": "maybe"}, {"ACCEL_EMULATED_FAULTS": "overflow@0"}, {"ACCEL_EMULATED_DEVICE": "2"}],
 )
-def test_a_setting_that_makes_no_sense_is_an_error_of_the_first_use(results, variables):
+def test_an_invalid_setting_is_an_error_of_the_first_use(results, variables):
     [told] = results(jobs.failure_of_first_use, **variables)
     assert "EMULATED" in told
     assert next(iter(variables)) in told

@@ -60,7 +60,7 @@ def test_a_group_waits_as_long_as_it_is_told(results):
 @pytest.mark.parametrize(
     ("name", "text"), [("HCCL_EXEC_TIMEOUT", "soon"), ("HCCL_CONNECT_TIMEOUT", "0"), ("HCCL_ALGO", "level0:NA;level1")]
 )
-def test_a_variable_that_makes_no_sense_is_named(results, name, text):
+def test_an_invalid_variable_is_named(results, name, text):
     [told] = results(jobs.told_of_variable, **{name: text})
     assert f'EMULATED: hccl refuses {name}="{text}"' in str(told)
 
