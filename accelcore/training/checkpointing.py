@@ -72,7 +72,8 @@ class Checkpointing(ABC):
                 accelerate's. It is read without running code (`weights_only`). Every rank reads it.
 
         Returns:
-            What else is in the file, such as its epoch, to do with as you like: `trainer.epoch = rest["epoch"] + 1`.
+            What else is in the file, such as its epoch, to do with as you like: `trainer.epoch = rest["epoch"] + 1`,
+            `trainer.scheduler.load_state_dict(rest["scheduler"])`.
 
         Raises:
             CheckpointError: it cannot be read, or does not fit; this trainer is left as it was.

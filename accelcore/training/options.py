@@ -36,7 +36,8 @@ class TrainerOptions(TypedDict, total=False):
         scheduler: of the learning rate, one of torch's; saved and restored with the rest.
         schedule_by: when the scheduler is stepped. `"window"`: after each update, also one that is skipped for
             overflow. `"epoch"`: after each epoch of `trainer.batches(loader)`. `"script"`: when the script calls
-            `scheduler.step()` itself, as ReduceLROnPlateau has to be with its metric.
+            `scheduler.step()` itself, as ReduceLROnPlateau has to be with its metric; under the other two a script
+            that does so is stopped.
         precision: `"fp32"`, `"bf16"`, `"fp16"`, one of apex's levels `"O0"` to `"O3"` (see `Policy.preset`), or a
             `Policy`. `"best"` is the fastest that is declared here. torch's, accelerate's and Lightning's words are
             taken, too.

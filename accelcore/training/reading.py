@@ -33,13 +33,16 @@ class Reading(ABC):
 
     @property
     def epoch(self) -> int:
-        """The epoch of `batches` that is under way, or comes next; counted from 0. Set, the next one is that."""
+        """The epoch of `batches` that is under way, or comes next; counted from 0. Set, the next one is that.
+
+        Under `schedule_by="epoch"` the script also brings the scheduler there, before it trains on.
+        """
         return self._feeds.count_epochs(self.steps)
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         self._feeds["train"].move_to(epoch)
-        self._schedule.is_at(epoch)
+        self._schedule.move_to(epoch)
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs, counted from 0, that are left of `total`; where none is, the log says so."""
@@ -88,6 +91,7 @@ class Reading(ABC):
         feed = self._feeds[name]
         if name == "train":  # an epoch that is left early is over; what the schedule raises then, Python would drop
             self._end_epochs()
+            self._schedule.check()
         yield from feed.batches(loader, shard=shard)
         if name == "train":
             self.flush()

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
 import accelcore
+
+ahead = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 
 
 def loss_of(model, batch):
@@ -151,11 +165,11 @@ def test_by_epoch_what_is_left_early_is_over_and_what_is_read_elsewhere_counts(a
     for _ in trainer.epochs(4):  # and reads nothing
         pass
     assert trainer.scheduler.last_epoch == trainer.epoch == 4
-    trainer.epoch = 6  # says where it is: the scheduler is the script's to bring there
-    assert trainer.scheduler.last_epoch == 4
+    trainer.epoch = 6
+    trainer.scheduler.step(), trainer.scheduler.step()  # which is the script's to do
     for _ in trainer.batches(BATCHES):
         pass
-    assert trainer.scheduler.last_epoch == 5
+    assert trainer.scheduler.last_epoch == 7
 
 
 def test_an_epoch_that_is_left_early_hides_no_error_of_the_schedule(accel):
@@ -170,6 +184,160 @@ def test_an_epoch_that_is_left_early_hides_no_error_of_the_schedule(accel):
     with pytest.raises(ValueError, match="Tried to step 3 times"):
         leave_early(4)
     leave_early(1)  # said once; training goes on
+
+
+def scheduled(accel, make=lambda optimizer: StepLR(optimizer, 2), **options):
+    model = nn.Linear(3, 2)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    return accel.trainer(model, optimizer, loss=loss_of, scheduler=make(optimizer), **options)
+
+
+def warmed_up(optimizer):
+    parts = [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, 9)]
+    return SequentialLR(optimizer, parts, milestones=[2])
+
+
+SCHEDULES = {
+    "step": lambda optimizer: StepLR(optimizer, 2),
+    "restarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 2),
+    "cyclic": lambda optimizer: CyclicLR(optimizer, 0.01, 0.1, step_size_up=2),
+    "sequence": warmed_up,
+    "chain": lambda optimizer: ChainedScheduler([StepLR(optimizer, 2), LinearLR(optimizer)]),
+    "chain of a sequence": lambda optimizer: ChainedScheduler([warmed_up(optimizer), StepLR(optimizer, 2)]),
+}
+TWICE = 'the script steps the scheduler that the trainer steps\n.*each {by}\n.*schedule_by="script"'
+
+
+@ahead
+@pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_scheduler_that_the_script_steps_too_is_said_at_once_and_one_that_it_does_not_never(accel, tmp_path, make):
+    trainer = scheduled(accel, make, accumulate=2)
+    for _ in range(3):  # before training the script does what it likes
+        trainer.scheduler.step()
+    for _ in range(4):
+        trainer(BATCHES[0]), trainer(BATCHES[1])
+    middle = copy.deepcopy((trainer.scheduler.state_dict(), trainer.optimizer.state_dict()))
+    trainer.save(tmp_path)
+    for _ in range(3):
+        trainer(BATCHES[0]), trainer(BATCHES[1])
+    for _ in range(2):  # back, and ahead again
+        later = copy.deepcopy((trainer.scheduler.state_dict(), trainer.optimizer.state_dict()))
+        trainer.scheduler.load_state_dict(middle[0]), trainer.optimizer.load_state_dict(middle[1])
+        trainer(BATCHES[0]), trainer(BATCHES[1])
+        middle = later
+    resumed = scheduled(accel, make, accumulate=2)
+    resumed.resume(tmp_path)
+    resumed.scheduler.step()  # again before training
+    resumed(BATCHES[0]), resumed(BATCHES[1])
+    resumed.resume(tmp_path)
+    resumed(BATCHES[0]), resumed(BATCHES[1])
+
+    for each in (trainer, resumed):
+        steps = each.steps
+        each.scheduler.step()
+        each(BATCHES[0])
+        with pytest.raises(accelcore.TrainingError, match=TWICE.format(by="window")):
+            each(BATCHES[1])
+        assert each.steps == steps + 1  # this window was trained
+
+
+def test_a_scheduler_of_another_make_is_left_to_count_as_it_likes(accel):
+    class Halving:
+        def __init__(self, optimizer):
+            self.optimizer, self.times = optimizer, 0
+
+        def step(self):
+            self.times += 1
+
+        def state_dict(self):
+            return {"times": self.times}
+
+        def load_state_dict(self, state):
+            self.times = state["times"]
+
+    trainer = scheduled(accel, Halving)
+    for _ in range(3):
+        trainer(BATCHES[0])
+    assert trainer.scheduler.times == 3
+
+
+@ahead
+def test_by_epoch_a_step_of_the_scripts_is_said_before_the_next_epoch_is_trained(accel):
+    trainer = by_epoch(accel)
+
+    def train(*, leave_early=False):
+        for batch in trainer.batches(BATCHES):
+            trainer(batch)
+            if leave_early:
+                break
+
+    train()
+    train(leave_early=True)
+    trainer.scheduler.step()
+    steps = trainer.steps
+    with pytest.raises(accelcore.TrainingError, match=TWICE.format(by="epoch")):
+        train()
+    assert trainer.steps == steps
+    inside = by_epoch(accel)
+    for number, batch in enumerate(inside.batches(BATCHES)):
+        if number == 3:
+            break
+        inside(batch)
+        inside.scheduler.step()  # a batch
+    with pytest.raises(accelcore.TrainingError, match=TWICE.format(by="epoch")):
+        inside(BATCHES[3])
+
+
+@ahead
+def test_by_epoch_an_epoch_that_is_set_takes_a_scheduler_that_is_brought_there(accel, tmp_path):
+    def train(trainer):
+        for batch in trainer.batches(BATCHES):
+            trainer(batch)
+
+    source = by_epoch(accel)
+    for _ in source.epochs(4):
+        train(source)
+    file = tmp_path / "others.pth"
+    torch.save(
+        {
+            "model": source.model.state_dict(),
+            "scheduler": source.scheduler.state_dict(),
+            "epoch": 3,
+        },
+        file,
+    )
+
+    left = by_epoch(accel)
+    rest = left.load(file)
+    left.epoch = rest["epoch"] + 1
+    for _ in range(2):
+        with pytest.raises(accelcore.TrainingError, match=r"set to 4, and the scheduler is at 0\n.*\n.*load_state"):
+            train(left)
+    assert left.steps == 0
+    left.scheduler.load_state_dict(rest["scheduler"])
+    train(left)
+    assert left.scheduler.last_epoch == 5
+
+    before, stepped = by_epoch(accel), by_epoch(accel)
+    before.scheduler.load_state_dict(rest["scheduler"])
+    before.epoch = 5  # the file's scheduler is one behind: that is as it was saved
+    stepped.epoch = 4
+    for _ in range(4):
+        stepped.scheduler.step()
+    for trainer in (before, stepped):
+        train(trainer)
+        assert trainer.scheduler.last_epoch == 5
+    stepped.epoch = 9  # and it stands where the trainer has left it
+    with pytest.raises(accelcore.TrainingError, match="set to 9, and the scheduler is at 5"):
+        train(stepped)
+    stepped.epoch = 5
+    train(stepped)
+    resumed = by_epoch(accel)
+    resumed.epoch = 7
+    stepped.save(tmp_path)
+    resumed.resume(tmp_path)  # which brings the scheduler
+    train(resumed)
+    assert resumed.scheduler.last_epoch == 7
 
 
 @pytest.mark.parametrize(("by", "other"), [("epoch", "window"), ("epoch", "script"), ("window", "epoch")])
