@@ -9,12 +9,13 @@ from torch import Tensor
 
 from accelcore.checkpoint import store
 from accelcore.checkpoint.finding import find
+from accelcore.checkpoint.manifest import MODEL, file_of
 from accelcore.errors import CheckpointError
 
 __all__ = ["export"]
 
 
-def export(checkpoint: str | Path, file: str | Path) -> Path:
+def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = None) -> Path:
     """Write the model of a checkpoint, also one that several ranks have saved in pieces, to one safetensors file.
 
     Names are those of the model's `state_dict`; tied weights are in it once, under their first name. It takes the
@@ -23,17 +24,19 @@ def export(checkpoint: str | Path, file: str | Path) -> Path:
     Args:
         checkpoint: a checkpoint, or a folder of them, of which the newest is taken.
         file: where to write; what is there is replaced.
+        trainer: whose model, by the name that it has in the `Together` that saved it; None where it was saved alone.
 
     Returns:
         The checkpoint that was taken.
 
     Raises:
-        CheckpointError: there is none, or it is damaged; the file cannot be written.
+        CheckpointError: there is none, or it is damaged, or has no such trainer; the file cannot be written.
     """
     found, target = find(Path(checkpoint)), Path(file)
     if found is None:
         raise CheckpointError(f"there is no checkpoint in {checkpoint}", remedy="give the folder that trainer.save had")
-    tensors = {name: value for name, value in found.part("model").items() if isinstance(value, Tensor)}
+    part = file_of(_checked(trainer or "", found), MODEL)
+    tensors = {name: value for name, value in found.part(part).items() if isinstance(value, Tensor)}
     distinct = {id(value): (name, value) for name, value in reversed(tensors.items())}
     beside = target.with_name(f".{target.name}.incomplete")
     with store.writing(target.parent):
@@ -41,3 +44,21 @@ def export(checkpoint: str | Path, file: str | Path) -> Path:
         save_file({name: value.contiguous() for name, value in distinct.values()}, beside, metadata={"format": "pt"})
         beside.replace(target)
     return found.path
+
+
+def _checked(trainer: str, checkpoint: store.Checkpoint) -> str:
+    """The name of a trainer, where the checkpoint has it; "" is the only one's."""
+    names = list(checkpoint.manifest.get("trainers", [""]))
+    if trainer in names:
+        return trainer
+    if names == [""]:
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path} has no trainer {trainer!r}: it was saved of one that has no name",
+            remedy="name none",
+        )
+    asked = f"none of them is {trainer!r}" if trainer else "none was named"
+    raise CheckpointError(
+        f"the checkpoint {checkpoint.path} was saved of several trainers, and {asked}",
+        available=", ".join(names),
+        remedy=f"say whose model to take: --trainer {names[0]}, or export(..., trainer={names[0]!r})",
+    )

@@ -44,7 +44,8 @@ def _not_whole(folder: Path) -> CheckpointError:
         return CheckpointError(
             f"{folder} is a part of a checkpoint",
             why="several trainers were saved together",
-            remedy=f"resume all of them: accelcore.Together(...).resume({str(folder.parent)!r})",
+            remedy=f"resume all of them: accelcore.Together(...).resume({str(folder.parent)!r}); or export its model: "
+            f"accelcore export --trainer {folder.name} {folder.parent} FILE",
         )
     return CheckpointError(f"{folder} is a checkpoint without its {MANIFEST}", remedy="resume from another one")
 

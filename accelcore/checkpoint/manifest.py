@@ -11,12 +11,14 @@ from typing import Any
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "MODEL",
     "RANK",
     "UNREADABLE",
     "WITH_PIECES",
     "WITH_TRAINERS",
     "digest_of",
     "digest_of_manifest",
+    "file_of",
     "read_manifest",
     "verify",
     "without_twins",
@@ -28,11 +30,19 @@ FORMAT, WITH_PIECES, WITH_TRAINERS = 2, 3, 4
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """What reading a file of somebody else's making can raise."""
 
+MODEL = "model"
+"""The file of a model."""
+
 _READABLE = (1, FORMAT, WITH_PIECES, WITH_TRAINERS)
 _LARGEST_MANIFEST = 1 << 26
 RANK = "rank-"
 """What the names of files begin with that are a rank's own."""
 _PART = re.compile(r"([A-Za-z][A-Za-z0-9_]*/)?[a-z]+(-\d{5,})?", re.ASCII)  # the folder is a trainer's
+
+
+def file_of(trainer: str, part: str) -> str:
+    """A file of one of several trainers, or, where its name is "", of the only one."""
+    return f"{trainer}/{part}" if trainer else part
 
 
 def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:

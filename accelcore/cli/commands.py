@@ -160,10 +160,11 @@ def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
 
 
 @app.command()
+@click.option("--trainer", metavar="NAME", help="Whose model, where several trainers were saved together.")
 @click.argument("checkpoint", type=click.Path())
 @click.argument("file", type=click.Path())
 @common
-def export(checkpoint: str, file: str) -> None:
+def export(trainer: str | None, checkpoint: str, file: str) -> None:
     """Write the model of a checkpoint to one safetensors file.
 
     CHECKPOINT is a checkpoint, or a folder of them, of which the newest is taken; several ranks may have saved it in
@@ -172,10 +173,12 @@ def export(checkpoint: str, file: str) -> None:
     \b
     Examples:
       accelcore export outputs/gpt model.safetensors
+      accelcore export --trainer generator outputs/gan generator.safetensors
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     from accelcore.checkpoint.export import export as write
 
-    click.echo(f"{file}: the model of {write(checkpoint, file)}")
+    found = write(checkpoint, file, trainer=trainer)
+    click.echo(f"{file}: the model of {found}" if trainer is None else f"{file}: the model of {trainer} of {found}")
 
 
 @app.command()

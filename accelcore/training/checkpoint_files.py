@@ -10,18 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelcore.checkpoint.manifest import MODEL, file_of
 from accelcore.checkpoint.store import Checkpoint
 from accelcore.checkpoint.tensors import Layout
 from accelcore.errors import CheckpointError
 from accelcore.roles.collectives import Collectives
 from accelcore.training.parts.part import Saved, table
 
-__all__ = ["MODEL", "SHARED", "file_of", "of_rank", "read_saved"]
+__all__ = ["SHARED", "of_rank", "read_saved"]
 
 logger = logging.getLogger("accelcore")
 
-MODEL, SHARED = "model", "training"
-"""The files of the model, and of what else all ranks have in common."""
+SHARED = "training"
+"""The file of what all ranks have in common beside the model."""
 
 _OF_OPTIMIZER, _OF_MASTERS = ("optimizer.state.", "updates."), "masters."
 
@@ -29,11 +30,6 @@ _OF_OPTIMIZER, _OF_MASTERS = ("optimizer.state.", "updates."), "masters."
 def of_rank(rank: int) -> str:
     """The file of what is a rank's own."""
     return f"rank-{rank:05d}"
-
-
-def file_of(trainer: str, part: str) -> str:
-    """A file of one of several trainers, or, where its name is "", of the only one."""
-    return f"{trainer}/{part}" if trainer else part
 
 
 def read_saved(checkpoint: Checkpoint, trainer: str, collectives: Collectives, sharded: Mapping[str, Tensor]) -> Saved:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from accelcore.errors import ConfigurationError
+from accelcore.roles.composition import Roles
+from accelcore.training.parts.extra import ExtraPart
 from accelcore.training.state import TrainingState, load, resume, save
 from accelcore.wording import kind_of
 
@@ -23,6 +26,7 @@ class Checkpointing(ABC):
 
     steps: int
     extra: dict[str, Any]
+    _backend: Roles
     _run: str
 
     @abstractmethod
@@ -40,12 +44,8 @@ class Checkpointing(ABC):
             extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It
                 becomes `trainer.extra`, which later saves keep; in a job rank 0's is saved.
         """
-        if not isinstance(extra, Mapping | None):
-            raise ConfigurationError(
-                f"extra={extra!r} is no dict", remedy='give what is saved a name: extra={"best": 0.5}'
-            )
         if extra is not None:
-            self.extra = dict(extra)
+            self.extra = _as_dict(extra)
         return save({"": self._state()}, Path(folder), run=self._run, keep=keep)
 
     def resume(self, folder: str | Path) -> Path | None:
@@ -96,9 +96,12 @@ class Together:
     Args:
         trainers: by name, all of one job. Each has its files in a folder of its name.
 
+    Attributes:
+        extra: what `save(extra=...)` or `resume` was last given, empty at first; each checkpoint holds it.
+
     Raises:
         ConfigurationError: there is no trainer, or something else; or one has two names; or a name cannot be that of
-            its folder.
+            its folder; or not all are of one job.
     """
 
     def __init__(self, *unnamed: Checkpointing, **trainers: Checkpointing) -> None:
@@ -120,13 +123,20 @@ class Together:
             )
         if len(set(map(id, trainers.values()))) < len(trainers):
             raise ConfigurationError("one trainer is given under two names", remedy="give each trainer once")
+        _check_job(trainers)
         self._trainers, self._run = trainers, uuid4().hex
+        self.extra: dict[str, Any] = {}
 
-    def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
+    def save(self, folder: str | Path, *, keep: int | None = None, extra: Mapping[str, Any] | None = None) -> Path:
         """Save all of them as one new checkpoint in `folder`, each with its `extra`; see `Trainer.save`.
 
         It is named by the steps of the one that has made the most.
+
+        Args:
+            extra: as that of `Trainer.save`, and beside the trainers' own. It becomes `extra` of this object.
         """
+        if extra is not None:
+            self.extra = _as_dict(extra)
         return save(self._states(), Path(folder), run=self._run, keep=keep)
 
     def resume(self, folder: str | Path) -> Path | None:
@@ -148,4 +158,25 @@ class Together:
         return found.path
 
     def _states(self) -> dict[str, TrainingState]:
-        return {name: trainer._state() for name, trainer in self._trainers.items()}
+        states = {name: trainer._state() for name, trainer in self._trainers.items()}
+        keeper = min(states)  # of what belongs to all; in whichever order they are given
+        parts = [*states[keeper].parts, ExtraPart(self.extra, "together")]
+        return {**states, keeper: replace(states[keeper], parts=parts)}
+
+
+def _as_dict(extra: Any) -> dict[str, Any]:
+    if isinstance(extra, Mapping):
+        return dict(extra)
+    raise ConfigurationError(f"extra={extra!r} is no dict", remedy='give what is saved a name: extra={"best": 0.5}')
+
+
+def _check_job(trainers: Mapping[str, Checkpointing]) -> None:
+    """Trainers whose backends take this process for another rank, or for none, would write over each other's files."""
+    jobs = {name: trainer._backend.collectives for name, trainer in trainers.items()}
+    places = {name: f"rank {job.rank} of {job.world_size}" for name, job in jobs.items()}
+    if len(set(places.values())) > 1:
+        raise ConfigurationError(
+            "trainers of different jobs cannot be saved together",
+            why="this process is " + ", ".join(f"{place} to {name}" for name, place in places.items()),
+            remedy="make all of them by one `accel`, which has joined the job",
+        )

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from accelcore.checkpoint import store
 from accelcore.checkpoint.finding import find
+from accelcore.checkpoint.manifest import MODEL, file_of
 from accelcore.errors import CheckpointError, ConfigurationError
 from accelcore.roles.composition import Roles
 from accelcore.training.agreement import Agreement
-from accelcore.training.checkpoint_files import MODEL, SHARED, file_of, of_rank, read_saved
+from accelcore.training.checkpoint_files import SHARED, of_rank, read_saved
 from accelcore.training.parts.foreign import prepare_foreign
 from accelcore.training.parts.part import Change, Part
 

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import accelcore
+from accelcore.checkpoint.export import export
+from accelcore.cli import main
 
 RUN = Path(__file__).with_name("together_run.py")
 
@@ -60,6 +62,8 @@ def test_in_a_job_a_rank_that_cannot_save_one_of_them_saves_none_and_all_ranks_s
             shutil.rmtree(torn / "step-00000016")  # so that the last run has something left to do
     for rank in range(2):
         assert epochs(torn, rank) == epochs(whole, rank)
+        refusal = (tmp_path / f"whole-another-job-{rank}").read_text()
+        assert f"this process is rank {rank} of 2 to generator, rank 0 of 1 to alone" in refusal
 
 
 def pair(accel, *, width=4):
@@ -103,6 +107,25 @@ def test_both_go_on_from_the_middle_of_their_windows_to_the_bit(accel, tmp_path)
         assert trainer.steps == undisturbed[name].steps
         for key, value in trainer.model.state_dict().items():
             assert torch.equal(value, undisturbed[name].model.state_dict()[key])
+
+
+def test_what_belongs_to_all_is_saved_beside_what_is_each_ones_own(accel, tmp_path):
+    trainers, others = pair(accel), pair(accel)
+    trainers["first"].extra["best"] = 0.5
+    both, again = accelcore.Together(**trainers), accelcore.Together(**dict(reversed(others.items())))
+    both.save(tmp_path / "without")
+    assert both.extra == {}
+    both.save(tmp_path, extra={"best": 0.25, "average": torch.ones(2)})
+    again.resume(tmp_path)
+    assert others["first"].extra == {"best": 0.5}
+    assert others["second"].extra == {}
+    assert torch.equal(again.extra["average"], torch.ones(2))
+    assert again.extra.pop("best") == 0.25
+    again.save(tmp_path / "later")
+    both.resume(tmp_path / "later")
+    assert list(both.extra) == ["average"]
+    both.resume(tmp_path / "without")
+    assert both.extra == {}
 
 
 def test_each_has_its_files_in_a_folder_and_what_is_renamed_is_found(accel, tmp_path):
@@ -154,7 +177,27 @@ def test_a_checkpoint_is_resumed_as_it_was_saved(accel, tmp_path):
             resume()
 
 
-def test_what_cannot_be_saved_together_is_refused(accel):
+def test_the_model_of_one_is_exported_by_its_name(accel, tmp_path, capsys):
+    trainers = pair(accel)
+    saved, file = accelcore.Together(**trainers).save(tmp_path / "both"), tmp_path / "model.safetensors"
+    alone = trainers["first"].save(tmp_path / "alone")
+    assert main(["export", "--trainer", "second", str(tmp_path / "both"), str(file)]) == 0
+    assert f"the model of second of {saved}" in capsys.readouterr().out
+    for name, value in trainers["second"].model.state_dict().items():
+        assert torch.equal(load_file(file)[name], value)
+    file.unlink()
+    for folder, trainer, says in (
+        (saved, None, r"of several trainers, and none was named\n  available: first, second\n.*--trainer first"),
+        (saved, "third", r"several trainers, and none of them is 'third'\n  available: first, second"),
+        (alone, "first", r"has no trainer 'first': it was saved of one"),
+        (saved / "first", None, r"a part of a checkpoint\n.*\n.*--trainer first "),
+    ):
+        with pytest.raises(accelcore.CheckpointError, match=says):
+            export(folder, file, trainer=trainer)
+    assert not file.exists()
+
+
+def test_what_cannot_be_saved_together_is_refused(accel, tmp_path):
     trainer, second = pair(accel).values()
     with pytest.raises(accelcore.ConfigurationError, match=r"need names\n.*generator=train_g"):
         accelcore.Together(trainer, second)
@@ -167,3 +210,5 @@ def test_what_cannot_be_saved_together_is_refused(accel):
     ):
         with pytest.raises(accelcore.ConfigurationError, match=says):
             accelcore.Together(**trainers)
+    with pytest.raises(accelcore.ConfigurationError, match="is no dict"):
+        accelcore.Together(a=trainer).save(tmp_path, extra=[1])

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import accelcore
+from accelcore.roles.collectives import NoCollectives
 
 SAVES = 4
 
@@ -38,6 +40,15 @@ def refuse():
     raise accelcore.CheckpointError("no room for the critic")
 
 
+def refuse_another_job(trainer, file):
+    net, accel = nn.Linear(2, 1), replace(accelcore.select("cpu"), collectives=NoCollectives())
+    alone = accel.trainer(net, accel.optimizers.create("sgd", net.parameters()), parallel="none")
+    try:
+        accelcore.Together(generator=trainer, alone=alone)
+    except accelcore.ConfigurationError as error:
+        file.write_text(str(error))
+
+
 def main(folder, when):
     accel = accelcore.select("cpu")
     job = accel.join()
@@ -48,6 +59,8 @@ def main(folder, when):
         accel.trainer(net, accel.optimizers.create("adam", net.parameters(), lr=0.01), parallel=parallel)
         for net, parallel in ((generator, "ddp"), (critic, "fsdp"))
     )
+    if job.world_size > 1:
+        refuse_another_job(make, Path(f"{folder}-another-job-{job.rank}"))
     both = accelcore.Together(generator=make, critic=judge)
     both.resume(folder)
     if when != "never" and job.rank == job.world_size - 1:
