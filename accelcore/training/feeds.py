@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from weakref import WeakSet
 
 from accelcore.roles.collectives import Collectives
 from accelcore.roles.runtime import Runtime
@@ -12,6 +13,9 @@ from accelcore.training.batches import Feed
 __all__ = ["Feeds"]
 
 logger = logging.getLogger("accelcore")
+
+_all: WeakSet[Feeds] = WeakSet()
+"""Those of all trainers: one may train on what another reads."""
 
 
 class Feeds:
@@ -30,11 +34,17 @@ class Feeds:
         self.speaks = collectives.rank == 0
         self._counts, self._checked_read, self._checked_first = counts, False, False
         self._in_job = collectives.world_size > 1
+        _all.add(self)
 
     def __getitem__(self, name: str) -> Feed:
         if name not in self._feeds:
             self._feeds[name] = Feed(self._runtime, self._collectives)
         return self._feeds[name]
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a loop over one of them is under way."""
+        return any(feed.taken for feed in self._feeds.values())
 
     def count_epochs(self, steps: int) -> int:
         """The epoch of `"train"`, for a loop that counts epochs, after so many `steps`."""
@@ -56,11 +66,16 @@ class Feeds:
             )
 
     def check_first(self) -> None:
-        """Warn, once, where the first batch came through no stream: in a job, and where epochs are counted."""
+        """Warn, once, where the first batch came through no stream: in a job, and where epochs are counted.
+
+        It may have come through another trainer's, as that of a generator does in the loop of its critic.
+        """
         if self._checked_first:
             return
         self._checked_first = True
         if any(feed.epoch or feed.taken for feed in self._feeds.values()):
+            return
+        if self._in_job and any(feeds.is_read for feeds in _all):
             return
         if self._in_job and self.speaks:
             logger.warning(

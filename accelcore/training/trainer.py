@@ -189,6 +189,7 @@ class Trainer(Reading, Checkpointing):
         if not self._step.is_open:  # the forward pass may have gone around `forward`
             self._begin()
             self._follow()
+            self._feeds.check_first()
         if weight is None and self._options["weight"] is not None:
             raise TrainingError(
                 "this trainer weighs micro-batches, and backward was given no weight",

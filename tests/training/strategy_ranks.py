@@ -194,18 +194,33 @@ def failures(accel, rank, options):
 
 
 def shared_batch(accel, rank, options):
+    """What is said of batches from no stream, in loops of one call and of three; and of those from one, nothing."""
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("accelcore").addHandler(handler)
-    trainer = make(accel, options)
-    trainer((batch(0, 0), True))
-    trainer((batch(0, 1), True))
-    trainer = make(accel, options)
-    for own in trainer.batches([batch(rank, 0)], shard=False):
-        trainer((own, True))
+
+    def three_calls(trainer, rows):
+        with trainer.autocast():
+            loss = loss_of(trainer.forward, (rows, True))
+        trainer.backward(loss)
+        trainer.update()
+
+    said = {}
+    for loop, train in (("one call", lambda trainer, rows: trainer((rows, True))), ("three calls", three_calls)):
+        trainer = make(accel, options, accumulate=2)
+        for number in range(4):
+            train(trainer, batch(0, number))
+        said[loop], records[:] = records[:], []
+        reading, other = make(accel, options), make(accel, options)
+        for rows in reading.evaluate([batch(0, 0), batch(0, 1)]):
+            reading.forward(rows, True)
+        for rows in reading.batches([batch(rank, 0)], shard=False):
+            train(other, rows)  # as the generator beside the critic
+            train(reading, rows)
+        said[f"{loop}, streams"], records[:] = records[:], []
     logging.getLogger("accelcore").removeHandler(handler)
-    return records
+    return said
 
 
 def checkpoints(accel, rank, options, folder):

@@ -182,8 +182,11 @@ def test_a_backward_pass_that_failed_in_a_job_ends_its_training(job):
 
 def test_batches_that_nobody_divides_among_the_ranks_are_told_of_once(job):
     first, second = (found["shared_batch"] for found in job[0])
-    assert len([record for record in first if "through no trainer.batches(loader): unless each rank" in record]) == 1
-    assert not second
+    for loop in ("one call", "three calls"):
+        told = [record for record in first[loop] if "through no trainer.batches(loader): unless each" in record]
+        assert len(told) == 1, loop
+        assert not first[f"{loop}, streams"]
+    assert not any(second.values())
 
 
 def test_a_job_resumes_together_or_not_at_all(job):
