@@ -87,10 +87,18 @@ def run(
         # other restart fails or hangs. With this, each start has a store of its own.
         environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         environ[LAUNCHER] = str(os.getpid())  # which is about to become it
+    if nproc > 1:
+        # Each would take all cores; torch's launcher would give each a single one, and say so at length.
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // nproc)))
     sys.stdout.flush()
     sys.stderr.flush()
     # Not a child: signals, exit code, terminal and process id are the script's own, and nothing is left to clean up.
     os.execve(sys.executable, command, environ)  # noqa: S606
+
+
+def _cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check(script: str, launched: bool) -> None:

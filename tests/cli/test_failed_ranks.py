@@ -14,13 +14,19 @@ from accelcore.failure_report import FailureReport
 REMEDY = "\n  what to do: "
 
 
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    """What torch's launcher says where nobody has set it is among what must not be seen."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
 def run(machine, code, *options):
     """A script on two ranks: what the launcher returned, and what it and its ranks wrote."""
     machine.write("train.py", code)
-    machine.variables["OMP_NUM_THREADS"] = "1"  # else torch's launcher says that it sets it
     done = machine.run("run", "--device", "cpu", "--nproc", "2", *options, "train.py")
     assert "ChildFailedError" not in done.stderr
     assert "torch/distributed/run.py" not in done.stderr
+    assert "OMP_NUM_THREADS" not in done.stderr
     return done.returncode, done.stderr
 
 

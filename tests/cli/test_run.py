@@ -129,6 +129,26 @@ def test_what_the_user_says_of_the_launchers_stores_stands(machine):
     assert json.loads(done.stdout)[2][STORES] == "0"
 
 
+@pytest.mark.parametrize(
+    ("options", "given", "threads"),
+    [
+        (["--nproc", "4"], None, "2"),
+        (["--nproc", "12"], None, "1"),
+        (["--nproc", "4"], "7", "7"),
+        ([], None, None),
+        (["--max-restarts", "1"], None, None),
+    ],
+)
+def test_ranks_share_the_cores_unless_the_user_says_how(machine, monkeypatch, options, given, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        machine.variables["OMP_NUM_THREADS"] = given
+    machine.write("script.py", "")
+    cores = "import os\nos.sched_getaffinity = lambda process: range(11)\n"
+    done = machine.python("-c", cores + PLANNED.format(arguments=["run", *options, "script.py"]))
+    assert json.loads(done.stdout)[2].get("OMP_NUM_THREADS") == threads
+
+
 # Mistakes.
 
 
