@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +28,6 @@ LAUNCHER = "ACCEL_LAUNCHER"
 """The variable in which `accelcore run` leaves its process id: its ranks report, and what they start does not."""
 
 _FILE = "TORCHELASTIC_ERROR_FILE"  # torch's launcher has one for each rank, and reads it when the rank has ended
-_reports = False
 
 
 @dataclass(frozen=True)
@@ -57,26 +56,43 @@ class FailureReport:
         return cls(**{**saved, "because": tuple(saved["because"])})
 
 
-def report_failure() -> None:
-    """Report the error that ends this process, if one does; nothing where it is no rank of `accelcore run`."""
-    global _reports
-    if LAUNCHER not in os.environ or _reports:
-        return
-    _reports, before = True, sys.excepthook
+class _Hook:
+    """What Python calls with the error that ends this process, in place of the hook that was there before."""
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        is_rank = os.environ.get(LAUNCHER) == str(os.getppid())
-        text = "".join(traceback.format_exception(kind, error, trace))
-        because = error.failed if isinstance(error, DistributedError) else ()
-        now, shown = time.time(), not is_rank or _has_to_show(text, because)
+    _judged: BaseException | None = None
+    _report: FailureReport
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.environ.get(LAUNCHER) != str(os.getppid()):  # what a rank has started
+            self._before(kind, error, trace)
+            return
+        first = _Hook._judged is not error  # else another of these stands before it, and calls this one
+        if first:
+            _Hook._judged, _Hook._report = error, _report_of(kind, error, trace)
         # Somebody else's hook may have more to do than to show it.
-        if shown or before is not sys.__excepthook__:
-            before(kind, error, trace)
-        if is_rank and isinstance(error, Exception):  # a KeyboardInterrupt is for the launcher, too
-            message = f"{kind.__name__}: {str(error).partition(chr(10))[0]}"
-            _write(FailureReport(message, now, text, because, shown))
+        if _Hook._report.shown or self._before is not sys.__excepthook__:
+            self._before(kind, error, trace)
+        if first and isinstance(error, Exception):  # a KeyboardInterrupt is for the launcher, too
+            _write(_Hook._report)
 
-    sys.excepthook = hook
+
+def report_failure() -> None:
+    """Report the error that ends this process, if one does; nothing where it is no rank of `accelcore run`.
+
+    Called when a rank starts, and again by `select`: the script may have replaced the hook in between.
+    """
+    if LAUNCHER in os.environ and not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
+
+
+def _report_of(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> FailureReport:
+    text = "".join(traceback.format_exception(kind, error, trace))
+    message = f"{kind.__name__}: {str(error).partition(chr(10))[0]}"
+    because = error.failed if isinstance(error, DistributedError) else ()
+    return FailureReport(message, time.time(), text, because, _has_to_show(text, because))
 
 
 def _has_to_show(text: str, because: tuple[int, ...]) -> bool:

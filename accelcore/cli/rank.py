@@ -2,6 +2,8 @@
 
 Before that it asks Linux to kill this process when the launcher ends. A launcher that ends in order ends its ranks; one
 that is killed outright cannot, and they would train on and hold their devices. Elsewhere than on Linux, they do.
+
+It also puts the folder `at_start` first on PYTHONPATH, for what has to be done in the rank before the script begins.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ def main() -> NoReturn:
     """The arguments are the launcher's process id, and what follows `python`."""
     launcher, *arguments = sys.argv[1:]
     _end_with(int(launcher))
+    at_start = os.path.join(os.path.dirname(os.path.abspath(__file__)), "at_start")
+    path = os.pathsep.join(filter(None, (at_start, os.environ.get("PYTHONPATH"))))
     # Unbuffered, as torch's launcher starts Python: what a rank printed is seen even if it is killed.
-    os.execv(sys.executable, [sys.executable, "-u", *arguments])  # noqa: S606
+    os.execve(sys.executable, [sys.executable, "-u", *arguments], {**os.environ, "PYTHONPATH": path})  # noqa: S606
 
 
 def _end_with(parent: int) -> None:

@@ -65,6 +65,51 @@ def test_ranks_that_fail_alike_are_heard_once(machine):
     )
 
 
+@pytest.mark.parametrize(
+    ("code", "shown", "sentence"),
+    [
+        ("import not_installed", "ModuleNotFoundError: No module named 'not_installed'", "No module named 'not_inst"),
+        ("if True print()", "SyntaxError: ", "SyntaxError: "),
+    ],
+)
+def test_ranks_that_fail_before_they_use_accelcore_are_heard_once(machine, code, shown, sentence):
+    code, said = run(machine, code)
+    assert code == 1
+    assert said.count(shown) == 2, said  # once above, and in the sentence
+    assert said.count('train.py", line 1') == 1
+    assert sentence in said.splitlines()[-2]
+    assert said.splitlines()[-2].startswith("accelcore: the job ended because rank")
+
+
+def test_a_rank_has_the_machines_own_sitecustomize_and_hands_on_its_environment_as_it_was(machine):
+    machine.module("sitecustomize", "import sys\nsys.customized = sys.modules[__name__].__file__")
+    code, said = run(
+        machine,
+        "import os, subprocess, sys\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    tell = 'import sys; print(sys.customized, sys.path[1:], sys.excepthook is sys.__excepthook__)'\n"
+        "    child = subprocess.run([sys.executable, '-c', tell], capture_output=True, text=True).stdout\n"
+        "    assert child.split(maxsplit=1)[0] == sys.customized == sys.modules['sitecustomize'].__file__\n"
+        "    assert child.rstrip().endswith(f'{sys.path[1:]} True'), (child, sys.path)\n"
+        "    assert not any('at_start' in value for value in [*os.environ.values(), *sys.path])\n",
+    )
+    assert (code, said) == (0, "")
+
+
+def test_a_hook_of_the_scripts_own_is_called_and_the_rank_reports(machine):
+    """One that replaces ours before the backend is chosen, and calls none."""
+    code, said = run(
+        machine,
+        "import sys, os, signal\n"
+        "if os.environ['RANK'] == '1': signal.pause()\n"
+        "sys.excepthook = lambda kind, error, trace: print('own hook', file=sys.stderr)\n"
+        "import accelcore\n"
+        "accelcore.select('nothing')\n",
+    )
+    assert code == 1
+    assert said.startswith("own hook\naccelcore: the job ended because rank 0 failed with exit code 1: UnknownBackend")
+
+
 def test_what_a_rank_starts_is_heard_itself(machine):
     """It has the rank's environment, and its failure is no rank's."""
     child = "import accelcore; accelcore.select('nothing')"
