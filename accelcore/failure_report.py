@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from accelcore.causes import causes
 from accelcore.errors import DistributedError
 
 __all__ = ["LAUNCHER", "FailureReport", "report_failure"]
@@ -91,7 +92,8 @@ def report_failure() -> None:
 def _report_of(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> FailureReport:
     text = "".join(traceback.format_exception(kind, error, trace))
     message = f"{kind.__name__}: {str(error).partition(chr(10))[0]}"
-    because = error.failed if isinstance(error, DistributedError) else ()
+    failed = (cause.failed for cause in causes(error) if isinstance(cause, DistributedError))
+    because = next(filter(None, failed), ())
     return FailureReport(message, time.time(), text, because, _has_to_show(text, because))
 
 

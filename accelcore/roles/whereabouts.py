@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.distributed import DistError
 
+from accelcore.causes import causes
 from accelcore.errors import DistributedError
 from accelcore.roles.notes import BEAT, Note, Notes, ranks
 
@@ -19,7 +20,10 @@ __all__ = ["Whereabouts"]
 _SILENT = 3.0
 """Seconds without a note after which a rank is taken for ended."""
 
-_LOST = re.compile(r"\.cc:\d+\] .*(timed out|closed|reset|refused|broken pipe)|monitoredBarrier", re.IGNORECASE)
+_LOST = re.compile(
+    r"\.cc:\d+\] .*(timed out|closed|reset|refused|broken pipe)|timeout caused pair closure|monitoredBarrier",
+    re.IGNORECASE,
+)
 """What the error of a collective says where ranks have lost each other and torch has no class for it."""
 
 _NAMED = 4
@@ -83,8 +87,10 @@ class Whereabouts:
         if self._explained:
             return None
         self._explained, explained = True, None
-        if isinstance(error, DistError) or (isinstance(error, RuntimeError) and _LOST.search(str(error))):
-            explained = self._blame(str(error).strip().split("\n", 1)[0])
+        # Whatever a script makes of it; SystemExit is for the launcher, and KeyboardInterrupt for the user.
+        lost = next(filter(_is_loss, causes(error)), None) if isinstance(error, Exception) else None
+        if lost is not None:
+            explained = self._blame(str(lost).strip().split("\n", 1)[0])
         lines = str(explained or error).splitlines()
         self._notes.failed = f"{type(explained or error).__name__}: {lines[0] if lines else ''}"
         with suppress(RuntimeError):  # the store is gone, and with it whoever would read this
@@ -149,6 +155,11 @@ class Whereabouts:
             failed = any(notes[rank].failed for rank in ended)
             if failed or not silent or time.monotonic() > deadline:
                 return notes, silent
+
+
+def _is_loss(error: BaseException) -> bool:
+    """Whether a collective has failed because ranks have lost each other."""
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and bool(_LOST.search(str(error))))
 
 
 def _those(notes: Mapping[int, Note], condition: Callable[[Note], bool]) -> list[int]:

@@ -48,6 +48,51 @@ def test_a_rank_that_raises_is_heard_once_and_first_and_those_that_it_takes_alon
     assert all(line.startswith("[rank1]: ") for line in traceback), said
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        (
+            "with accelcore.select().distributed() as job:\n"
+            "    if job.rank == 1: raise ValueError('rank 1 gives up')\n"
+            "    try: job.all_reduce(torch.ones(1))\n"
+            "    except RuntimeError as error: raise KeyError('the sum') from error\n"
+        ),
+        (
+            "try:\n"
+            "    with accelcore.select().distributed() as job:\n"
+            "        if job.rank == 1: raise ValueError('rank 1 gives up')\n"
+            "        job.all_reduce(torch.ones(1))\n"
+            "except accelcore.DistributedError as error: raise KeyError('the job') from error\n"
+        ),
+        (
+            "with accelcore.select().distributed() as job:\n"
+            "    if job.rank == 1: raise ValueError('rank 1 gives up')\n"
+            "    try: job.all_reduce(torch.ones(1))\n"
+            "    finally: {}['in the handling of it']\n"
+        ),
+    ],
+    ids=["inside the job", "around it", "in the handling of it"],
+)
+def test_an_error_that_is_raised_from_a_collectives_is_not_heard_either(machine, code):
+    code, said = run(machine, f"import torch, accelcore\n{code}")
+    assert code == 1
+    assert said.count("Traceback") == 1, said
+    assert said.splitlines()[-2].endswith("because rank 1 failed with exit code 1: ValueError: rank 1 gives up")
+
+
+def test_a_script_that_ends_itself_when_a_collective_fails_has_its_exit_code(machine):
+    code, said = run(
+        machine,
+        "import sys, torch, accelcore\n"
+        "with accelcore.select().distributed() as job:\n"
+        "    if job.rank == 1: sys.exit(8)\n"
+        "    try: job.all_reduce(torch.ones(1))\n"
+        "    except RuntimeError: sys.exit(7)\n",
+    )
+    assert code in (7, 8)
+    assert "Traceback" not in said
+
+
 def test_ranks_that_fail_alike_are_heard_once(machine):
     os.mkfifo(machine.folder / "meeting")
     code, said = run(

@@ -18,11 +18,11 @@ import accelcore
 def loads(rank: int, step: int) -> torch.Tensor:
     """A batch; in its third step rank 1 has a problem with its data."""
     if rank == 1 and step == 3:
-        if sys.argv[1] == "waits":
+        if sys.argv[1].startswith("waits"):
             threading.Event().wait()
         if sys.argv[1] == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if sys.argv[1] == "fails":
+        if sys.argv[1].startswith("fails"):
             raise ValueError("a row is bad")
     return torch.ones(2, 3)
 
@@ -36,7 +36,17 @@ def main() -> None:
         trainer = accel.trainer(model, optimizer, loss=lambda model, rows: model(rows).sum(), parallel="combine_ddp")
         steps = 2 if sys.argv[1] == "stops early" and job.rank == 1 else 4
         for step in range(1, steps + 1):
-            trainer(loads(job.rank, step))
+            rows = loads(job.rank, step)
+            try:
+                trainer(rows)
+            except RuntimeError as error:
+                if sys.argv[1] == "waits, and is asked again":
+                    break
+                if sys.argv[1] == "fails, and that is wrapped":
+                    raise KeyError("the step") from error
+                raise
+        if sys.argv[1] == "waits, and is asked again":
+            job.all_reduce(torch.ones(1))
         if sys.argv[1] == "saves alone" and job.rank == 0:
             trainer.save(sys.argv[2])
         if sys.argv[1] == "another collective":

@@ -17,7 +17,7 @@ def run(fork_ranks, tmp_path):
         """What the ranks of a job of two wrote to stderr, and their exit codes; rank 1 may never end."""
         ranks = fork_ranks(SCRIPT, way, tmp_path, **environ)
         ended = [ranks[0].finish(60)]
-        if way == "waits":
+        if way.startswith("waits"):
             ranks[1].kill()
         ended.append(ranks[1].finish(60))
         return [one.stderr for one in ended], [one.returncode for one in ended]
@@ -41,6 +41,13 @@ def test_who_did_not_come_in_time_is_named_with_step_collective_and_line(run):
     assert "The above exception was the direct cause" in first
 
 
+def test_who_did_not_come_is_named_also_when_gloo_has_given_up_before(run):
+    (first, _), codes = run("waits, and is asked again")
+    assert codes == [1, -signal.SIGKILL]
+    assert final(first).startswith("rank 1 of this job did not join a collective that others wait in\n")
+    assert "Application timeout caused pair closure" in first
+
+
 def test_a_rank_that_was_killed_is_named_in_seconds(run):
     (first, _), codes = run("is killed")
     assert codes == [1, -signal.SIGKILL]
@@ -50,8 +57,9 @@ def test_a_rank_that_was_killed_is_named_in_seconds(run):
     assert "rank 0 is in step 3" in said
 
 
-def test_where_a_rank_fails_the_others_say_what_failed(run):
-    (first, second), codes = run("fails")
+@pytest.mark.parametrize("way", ["fails", "fails, and that is wrapped"])
+def test_where_a_rank_fails_the_others_say_what_failed(run, way):
+    (first, second), codes = run(way)
     assert codes == [1, 1]
     assert second.rstrip().endswith("ValueError: a row is bad")
     assert "DistributedError" not in second
