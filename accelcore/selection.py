@@ -25,7 +25,7 @@ from accelcore.errors import (
     UnknownBackendError,
 )
 from accelcore.failure_report import report_failure
-from accelcore.installation import how_to_install
+from accelcore.installation import how_to_install, own_plugins
 from accelcore.launchers import read_launch
 from accelcore.plugins import Candidate
 from accelcore.probe import Probe
@@ -192,13 +192,11 @@ def _admit(
 ) -> Found:
     """The device, where its plugin says that it can be had."""
     if candidate is None:
-        near = get_close_matches(choice.name, {entry.name for entry in declared(plugins.BACKENDS)}, n=1)
         raise UnknownBackendError(
             f"{request}: there is no backend {choice.name!r}",
             why="no installed plugin offers that name",
             available=others(),
-            remedy=(f"did you mean {near[0]!r}? Else " if near else "")
-            + "install the package that brings it (the README lists accelcore's own), or choose another",
+            remedy=_how_to_have(choice.name),
         )
     probe = candidate.probe
     if candidate.error is not None:
@@ -251,6 +249,19 @@ def _index(choice: Choice, probe: Probe, place: _Place | None, request: str) -> 
         if by_rank
         else "choose one of those",
     )
+
+
+def _how_to_have(name: str) -> str:
+    """What to do where no installed plugin offers a backend of this name."""
+    own, offered = own_plugins(), {entry.name for entry in declared(plugins.BACKENDS)}
+    if name in own:
+        return f"{how_to_install(own[name])}; or choose another"
+    advice = "install the package that brings it (the README lists accelcore's own), or choose another"
+    near = get_close_matches(name, offered | own.keys(), n=1)
+    if not near:
+        return advice
+    needs = "" if near[0] in offered else f" Then {how_to_install(own[near[0]])}."
+    return f"did you mean {near[0]!r}?{needs} Else {advice}"
 
 
 def _usable() -> str:
