@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from accelcore.causes import causes
 from accelcore.errors import DistributedError
@@ -29,6 +29,7 @@ LAUNCHER = "ACCEL_LAUNCHER"
 """The variable in which `accelcore run` leaves its process id: its ranks report, and what they start does not."""
 
 _FILE = "TORCHELASTIC_ERROR_FILE"  # torch's launcher has one for each rank, and reads it when the rank has ended
+_done: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,17 @@ class _Hook:
             _write(_Hook._report)
 
 
-def report_failure() -> None:
+def report_failure(at: Literal["start", "select"]) -> None:
     """Report the error that ends this process, if one does; nothing where it is no rank of `accelcore run`.
 
-    Called when a rank starts, and again by `select`: the script may have replaced the hook in between.
+    Args:
+        at: when the process starts, or when its script first selects a backend: it may have replaced the hook in
+            between. Each is done once, for what is put around the hook later may turn one error into another.
     """
-    if LAUNCHER in os.environ and not isinstance(sys.excepthook, _Hook):
+    if LAUNCHER not in os.environ or at in _done:
+        return
+    _done.add(at)
+    if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
 
 

@@ -104,7 +104,7 @@ def select(device: str | None = None, *, local_rank: int | None = None) -> Backe
             imported.
         PluginError: the plugin asked for is broken; its own error is the cause.
     """
-    report_failure()
+    report_failure("select")
     if local_rank is not None and (type(local_rank) is not int or local_rank < 0):
         raise ConfigurationError(
             f"local_rank={local_rank!r} is no rank", remedy="give this rank's number on its host, counted from 0"

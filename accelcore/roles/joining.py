@@ -5,8 +5,12 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,7 +28,23 @@ def join(membership: AbstractContextManager[Collectives]) -> Collectives:
     """Enter a job now, and leave it at exit."""
     job = membership.__enter__()
     atexit.register(_leave, membership, job)
+    sys.excepthook = partial(_explain, job, sys.excepthook)
     return job
+
+
+def _explain(
+    job: Collectives,
+    before: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Show of an error that ends the script which rank was missing, where that is why."""
+    explained = job.explain(error)
+    if explained is not None:
+        explained.__cause__ = error
+        kind, error, trace = type(explained), explained, None
+    before(kind, error, trace)
 
 
 def _leave(membership: AbstractContextManager[Collectives], job: Collectives) -> None:

@@ -80,6 +80,22 @@ def test_an_error_that_is_raised_from_a_collectives_is_not_heard_either(machine,
     assert said.splitlines()[-2].endswith("because rank 1 failed with exit code 1: ValueError: rank 1 gives up")
 
 
+def test_a_rank_that_loses_another_in_a_job_that_it_has_joined_is_not_heard_either(machine):
+    """Nor does it say at exit, once more, who has failed."""
+    code, said = run(
+        machine,
+        "import torch, accelcore\n"
+        "job = accelcore.select().join()\n"
+        "accelcore.select()\n"
+        "if job.rank == 1: raise ValueError('rank 1 gives up')\n"
+        "job.all_reduce(torch.ones(1))\n",
+    )
+    *traceback, sentence, _ = said.splitlines()
+    assert code == 1
+    assert sentence.endswith("because rank 1 failed with exit code 1: ValueError: rank 1 gives up")
+    assert all(line.startswith("[rank1]: ") for line in traceback), said
+
+
 def test_a_script_that_ends_itself_when_a_collective_fails_has_its_exit_code(machine):
     code, said = run(
         machine,

@@ -24,7 +24,7 @@ def main() -> None:
         os.environ["PYTHONPATH"] = path
     else:
         del os.environ["PYTHONPATH"]
-    report_failure()
+    report_failure("start")
     own = PathFinder.find_spec(__name__, sys.path)
     if own is not None and own.loader is not None:
         module = sys.modules[__name__] = module_from_spec(own)
