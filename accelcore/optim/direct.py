@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inspect import unwrap
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -13,75 +13,84 @@ from torch.optim import Optimizer, optimizer
 
 from accelcore.optim.fused import KERNELS
 from accelcore.optim.fused_kernels import FusedKernel
-from accelcore.optim.stepping import step_scaled
-from accelcore.roles.scaled_gradients import Steppable
 
-__all__ = ["directly"]
+__all__ = ["Direct"]
+
+_TORCHS = tuple(f"{folder}/" for folder in torch.optim.__path__)
 
 
-class _Direct:
-    """Steps an optimizer of torch's that was made with `fused=True`, as its own `step` would.
+class Direct:
+    """Has an optimizer of torch's that was made with `fused=True` stepped as its own `step` would, in less time.
 
     What torch does around the kernel takes as long as the kernel, where parameters are small: it looks at each one
     again and again, labels profiles and runs hooks. Groups, options and state are the optimizer's own, so that its
     owner may change, save and step it at any time. Its `step` is called wherever that may do anything else: there are
-    hooks, a profiler wants its labels, or `step` was replaced.
+    hooks, a profiler wants its labels, `step` was replaced, or a scheduler waits to see it called.
 
-    Attributes:
-        grad_scale, found_inf: set by a scaler for one step, as on torch's.
+    Args:
+        optimizer: one that `of` takes.
+        kernel: that of its class.
     """
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
 
     def __init__(self, optimizer: Optimizer, kernel: FusedKernel) -> None:
         self._optimizer, self._kernel = optimizer, kernel
-        self._step_of_class = type(optimizer).step
+        self._class_step = type(optimizer).step
+        self._seen: object = None  # the wrapper of a scheduler that has seen a step
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer."""
-        return self._optimizer.param_groups
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Direct | None:
+        """What steps this optimizer in less time; None where nothing does."""
+        kernel = KERNELS.get(type(optimizer))
+        if kernel is None or not _is_torchs(type(optimizer).step):
+            return None
+        tensors = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        plain = all(type(tensor) in (Tensor, Parameter) and tensor.is_floating_point() for tensor in tensors)
+        return cls(optimizer, kernel()) if plain else None
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        return bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
-
-    def step(self) -> None:
-        """Update every parameter that has a gradient."""
-        stepped: Any = self._optimizer
-        if self._does_more():
-            step_scaled(stepped, self.found_inf, self.grad_scale)
+    def __call__(self, step: Callable[[], None]) -> None:
+        """Call `step`, which calls the optimizer's once, or not, as a scaler does."""
+        given: Any = self._optimizer
+        own = vars(given).get("step")
+        if self._does_more(own):
+            step()
+            self._seen = own if _only_notes_calls(own, self._class_step) else None
             return
-        with torch.no_grad():
-            self._kernel.update(stepped, self.found_inf, self.grad_scale)
-        stepped._opt_called = True  # what a scheduler of torch's warns without
+        given.step = self._update
+        try:
+            step()
+        finally:
+            if own is None:
+                del given.step
+            else:
+                given.step = own
 
-    def _does_more(self) -> bool:
-        """Whether the optimizer's own `step` would do anything beside the update by its fused kernel."""
-        stepped: Any = self._optimizer
-        step = self._step_of_class
-        own = vars(stepped).get("step", step)
+    def _update(self) -> None:
+        given: Any = self._optimizer
+        with torch.no_grad():
+            self._kernel.update(given, getattr(given, "found_inf", None), getattr(given, "grad_scale", None))
+
+    def _does_more(self, own: object) -> bool:
+        """Whether `step`, the class's or the optimizer's own, does anything beside the update by the kernel."""
+        given: Any = self._optimizer
         return bool(
-            type(stepped).step is not step
-            or not (own is step or _only_notes_calls(own, step))
-            or stepped._optimizer_step_pre_hooks
-            or stepped._optimizer_step_post_hooks
+            own is not self._seen
+            or type(given).step is not self._class_step
+            or given._optimizer_step_pre_hooks
+            or given._optimizer_step_post_hooks
             or optimizer._global_optimizer_pre_hooks
             or optimizer._global_optimizer_post_hooks
             or torch._C._autograd._profiler_enabled()
-            or not all(map(_by_kernel, stepped.param_groups))
+            or not all(map(_by_kernel, given.param_groups))
         )
 
 
-def directly(optimizer: Optimizer) -> Steppable:
-    """What steps `optimizer` in the shortest way: itself, unless its fused kernel can be called without its `step`."""
-    kernel = KERNELS.get(type(optimizer))
-    if kernel is None or not unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
-        return optimizer
-    tensors = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    plain = all(type(tensor) in (Tensor, Parameter) and tensor.is_floating_point() for tensor in tensors)
-    return _Direct(optimizer, kernel()) if plain else optimizer
+def _is_torchs(step: Any) -> bool:
+    """Whether a step, and all that it is wrapped in, is torch's."""
+    while step is not None:
+        if not step.__code__.co_filename.startswith(_TORCHS):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return True
 
 
 def _only_notes_calls(step: Any, wrapped: Any) -> bool:

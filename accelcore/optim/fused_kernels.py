@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ Entry = dict[str, Any]
 
 class FusedKernel(ABC):
     """One of torch's fused kernels, called for all parameters of an optimizer that has its options and state."""
+
+    counts: ClassVar[bool] = True
+    """Whether the state holds the number of updates."""
 
     def __init__(self) -> None:
         self._ones: dict[torch.device, Tensor] = {}
@@ -44,53 +47,72 @@ class FusedKernel(ABC):
                 if True in [gradient.is_sparse for gradient in gradients]:
                     raise TrainingError(
                         "a gradient is sparse, and the fused kernel would take its memory for a dense one",
-                        remedy='make the optimizer by route="loop", or the embedding with sparse=False',
+                        remedy="make the embedding with sparse=False; or have torch's loop or foreach update it",
                     )
                 gradients = _as_laid(tensors, gradients)
-                entries = []
+                entries: list[Entry] = []
                 if self.keeps_state(group):
-                    entries = [state[tensor] or self.begin(state[tensor], tensor, group) for tensor in tensors]
-                self.launch(group, tensors, gradients, entries, scaling)
+                    entries = [state[tensor] or self._begin(state[tensor], tensor, group) for tensor in tensors]
+                steps = [entry["step"] for entry in entries] if self.counts else []
+                one = self._one(tensors[0].device) if found_inf is None else 1 - found_inf
+                _add(steps, one)
+                try:
+                    self.launch(group, tensors, gradients, entries, steps, **scaling)
+                except Exception:
+                    _add(steps, -one)
+                    raise
 
     def keeps_state(self, group: dict[str, Any]) -> bool:
         """Whether there is state of this group's tensors."""
         return True
 
     @abstractmethod
-    def begin(self, entry: Entry, tensor: Tensor, group: dict[str, Any]) -> Entry:
-        """Fill in the state of a tensor that has its first gradient."""
+    def begin(self, tensor: Tensor, group: dict[str, Any]) -> Entry:
+        """The state of a tensor that has its first gradient."""
 
     @abstractmethod
     def launch(
-        self, group: dict[str, Any], tensors: list[Tensor], gradients: list[Tensor], entries: list[Entry], scaling: Any
+        self,
+        group: dict[str, Any],
+        tensors: list[Tensor],
+        gradients: list[Tensor],
+        entries: list[Entry],
+        steps: list[Tensor],
+        **scaling: Tensor | None,
     ) -> None:
-        """Call the kernel for tensors of one device and dtype; `entries`: their state, where any is kept."""
+        """Call the kernel for tensors of one device and dtype.
 
-    def counted(self, entries: list[Entry], found_inf: Tensor | None) -> list[Tensor]:
-        """The numbers of steps, this one included where it is not skipped."""
-        steps: list[Tensor] = [entry["step"] for entry in entries]
-        device = steps[0].device
+        Args:
+            entries: their state, where any is kept.
+            steps: the numbers of their updates, this one included, where they are counted.
+            scaling: `found_inf` and `grad_scale`.
+        """
+
+    def _begin(self, entry: Entry, tensor: Tensor, group: dict[str, Any]) -> Entry:
+        entry.update(self.begin(tensor, group))  # all of it, or none: memory may run out
+        return entry
+
+    def _one(self, device: torch.device) -> Tensor:
         if device not in self._ones:  # a number would be made a tensor again and again
             self._ones[device] = torch.ones((), device=device)
-        one = self._ones[device] if found_inf is None else 1 - found_inf
-        if len(steps) == 1:  # a list of one is slower than the one
-            steps[0].add_(one)
-        else:
-            torch._foreach_add_(steps, [one] * len(steps))
-        return steps
+        return self._ones[device]
 
 
 class AdamKernel(FusedKernel):
     """That of Adam and AdamW."""
 
-    def begin(self, entry: Entry, tensor: Tensor, group: dict[str, Any]) -> Entry:
-        entry["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
-        for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
-            entry[key] = torch.zeros_like(tensor)
-        return entry
+    def begin(self, tensor: Tensor, group: dict[str, Any]) -> Entry:
+        keys = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+        return {"step": _zero(tensor), **{key: torch.zeros_like(tensor) for key in keys}}
 
     def launch(
-        self, group: dict[str, Any], tensors: list[Tensor], gradients: list[Tensor], entries: list[Entry], scaling: Any
+        self,
+        group: dict[str, Any],
+        tensors: list[Tensor],
+        gradients: list[Tensor],
+        entries: list[Entry],
+        steps: list[Tensor],
+        **scaling: Tensor | None,
     ) -> None:
         beta1, beta2 = group["betas"]
         (torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_)(
@@ -99,7 +121,7 @@ class AdamKernel(FusedKernel):
             [entry["exp_avg"] for entry in entries],
             [entry["exp_avg_sq"] for entry in entries],
             [entry["max_exp_avg_sq"] for entry in entries] if group["amsgrad"] else [],
-            self.counted(entries, scaling["found_inf"]),
+            steps,
             lr=_there(group["lr"], tensors[0]),
             beta1=_number(beta1),
             beta2=_number(beta2),
@@ -114,19 +136,23 @@ class AdamKernel(FusedKernel):
 class AdagradKernel(FusedKernel):
     """That of Adagrad."""
 
-    def begin(self, entry: Entry, tensor: Tensor, group: dict[str, Any]) -> Entry:
-        entry["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
-        entry["sum"] = torch.full_like(tensor, group["initial_accumulator_value"])
-        return entry
+    def begin(self, tensor: Tensor, group: dict[str, Any]) -> Entry:
+        return {"step": _zero(tensor), "sum": torch.full_like(tensor, group["initial_accumulator_value"])}
 
     def launch(
-        self, group: dict[str, Any], tensors: list[Tensor], gradients: list[Tensor], entries: list[Entry], scaling: Any
+        self,
+        group: dict[str, Any],
+        tensors: list[Tensor],
+        gradients: list[Tensor],
+        entries: list[Entry],
+        steps: list[Tensor],
+        **scaling: Tensor | None,
     ) -> None:
         torch._fused_adagrad_(
             tensors,
             gradients,
             [entry["sum"] for entry in entries],
-            self.counted(entries, scaling["found_inf"]),
+            steps,
             lr=_there(group["lr"], tensors[0]),
             lr_decay=group["lr_decay"],
             weight_decay=group["weight_decay"],
@@ -139,19 +165,26 @@ class AdagradKernel(FusedKernel):
 class SGDKernel(FusedKernel):
     """That of SGD."""
 
+    counts = False
+
     def keeps_state(self, group: dict[str, Any]) -> bool:
         return bool(group["momentum"])
 
-    def begin(self, entry: Entry, tensor: Tensor, group: dict[str, Any]) -> Entry:
-        entry["momentum_buffer"] = torch.zeros_like(tensor)
-        return entry
+    def begin(self, tensor: Tensor, group: dict[str, Any]) -> Entry:
+        return {"momentum_buffer": torch.zeros_like(tensor)}
 
     def launch(
-        self, group: dict[str, Any], tensors: list[Tensor], gradients: list[Tensor], entries: list[Entry], scaling: Any
+        self,
+        group: dict[str, Any],
+        tensors: list[Tensor],
+        gradients: list[Tensor],
+        entries: list[Entry],
+        steps: list[Tensor],
+        **scaling: Tensor | None,
     ) -> None:
         for entry, tensor in zip(entries, tensors, strict=bool(entries)):
-            if entry["momentum_buffer"] is None:  # as it was saved where there was no momentum
-                self.begin(entry, tensor, group)
+            if entry.get("momentum_buffer") is None:  # as it was saved where there was no momentum
+                entry.update(self.begin(tensor, group))
         torch._fused_sgd_(
             tensors,
             gradients,
@@ -187,8 +220,20 @@ def _as_laid(tensors: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
     ]
 
 
+def _zero(tensor: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=tensor.device)
+
+
+def _add(steps: list[Tensor], number: Tensor) -> None:
+    if len(steps) == 1:  # a list of one is slower than the one
+        steps[0].add_(number)
+    elif steps:
+        torch._foreach_add_(steps, [number] * len(steps))
+
+
 def _there(lr: float | Tensor, tensor: Tensor) -> Any:
-    return lr.to(tensor.device, non_blocking=True) if isinstance(lr, Tensor) else lr
+    """The rate for a kernel, which reads one that is on the host by itself."""
+    return lr.to(tensor.device, non_blocking=True) if isinstance(lr, Tensor) and not lr.is_cpu else lr
 
 
 def _number(beta: float | Tensor) -> float:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from torch import Tensor
-
 __all__ = ["alike", "merged"]
 
 _NAMES = ("params", "param_names", "initial_lr")
@@ -18,12 +16,12 @@ def alike(groups: Sequence[dict[str, Any]]) -> list[int]:
     """For each group, the number of the first with equal options, its own if there is none before it.
 
     An update that looks at no group as a whole gives the same result for two such groups as for one of both. Options
-    that are tensors are equal where they are the same tensor.
+    that are no numbers, words or tuples of these, such as tensors, are equal where they are the same object.
     """
     known: list[tuple[int, dict[str, Any]]] = []
     firsts = []
     for number, group in enumerate(groups):
-        options = {key: id(v) if isinstance(v, Tensor) else v for key, v in group.items() if key not in _NAMES}
+        options = {key: _comparable(value) for key, value in group.items() if key not in _NAMES}
         first = next((first for first, known_options in known if known_options == options), None)
         if first is None:
             known.append((first := number, options))
@@ -41,3 +39,9 @@ def merged(groups: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     return [
         {**same[0], "params": list(chain.from_iterable(group["params"] for group in same))} for same in members.values()
     ]
+
+
+def _comparable(value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple(map(_comparable, value))
+    return value if value is None or isinstance(value, int | float | str) else id(value)

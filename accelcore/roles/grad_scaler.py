@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.roles.loss_scale import LossScale
 from accelcore.roles.loss_scaler import Agree, LossScaler, SkippingOptimizer, refuse_closure
 from accelcore.roles.overflow_streak import OverflowStreak
-from accelcore.roles.scaled_gradients import FindBad, Steppable, by_dtype, first_not_finite, gradients_of, refuse_fp16
+from accelcore.roles.scaled_gradients import FindBad, by_dtype, first_not_finite, gradients_of, refuse_fp16
 from accelcore.roles.scaler_state import VERSION, as_torch_writes, is_static
 
 __all__ = ["GradScaler"]
@@ -40,7 +41,7 @@ class _Stage(Enum):
 class _Progress:
     """How far an optimizer is in this step; `known`: whether it overflowed, where the host has read that."""
 
-    optimizer: Steppable | None  # None: gradients that were transferred
+    optimizer: Optimizer | None  # None: gradients that were transferred
     found: Tensor
     had_gradients: bool
     stage: _Stage = _Stage.SCALED
@@ -77,7 +78,7 @@ class GradScaler(LossScaler):
         return loss * self._scale
 
     def unscale_(
-        self, optimizer: Steppable, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
     ) -> None:
         stage = self._stage(optimizer)
         if stage is not _Stage.SCALED:
@@ -86,7 +87,7 @@ class GradScaler(LossScaler):
         self._look(optimizer, gradients, self._scale.double().reciprocal().float(), agree)
         self._progress[id(optimizer)].stage = _Stage.UNSCALED
 
-    def step(self, optimizer: Steppable, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
         refuse_closure(gradients)
         stage = self._stage(optimizer)
         if stage is _Stage.STEPPED:
@@ -214,12 +215,12 @@ class GradScaler(LossScaler):
     def skipped(self) -> int:
         return int(self._skipped.item())
 
-    def _stage(self, optimizer: Steppable) -> _Stage:
+    def _stage(self, optimizer: Optimizer) -> _Stage:
         progress = self._progress.get(id(optimizer))
         return _Stage.SCALED if progress is None else progress.stage
 
     def _look(
-        self, optimizer: Steppable, gradients: Sequence[Tensor] | None, multiplier: Tensor, agree: Agree | None
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None, multiplier: Tensor, agree: Agree | None
     ) -> None:
         given = gradients_of(optimizer) if gradients is None else gradients
         found = self.check(given, multiplier)

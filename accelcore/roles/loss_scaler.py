@@ -8,9 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, TrainingError
-from accelcore.roles.scaled_gradients import FindBad, Steppable, by_dtype, gradients_of, refuse_fp16
+from accelcore.roles.scaled_gradients import FindBad, by_dtype, gradients_of, refuse_fp16
 from accelcore.roles.scaler_state import VERSION, is_static, static_scale
 
 __all__ = ["Agree", "LossScaler", "NoScaler", "SkippingOptimizer", "StaticScaler", "refuse_closure"]
@@ -53,12 +54,12 @@ class LossScaler(ABC):
 
     @abstractmethod
     def unscale_(
-        self, optimizer: Steppable, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
     ) -> None:
         """Divide the gradients by the scale in place; needed before gradients are clipped or read."""
 
     @abstractmethod
-    def step(self, optimizer: Steppable, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
         """Update the parameters with unscaled gradients, unless a gradient overflowed."""
 
     @abstractmethod
@@ -117,11 +118,11 @@ class NoScaler(LossScaler):
         return loss
 
     def unscale_(
-        self, optimizer: Steppable, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
     ) -> None:
         pass
 
-    def step(self, optimizer: Steppable, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
         refuse_closure(gradients)
         optimizer.step()
 
@@ -153,7 +154,7 @@ class StaticScaler(NoScaler):
         return loss * self._scale
 
     def unscale_(
-        self, optimizer: Steppable, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
     ) -> None:
         if id(optimizer) in self._unscaled:
             raise TrainingError("unscale_ was called twice for one optimizer since the last update")
@@ -164,7 +165,7 @@ class StaticScaler(NoScaler):
         for members in given.values():
             torch._foreach_mul_(members, self._inverse(members[0]))  # type: ignore[call-overload]
 
-    def step(self, optimizer: Steppable, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
         refuse_closure(gradients)
         if id(optimizer) not in self._unscaled:
             self.unscale_(optimizer, gradients)

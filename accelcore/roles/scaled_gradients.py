@@ -4,31 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from accelcore.errors import TrainingError
 
-__all__ = ["FindBad", "Steppable", "by_dtype", "first_not_finite", "gradients_of", "is_finite", "refuse_fp16"]
+__all__ = ["FindBad", "by_dtype", "first_not_finite", "gradients_of", "is_finite", "refuse_fp16"]
 
 # Looked at in every step, of every gradient: without a frame of Python's for each.
 _DTYPE, _IS_SPARSE = attrgetter("dtype"), attrgetter("is_sparse")
 
 
-class Steppable(Protocol):
-    """What a scaler asks of an optimizer: torch's, and what steps one in its place."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameters, with their options."""
-
-    def step(self) -> object:
-        """Update every parameter that has a gradient."""
-
-
-def gradients_of(optimizer: Steppable) -> list[Tensor]:
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """The gradients of an optimizer's parameters, as dense tensors."""
     groups = optimizer.param_groups
     found = [gradient for group in groups for p in group["params"] if (gradient := p.grad) is not None]
@@ -57,7 +47,7 @@ def refuse_fp16(dtypes: Iterable[torch.dtype]) -> None:
         )
 
 
-def first_not_finite(optimizers: Iterable[Steppable]) -> str | None:
+def first_not_finite(optimizers: Iterable[Optimizer]) -> str | None:
     """The name, or place, of the first parameter whose gradient has an inf or NaN in it. Waits for the device."""
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):

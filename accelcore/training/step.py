@@ -12,7 +12,8 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 from accelcore.nested import detached
-from accelcore.optim.direct import directly
+from accelcore.optim.beginnings import Beginnings
+from accelcore.optim.direct import Direct
 from accelcore.optim.optimizer import Optimizer as LateBound
 from accelcore.roles.scaler import LossScaler
 from accelcore.training.captured import CapturedStep
@@ -54,7 +55,7 @@ class Step:
         self._judge: Callable[[Tensor], None] | None = plan.contexts.judge
         self._exposes = not isinstance(plan.optimizer, LateBound)  # others know nothing of slots
         # What is captured is torch's own step, which refuses what a graph would bake in.
-        self._stepped = directly(plan.optimizer) if plan.captured is None else plan.optimizer
+        self._direct = Direct.of(plan.optimizer) if plan.captured is None else None
         self._binding = getattr(plan.optimizer, "binding", None)
         self._world_size = plan.backend.collectives.world_size
         self.overwrites = plan.compiled is not None and plan.compiled.overwrites
@@ -206,16 +207,23 @@ class Step:
             gradients.expose()
         self._norm = None
         if self._reads_gradients:
-            scaler.unscale_(self._stepped, buffers, self._strategy.agree)
+            scaler.unscale_(self._optimizer, buffers, self._strategy.agree)
             if self._clip is not None:
                 self._norm = self._clip(buffers, self._strategy.norm)
             elif self._listeners.gradient_norm:
                 self._norm = self._strategy.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers))))
             if self._clip_by is not None:
                 self._clip_by(gradients)
+        step = partial(scaler.step, self._optimizer, buffers, self._strategy.agree)
+        if self._direct is not None:
+            step = partial(self._direct, step)
+        beginnings = Beginnings(self._optimizer)
         try:
             with self._arithmetic:  # some optimizers multiply matrices
-                self._strategy.update(gradients, partial(scaler.step, self._stepped, buffers, self._strategy.agree))
+                self._strategy.update(gradients, step)
+        except BaseException:
+            beginnings.undo()
+            raise
         finally:  # a hook may raise when the masters have been updated
             gradients.demote()
         self._overflow = scaler.overflowed if self._listeners.overflow else None
