@@ -47,7 +47,7 @@ class FusedKernel(ABC):
                 if True in [gradient.is_sparse for gradient in gradients]:
                     raise TrainingError(
                         "a gradient is sparse, and the fused kernel would take its memory for a dense one",
-                        remedy='make the embedding with sparse=False, or the optimizer by route="loop" (torch: fused=False)',
+                        remedy='make the embedding with sparse=False; or the optimizer by route="loop", or fused=False',
                     )
                 gradients = _as_laid(tensors, gradients)
                 entries: list[Entry] = []

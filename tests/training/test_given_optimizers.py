@@ -46,7 +46,7 @@ class Pair:
         self.trainer = accel.trainer(self.model, self.optimizer, loss=_loss, **how)
 
     def train(self, *, after=lambda optimizer: None):
-        """Both on every batch once, with `after` each; how many of the trainer's windows went through torch's `step`."""
+        """Both on every batch once, with `after` each; how many of the trainer's windows went through torch's step."""
         kind = type(self.optimizer)
         with patch.object(kind, "_init_group", autospec=True, side_effect=kind._init_group) as looked:
             for batch in self.batches:
