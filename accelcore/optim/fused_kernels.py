@@ -40,27 +40,9 @@ class FusedKernel(ABC):
         Raises:
             TrainingError: a gradient is sparse.
         """
-        state, scaling = optimizer.state, {"found_inf": found_inf, "grad_scale": grad_scale}
         for group in merged(optimizer.param_groups):
             for tensors in _alike([tensor for tensor in group["params"] if tensor.grad is not None]):
-                gradients: list[Any] = [tensor.grad for tensor in tensors]
-                if True in [gradient.is_sparse for gradient in gradients]:
-                    raise TrainingError(
-                        "a gradient is sparse, and the fused kernel would take its memory for a dense one",
-                        remedy='make the embedding with sparse=False; or the optimizer by route="loop", or fused=False',
-                    )
-                gradients = _as_laid(tensors, gradients)
-                entries: list[Entry] = []
-                if self.keeps_state(group):
-                    entries = [state[tensor] or self._begin(state[tensor], tensor, group) for tensor in tensors]
-                steps = [entry["step"] for entry in entries] if self.counts else []
-                one = self._one(tensors[0].device) if found_inf is None else 1 - found_inf
-                _add(steps, one)
-                try:
-                    self.launch(group, tensors, gradients, entries, steps, **scaling)
-                except Exception:
-                    _add(steps, -one)
-                    raise
+                self._update_alike(group, tensors, optimizer.state, found_inf, grad_scale)
 
     def keeps_state(self, group: dict[str, Any]) -> bool:
         """Whether there is state of this group's tensors."""
@@ -87,6 +69,35 @@ class FusedKernel(ABC):
             steps: the numbers of their updates, this one included, where they are counted.
             scaling: `found_inf` and `grad_scale`.
         """
+
+    def _update_alike(
+        self,
+        group: dict[str, Any],
+        tensors: list[Tensor],
+        state: dict[Tensor, Entry],
+        found_inf: Tensor | None,
+        grad_scale: Tensor | None,
+    ) -> None:
+        gradients: list[Any] = [tensor.grad for tensor in tensors]
+        if True in [gradient.is_sparse for gradient in gradients]:
+            raise TrainingError(
+                "a gradient is sparse, and the fused kernel would take its memory for a dense one",
+                remedy='make the embedding with sparse=False; or the optimizer by route="loop", or with fused=False',
+            )
+        gradients = _as_laid(tensors, gradients)
+        entries: list[Entry] = []
+        if self.keeps_state(group):
+            entries = [state[tensor] or self._begin(state[tensor], tensor, group) for tensor in tensors]
+        steps = [entry["step"] for entry in entries] if self.counts else []
+        if steps:
+            one = self._one(tensors[0].device) if found_inf is None else 1 - found_inf
+            _add(steps, one)
+        try:
+            self.launch(group, tensors, gradients, entries, steps, found_inf=found_inf, grad_scale=grad_scale)
+        except Exception:
+            if steps:
+                _add(steps, -one)
+            raise
 
     def _begin(self, entry: Entry, tensor: Tensor, group: dict[str, Any]) -> Entry:
         entry.update(self.begin(tensor, group))  # all of it, or none: memory may run out
@@ -227,7 +238,7 @@ def _zero(tensor: Tensor) -> Tensor:
 def _add(steps: list[Tensor], number: Tensor) -> None:
     if len(steps) == 1:  # a list of one is slower than the one
         steps[0].add_(number)
-    elif steps:
+    else:
         torch._foreach_add_(steps, [number] * len(steps))
 
 
