@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
@@ -117,17 +117,27 @@ def fork_ranks(fork: Callable[..., Fork]) -> Callable[..., list[Fork]]:
 
 
 def in_place_of_subprocess(fork: Callable[..., Fork]) -> SimpleNamespace:
-    """What takes the place of `subprocess` in a module that starts `python -m MODULE...`: there they are forks."""
+    """What takes the place of `subprocess` in a module that starts `python ... -m MODULE...`: there they are forks."""
 
     class Popen:
-        def __init__(self, command: list[str], *, env: Mapping[str, str], stderr: IO[str], **_: object) -> None:
-            assert command[:2] == [sys.executable, "-m"]
-            self._fork, self._stderr = fork(*command[1:], **env), Path(stderr.name)
-            self.kill = self._fork.kill
+        def __init__(
+            self, command: list[str], *, env: Mapping[str, str], stdout: IO[Any] | int, stderr: IO[Any], **_: object
+        ) -> None:
+            assert command[0] == sys.executable
+            self._fork = fork(*command[command.index("-m") :], **env)
+            self._files = [None if isinstance(file, int) else os.dup(file.fileno()) for file in (stdout, stderr)]
+            self.pid, self.kill = self._fork.process.pid, self._fork.kill
 
-        def wait(self, timeout: float = 10) -> int:
-            ended = self._fork.finish(timeout)
-            self._stderr.write_text(ended.stderr)
+        def wait(self, timeout: float | None = None) -> int:
+            self._fork.process.join(timeout)
+            if self._fork.process.exitcode is None:
+                raise subprocess.TimeoutExpired("a fork", timeout or 0)
+            ended = self._fork.finish()
+            for file, text in zip(self._files, (ended.stdout, ended.stderr), strict=True):
+                if file is not None:
+                    os.write(file, text.encode())
+                    os.close(file)
+            self._files = [None, None]
             return ended.returncode
 
     return SimpleNamespace(Popen=Popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
@@ -138,6 +148,7 @@ def _main(command: list[str], environ: dict[str, str], cwd: str, folder: Path) -
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
         with (folder / name).open("wb") as file:
             os.dup2(file.fileno(), stream.fileno())
+    os.setsid()  # what it starts can be ended with it
     gc.freeze()  # what the server has imported is no garbage, and to look at it is to copy it
     multiprocessing.set_start_method(None, force=True)  # for the script's own processes: torch's default, not ours
     os.environ.clear()

@@ -3,7 +3,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import subprocess
 import sys
 from contextlib import suppress
 from functools import cache
@@ -80,13 +79,14 @@ def test_a_lie_is_caught_and_named(name, request):
 
 
 @pytest.fixture
-def forked_jobs(fork, monkeypatch):
-    """The suite's ranks are forks. Those of the honest job, of `test_the_truth_passes`, are processes, as users get."""
+def forked(fork, monkeypatch):
+    """The suite and its ranks are forks. Those of the honest backend, of the tests of the truth, are real processes."""
     monkeypatch.setattr("accelcore.testing.job.subprocess", forks.in_place_of_subprocess(fork))
+    monkeypatch.setattr("accelcore.cli.child.subprocess", forks.in_place_of_subprocess(fork))
 
 
 @pytest.mark.parametrize("name", OF_TWO_RANKS)
-def test_a_lie_between_ranks_is_caught_and_named(name, liars, forked_jobs, request):
+def test_a_lie_between_ranks_is_caught_and_named(name, liars, forked, request):
     assert lies.LIES[name].says in caught(lies.LIES[name], accelcore.select(lies.LIES[name].told_by), request)
 
 
@@ -158,14 +158,14 @@ def verify(capsys):
         yield lambda *arguments: (main(["verify", "backend", *arguments]), *capsys.readouterr())
 
 
-def test_the_scorecard_is_whole_or_an_error(liars, verify):
+def test_the_scorecard_is_whole_or_an_error(liars, forked, verify):
     code, out, err = verify("device_that_ends_the_process", "--only", "runtime", "--timeout", "30")
     assert (code, out) == (64, "")
     assert "could not be run" in err
     assert "Traceback" not in err
 
 
-def test_the_scorecard_and_the_text_name_the_lie_and_the_lines(liars, verify):
+def test_the_scorecard_and_the_text_name_the_lie_and_the_lines(liars, forked, verify):
     code, out, err = verify("memory_that_cannot_be_read", "--only", "runtime", "--json")
     assert code == 1, err
     card = json.loads(out)
@@ -193,9 +193,9 @@ def test_the_scorecard_and_the_text_name_the_lie_and_the_lines(liars, verify):
 
 
 @pytest.mark.parametrize(
-    ("name", "timeout", "said"), [("device_that_crashes", "100", "SIGSEGV"), ("device_that_hangs", "10", "10 seconds")]
+    ("name", "timeout", "said"), [("device_that_crashes", "100", "SIGSEGV"), ("device_that_hangs", "5", "5 seconds")]
 )
-def test_a_crash_or_a_hang_is_one_failure(name, timeout, said, liars, verify):
+def test_a_crash_or_a_hang_is_one_failure(name, timeout, said, liars, forked, verify):
     code, out, err = verify(name, "--only", "runtime", "--timeout", timeout)
     assert code == 1, err
     assert f"{name} does not conform: 1 failed" in out
@@ -204,20 +204,17 @@ def test_a_crash_or_a_hang_is_one_failure(name, timeout, said, liars, verify):
     assert "side streams (there are no side streams on cpu)" in out, "the tests behind it were not run"
 
 
-def test_the_honest_backend_conforms():
-    """By the command itself, which says how far it is, and whose counts add up."""
-    done = subprocess.run(
-        [sys.executable, "-m", "accelcore", "verify", "backend", "cpu", "--only", "backend", "--only", "runtime"],
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("cpu conforms\n")
-    assert "\x1b" not in done.stdout
+def test_the_honest_backend_conforms(forked, verify):
+    """Here and in a fork; in a process, as a user's, in tests/examples/test_third_party.py. The counts add up."""
+    code, out, err = verify("cpu", "--only", "backend", "--only", "runtime")
+    assert code == 0, out + err
+    assert out.endswith("cpu conforms\n")
+    assert "\x1b" not in out
     counted = ("  backend ", "  runtime ", "  all ")
-    *parts, total = [list(map(int, line.split()[1:])) for line in done.stdout.splitlines() if line.startswith(counted)]
+    *parts, total = [list(map(int, line.split()[1:])) for line in out.splitlines() if line.startswith(counted)]
     assert all(sum(outcomes) == tests for *outcomes, tests in (*parts, total))
     assert [sum(column) for column in zip(*parts, strict=True)] == total
-    assert f" of {total[-1]} tests  runtime" in done.stderr, "nobody is told how far it is"
+    assert f" of {total[-1]} tests  runtime" in err, "nobody is told how far it is"
 
 
 @pytest.mark.parametrize("name", ["auto", "cpu,cuda", "no_such_backend", "cpu:7", ""])
