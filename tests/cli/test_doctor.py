@@ -278,34 +278,44 @@ def test_deep_imports_torch_and_multiplies_on_every_usable_backend(machine):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("create", "outcome", "reason", "remedy"),
-    [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed", "SIGSEGV ended it in File", "fit"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "crashed", "SIGKILL ended it", "memory"),
-        (UNDEFINED, "failed", "ImportError: /opt/vendor/libdevice.so: undefined symbol: _ZN2at4_ops", "built for"),
-        (
-            "raise OSError('libhccl.so: cannot open shared object file')",
-            "failed",
-            "OSError: libhccl.so: cannot open shared object file",
-            "a library is missing",
-        ),
-        ("import os; os._exit(5)", "failed", "it exited with 5 and wrote nothing", "stderr"),
-        ("import os; os._exit(0)", "failed", "it exited with 0 and wrote nothing", "stderr"),
-        ("raise SystemExit(0)", "failed", "SystemExit: 0", "stderr"),
-    ],
-    ids=["segfault", "killed", "undefined-symbol", "missing-library", "exit", "exit-as-if-well", "system-exit"],
-)
-def test_deep_reports_what_a_backend_does_to_its_process(machine, create, outcome, reason, remedy):
+ENDS = {
+    "segfault": (
+        "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        "crashed",
+        "SIGSEGV ended it in File",
+        "fit",
+    ),
+    "killed": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "crashed", "SIGKILL ended it", "memory"),
+    "undefined_symbol": (
+        UNDEFINED,
+        "failed",
+        "ImportError: /opt/vendor/libdevice.so: undefined symbol: _ZN2at4_ops",
+        "built for",
+    ),
+    "missing_library": (
+        "raise OSError('libhccl.so: cannot open shared object file')",
+        "failed",
+        "OSError: libhccl.so: cannot open shared object file",
+        "a library is missing",
+    ),
+    "exit": ("import os; os._exit(5)", "failed", "it exited with 5 and wrote nothing", "stderr"),
+    "exit_as_if_well": ("import os; os._exit(0)", "failed", "it exited with 0 and wrote nothing", "stderr"),
+    "system_exit": ("raise SystemExit(0)", "failed", "SystemExit: 0", "stderr"),
+}
+
+
+def test_deep_reports_what_backends_do_to_their_processes(machine):
     machine.module("torch", "")
-    machine.fakes.backend("crashy", create=create)
+    for name, (create, *_) in ENDS.items():
+        machine.fakes.backend(name, create=create)
     code, report = machine.doctor("--deep")
-    trial = named(report["deep"]["backends"], "crashy")
-    assert trial["outcome"] == outcome
-    assert reason in trial["reason"]
-    assert remedy in trial["remedy"]
-    assert "backend crashy (--deep)" in report["broken"]
-    assert "crashy" not in report["usable"]
+    for name, (_, outcome, reason, remedy) in ENDS.items():
+        trial = named(report["deep"]["backends"], name)
+        assert trial["outcome"] == outcome, name
+        assert reason in trial["reason"]
+        assert remedy in trial["remedy"]
+        assert f"backend {name} (--deep)" in report["broken"]
+        assert name not in report["usable"]
     assert code == 2, "nor does the CPU work with an empty torch"
 
 

@@ -75,9 +75,16 @@ def test_a_backend_that_cannot_work_here_and_does_not_fit_is_both(machine):
     assert "toaster" not in report["usable"]
 
 
-@pytest.mark.parametrize(
-    ("requirement", "installed"),
-    [
+def toasters(machine, cases):
+    """For each case (a requirement, a version, raw metadata) a backend with a runtime and an engine of its own."""
+    for number, (requirement, installed, *raw) in enumerate(cases):
+        machine.fakes.backend(f"toaster{number}", distributions=(f"runtime{number}",))
+        install(machine, f"runtime{number}", "2.0", requirement.replace("ngine", f"ngine{number}"), raw=b"".join(raw))
+        install(machine, f"engine{number}", installed)
+
+
+def test_what_is_no_misfit(machine):
+    cases = [
         ("engine==2.13.0", "2.13.0+cpu"),
         ("engine>=2.11,<2.14", "2.13.0+cu130"),
         ("engine>=2.13", "2.14.0rc1"),
@@ -87,33 +94,26 @@ def test_a_backend_that_cannot_work_here_and_does_not_fit_is_both(machine):
         ("engine==9; python_version < '3'", "1"),
         ("engine==9; extra == 'fast'", "1"),
         ("engine @ https://example.org/engine.whl", "1"),
-    ],
-)
-def test_what_is_no_misfit(machine, requirement, installed):
-    toaster(machine)
-    install(machine, "toaster-runtime", "2.0", requirement)
-    install(machine, "engine", installed)
+    ]
+    toasters(machine, cases)
     code, report = machine.doctor()
-    assert misfits(report) == []
+    found = {case: misfits(report, f"toaster{number}") for number, case in enumerate(cases)}
+    assert found == {case: [] for case in cases}
     assert code == 0
 
 
-@pytest.mark.parametrize(
-    ("requirement", "installed"),
-    [
+def test_what_is_a_misfit(machine):
+    cases = [
         ("engine==2.13.0", "2.13.1"),
         ("engine==2.13.0+cpu", "2.13.0"),
         ("engine>=2.13", "2.13.0rc1"),
         ("engine<2.13", "2.13.0+cpu"),
         ("engine==9; python_version > '3'", "1"),
-    ],
-)
-def test_what_is_a_misfit(machine, requirement, installed):
-    toaster(machine)
-    install(machine, "toaster-runtime", "2.0", requirement)
-    install(machine, "engine", installed)
+    ]
+    toasters(machine, cases)
     code, report = machine.doctor()
-    assert [misfit["installed"] for misfit in misfits(report)] == [installed]
+    found = {case: [m["installed"] for m in misfits(report, f"toaster{number}")] for number, case in enumerate(cases)}
+    assert found == {case: [case[1]] for case in cases}
     assert code == 1
 
 
@@ -151,26 +151,22 @@ def test_a_broken_plugin_s_versions_are_checked_all_the_same(machine):
     assert report["broken"] == ["backend rotten", "versions for backend rotten"]
 
 
-@pytest.mark.parametrize(
-    ("requirement", "installed", "raw"),
-    [
-        ("engine (==", "1", b""),
-        ("engine; no_such_marker == '1'", "1", b""),
-        ("engine; os_name ~= 'x'", "1", b""),
-        ("engine>=1", "as built by Bob", b""),
+def test_metadata_that_cannot_be_read_is_reported(machine):
+    cases = [
+        ("engine (==", "1"),
+        ("engine; no_such_marker == '1'", "1"),
+        ("engine; os_name ~= 'x'", "1"),
+        ("engine>=1", "as built by Bob"),
         ("engine", "1", b"Summary: \xff\xfe\n"),
-        ("engine \x1b[31m", "1", b""),
-    ],
-)
-def test_metadata_that_cannot_be_read_is_reported(machine, requirement, installed, raw):
-    toaster(machine)
-    install(machine, "toaster-runtime", "2.0", requirement, raw=raw)
-    install(machine, "engine", installed)
+        ("engine \x1b[31m", "1"),
+    ]
+    toasters(machine, cases)
     code, report = machine.doctor()
-    (misfit,) = misfits(report)
-    assert "cannot be read" in misfit["reason"]
-    assert "toaster-runtime" in misfit["reason"]
-    assert misfit["remedy"] == "pip install --force-reinstall toaster-runtime"
+    for number, case in enumerate(cases):
+        (misfit,) = misfits(report, f"toaster{number}")
+        assert "cannot be read" in misfit["reason"], case
+        assert f"runtime{number}" in misfit["reason"], case
+        assert misfit["remedy"] == f"pip install --force-reinstall runtime{number}", case
     assert code == 1
     assert machine.run("doctor").stdout.count("\x1b") == 0
 
