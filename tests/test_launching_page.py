@@ -1,4 +1,7 @@
-"""The page on launching does what it says: its script under every launcher, those that are not here imitated."""
+"""The page on launching does what it says: its script under every launcher.
+
+Of those that are not here ranks get the variables that they would set, in forks.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,6 @@ import pytest
 
 PAGE = (Path(__file__).parent.parent / "docs" / "launching.md").read_text()
 
-# `srun` and `mpirun` as far as ranks can tell: so many processes beside each other, each told its place.
-IMITATION = """#!{python}
-import os, subprocess, sys
-
-name, *words = os.path.basename(sys.argv[0]), *sys.argv[1:]
-if name == "mpirun":
-    assert words[0] == "-n", words
-    count, command = int(words[1]), words[2:]
-    def place(rank):
-        ranks = {{"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank}}
-        sizes = {{"OMPI_COMM_WORLD_SIZE": count, "OMPI_COMM_WORLD_LOCAL_SIZE": count}}
-        return ranks | sizes | {{"PMIX_NAMESPACE": f"prterun-{{os.getpid()}}@1"}}
-else:
-    count, command = int(os.environ["SLURM_NTASKS"]), words
-    def place(rank):
-        ranks = {{"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": count}}
-        return ranks | {{"SLURM_STEP_ID": 0, "SLURM_STEP_NODELIST": "localhost"}}
-ranks = [
-    subprocess.Popen(command, env=dict(os.environ) | {{key: str(value) for key, value in place(rank).items()}})
-    for rank in range(count)
-]
-sys.exit(max(rank.wait(100) for rank in ranks))
-"""
-
 
 def block(language, words):
     """The one block of the page in a language that has these words."""
@@ -44,51 +23,44 @@ def block(language, words):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """Where `train.py` is, and the launchers are in `bin`."""
+def folder(tmp_path, monkeypatch):
+    """Where `train.py` is; and where forks start."""
     (tmp_path / "train.py").write_text(block("python", "accel.distributed() as job"))
-    (tmp_path / "bin").mkdir()
-    for name in ("srun", "mpirun"):
-        (tmp_path / "bin" / name).write_text(IMITATION.format(python=sys.executable))
-        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     return tmp_path
 
 
-def start(folder, command, **environ):
+def start(command, **environ):
     """What a command of the page printed; `python` and `accelcore` are those of the tests."""
-    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=150, cwd=folder, env={**os.environ, "PATH": path, **environ}
+        command, capture_output=True, text=True, timeout=150, env={**os.environ, "PATH": path, **environ}
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "environ"),
-    [
-        ("accelcore run --nproc 2 train.py", {}),
-        pytest.param("mpirun -n 2 python train.py", {}, marks=pytest.mark.full),
-        ("srun python train.py", {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}),
-    ],
-)
-def test_the_script_trains_on_two_ranks_under(folder, words, environ):
-    said = start(folder, ["bash", "-euc", block("sh", words)], ACCEL_DEVICE="cpu", **environ)
+@pytest.mark.usefixtures("folder")
+def test_the_script_trains_on_two_ranks_under_accelcore_run():
+    said = start(["bash", "-euc", block("sh", "accelcore run --nproc 2 train.py")])
     assert re.fullmatch(r"2 ranks, loss \d\.\d{3}\n", said)
 
 
-def test_torchrun_does_the_same(folder):
+@pytest.mark.usefixtures("folder")
+def test_torchrun_does_the_same():
     command = "torchrun --nproc-per-node 2 train.py"
     assert command in PAGE.replace("\n", " ")
-    said = start(folder, command.split(), ACCEL_DEVICE="cpu", OMP_NUM_THREADS="1")
+    said = start(command.split(), OMP_NUM_THREADS="1")
     assert re.fullmatch(r"2 ranks, loss \d\.\d{3}\n", said)
 
 
-def test_a_script_that_starts_its_own_ranks_says_which_each_is(folder):
+def test_a_script_that_starts_its_own_ranks_says_which_each_is(folder, fork):
     (folder / "spawn.py").write_text(
         block("py", "multiprocessing.spawn").replace("tcp://127.0.0.1:29500", f"file://{folder}/m")
     )
-    assert start(folder, [sys.executable, "spawn.py"], ACCEL_DEVICE="cpu") == "2 ranks\n"
+    done = fork(folder / "spawn.py").finish()
+    assert (done.returncode, done.stdout) == (0, "2 ranks\n"), done.stderr
 
 
 PODS = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto"}
@@ -103,10 +75,8 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("launcher", ["PyTorchJob", "MPICH", "Ray Train"])
-def test_the_script_trains_with_the_variables_of(folder, fork, fork_ranks, monkeypatch, launcher):
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("ACCEL_DEVICE", "cpu")
+@pytest.mark.parametrize("launcher", ["srun", "mpirun", "PyTorchJob", "MPICH", "Ray Train"])
+def test_the_script_trains_with_the_variables_of(folder, fork, fork_ranks, launcher):
     (folder / "worker.py").write_text(WORKER)
     if launcher == "Ray Train":
         ranks = fork_ranks("worker.py")
@@ -117,16 +87,28 @@ def test_the_script_trains_with_the_variables_of(folder, fork, fork_ranks, monke
     assert re.fullmatch(r"2 ranks, loss \d\.\d{3}\n", ended[0].stdout)
 
 
+@pytest.mark.parametrize("command", ["srun python train.py", "mpirun -n 2 python train.py"])
+def test_the_page_starts_the_script_by(command):
+    assert block("sh", command).splitlines()[-1] == command
+
+
 def without_torchrun(launcher):
-    """What another launcher leaves for each of two ranks, at a port that is free."""
+    """What another launcher leaves for each of two ranks, at a port that is free where it names one."""
     from forks import places
 
     for place in places(2):
-        meeting = {name: place[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
-        if launcher == "PyTorchJob":
-            yield meeting | {"RANK": place["RANK"], "WORLD_SIZE": "2", "PET_NODE_RANK": place["RANK"], **PODS}
+        rank, meeting = place["RANK"], {name: place[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+        if launcher == "srun":
+            step = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+            yield step | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2"}
+        elif launcher == "mpirun":
+            ranks = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank}
+            sizes = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+            yield ranks | sizes | {"PMIX_NAMESPACE": f"prterun-{os.getpid()}@1"}
+        elif launcher == "PyTorchJob":
+            yield meeting | {"RANK": rank, "WORLD_SIZE": "2", "PET_NODE_RANK": rank, **PODS}
         else:
-            ranks = {"PMI_RANK": place["RANK"], "MPI_LOCALRANKID": place["RANK"]}
+            ranks = {"PMI_RANK": rank, "MPI_LOCALRANKID": rank}
             yield meeting | ranks | {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
 
 
