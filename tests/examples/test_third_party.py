@@ -17,12 +17,18 @@ PACKAGE = ROOT / "examples" / "third_party"
 
 
 @pytest.fixture(scope="module")
-def hostchip(tmp_path_factory):
-    """Runs Python where the package is installed."""
+def site(tmp_path_factory):
+    """Where the package is installed."""
     source, site = tmp_path_factory.mktemp("source") / "package", tmp_path_factory.mktemp("site")
     shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(site), str(source)], check=True, timeout=120, cwd=site)
+    return site
+
+
+@pytest.fixture(scope="module")
+def hostchip(site):
+    """Runs Python where the package is installed."""
 
     def run(*arguments):
         return subprocess.run(
@@ -59,9 +65,12 @@ def test_it_conforms(hostchip):
         assert any(reason.startswith(undeclared) for reason in refused), undeclared
 
 
-def test_its_own_test_module_runs_the_suite(hostchip):
+def test_its_own_test_module_runs_the_suite(site, fork, monkeypatch):
+    monkeypatch.syspath_prepend(site)
     module = PACKAGE / "tests" / "test_conformance.py"
-    done = hostchip("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestBackend or TestRuntime", str(module))
+    done = fork(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestBackend or TestRuntime", module, PYTHONPATH=str(site)
+    ).finish()
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d+ passed, \d+ skipped", done.stdout), done.stdout
     assert "failed" not in done.stdout
