@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import nn
 
@@ -41,20 +43,27 @@ CASES = [(name, options) for name, several in OPTIONS.items() for options in sev
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
+@cache
+def normal(seed, shapes):
+    """Normal numbers, drawn once: that takes longer than a step of most optimizers."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
 def parameters(dtype=torch.float32, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(1)
     found = []
-    for number, shape in enumerate(shapes):
-        tensor = torch.randn(shape, generator=generator, dtype=torch.float64) * (10 if number % 2 else 0.1)
-        dense = tensor.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else tensor
+    for number, drawn in enumerate(normal(1, tuple(shapes))):
+        tensor = drawn * (10 if number % 2 else 0.1)
+        dense = tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
         found.append(nn.Parameter(dense.to(dtype)))
     return found
 
 
 def give_gradients(members, number, *, without=None, scale=1.0):
-    generator = torch.Generator().manual_seed(number)
-    for position, parameter in enumerate(members):
-        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 10.0 ** (number % 3 - 2)
+    members = list(members)
+    shapes = tuple(parameter.shape for parameter in members)
+    for position, (parameter, drawn) in enumerate(zip(members, normal(number, shapes), strict=True)):
+        gradient = drawn * 10.0 ** (number % 3 - 2)
         parameter.grad = None if position == without else (gradient * scale).to(parameter.dtype)
 
 
