@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import forks
 import pytest
 
 from benchmarks import saving, sharded
@@ -19,7 +20,8 @@ def test_models_that_ranks_divide_are_timed_beside_fully_shard_by_hand():
     assert all(row.timing is not None and "MB a rank" in row.note for row in table.rows)
 
 
-def test_a_save_in_pieces_is_timed_beside_one_rank_that_gathers():
+def test_a_save_in_pieces_is_timed_beside_one_rank_that_gathers(monkeypatch):
+    monkeypatch.setattr("benchmarks.on_ranks.get_context", lambda method: forks.servers)
     (table,) = saving.run(1, ranks=2, width=64, rounds=2)
     assert table.title.startswith("1 MB of 2 ranks")
     assert [row.case for row in table.rows] == [saving.GATHERED, saving.PIECES, saving.TORCH]
