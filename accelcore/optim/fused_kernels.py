@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,28 @@ from accelcore.optim.groups import merged
 __all__ = ["AdagradKernel", "AdamKernel", "FusedKernel", "SGDKernel"]
 
 Entry = dict[str, Any]
+
+
+class Update(NamedTuple):
+    """What a kernel is called with.
+
+    Attributes:
+        tensors, gradients: of one device and dtype, in memory alike.
+        entries: the state of each tensor, where any is kept.
+        steps: the number of its updates, this one included, where they are counted.
+        found_inf, grad_scale: what a scaler left on the optimizer.
+    """
+
+    tensors: list[Tensor]
+    gradients: list[Tensor]
+    entries: list[Entry]
+    steps: list[Tensor]
+    found_inf: Tensor | None
+    grad_scale: Tensor | None
+
+    def state(self, key: str) -> list[Tensor]:
+        """One tensor of each entry."""
+        return [entry[key] for entry in self.entries]
 
 
 class FusedKernel(ABC):
@@ -53,22 +75,8 @@ class FusedKernel(ABC):
         """The state of a tensor that has its first gradient."""
 
     @abstractmethod
-    def launch(
-        self,
-        group: dict[str, Any],
-        tensors: list[Tensor],
-        gradients: list[Tensor],
-        entries: list[Entry],
-        steps: list[Tensor],
-        **scaling: Tensor | None,
-    ) -> None:
-        """Call the kernel for tensors of one device and dtype.
-
-        Args:
-            entries: their state, where any is kept.
-            steps: the numbers of their updates, this one included, where they are counted.
-            scaling: `found_inf` and `grad_scale`.
-        """
+    def launch(self, group: dict[str, Any], update: Update) -> None:
+        """Call the kernel."""
 
     def _update_alike(
         self,
@@ -93,7 +101,7 @@ class FusedKernel(ABC):
             one = self._one(tensors[0].device) if found_inf is None else 1 - found_inf
             _add(steps, one)
         try:
-            self.launch(group, tensors, gradients, entries, steps, found_inf=found_inf, grad_scale=grad_scale)
+            self.launch(group, Update(tensors, gradients, entries, steps, found_inf, grad_scale))
         except Exception:
             if steps:
                 _add(steps, -one)
@@ -116,31 +124,24 @@ class AdamKernel(FusedKernel):
         keys = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
         return {"step": _zero(tensor), **{key: torch.zeros_like(tensor) for key in keys}}
 
-    def launch(
-        self,
-        group: dict[str, Any],
-        tensors: list[Tensor],
-        gradients: list[Tensor],
-        entries: list[Entry],
-        steps: list[Tensor],
-        **scaling: Tensor | None,
-    ) -> None:
+    def launch(self, group: dict[str, Any], update: Update) -> None:
         beta1, beta2 = group["betas"]
         (torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_)(
-            tensors,
-            gradients,
-            [entry["exp_avg"] for entry in entries],
-            [entry["exp_avg_sq"] for entry in entries],
-            [entry["max_exp_avg_sq"] for entry in entries] if group["amsgrad"] else [],
-            steps,
-            lr=_there(group["lr"], tensors[0]),
+            update.tensors,
+            update.gradients,
+            update.state("exp_avg"),
+            update.state("exp_avg_sq"),
+            update.state("max_exp_avg_sq") if group["amsgrad"] else [],
+            update.steps,
+            lr=_there(group["lr"], update.tensors[0]),
             beta1=_number(beta1),
             beta2=_number(beta2),
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             amsgrad=group["amsgrad"],
             maximize=group["maximize"],
-            **scaling,
+            found_inf=update.found_inf,
+            grad_scale=update.grad_scale,
         )
 
 
@@ -150,26 +151,19 @@ class AdagradKernel(FusedKernel):
     def begin(self, tensor: Tensor, group: dict[str, Any]) -> Entry:
         return {"step": _zero(tensor), "sum": torch.full_like(tensor, group["initial_accumulator_value"])}
 
-    def launch(
-        self,
-        group: dict[str, Any],
-        tensors: list[Tensor],
-        gradients: list[Tensor],
-        entries: list[Entry],
-        steps: list[Tensor],
-        **scaling: Tensor | None,
-    ) -> None:
+    def launch(self, group: dict[str, Any], update: Update) -> None:
         torch._fused_adagrad_(
-            tensors,
-            gradients,
-            [entry["sum"] for entry in entries],
-            steps,
-            lr=_there(group["lr"], tensors[0]),
+            update.tensors,
+            update.gradients,
+            update.state("sum"),
+            update.steps,
+            lr=_there(group["lr"], update.tensors[0]),
             lr_decay=group["lr_decay"],
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=group["maximize"],
-            **scaling,
+            found_inf=update.found_inf,
+            grad_scale=update.grad_scale,
         )
 
 
@@ -184,30 +178,23 @@ class SGDKernel(FusedKernel):
     def begin(self, tensor: Tensor, group: dict[str, Any]) -> Entry:
         return {"momentum_buffer": torch.zeros_like(tensor)}
 
-    def launch(
-        self,
-        group: dict[str, Any],
-        tensors: list[Tensor],
-        gradients: list[Tensor],
-        entries: list[Entry],
-        steps: list[Tensor],
-        **scaling: Tensor | None,
-    ) -> None:
-        for entry, tensor in zip(entries, tensors, strict=bool(entries)):
+    def launch(self, group: dict[str, Any], update: Update) -> None:
+        for entry, tensor in zip(update.entries, update.tensors, strict=bool(update.entries)):
             if entry.get("momentum_buffer") is None:  # as it was saved where there was no momentum
                 entry.update(self.begin(tensor, group))
         torch._fused_sgd_(
-            tensors,
-            gradients,
-            [entry["momentum_buffer"] for entry in entries],
+            update.tensors,
+            update.gradients,
+            update.state("momentum_buffer"),
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
-            lr=_there(group["lr"], tensors[0]),
+            lr=_there(group["lr"], update.tensors[0]),
             dampening=group["dampening"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],
             is_first_step=False,
-            **scaling,
+            found_inf=update.found_inf,
+            grad_scale=update.grad_scale,
         )
 
 
