@@ -20,19 +20,41 @@ def unset(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
-def run(machine, code, *options):
-    """A script on two ranks: what the launcher returned, and what it and its ranks wrote."""
-    machine.write("train.py", code)
-    done = machine.run("run", "--device", "cpu", "--nproc", "2", *options, "train.py")
-    assert "ChildFailedError" not in done.stderr
-    assert "torch/distributed/run.py" not in done.stderr
-    assert "OMP_NUM_THREADS" not in done.stderr
-    return done.returncode, done.stderr
+# `accelcore run`, in a process that has imported torch: the launcher that it would become runs there.
+LAUNCH = """
+import os, runpy, sys
+from accelcore.cli import main
+
+def execve(file, command, environ):
+    assert command[1:3] == ["-m", "accelcore.cli.launcher"]
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = command[2:]
+    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+
+os.execve = execve
+main(["run", "--device", "cpu", "--nproc", "2", "train.py"])
+"""
 
 
-def test_a_rank_that_raises_is_heard_once_and_first_and_those_that_it_takes_along_are_not(machine):
+@pytest.fixture
+def run(machine, fork, monkeypatch):
+    """A script on two ranks, with a launcher in a fork: what that returned, and what it and its ranks wrote."""
+
+    def run(code):
+        machine.write("train.py", code)
+        monkeypatch.chdir(machine.folder)
+        done = fork(machine.write("launch.py", LAUNCH), **machine.environ).finish()
+        assert "ChildFailedError" not in done.stderr
+        assert "torch/distributed/run.py" not in done.stderr
+        assert "OMP_NUM_THREADS" not in done.stderr
+        return done.returncode, done.stderr
+
+    return run
+
+
+def test_a_rank_that_raises_is_heard_once_and_first_and_those_that_it_takes_along_are_not(run):
     code, said = run(
-        machine,
         "import torch, accelcore\n"
         "with accelcore.select().distributed() as job:\n"
         "    accelcore.select()\n"  # once more, when torch has put its own hook around ours
@@ -73,17 +95,16 @@ def test_a_rank_that_raises_is_heard_once_and_first_and_those_that_it_takes_alon
     ],
     ids=["inside the job", "around it", "in the handling of it"],
 )
-def test_an_error_that_is_raised_from_a_collectives_is_not_heard_either(machine, code):
-    code, said = run(machine, f"import torch, accelcore\n{code}")
+def test_an_error_that_is_raised_from_a_collectives_is_not_heard_either(run, code):
+    code, said = run(f"import torch, accelcore\n{code}")
     assert code == 1
     assert said.count("Traceback") == 1, said
     assert said.splitlines()[-2].endswith("because rank 1 failed with exit code 1: ValueError: rank 1 gives up")
 
 
-def test_a_rank_that_loses_another_in_a_job_that_it_has_joined_is_not_heard_either(machine):
+def test_a_rank_that_loses_another_in_a_job_that_it_has_joined_is_not_heard_either(run):
     """Nor does it say at exit, once more, who has failed."""
     code, said = run(
-        machine,
         "import torch, accelcore\n"
         "job = accelcore.select().join()\n"
         "accelcore.select()\n"
@@ -96,9 +117,8 @@ def test_a_rank_that_loses_another_in_a_job_that_it_has_joined_is_not_heard_eith
     assert all(line.startswith("[rank1]: ") for line in traceback), said
 
 
-def test_a_script_that_ends_itself_when_a_collective_fails_has_its_exit_code(machine):
+def test_a_script_that_ends_itself_when_a_collective_fails_has_its_exit_code(run):
     code, said = run(
-        machine,
         "import sys, torch, accelcore\n"
         "with accelcore.select().distributed() as job:\n"
         "    if job.rank == 1: sys.exit(8)\n"
@@ -109,10 +129,9 @@ def test_a_script_that_ends_itself_when_a_collective_fails_has_its_exit_code(mac
     assert "Traceback" not in said
 
 
-def test_ranks_that_fail_alike_are_heard_once(machine):
+def test_ranks_that_fail_alike_are_heard_once(machine, run):
     os.mkfifo(machine.folder / "meeting")
     code, said = run(
-        machine,
         "import accelcore, atexit, os\n"
         # Each waits for the other, when its error has been reported: else the launcher may end one before that.
         "atexit.register(lambda: open('meeting', 'w' if os.environ['RANK'] == '0' else 'r').close())\n"
@@ -133,8 +152,8 @@ def test_ranks_that_fail_alike_are_heard_once(machine):
         ("if True print()", "SyntaxError: ", "SyntaxError: "),
     ],
 )
-def test_ranks_that_fail_before_they_use_accelcore_are_heard_once(machine, code, shown, sentence):
-    code, said = run(machine, code)
+def test_ranks_that_fail_before_they_use_accelcore_are_heard_once(run, code, shown, sentence):
+    code, said = run(code)
     assert code == 1
     assert said.count(shown) == 2, said  # once above, and in the sentence
     assert said.count('train.py", line 1') == 1
@@ -142,10 +161,9 @@ def test_ranks_that_fail_before_they_use_accelcore_are_heard_once(machine, code,
     assert said.splitlines()[-2].startswith("accelcore: the job ended because rank")
 
 
-def test_a_rank_has_the_machines_own_sitecustomize_and_hands_on_its_environment_as_it_was(machine):
+def test_a_rank_has_the_machines_own_sitecustomize_and_hands_on_its_environment_as_it_was(machine, run):
     machine.module("sitecustomize", "import sys\nsys.customized = sys.modules[__name__].__file__")
     code, said = run(
-        machine,
         "import os, subprocess, sys\n"
         "if os.environ['RANK'] == '0':\n"
         "    tell = 'import sys; print(sys.customized, sys.path[1:], sys.excepthook is sys.__excepthook__)'\n"
@@ -157,10 +175,9 @@ def test_a_rank_has_the_machines_own_sitecustomize_and_hands_on_its_environment_
     assert (code, said) == (0, "")
 
 
-def test_a_hook_of_the_scripts_own_is_called_and_the_rank_reports(machine):
+def test_a_hook_of_the_scripts_own_is_called_and_the_rank_reports(run):
     """One that replaces ours before the backend is chosen, and calls none."""
     code, said = run(
-        machine,
         "import sys, os, signal\n"
         "if os.environ['RANK'] == '1': signal.pause()\n"
         "sys.excepthook = lambda kind, error, trace: print('own hook', file=sys.stderr)\n"
@@ -171,11 +188,10 @@ def test_a_hook_of_the_scripts_own_is_called_and_the_rank_reports(machine):
     assert said.startswith("own hook\naccelcore: the job ended because rank 0 failed with exit code 1: UnknownBackend")
 
 
-def test_what_a_rank_starts_is_heard_itself(machine):
+def test_what_a_rank_starts_is_heard_itself(run):
     """It has the rank's environment, and its failure is no rank's."""
     child = "import accelcore; accelcore.select('nothing')"
     code, said = run(
-        machine,
         "import os, signal, subprocess, sys\n"
         "if os.environ['RANK'] == '1': signal.pause()\n"  # until the launcher ends it
         f"done = [subprocess.run([sys.executable, '-c', {child!r}]) for _ in range(2)]\n"
@@ -192,10 +208,9 @@ def test_what_a_rank_starts_is_heard_itself(machine):
         ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL, "rank 1 was ended by SIGKILL"),
     ],
 )
-def test_a_rank_that_says_nothing_ends_all_and_its_exit_code_is_the_launchers(machine, end, code, sentence):
+def test_a_rank_that_says_nothing_ends_all_and_its_exit_code_is_the_launchers(machine, run, end, code, sentence):
     os.mkfifo(machine.folder / "pids")
     returned, said = run(
-        machine,
         "import os, signal, threading\n"
         "if os.environ['RANK'] == '0':\n"
         "    with open('pids', 'w') as pids: pids.write(str(os.getpid()))\n"
