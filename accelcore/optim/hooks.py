@@ -1,4 +1,4 @@
-"""Step hooks of an optimizer, without what torch's own cost in every step."""
+"""Hooks of an optimizer, without what torch's own cost in every step."""
 
 from __future__ import annotations
 
@@ -55,6 +55,19 @@ class StepHooks(torch.optim.Optimizer):
         """Call the hooks that come after a step."""
         for hook in list(self._after.values()) if self._after else ():
             hook(self, *_arguments(self, closure))
+
+    def call_before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Call the hooks that come before a state is loaded; the state to load, which they may have changed."""
+        state_dict = state_dict.copy()  # as torch does: what the caller holds stays as it is
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def call_after_load(self) -> None:
+        """Call the hooks that come after a state was loaded."""
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def skip(self) -> None:
         """What a scaler does with a step that overflowed: update nothing, as a step that a schedule can see."""

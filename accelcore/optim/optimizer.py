@@ -32,7 +32,7 @@ class Optimizer(StepHooks):
 
     That is at its first step, or when a trainer binds it, after the model was moved, cast, laid flat or given fp32
     masters. `param_groups` always holds the model's own parameters; `state` and `state_dict` have torch's keys and the
-    parameters' shapes, however the memory under them is laid out. Schedulers and step hooks work as with torch's.
+    parameters' shapes, however the memory under them is laid out. Schedulers and hooks work as with torch's.
 
     State has the dtype that the route keeps it in: moments of a bf16 parameter, or of its fp32 master, are fp32, also
     after `load_state_dict`, which torch's own would round.
@@ -210,12 +210,14 @@ class Optimizer(StepHooks):
         Raises:
             ValueError: it has other groups, or other parameters in them; nothing was changed.
         """
+        state_dict = self.call_before_load(state_dict)
         entries = read_state(state_dict, self.param_groups, shaped=self.keeps_shapes)
         read_options(state_dict, self.param_groups)
         if self.binding is None or self._memories:
             self._start_anew(entries)
         else:
             self.binding.load(entries)
+        self.call_after_load()
 
     def __getstate__(self) -> dict[str, Any]:
         return {
