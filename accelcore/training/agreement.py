@@ -75,7 +75,7 @@ class Agreement:
             failure = error
         self.settle(failure, what)
 
-    def settle(self, failure: Exception | None, what: str, kind: type[AccelError] = CheckpointError) -> None:
+    def settle(self, failure: BaseException | None, what: str, kind: type[AccelError] = CheckpointError) -> None:
         """Raise this rank's failure, or that another rank has one."""
         failed = torch.tensor(failure is not None, dtype=torch.int32, device=self._device)
         self._collectives.all_reduce(failed, "max")

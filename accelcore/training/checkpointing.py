@@ -55,8 +55,9 @@ class Checkpointing(ABC):
             The checkpoint, or None where there is none.
 
         Raises:
-            CheckpointError: it is damaged, or belongs to another model; on all ranks alike, and this trainer is left
-                as it was.
+            CheckpointError: it is damaged, belongs to another model, or a hook or class of yours raised when it was
+                restored; on all ranks alike, and this trainer is left as it was. Where what raised also stands in the
+                way back, the error says so, and this trainer trains no more.
         """
         found = resume({"": self._state()}, Path(folder))
         if found is None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import chain
@@ -39,6 +39,7 @@ class TrainingState:
         steps: windows closed so far.
         take_turn: sees that the gradients on the parameters are this training's.
         restored: is called when the parts were written to.
+        give_up: is called, with the reason, when they were written to in part, and that could not be undone.
         sharded: by name, the parameters that are divided among the ranks.
     """
 
@@ -47,11 +48,16 @@ class TrainingState:
     steps: int
     take_turn: Callable[[], None]
     restored: Callable[[], None]
+    give_up: Callable[[BaseException], None]
     sharded: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 Trainings = Mapping[str, TrainingState]
 """What one checkpoint holds, by the trainers' names; "" is the name of one that is saved alone."""
+
+
+_Changes = Sequence[tuple[TrainingState, Sequence[Change]]]
+"""Of each training, how its parts are restored."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +137,7 @@ def resume(trainings: Trainings, folder: Path) -> Resumed | None:
         )
     if checkpoint is None:
         return None
-    _commit(changes, agreement, folder)
-    agreement.meet("trainer.resume()")
+    _commit(changes, agreement, folder, "resume")
     return Resumed(checkpoint.path, steps, checkpoint.manifest.get("run"))
 
 
@@ -148,33 +153,64 @@ def load(training: TrainingState, path: Path) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001  # raised again when all ranks know
         failure = _as_checkpoint_error(error, path)
     agreement.settle(failure, "load")
-    _commit([(training, changes)], agreement, path)
+    _commit([(training, changes)], agreement, path, "load")
     return rest
 
 
-def _commit(changes: Sequence[tuple[TrainingState, Sequence[Change]]], agreement: Agreement, folder: Path) -> None:
+def _commit(changes: _Changes, agreement: Agreement, path: Path, doing: str) -> None:
     """Make first the changes that may still fail, and can be undone; the rest when those are made on all ranks."""
-    begun: list[Change] = []
+    failure: BaseException | None = None
+    undo: list[Callable[[], None]] = []
     try:
-        with agreement.together("resume"):
-            try:
-                for change in chain.from_iterable(of_one for _, of_one in changes):
-                    if change.undo is not None:
-                        begun.append(change)
-                        change.commit()
-            except Exception as error:
-                raise _as_checkpoint_error(error, folder) from error
-    except CheckpointError:
-        for change in reversed(begun):
-            assert change.undo is not None
-            change.undo()
-        raise
-    for training, of_one in changes:
-        training.take_turn()
-        for change in of_one:
-            if change.undo is None:
+        for change in chain.from_iterable(of_one for _, of_one in changes):
+            if change.undo is not None:
+                undo.append(change.undo)
                 change.commit()
-        training.restored()
+    except BaseException as error:  # noqa: BLE001  # raised again when all ranks know
+        failure = _as_checkpoint_error(error, path) if isinstance(error, Exception) else error
+    try:
+        agreement.settle(failure, doing)
+    except BaseException:
+        with _wholly(changes, agreement, f"undo what it did to {doing}"):
+            _call_all(reversed(undo))
+        raise
+    with _wholly(changes, agreement, doing):
+        for training, of_one in changes:
+            training.take_turn()
+            for change in of_one:
+                if change.undo is None:
+                    change.commit()
+            training.restored()
+
+
+@contextmanager
+def _wholly(changes: _Changes, agreement: Agreement, doing: str) -> Iterator[None]:
+    """A stage that has no way back: where it fails on one rank, no trainer goes on on any."""
+    try:
+        with agreement.together(doing):
+            yield
+    except BaseException as error:
+        for training, _ in changes:
+            training.give_up(error)
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(
+            "a checkpoint was restored in part, and that could not be undone",
+            why=repr(error),
+            remedy="make model, optimizer and trainer anew: this one trains no more",
+        ) from error
+
+
+def _call_all(functions: Iterable[Callable[[], None]]) -> None:
+    """Call each, whatever becomes of the others; raise the first error."""
+    first: BaseException | None = None
+    for function in functions:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001  # raised again when all were called
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def _steps_of(trainings: Trainings, checkpoint: store.Checkpoint) -> dict[str, int]:

@@ -22,6 +22,7 @@ from accelcore.training.losses import loss_of_model, no_loss, split_loss
 from accelcore.training.own_scales import OwnScales
 from accelcore.training.plan import Plan
 from accelcore.training.turns import Turn
+from accelcore.training.unable import parted
 from accelcore.training.window import Window
 
 __all__ = ["Step"]
@@ -41,7 +42,7 @@ class Step:
 
     Attributes:
         overwrites: whether what the model returns, and gradients it gives, are memory that its next call writes anew.
-        failure: what failed in a step, where that may have parted the ranks of a job.
+        failure: why no step can be made any more; None where one can.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Step:
         self._binding = getattr(plan.optimizer, "binding", None)
         self._world_size = plan.backend.collectives.world_size
         self.overwrites = plan.compiled is not None and plan.compiled.overwrites
-        self.failure: BaseException | None = None
+        self.failure: TrainingError | None = None
         self._clip_by = None if plan.options["clip"] is None else ClippingBy(plan.options["clip"])
         wanted = clip is not None or self._clip_by is not None or bool(plan.listeners.gradient_norm)
         self._reads_gradients = wanted
@@ -250,19 +251,14 @@ class Step:
         self._strategy.micro(self._window.is_last)
 
     def check(self) -> None:
-        """Raise TrainingError where an earlier step failed in a job of several ranks: they may have parted."""
+        """Raise TrainingError where no step can be made any more."""
         if self.failure is not None:
-            raise TrainingError(
-                "this trainer cannot go on: a step failed on this rank of a job",
-                why=f"{type(self.failure).__name__}: {self.failure}; the other ranks may have gone on without it",
-                remedy="end the job, and resume it from a checkpoint; a launcher can do so by itself: "
-                "accelcore run --max-restarts 3",
-            ) from self.failure
+            raise self.failure.with_traceback(None)
 
     def drop(self, error: BaseException) -> None:
         """Drop the window, because something in it failed: what there is of its gradients cannot be trusted."""
         if self._world_size > 1:  # what this rank raises, the others need not raise
-            self.failure = error
+            self.failure = parted(error)
         if self._window.accumulate > 1:
             logger.warning(
                 "a step failed, and its window is dropped: it had %d of %d micro-batches",

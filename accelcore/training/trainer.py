@@ -31,6 +31,7 @@ from accelcore.training.schedule import Schedule
 from accelcore.training.stages.order import Preparation
 from accelcore.training.state import TrainingState
 from accelcore.training.step import Step
+from accelcore.training.unable import half_restored
 from accelcore.training.watch import Watch
 from accelcore.training.window import Window
 
@@ -240,6 +241,7 @@ class Trainer(Reading, Checkpointing):
             steps=self.steps,
             take_turn=self._step.take_turn,
             restored=self._restored,
+            give_up=self._give_up,
             sharded=plan.strategy.sharded(self.model),
         )
 
@@ -248,6 +250,9 @@ class Trainer(Reading, Checkpointing):
             self._plan.captured.forget()
         self._schedule.is_at(self._feeds["train"].epoch)
         self._step.begin(opened=self._window.micro > 0)
+
+    def _give_up(self, error: BaseException) -> None:
+        self._step.failure = half_restored(error)
 
     def _compose(self) -> None:
         self._watch = Watch(self.model, self.optimizer, self._plan.strategy.rest)

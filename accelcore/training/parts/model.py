@@ -14,6 +14,7 @@ from accelcore.optim.runs import Slot
 from accelcore.optim.shards import shard
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Change, Saved, kind, table
+from accelcore.training.parts.put_back import copied, put_back
 from accelcore.training.policy import LOW
 
 __all__ = ["MastersPart", "ModelPart"]
@@ -71,6 +72,7 @@ class ModelPart:
         return _in_fp32(self._model, self._gradients)[0]
 
     def prepare(self, saved: Saved) -> Change:
+        self._gradients.follow()  # masters take over what the script wrote: `undo` says that they have
         exact, have_masters = _saved_masters(saved), {id(slot.parameter) for slot in _with_master(self._gradients)}
         own, state = self._model.state_dict(), dict(saved.model)
         held = dict(_tensors(self._model))
@@ -94,17 +96,24 @@ class ModelPart:
             )
         # What modules and hooks of others do with it may raise: there has to be a way back.
         before = {name: shard(value).detach().to("cpu", copy=True) for name, value in held.items()}
+        others = copied(_beside(held, own))
 
         def commit() -> None:
             self._model.load_state_dict(state)
 
         def undo() -> None:
-            with torch.no_grad():  # past hooks, which would refuse again
-                for name, tensor in held.items():
-                    shard(tensor).copy_(before[name])
-            if not all(isinstance(value, Tensor) for value in own.values()):
-                self._model.load_state_dict(own)
-            self._gradients.note()
+            try:
+                if others:
+                    put_back(
+                        lambda state: self._model.load_state_dict({**own, **state}),
+                        others,
+                        lambda: _beside(held, self._model.state_dict()),
+                    )
+            finally:
+                with torch.no_grad():  # past hooks, which would refuse again
+                    for name, tensor in held.items():
+                        shard(tensor).copy_(before[name])
+                self._gradients.note()
 
         return Change(commit, undo)
 
@@ -117,6 +126,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers under all names that they have."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+def _beside(held: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state_dict has beside parameters and buffers, such as the extra state of modules."""
+    return {name: value for name, value in state.items() if name not in held}
 
 
 def _in_fp32(model: nn.Module, gradients: Gradients) -> tuple[dict[str, Any], set[str]]:

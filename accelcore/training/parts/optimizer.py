@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from accelcore.optim.saved import SWITCHES
 from accelcore.optim.slot_state import COUNTERS
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Change, Saved, table
+from accelcore.training.parts.put_back import copied, put_back
 
 __all__ = ["OptimizerPart", "OwnStatePart"]
 
@@ -104,12 +106,16 @@ class OptimizerPart:
         own = {numbers[name]: entry for name, entry in entries.items() if self._owns(name)}
         state = {"state": own, "param_groups": groups}
 
-        def commit() -> None:
-            self._optimizer.load_state_dict(state)
+        now = self._optimizer.state_dict()
+        # Its options keep their devices: a learning rate that is captured has to be on one.
+        before = {"state": copied(now["state"]), "param_groups": copy.deepcopy(now["param_groups"])}
+
+        def load(whole: dict[str, Any]) -> None:
+            self._optimizer.load_state_dict(whole)
             if not isinstance(self._optimizer, LateBound):
                 _lay_out_as_parameters(self._optimizer)
 
-        return Change(commit)
+        return Change(lambda: load(state), lambda: put_back(load, before, self._optimizer.state_dict))
 
     def _kind(self) -> str:
         optimizer = self._optimizer

@@ -36,7 +36,8 @@ class Change:
 
     Attributes:
         commit: restores it.
-        undo: puts back what `commit` has changed, or half changed; None where nothing in `commit` can fail.
+        undo: puts back what `commit` has changed, or half changed, and raises where it cannot; None where nothing in
+            `commit` can fail, because it calls no code of others.
     """
 
     commit: Callable[[], None]

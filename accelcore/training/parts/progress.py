@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from accelcore.roles.runtime import Runtime
 from accelcore.training.feeds import Feeds
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Change, Saved, kind, number, table
+from accelcore.training.parts.put_back import copied, put_back
 from accelcore.training.window import Window
 
 __all__ = ["FeedsPart", "RandomPart", "SchedulePart", "WindowPart"]
@@ -51,8 +51,11 @@ class SchedulePart:
             )
         if scheduler is None:
             return Change(lambda: None)
-        before, state = copy.deepcopy(own["state"]), table(schedule["state"], "schedule")
-        return Change(lambda: scheduler.load_state_dict(state), lambda: scheduler.load_state_dict(before))
+        before, state = copied(own["state"]), table(schedule["state"], "schedule")
+        return Change(
+            lambda: scheduler.load_state_dict(state),
+            lambda: put_back(scheduler.load_state_dict, before, scheduler.state_dict),
+        )
 
 
 class WindowPart:

@@ -10,6 +10,7 @@ from accelcore.errors import CheckpointError
 from accelcore.roles.scaler import LossScaler, described
 from accelcore.training.own_scales import OwnScales
 from accelcore.training.parts.part import Change, Saved, table
+from accelcore.training.parts.put_back import put_back
 
 __all__ = ["OwnScalesPart", "ScalerPart"]
 
@@ -66,7 +67,9 @@ class OwnScalesPart:
 def _restoring(scaler: LossScaler, state: Mapping[str, Any], saved: Saved) -> Change:
     before = scaler.state_dict()
     if scaler.takes(state):
-        return Change(lambda: scaler.load_state_dict(state), lambda: scaler.load_state_dict(before))
+        return Change(
+            lambda: scaler.load_state_dict(state), lambda: put_back(scaler.load_state_dict, before, scaler.state_dict)
+        )
     if table(saved.own.get("window"), "window", "micro")["micro"]:
         raise CheckpointError(
             "the checkpoint was saved within a window, with another loss scale than this training's",
