@@ -1,7 +1,7 @@
 """Environment variables, read strictly: an invalid value is an error that names the variable.
 
-A variable of accelcore's own (`ACCEL_...`) that is empty counts as unset: a shell, a compose file or a manifest has no
-other way to say so.
+A variable of accelcore's own (`ACCEL_...`) or a launcher's that is empty counts as unset: a shell, a compose file or a
+manifest has no other way to say so.
 """
 
 from __future__ import annotations

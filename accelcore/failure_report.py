@@ -105,7 +105,7 @@ def _report_of(kind: type[BaseException], error: BaseException, trace: Traceback
 
 def _has_to_show(text: str, because: tuple[int, ...]) -> bool:
     """Whether no other rank of this host shows the traceback, or the one of what it is due to."""
-    with suppress(OSError, KeyError):  # the launcher has ended, or the script has cleared its environment
+    with suppress(OSError, KeyError, ValueError):  # the launcher has ended, or the script has cleared its environment
         rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         first = rank - local_rank
         if because and all(first <= other < first + size for other in because):

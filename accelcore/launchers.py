@@ -170,10 +170,10 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     the result has none.
 
     Raises:
-        ConfigurationError: a variable is missing, invalid, or contradicts the others. No device is touched and no
-            socket opened.
+        ConfigurationError: a variable is missing or empty, invalid, or contradicts the others. No device is touched and
+            no socket opened.
     """
-    environ = os.environ if environ is None else environ
+    environ = {name: text for name, text in (os.environ if environ is None else environ).items() if text}
     for launcher in LAUNCHERS:
         if any(sign in environ for sign in launcher.signs):
             return _Reader(launcher, environ).read()
