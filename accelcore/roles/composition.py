@@ -117,6 +117,10 @@ class Roles:
             raise ConfigurationError("rank and world_size come together", remedy="give both, or neither")
         if rank is None and local_rank is not None:
             raise ConfigurationError("local_rank needs rank and world_size", remedy="give all three, or none")
+        if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+            raise ConfigurationError(
+                f"timeout={timeout!r} is no length of time", remedy="give a datetime.timedelta(minutes=10), or None"
+            )
         launch: Launch | None
         if rank is None or world_size is None:
             launch = read_launch()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from accelcore.errors import ConfigurationError
 
@@ -33,10 +33,17 @@ class LossScale:
     max: float = 2.0**24
 
     def __post_init__(self) -> None:
-        bounded = 0 < self.min <= self.init <= self.max < math.inf
-        whole = isinstance(self.interval, int) and not isinstance(self.interval, bool) and self.interval >= 1
-        if not (bounded and 1 < self.growth < math.inf and 0 < self.backoff < 1 and whole):
+        if not (all(map(_is_number, astuple(self))) and self._works()):
             raise ConfigurationError(
                 f"no loss scale can work with {self}",
                 remedy="choose 0 < min <= init <= max, growth > 1, 0 < backoff < 1 and a whole interval >= 1",
             )
+
+    def _works(self) -> bool:
+        bounded = 0 < self.min <= self.init <= self.max < math.inf
+        moves = 1 < self.growth < math.inf and 0 < self.backoff < 1
+        return bounded and moves and isinstance(self.interval, int) and self.interval >= 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

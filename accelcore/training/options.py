@@ -19,7 +19,7 @@ from accelcore.training.observers import Observer
 from accelcore.training.policy import Policy
 from accelcore.training.schedule import ScheduleBy
 
-__all__ = ["DEFAULTS", "Loss", "TrainerOptions", "Weight", "check_numbers", "complete"]
+__all__ = ["DEFAULTS", "Loss", "TrainerOptions", "Weight", "check_values", "complete"]
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], "float | Tensor"]
@@ -139,9 +139,10 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
     return options
 
 
-def check_numbers(options: TrainerOptions) -> None:
-    """Raise ConfigurationError for invalid numbers."""
+def check_values(options: TrainerOptions) -> None:
+    """Raise ConfigurationError for numbers and functions that are none, and observers that are no list."""
     accumulate, clip_norm = options["accumulate"], options["clip_norm"]
+    weight, observers = options["weight"], options["observers"]
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigurationError(
             f"accumulate={accumulate!r} is not a number of micro-batches", remedy="give a whole number, 1 or more"
@@ -157,5 +158,11 @@ def check_numbers(options: TrainerOptions) -> None:
             remedy=f"say clip_norm={clip!r}, or clip=lambda parameters: torch.nn.utils.clip_grad_value_(parameters, "
             f"{clip!r})",
         )
+    if weight is not None and not callable(weight):
+        raise ConfigurationError(
+            f"weight={weight!r} is no function", remedy="say weight=lambda batch: len(batch[0]), or leave it out"
+        )
+    if not isinstance(observers, Sequence):  # it is gone through more than once
+        raise ConfigurationError(f"observers={observers!r} is no list", remedy="say observers=[...]")
     if clip is not None and clip_norm is not None:
         raise ConfigurationError("clip= and clip_norm= together", remedy="give one of them")

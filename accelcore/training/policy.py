@@ -17,6 +17,8 @@ __all__ = ["LOW", "Policy", "choose_policy", "create_scaler"]
 LOW = (torch.bfloat16, torch.float16)
 """Dtypes too coarse to add up small updates in."""
 
+_TABLES = ("torch", "O1")
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -37,8 +39,8 @@ class Policy:
             it returns to fp32. Otherwise batches are the script's to cast, or autocast's.
 
     Raises:
-        ConfigurationError: there is no such dtype, a loss scale that is neither a number > 0 nor `"dynamic"`; what
-            needs an autocast, or a `model_dtype`, without one.
+        ConfigurationError: there is no such dtype or table, a loss scale that is neither a number > 0 nor `"dynamic"`,
+            a switch that is neither True nor False; what needs an autocast, or a `model_dtype`, without one.
     """
 
     autocast: str | None = None
@@ -80,6 +82,11 @@ class Policy:
                     f"{name}={value!r} is no dtype of torch's",
                     available='"bfloat16", "float16", "float32", "float64"; what of these a device takes, it declares',
                 )
+        for name in ("masters", "keep_batchnorm_fp32", "cast_boundary"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} is neither True nor False")
+        if self.table not in _TABLES:
+            raise ConfigurationError(f"table={self.table!r} is no op table", available=", ".join(_TABLES))
         if self.table != "torch" and self.autocast is None:
             raise ConfigurationError(
                 f"table={self.table!r} has no meaning without autocast", remedy='give a dtype, autocast="float16"'

@@ -20,7 +20,7 @@ from accelcore.training.clipping import Clipping
 from accelcore.training.evaluation import Evaluation
 from accelcore.training.feeds import Feeds
 from accelcore.training.mistakes import check_arguments
-from accelcore.training.options import TrainerOptions, check_numbers, complete
+from accelcore.training.options import TrainerOptions, check_values, complete
 from accelcore.training.own_scales import OwnScales
 from accelcore.training.parts.every import every_part
 from accelcore.training.plan import Plan
@@ -87,7 +87,7 @@ class Trainer(Reading, Checkpointing):
     ) -> None:
         given = resolved(complete(options), backend)
         check_arguments(model, optimizer, given["loss"])
-        check_numbers(given)
+        check_values(given)
         self._backend, self._options = backend, given
         self._schedule = Schedule(given["scheduler"], optimizer, given["schedule_by"])
         self._plan = Plan(backend, model, optimizer, given)

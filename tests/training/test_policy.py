@@ -26,6 +26,11 @@ from accelcore.training.policy import Policy
         {"loss_scale": float("nan")},
         {"loss_scale": True},
         {"table": "O1"},
+        {"table": "O9", "autocast": "float16"},
+        {"table": 1, "autocast": "float16"},
+        {"masters": "no"},
+        {"keep_batchnorm_fp32": "x", "model_dtype": "float16"},
+        {"cast_boundary": 1, "model_dtype": "float16"},
     ],
     ids=str,
 )
@@ -61,3 +66,17 @@ def test_small_fp16_gradients_are_divided_by_their_scale_in_fp32_or_not_at_all(a
     with pytest.raises(accelcore.TrainingError, match="would lose the small ones"):
         refused(x)
     assert refused.model.weight == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init": True}, {"init": "1"}, {"min": None}, {"max": "2"}, {"growth": True}, {"backoff": "0.5"},
+        {"interval": "9"}, {"interval": 2.5}, {"interval": True}, {"interval": 0}, {"growth": 1.0}, {"backoff": 1.0},
+        {"min": 5.0, "max": 1.0}, {"max": float("inf")}, {"init": float("nan")},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_no_loss_scale_can_work_with_are_refused(settings):
+    with pytest.raises(accelcore.ConfigurationError, match=f"{next(iter(settings))}="):
+        accelcore.LossScale(**settings)

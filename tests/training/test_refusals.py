@@ -49,6 +49,10 @@ def test_what_is_no_loss_is_refused_and_nothing_changes(accel, loss, says):
         ({"clip_norm": "1"}, accelcore.ConfigurationError, "clip_norm"),
         ({"precision": []}, accelcore.ConfigurationError, "fp32, bf16, fp16"),
         ({"fp32": "turbo"}, accelcore.UnsupportedError, "ieee"),
+        ({"weight": 3}, accelcore.ConfigurationError, "weight=3 is no function"),
+        ({"observers": 3}, accelcore.ConfigurationError, "observers=3 is no list"),
+        ({"observers": accelcore.Observer()}, accelcore.ConfigurationError, r"observers=\[\.\.\.\]"),
+        ({"observers": iter([accelcore.Observer()])}, accelcore.ConfigurationError, "is no list"),
     ],
 )
 def test_invalid_options_are_refused_before_training(accel, options, error, says):
