@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 from accelcore.optim.binding import Binding
+from accelcore.optim.copies import Copied
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.groups import alike
 from accelcore.optim.hooks import StepHooks
@@ -27,7 +28,7 @@ from accelcore.optim.stepping import given, loss_by, needs_closure, step_scaled
 __all__ = ["Optimizer"]
 
 
-class Optimizer(StepHooks):
+class Optimizer(StepHooks, Copied):
     """An optimizer by name, bound late: it takes its route when it knows what it trains.
 
     That is at its first step, or when a trainer binds it, after the model was moved, cast, laid flat or given fp32

@@ -270,38 +270,3 @@ def test_step_hooks_run_in_order_around_the_update(accel, flat):
     first = model.one.weight.detach().clone()
     train(trainer, batches(1))
     assert seen == [("before", True), ("after", False), ("before", True)]
-
-
-@pytest.mark.parametrize("bound", [False, True])
-def test_hooks_of_its_state_are_called_as_torch_calls_them(accel, bound):
-    def seen_by(create):
-        model = Model()
-        optimizer = create(model.parameters())
-        if bound:
-            accel.trainer(model, optimizer, loss=lambda m, b: m(b).sum())
-        seen = []
-
-        def note(what, result=None):
-            def hook(of, *given):
-                seen.append((what, of is optimizer, [sorted(each) for each in given], of.param_groups[0]["lr"]))
-                return result and result(*given)
-
-            return hook
-
-        def with_rate(state):
-            return {**state, "param_groups": [{**group, "lr": 0.7} for group in state["param_groups"]]}
-
-        optimizer.register_state_dict_pre_hook(note("before saving"))
-        optimizer.register_state_dict_post_hook(note("after saving", lambda state: {**state, "more": 1}))
-        optimizer.register_load_state_dict_pre_hook(note("second", with_rate))
-        optimizer.register_load_state_dict_pre_hook(note("first"), prepend=True)
-        optimizer.register_load_state_dict_post_hook(note("after"))
-        given = optimizer.state_dict()
-        optimizer.load_state_dict(given)
-        assert given["param_groups"][0]["lr"] == 0.1, "the caller's state was changed"
-        return seen
-
-    ours = seen_by(lambda parameters: accel.optimizers.create("adamw", parameters, lr=0.1))
-    theirs = seen_by(lambda parameters: torch.optim.AdamW(parameters, lr=0.1))
-    assert ours == theirs
-    assert [what for what, *_ in ours] == ["before saving", "after saving", "first", "second", "after"]
