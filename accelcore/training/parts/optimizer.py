@@ -18,6 +18,7 @@ from accelcore.optim.optimizer import Optimizer as LateBound
 from accelcore.optim.saved import SWITCHES
 from accelcore.optim.slot_state import COUNTERS
 from accelcore.training.gradients import Gradients
+from accelcore.training.parts.kept import Kept, check_shapes
 from accelcore.training.parts.part import Change, Saved, table
 from accelcore.training.parts.put_back import copied, put_back
 
@@ -87,22 +88,26 @@ class OptimizerPart:
         if tree.get("kind", self._kind()) != self._kind():
             raise _another(f"it is {tree['kind']!r}, and this one is {self._kind()!r}")
         groups, numbers = self._groups(tree["groups"])
-        shapes = {
-            name: parameter.shape
-            for group in self._optimizer.param_groups
-            for name, parameter in zip(self._members(group), group["params"], strict=True)
-        }
         entries = table(tree["state"], "optimizer state")
         if strange := [name for name in entries if name not in numbers]:
             raise _another(f"it has a state of {strange[0]!r}, which this one does not train")
+        engine = self._optimizer.engine if isinstance(self._optimizer, LateBound) else self._optimizer
         shaped = isinstance(self._optimizer, LateBound) and self._optimizer.keeps_shapes
-        for group in self._optimizer.param_groups:
-            known = [name for name in self._members(group) if name in entries]
+        for group, options in zip(self._optimizer.param_groups, groups, strict=True):
             strict = shaped or bool(group.get("fused"))
-            for name in known:
-                _check_entry(name, table(entries[name], f"state of {name}"), shapes[name], strict=strict)
-                if strict and entries[name].keys() != entries[known[0]].keys():
-                    raise CheckpointError(f"the checkpoint's states of {name!r} and {known[0]!r} are of other kinds")
+            keeps, first = Kept(type(engine), options), None
+            for name, parameter in zip(self._members(group), group["params"], strict=True):
+                if name not in entries:
+                    continue
+                entry = table(entries[name], f"state of {name}")
+                _check_count(name, entry, strict=strict)
+                if not strict:
+                    check_shapes(name, entry, parameter, keeps.shapes(parameter))
+                    continue
+                check_shapes(name, entry, parameter, {key: _shape(key, parameter) for key in entry})
+                first = first or name
+                if entry.keys() != entries[first].keys():
+                    raise CheckpointError(f"the checkpoint's states of {name!r} and {first!r} are of other kinds")
         own = {numbers[name]: entry for name, entry in entries.items() if self._owns(name)}
         state = {"state": own, "param_groups": groups}
 
@@ -203,20 +208,18 @@ def _alike(own: Any, saved: Any) -> bool:
     return isinstance(saved, type(own))
 
 
-def _check_entry(name: str, entry: Mapping[str, Any], shape: torch.Size, *, strict: bool) -> None:
-    """Refuse state that a kernel would read or write beyond; `strict`: what belongs to elements has their shape."""
-    for key, value in entry.items():
-        if key == "step":
-            count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            if not isinstance(count, int | float) or not 0 <= count < math.inf:
-                raise CheckpointError(f"the checkpoint says that {name!r} was updated {count!r} times")
-        elif strict and key not in COUNTERS:
-            fits = isinstance(value, Tensor) and value.shape == shape and value.is_floating_point()
-            if not fits:
-                found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                raise CheckpointError(
-                    f"the checkpoint's {key} of {name!r} is {found}, and its parameter has shape {tuple(shape)}"
-                )
+def _check_count(name: str, entry: Mapping[str, Any], *, strict: bool) -> None:
+    """Refuse a number of updates that is none; `strict`: or that is no scalar."""
+    value = entry.get("step", 0)
+    if isinstance(value, Tensor) and value.numel() == 1 and not (strict and value.dim()):
+        value = value.item()
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise CheckpointError(f"the checkpoint says that {name!r} was updated {value!r} times")
+
+
+def _shape(key: str, parameter: Tensor) -> tuple[int, ...]:
+    """The shape of state of an optimizer that keeps a value for each element, and some for the parameter as a whole."""
+    return () if key in COUNTERS else tuple(parameter.shape)
 
 
 def _lay_out_as_parameters(optimizer: Optimizer) -> None:
