@@ -69,8 +69,23 @@ class Collectives(Ranks):
     def cpu_group(self) -> dist.ProcessGroup | None:
         """The group that takes CPU tensors (sizes, positions, RNG states); None alone."""
 
-    def began(self, trainer: int, step: int) -> None:  # a job of one has nobody to tell
-        """A trainer, by its number in this process, has begun a step: for messages about missing ranks."""
+    def began(self, trainer: int, step: int, *, again: bool = False) -> None:  # a job of one has nobody to tell
+        """A trainer, by its number in this process, has begun a step, and what it trains is as it was.
+
+        For messages about missing ranks, and for `change`.
+
+        Args:
+            trainer: its number.
+            step: the step's.
+            again: within that step it has looked again, before gradients are exchanged.
+        """
+
+    def change(self, trainer: int, step: int, what: str, *, again: bool = False) -> None:  # as `began`
+        """What a trainer trains has changed, as `what` says: wait until all ranks say so. Called before `began`.
+
+        Raises:
+            DistributedError: other ranks have begun that step without a change, or do not come.
+        """
 
     def leave(self) -> None:
         """Wait until every rank is done with the job.
@@ -198,9 +213,13 @@ class TorchCollectives(Collectives):
             self._whereabouts = Whereabouts(store, self.rank, self.world_size)
             self._timeout = timeout or dist.default_pg_timeout
 
-    def began(self, trainer: int, step: int) -> None:
+    def began(self, trainer: int, step: int, *, again: bool = False) -> None:
         if self._whereabouts is not None:
-            self._whereabouts.began(trainer, step)
+            self._whereabouts.began(trainer, step, again=again)
+
+    def change(self, trainer: int, step: int, what: str, *, again: bool = False) -> None:
+        if self._whereabouts is not None:
+            self._whereabouts.change(trainer, step, what, self._timeout, again=again)
 
     def leave(self) -> None:
         if self._whereabouts is not None and len(self._entered) == 1:

@@ -40,6 +40,7 @@ class Note:
     Attributes:
         beat: which of the rank's notes this is.
         steps: the step of each of its trainers.
+        looks: how often its trainers have seen that what they train is as it was, where the ranks have to agree on it.
         number: how many collectives it has begun.
         collective: the last of them; "" where nothing records them.
         line: of the script.
@@ -49,6 +50,7 @@ class Note:
 
     beat: int
     steps: Sequence[int] = ()
+    looks: int = 0
     number: int = 0
     collective: str = ""
     line: str = ""
@@ -81,6 +83,7 @@ class Notes:
 
     Attributes:
         steps: the step of each trainer of this rank, by its number.
+        looks: two for each step that a trainer has begun, the last one's second only where it has looked again.
         done, failed: what this rank's next note says.
         store: a part of the job's store.
     """
@@ -88,6 +91,7 @@ class Notes:
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.store: Any = PrefixStore(f"whereabouts {next(_formed)}", store)
         self.steps: dict[int, int] = {}
+        self.looks: dict[int, int] = {}
         self.done, self.failed = False, ""
         self._rank, self._world_size, self._beats = rank, world_size, 0
         self._trains, self._reads_recorder = threading.get_ident(), _recorder_is_short()
@@ -105,7 +109,8 @@ class Notes:
         self._beats += 1
         number, collective = _last_collective() if self._reads_recorder else (0, "")
         steps = list(self.steps.values())
-        note = Note(self._beats, steps, number, collective, _line(self._trains), self.done, self.failed)
+        looks = sum(self.looks.copy().values())
+        note = Note(self._beats, steps, looks, number, collective, _line(self._trains), self.done, self.failed)
         self.store.set(f"rank {self._rank}", json.dumps(asdict(note)))
 
     def read(self) -> dict[int, Note]:

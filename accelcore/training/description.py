@@ -35,7 +35,10 @@ def describe(plan: Plan) -> dict[str, str]:
         if name not in _OWN:
             said[f"the option {name}"] = _kind(value) if name in _BY_KIND else _text(value)
     said |= _groups(plan.optimizer)
-    said |= {f"the parameter {name}": _tensor(one) for name, one in plan.model.named_parameters()}
+    numbers = {id(member): number for number, members in enumerate(plan.groups()) for member in members}
+    for name, one in plan.model.named_parameters():
+        said[f"the parameter {name}"] = _tensor(one)
+        said[f"the group of {name}"] = str(numbers.get(id(one)))
     said |= {f"the buffer {name}": _tensor(one) for name, one in plan.model.named_buffers()}
     return said
 

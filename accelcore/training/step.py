@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,13 @@ from accelcore.training.own_scales import OwnScales
 from accelcore.training.plan import Plan
 from accelcore.training.turns import Turn
 from accelcore.training.unable import parted
+from accelcore.training.watch import Watch
 from accelcore.training.window import Window
 
 __all__ = ["Step"]
 
 logger = logging.getLogger("accelcore")
+_UNCHANGED = nullcontext()
 
 
 class Step:
@@ -42,6 +45,7 @@ class Step:
 
     Attributes:
         overwrites: whether what the model returns, and gradients it gives, are memory that its next call writes anew.
+        late: what has noticed that what is trained has changed within this window; None where it has not.
         failure: why no step can be made any more; None where one can.
     """
 
@@ -64,6 +68,7 @@ class Step:
         self._clip_by = None if plan.options["clip"] is None else ClippingBy(plan.options["clip"])
         wanted = clip is not None or self._clip_by is not None or bool(plan.listeners.gradient_norm)
         self._reads_gradients = wanted
+        self.late: Watch | None = None
         self._turn = Turn([slot.parameter for slot in plan.gradients.slots])
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
@@ -106,7 +111,8 @@ class Step:
         first, last = self._window.micro == 0, self._window.is_last
         self.open()  # not in a graph, which serves the later micro-batches of a window, too
         try:
-            loss, aux = captured(batch, self.forward_backward, self.work, first=first, last=last)
+            with self._as_begun():
+                loss, aux = captured(batch, self.forward_backward, self.work, first=first, last=last)
         except BaseException as error:
             if self.is_open:  # else it was dropped where it was raised
                 self.drop(error)
@@ -172,12 +178,16 @@ class Step:
         """Update the parameters with the gradients of a window, a full one or a short one; the next one begins."""
         self._turn.take()
         try:
-            self.work(full=full)
+            with self._as_begun():
+                self.work(full=full)
             self._strategy.sync_buffers()
             self.begin()
         except BaseException as error:
             self.drop(error)
             raise
+
+    def _as_begun(self) -> AbstractContextManager[object]:
+        return _UNCHANGED if self.late is None else self.late.as_it_was()
 
     def work(self, *, full: bool = True) -> None:
         """What the device does in an update; captured steps record it."""
@@ -245,10 +255,29 @@ class Step:
 
     def begin(self, *, opened: bool = False) -> None:
         """A window begins, or one that was `opened` before goes on."""
-        self._turn.is_open = opened
+        self._turn.is_open, self.late = opened, None
         if not opened:
             self._window.reset()
         self._strategy.micro(self._window.is_last)
+
+    def follow_late(self, watch: Watch) -> None:
+        """What is trained has changed within this window: end it as it began; the change counts from the next one on.
+
+        Raises:
+            TrainingError: that cannot be done; the window is dropped.
+        """
+        try:
+            if watch.laid_out_anew():
+                raise TrainingError(
+                    "parameters were given another memory layout within a window",
+                    why="their gradients lie as the parameters did",
+                    remedy="call trainer.flush() before, or do it when the window is full",
+                )
+            self._strategy.exchange_late()
+        except BaseException as error:
+            self.drop(error)
+            raise
+        self.late = watch
 
     def check(self) -> None:
         """Raise TrainingError where no step can be made any more."""

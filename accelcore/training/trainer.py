@@ -119,7 +119,7 @@ class Trainer(Reading, Checkpointing):
     @property
     def forward(self) -> Callable[..., Any]:
         """The model to call in a loop of one's own: compiled and replicated as asked."""
-        if self._window.micro == 0 and not self._step.is_open:
+        if self._window.micro == 0 or self._window.is_last:
             self._follow()
         return self._plan.forward
 
@@ -143,14 +143,15 @@ class Trainer(Reading, Checkpointing):
         if self._window.micro == 0:
             self._check_able()
             self._begin()
-            self._follow()
             self._feeds.check_first()
+        elif self._window.is_last:
+            self._begin()
         if self._plan.captured is None:
             loss, self.aux = self._step.forward_backward(batch)
             loss = loss.detach()
             if self._step.overwrites:
                 loss = loss.clone()
-            self.update()
+            self._count()
         else:
             loss, self.aux, full = self._step.launch(self._plan.captured, batch)
             if full:
@@ -189,8 +190,9 @@ class Trainer(Reading, Checkpointing):
         self._check_able()
         if not self._step.is_open:  # the forward pass may have gone around `forward`
             self._begin()
-            self._follow()
             self._feeds.check_first()
+        elif self._window.is_last:
+            self._begin()
         if weight is None and self._options["weight"] is not None:
             raise TrainingError(
                 "this trainer weighs micro-batches, and backward was given no weight",
@@ -203,21 +205,22 @@ class Trainer(Reading, Checkpointing):
     def update(self) -> bool:
         """Count a micro-batch; at the end of a window, update the parameters. True when a window was closed."""
         self._step.check()
-        full = self._step.count()
-        if full:
-            self._step.update(full=True)
-            self._end_window()
-        return full
+        if self._window.is_last:
+            self._begin()
+        return self._count()
 
     def flush(self) -> None:
         """Close a window that is not full, as the mean of the micro-batches it has; nothing where there is none."""
         if self._window.micro:
             self._check_able()
+            self._begin()
             self._step.update(full=False)
             self._end_window()
 
     def _state(self) -> TrainingState:
         self._check_able()
+        if not self._within:
+            self._follow()
         self._watch.check()
         self._feeds.check_read(self.steps)
         self._schedule.epochs_ended(self._feeds["train"].epoch)
@@ -258,15 +261,34 @@ class Trainer(Reading, Checkpointing):
         self._watch = Watch(self.model, self.optimizer, self._plan.strategy.rest)
         self._step = Step(self._plan, scaler=self.scaler, scales=self._scales, window=self._window, clip=self._clip)
 
+    @property
+    def _within(self) -> bool:
+        return self._window.micro > 0 or self._step.is_open
+
     def _begin(self) -> None:
-        self._backend.collectives.began(self._number, self.steps + 1)
+        """A window begins, or its last micro-batch: what ranks train must not differ from here on."""
+        self._follow()
+        self._backend.collectives.began(self._number, self.steps + 1, again=self._within)
 
     def _follow(self) -> None:
-        """Prepare anew where parameters were frozen, unfrozen or added since; between windows."""
-        if self._watch.changed():
-            self._preparation.repeat()
+        """Where what is trained has changed, prepare anew; within a window, see to it that this can be done after it."""
+        if self._step.late is not None or not self._watch.changed():
+            return
+        changes = self._watch.changes()
+        self._backend.collectives.change(self._number, self.steps + 1, changes, again=self._within)
+        if self._within:
+            self._step.follow_late(self._watch)
+        else:
+            self._preparation.repeat(changes)
             self._compose()
             self._step.begin()
+
+    def _count(self) -> bool:
+        full = self._step.count()
+        if full:
+            self._step.update(full=True)
+            self._end_window()
+        return full
 
     def _end_window(self) -> None:
         self.steps += 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, zip_longest
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -19,6 +22,8 @@ __all__ = ["Watch"]
 _registrations = [0]
 # Looked at in every window, of every parameter: without a frame of Python's for each.
 _TRAINABLE, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
+_NAMED = 3
+"""How many changes a message names."""
 
 
 def _note(module: nn.Module, name: str, what: object) -> None:
@@ -41,8 +46,10 @@ class Watch:
     def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None] = lambda: None) -> None:
         self._model, self._optimizer, self._rest = model, optimizer, rest
         self._registrations = _registrations[0]
-        self._members = _members(optimizer)
+        self._groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+        self._members = [list(map(id, members)) for _, members in self._groups]
         self._held = _held(optimizer)
+        self._grown = False
         self._of_model = dict(model.named_parameters())
         self._parameters = list(self._of_model.values())
         self._trainable = list(map(_TRAINABLE, self._parameters))
@@ -50,9 +57,10 @@ class Watch:
         self._dtypes, self._strides = list(map(_DTYPE, self._parameters)), list(map(Tensor.stride, self._parameters))
 
     def changed(self) -> bool:
-        """Whether a parameter was frozen, unfrozen, added to the optimizer, or laid out in another way since.
+        """Whether a parameter was frozen, unfrozen, put into the optimizer or taken out, or laid out anew since.
 
-        Kernels walk through a parameter and its state side by side, and count on the same strides.
+        Kernels walk through a parameter and its state side by side, and count on the same strides. A frozen parameter
+        that is new in the model counts, too: it has to be moved to the device, and to be the same on all ranks.
 
         Raises:
             TrainingError: parameters of the model were replaced, cast, or new ones are in it that nobody trains.
@@ -60,16 +68,57 @@ class Watch:
         if self._registrations != _registrations[0]:
             self.check()
             self._registrations = _registrations[0]
+            self._grown = any(name not in self._of_model for name, _ in self._model.named_parameters())
         addresses = list(map(Tensor.data_ptr, self._parameters))
-        moved = addresses != self._addresses
-        if moved:  # a cast or other strides come with other memory
+        if addresses != self._addresses:  # a cast or other strides come with other memory
             self._check_dtypes()
+            if self.laid_out_anew():
+                return True
             self._addresses = addresses
         return (
             list(map(_TRAINABLE, self._parameters)) != self._trainable
-            or (moved and list(map(Tensor.stride, self._parameters)) != self._strides)
-            or _members(self._optimizer) != self._members
+            or [list(map(id, group["params"])) for group in self._optimizer.param_groups] != self._members
+            or self._grown
         )
+
+    def laid_out_anew(self) -> bool:
+        """Whether a parameter has other strides than it had."""
+        return list(map(Tensor.stride, self._parameters)) != self._strides
+
+    def changes(self) -> str:
+        """What has changed, in words."""
+        now = dict(self._model.named_parameters())
+        was = zip(self._of_model.items(), self._trainable, self._strides, strict=True)
+        said = []
+        for (name, parameter), trainable, strides in was:
+            if parameter.requires_grad != trainable:
+                said.append(f"{name!r} was {'frozen' if trainable else 'unfrozen'}")
+            if parameter.stride() != strides:
+                said.append(f"{name!r} was laid out anew")
+        said += [f"{name!r} is new" for name in now if name not in self._of_model]
+        groups = zip_longest(self._optimizer.param_groups, self._members)
+        for number, (group, members) in enumerate(groups):
+            if group is None or members is None:
+                said.append(f"group {number} of the optimizer was {'removed' if group is None else 'added'}")
+            elif list(map(id, group["params"])) != members:
+                said.append(f"group {number} of the optimizer has other parameters")
+        more = len(said) - _NAMED
+        return ", ".join([*said[:_NAMED], *([f"and {more} more"] if more > 0 else [])])
+
+    @contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Let the optimizer have the parameters that it had, and no gradient of one that was not trained."""
+        trained = {id(parameter) for parameter, was in zip(self._parameters, self._trainable, strict=True) if was}
+        for parameter in chain(self._parameters, self._model.parameters()):
+            if id(parameter) not in trained:
+                parameter.grad = None
+        groups = self._optimizer.param_groups
+        now = [(group, group["params"]) for group in groups]
+        _set_groups(groups, [(group, list(members)) for group, members in self._groups])
+        try:
+            yield
+        finally:
+            _set_groups(groups, now)
 
     def _check_dtypes(self) -> None:
         if list(map(_DTYPE, self._parameters)) != self._dtypes:
@@ -106,8 +155,10 @@ class Watch:
             )
 
 
-def _members(optimizer: Optimizer) -> list[int]:
-    return [len(group["params"]) for group in optimizer.param_groups]
+def _set_groups(groups: list[dict[str, Any]], wanted: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> None:
+    groups[:] = [group for group, _ in wanted]
+    for group, members in wanted:
+        group["params"] = members
 
 
 def _held(optimizer: Optimizer) -> set[int]:

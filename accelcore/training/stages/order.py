@@ -34,23 +34,24 @@ class Preparation:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._stages: Sequence[Stage] = [stage() for stage in _ORDER]
-        self._check_together()
+        self._check_together("accel.trainer(...)")
         self._apply()
 
-    def repeat(self) -> None:
-        """Take it through once more, because other parameters are trained now."""
+    def repeat(self, changes: str) -> None:
+        """Take it through once more, because of `changes` in what is trained."""
         self._plan.strategy.rest()
-        self._check_together()
+        remedy = "make the change on all ranks, before the same step, and not under `if rank == 0:`"
+        self._check_together(f"a change of what is trained: {changes}", remedy)
         self._apply()
 
-    def _check_together(self) -> None:
+    def _check_together(self, what: str, remedy: str | None = None) -> None:
         """Every check, on all ranks of a job, and that they are about to train the same."""
         backend = self._plan.backend
         if backend.collectives.world_size == 1:
             self._check()
             return
         agreement, failure = Agreement(backend.collectives, backend.device), None
-        agreement.meet("accel.trainer(...)")
+        agreement.meet(what, remedy)
         try:
             self._check()
         except Exception as error:  # noqa: BLE001  # raised by `settle`, when all ranks know

@@ -68,6 +68,18 @@ class FullySharded(Strategy):
         for name, parameter in parameters.items():
             if reason := _unfit(parameter):
                 raise ConfigurationError(f"the parameter {name!r} cannot be divided among ranks: it is {reason}")
+        if isinstance(model, FSDPModule):
+            for module in model.modules():  # what an evaluation has left gathered
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            if whole := [name for name, one in model.named_parameters() if not is_sharded(one)]:
+                raise ConfigurationError(
+                    f"the parameter {whole[0]!r} is not divided among the ranks, and the rest of the model is",
+                    why="it came when the model was divided already: it would be neither reduced over ranks nor the "
+                    "same on all of them",
+                    remedy="have every layer in the model before its trainer is made, frozen until it is needed; or "
+                    'say parallel="ddp"',
+                )
         if any(getattr(module, "sparse", False) is True for module in model.modules()):
             raise ConfigurationError(
                 "an embedding has sparse gradients, and those of shards are dense", remedy="make it with sparse=False"
