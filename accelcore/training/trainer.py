@@ -271,7 +271,7 @@ class Trainer(Reading, Checkpointing):
         self._backend.collectives.began(self._number, self.steps + 1, again=self._within)
 
     def _follow(self) -> None:
-        """Where what is trained has changed, prepare anew; within a window, see to it that this can be done after it."""
+        """Where what is trained has changed, prepare anew; within a window, see that this can be done after it."""
         if self._step.late is not None or not self._watch.changed():
             return
         changes = self._watch.changes()

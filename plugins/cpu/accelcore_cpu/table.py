@@ -139,8 +139,9 @@ class Table:
         known = [array("q", map(_IMPLEMENTATION, tensors)) for tensors in (self._values, states)]
         addresses = [array("q", map(Tensor.data_ptr, tensors)) for tensors in (self._values, states)]
         waits = array("b", [member.waits for member in self.members])
+        objects = _addresses(self._values)
         made: int | None = self._library.tensors_new(
-            _memory(known[0]), _memory(addresses[0]), _memory(waits), len(self._values),
+            _memory(objects), _offset(), _memory(known[0]), _memory(addresses[0]), _memory(waits), len(self._values),
             _memory(known[1]), _memory(addresses[1]), len(states),
         )  # fmt: skip
         return made
@@ -190,6 +191,14 @@ def _memory(numbers: array[Any]) -> int:
 
 def _is_dense(kept: object) -> bool:
     return isinstance(kept, Tensor) and kept.layout is torch.strided
+
+
+@cache
+def _offset() -> int:
+    """Where in Python's object of a tensor its `_cdata` is, in bytes."""
+    tensor = torch.empty(0)
+    words = range(object.__basicsize__, Tensor.__basicsize__, ctypes.sizeof(ctypes.c_void_p))
+    return next(word for word in words if ctypes.c_void_p.from_address(id(tensor) + word).value == tensor._cdata)
 
 
 @cache

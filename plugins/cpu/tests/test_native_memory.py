@@ -72,6 +72,35 @@ def test_another_object_in_groups_or_state_is_seen(accel, change):
     assert distance(*trained) < 1e-12
 
 
+@pytest.mark.parametrize("change", ["convert", "load", "by hand"])
+def test_tensors_that_torch_swaps_are_seen(accel, monkeypatch, change):
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    trained = []
+    for make in (accel.optimizers.create, lambda _, members, **options: torch.optim.AdamW(members, **options)):
+        members = nn.ParameterList(torch.full((300,), float(size), dtype=torch.float64) for size in range(40))
+        optimizer = make("adamw", members, lr=0.1)
+        train(optimizer, list(members), 2, start=1)
+        if change == "convert":
+            members.to("cpu", torch.float64)
+        elif change == "load":
+            members.load_state_dict({name: 2 * value for name, value in members.state_dict().items()})
+        else:
+            for member in members:
+                torch.utils.swap_tensors(member, nn.Parameter(member.detach() * 3))
+        torch.full((40, 300), 7.0, dtype=torch.float64)  # where the old ones were
+        train(optimizer, list(members), 2, start=3)
+        trained.append(list(members))
+    assert distance(*trained) < 1e-12
+
+
+def test_state_that_a_kernel_works_with_cannot_be_swapped_under_it(accel):
+    members = parameters(torch.float32)
+    optimizer = accel.optimizers.create("adamw", members, lr=0.1, route="native")
+    train(optimizer, members, 2)
+    with pytest.raises(RuntimeError):
+        torch.utils.swap_tensors(optimizer.state[members[0]]["exp_avg"], torch.zeros_like(members[0]))
+
+
 def test_a_gradient_with_other_strides_is_right(accel):
     found, expected = parameters(torch.float64), parameters(torch.float64)
     native = accel.optimizers.create("sgd", found, lr=0.1, route="native")

@@ -98,7 +98,7 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     for name in ("tensors_new", "tensors_free", "tensors_find", "tensors_updated", "objects_same"):
         setattr(library, name, getattr(holding, name))
     library.tensors_new.restype = pointer
-    library.tensors_new.argtypes = [pointer, pointer, pointer, long, pointer, pointer, long]
+    library.tensors_new.argtypes = [pointer, long, pointer, pointer, pointer, long, pointer, pointer, long]
     library.tensors_free.restype = None
     library.tensors_free.argtypes = [pointer]
     library.tensors_find.restype = number

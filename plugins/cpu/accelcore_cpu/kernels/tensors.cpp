@@ -4,6 +4,7 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/core/UndefinedTensorImpl.h>
 
+#include <algorithm>
 #include <vector>
 
 namespace {
@@ -43,13 +44,32 @@ bool is_plain(const Impl& tensor) {
   return !tensor.key_set().has(c10::DispatchKey::Python) && tensor.layout() == c10::kStrided && tensor.is_cpu();
 }
 
+// Python's tensors can be given each other's TensorImpl (torch.utils.swap_tensors), and the old one is freed. To hold it
+// would forbid that. So Python's object, which lives as long as who asks, is asked which one it has.
+struct Values {
+  std::vector<const char*> objects;
+  long offset;  // of the address of the TensorImpl, in bytes
+
+  bool are(const std::vector<Impl*>& known) const {
+    constexpr size_t apart = 16;
+    for (size_t n = 0; n < objects.size(); n++) {
+      __builtin_prefetch(objects[std::min(n + apart, objects.size() - 1)] + offset);
+      if (*reinterpret_cast<Impl* const*>(objects[n] + offset) != known[n]) return false;
+    }
+    return true;
+  }
+};
+
 struct Tensors {
+  Values python;
   std::vector<Impl*> values, states;
+  std::vector<Held> held;  // the states
   std::vector<int64_t> value_addresses, state_addresses;
   std::vector<bool> waits;
   std::vector<Held> gradients;  // kept while they are in use
 
   Found find(void** found) {
+    if (!python.are(values)) return REPLACED;
     bool same = true, alike = true;
     gradients.assign(values.size(), Held());
     in_stages(
@@ -85,12 +105,18 @@ struct Tensors {
 
 extern "C" {
 
-// Null where there is not enough memory.
-void* tensors_new(const int64_t* values, const int64_t* value_addresses, const bool* waits, long value_count,
+// `objects` and `offset`: Python's objects of the values, and where in them the address of a TensorImpl is. Null where
+// there is not enough memory.
+void* tensors_new(const char* const* objects, long offset, const int64_t* values, const int64_t* value_addresses, const bool* waits, long value_count,
                   const int64_t* states, const int64_t* state_addresses, long state_count) noexcept try {
   auto* tensors = new Tensors;
+  tensors->python.objects.assign(objects, objects + value_count);
+  tensors->python.offset = offset;
   for (long n = 0; n < value_count; n++) tensors->values.push_back(reinterpret_cast<Impl*>(values[n]));
-  for (long n = 0; n < state_count; n++) tensors->states.push_back(reinterpret_cast<Impl*>(states[n]));
+  for (long n = 0; n < state_count; n++) {
+    tensors->states.push_back(reinterpret_cast<Impl*>(states[n]));
+    tensors->held.push_back(Held::unsafe_reclaim_from_nonowning(tensors->states.back()));
+  }
   tensors->value_addresses.assign(value_addresses, value_addresses + value_count);
   tensors->state_addresses.assign(state_addresses, state_addresses + state_count);
   tensors->waits.assign(waits, waits + value_count);
