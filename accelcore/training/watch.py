@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, zip_longest
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,8 +46,8 @@ class Watch:
     def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None] = lambda: None) -> None:
         self._model, self._optimizer, self._rest = model, optimizer, rest
         self._registrations = _registrations[0]
-        self._groups = [(group, list(group["params"])) for group in optimizer.param_groups]
-        self._members = [list(map(id, members)) for _, members in self._groups]
+        self._groups = list(optimizer.param_groups)
+        self._members = [list(group["params"]) for group in self._groups]
         self._held = _held(optimizer)
         self._grown = False
         self._of_model = dict(model.named_parameters())
@@ -75,11 +75,16 @@ class Watch:
             if self.laid_out_anew():
                 return True
             self._addresses = addresses
-        return (
-            list(map(_TRAINABLE, self._parameters)) != self._trainable
-            or [list(map(id, group["params"])) for group in self._optimizer.param_groups] != self._members
-            or self._grown
-        )
+        if self._grown or list(map(_TRAINABLE, self._parameters)) != self._trainable:
+            return True
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._members):
+            return True
+        for group, members in zip(groups, self._members):  # noqa: B905  # as many, and `strict` takes time
+            now = group["params"]
+            if len(now) != len(members) or not all(map(is_, now, members)):
+                return True
+        return False
 
     def laid_out_anew(self) -> bool:
         """Whether a parameter has other strides than it had."""
@@ -100,7 +105,7 @@ class Watch:
         for number, (group, members) in enumerate(groups):
             if group is None or members is None:
                 said.append(f"group {number} of the optimizer was {'removed' if group is None else 'added'}")
-            elif list(map(id, group["params"])) != members:
+            elif list(map(id, group["params"])) != list(map(id, members)):
                 said.append(f"group {number} of the optimizer has other parameters")
         more = len(said) - _NAMED
         return ", ".join([*said[:_NAMED], *([f"and {more} more"] if more > 0 else [])])
@@ -114,7 +119,7 @@ class Watch:
                 parameter.grad = None
         groups = self._optimizer.param_groups
         now = [(group, group["params"]) for group in groups]
-        _set_groups(groups, [(group, list(members)) for group, members in self._groups])
+        _set_groups(groups, [(group, list(ones)) for group, ones in zip(self._groups, self._members, strict=True)])
         try:
             yield
         finally:

@@ -129,6 +129,28 @@ def test_a_change_within_a_window_is_followed_from_the_next_one_on(accel, kind, 
 
 
 @HOW
+def test_another_memory_format_is_refused_within_a_window_and_followed_after_it(accel, kind):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(27, 2))
+
+    feed = [(torch.randn(4, 2, 5, 5), torch.randn(4, 2)) for _ in range(6)]
+    trainer, other = (
+        accel.trainer(model, OPTIMIZERS[kind](accel, model.parameters()), loss=loss_of, accumulate=2, flat=False)
+        for model in (net(), net())
+    )
+    for each in (trainer, other):
+        train(each, feed[:2])
+    trainer(feed[2])
+    trainer.model.to(memory_format=torch.channels_last)
+    with pytest.raises(accelcore.TrainingError, match="another memory layout within a window"):
+        trainer(feed[3])
+    for each in (trainer, other):  # that window was dropped
+        train(each, feed[4:])
+    same(trainer.model, other.model)
+
+
+@HOW
 @FLAT
 @pytest.mark.parametrize("change", ["replaced", "new and trained by nobody", "another parameter", "assigned"])
 def test_another_model_is_refused_at_once_and_nothing_moves(accel, tmp_path, kind, flat, change):
