@@ -80,11 +80,11 @@ class Collectives(Ranks):
             again: within that step it has looked again, before gradients are exchanged.
         """
 
-    def change(self, trainer: int, step: int, what: str, *, again: bool = False) -> None:  # as `began`
+    def change(self, trainer: int, what: str, *, again: bool = False) -> None:  # as `began`
         """What a trainer trains has changed, as `what` says: wait until all ranks say so. Called before `began`.
 
         Raises:
-            DistributedError: other ranks have begun that step without a change, or do not come.
+            DistributedError: other ranks have begun the step without a change, or do not come.
         """
 
     def leave(self) -> None:
@@ -217,9 +217,9 @@ class TorchCollectives(Collectives):
         if self._whereabouts is not None:
             self._whereabouts.began(trainer, step, again=again)
 
-    def change(self, trainer: int, step: int, what: str, *, again: bool = False) -> None:
+    def change(self, trainer: int, what: str, *, again: bool = False) -> None:
         if self._whereabouts is not None:
-            self._whereabouts.change(trainer, step, what, self._timeout, again=again)
+            self._whereabouts.change(trainer, what, self._timeout, again=again)
 
     def leave(self) -> None:
         if self._whereabouts is not None and len(self._entered) == 1:

@@ -83,7 +83,8 @@ class Notes:
 
     Attributes:
         steps: the step of each trainer of this rank, by its number.
-        looks: two for each step that a trainer has begun, the last one's second only where it has looked again.
+        looks: for each trainer twice the steps that it has begun, whatever their numbers, and one where it has looked
+            again within the last.
         done, failed: what this rank's next note says.
         store: a part of the job's store.
     """

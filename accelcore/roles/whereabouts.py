@@ -48,9 +48,9 @@ class Whereabouts:
     def began(self, trainer: int, step: int, *, again: bool = False) -> None:
         """A trainer of this rank has begun a step, and what it trains is as it was; see `Collectives.began`."""
         self._notes.steps[trainer] = step
-        self._notes.looks[trainer] = 2 * step + again
+        self._notes.looks[trainer] = self._looks_then(trainer, again)
 
-    def change(self, trainer: int, step: int, what: str, timeout: timedelta, *, again: bool = False) -> None:
+    def change(self, trainer: int, what: str, timeout: timedelta, *, again: bool = False) -> None:
         """Wait until all ranks have changed what they train; see `Collectives.change`.
 
         A rank that has changed it says so in the store, and begins the step afterwards; one that has not, begins it.
@@ -58,8 +58,7 @@ class Whereabouts:
         """
         store, number = self._notes.store, next(self._changes)
         keys = {rank: f"change {number} {rank}" for rank in range(self._world_size)}
-        looks = self._notes.looks
-        passed = sum(looks.values()) - looks.get(trainer, 0) + 2 * step + again
+        passed = sum(self._notes.looks.values()) + self._looks_then(trainer, again) - self._notes.looks.get(trainer, 0)
         store.set(keys[self._rank], "")
         self._notes.write()
         begin = time.monotonic()
@@ -81,6 +80,11 @@ class Whereabouts:
                     why=_places([self._rank, *(went_on or late)[:_NAMED]], notes),
                     remedy="make the change on all ranks, before the same step, and not under `if rank == 0:`",
                 )
+
+    def _looks_then(self, trainer: int, again: bool) -> int:
+        """How often a trainer has looked when it has begun its next step, or looked `again` within that."""
+        looks = self._notes.looks.get(trainer, 0)
+        return looks | 1 if again else looks + 2 - looks % 2
 
     def leave(self, timeout: timedelta) -> None:
         """Wait until all ranks are done, so that none loses what another holds for it.

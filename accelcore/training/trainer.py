@@ -275,7 +275,7 @@ class Trainer(Reading, Checkpointing):
         if self._step.late is not None or not self._watch.changed():
             return
         changes = self._watch.changes()
-        self._backend.collectives.change(self._number, self.steps + 1, changes, again=self._within)
+        self._backend.collectives.change(self._number, changes, again=self._within)
         if self._within:
             self._step.follow_late(self._watch)
         else:
