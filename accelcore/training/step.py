@@ -267,12 +267,7 @@ class Step:
             TrainingError: that cannot be done; the window is dropped.
         """
         try:
-            if watch.laid_out_anew():
-                raise TrainingError(
-                    "parameters were given another memory layout within a window",
-                    why="their gradients lie as the parameters did",
-                    remedy="call trainer.flush() before, or do it when the window is full",
-                )
+            watch.check_layout()
             self._strategy.exchange_late()
         except BaseException as error:
             self.drop(error)

@@ -12,7 +12,7 @@ from uuid import uuid4
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.errors import DistributedError, TrainingError
+from accelcore.errors import TrainingError
 from accelcore.roles.compiler import Compiled
 from accelcore.roles.composition import Roles
 from accelcore.training.checkpointing import Checkpointing
@@ -31,7 +31,7 @@ from accelcore.training.schedule import Schedule
 from accelcore.training.stages.order import Preparation
 from accelcore.training.state import TrainingState
 from accelcore.training.step import Step
-from accelcore.training.unable import half_restored
+from accelcore.training.unable import half_restored, other_job
 from accelcore.training.watch import Watch
 from accelcore.training.window import Window
 
@@ -96,9 +96,8 @@ class Trainer(Reading, Checkpointing):
         make_scaler = partial(create_scaler, backend.scaler, self._plan.policy)
         self.scaler, self._scales = make_scaler(), OwnScales(backend, make_scaler)
         self.loss_scales = self._scales.scalers
-        clip_norm = given["clip_norm"]
-        flagged = backend.capabilities.overflow_flag
-        self._clip = None if clip_norm is None else Clipping(clip_norm, flagged=flagged)
+        norm, flagged = given["clip_norm"], backend.capabilities.overflow_flag
+        self._clip = None if norm is None else Clipping(norm, flagged=flagged)
         self._window = Window(
             given["accumulate"], backend.device, divisor=self._plan.strategy.divisor, tensors_only=given["graph"]
         )
@@ -107,8 +106,7 @@ class Trainer(Reading, Checkpointing):
         self._world_size = backend.collectives.world_size
         self._run, self._number = uuid4().hex, next(_numbers)
         self.aux: Any = None
-        self.extra: dict[str, Any] = {}
-        self.steps = 0
+        self.extra, self.steps = {}, 0
         self._compose()
         self._step.begin()
 
@@ -297,9 +295,6 @@ class Trainer(Reading, Checkpointing):
 
     def _check_able(self) -> None:
         self._step.check()
-        if self._backend.collectives.world_size != self._world_size:
-            raise DistributedError(
-                f"this trainer was made in a job of {self._world_size}, and the job now has "
-                f"{self._backend.collectives.world_size} ranks",
-                remedy="make the trainer, and use it, inside one `with accel.distributed():`",
-            )
+        world_size = self._backend.collectives.world_size
+        if world_size != self._world_size:
+            raise other_job(self._world_size, world_size)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from accelcore.errors import TrainingError
+from accelcore.errors import DistributedError, TrainingError
 
-__all__ = ["half_restored", "parted"]
+__all__ = ["half_restored", "other_job", "parted"]
 
 
 def parted(error: BaseException) -> TrainingError:
@@ -24,6 +24,14 @@ def half_restored(error: BaseException) -> TrainingError:
         _shown(error),
         "make model, optimizer and trainer anew, and resume; in a job, on all ranks",
         error,
+    )
+
+
+def other_job(made_for: int, now: int) -> DistributedError:
+    """The job has another number of ranks than the one that the trainer was made in."""
+    return DistributedError(
+        f"this trainer was made in a job of {made_for}, and the job now has {now} ranks",
+        remedy="make the trainer, and use it, inside one `with accel.distributed():`",
     )
 
 

@@ -72,7 +72,7 @@ class Watch:
         addresses = list(map(Tensor.data_ptr, self._parameters))
         if addresses != self._addresses:  # a cast or other strides come with other memory
             self._check_dtypes()
-            if self.laid_out_anew():
+            if self._laid_out_anew():
                 return True
             self._addresses = addresses
         if self._grown or list(map(_TRAINABLE, self._parameters)) != self._trainable:
@@ -86,9 +86,18 @@ class Watch:
                 return True
         return False
 
-    def laid_out_anew(self) -> bool:
+    def _laid_out_anew(self) -> bool:
         """Whether a parameter has other strides than it had."""
         return list(map(Tensor.stride, self._parameters)) != self._strides
+
+    def check_layout(self) -> None:
+        """Raise TrainingError where a parameter was laid out anew within a window."""
+        if self._laid_out_anew():
+            raise TrainingError(
+                "parameters were given another memory layout within a window",
+                why="their gradients lie as the parameters did",
+                remedy="call trainer.flush() before, or do it when the window is full",
+            )
 
     def changes(self) -> str:
         """What has changed, in words."""
