@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from accelcore.checkpoint import store
 from accelcore.checkpoint.finding import find
 from accelcore.checkpoint.manifest import MODEL, file_of
-from accelcore.errors import CheckpointError
+from accelcore.errors import CheckpointError, ConfigurationError
 
 __all__ = ["export"]
 
@@ -30,20 +31,43 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
         The checkpoint that was taken.
 
     Raises:
+        ConfigurationError: `file` cannot be the name of one.
         CheckpointError: there is none, or it is damaged, or has no such trainer; the file cannot be written.
     """
     found, target = find(Path(checkpoint)), Path(file)
+    _check_target(target)
     if found is None:
-        raise CheckpointError(f"there is no checkpoint in {checkpoint}", remedy="give the folder that trainer.save had")
+        raise CheckpointError(
+            f"there is no checkpoint in {Path(checkpoint)}", remedy="give the folder that trainer.save had"
+        )
     part = file_of(_checked(trainer or "", found), MODEL)
     tensors = {name: value for name, value in found.part(part).items() if isinstance(value, Tensor)}
     distinct = {id(value): (name, value) for name, value in reversed(tensors.items())}
     beside = target.with_name(f".{target.name}.incomplete")
-    with store.writing(target.parent):
+    try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.contiguous() for name, value in distinct.values()}, beside, metadata={"format": "pt"})
+        store.write_tensors({name: value.contiguous() for name, value in distinct.values()}, beside, {"format": "pt"})
         beside.replace(target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the model could not be written to {target}",
+            why=str(error),
+            remedy="make room, or see that the folder may be written to",
+        ) from error
+    finally:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
     return found.path
+
+
+def _check_target(target: Path) -> None:
+    if target.is_dir():
+        raise ConfigurationError(f"{target} is a folder", remedy=f"name a file in it: {target / 'model.safetensors'}")
+    if target.exists() and not target.is_file():
+        raise ConfigurationError(f"{target} is no file that can be replaced", remedy="name another")
+    above = next(folder for folder in target.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ConfigurationError(f"{above} is a file, and {target} would be in it", remedy="name a file in a folder")
 
 
 def _checked(trainer: str, checkpoint: store.Checkpoint) -> str:

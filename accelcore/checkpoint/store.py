@@ -142,13 +142,21 @@ def write_part(folder: Path, part: str, tree: Any, *, rank: int = 0) -> None:
         _write(folder, f"{part}-{rank:05d}", held, {}, rows)
 
 
+def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file that whoever may read other new files may read: safetensors' own is for its owner."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(mode)
+
+
 def _write(
     folder: Path, name: str, tensors: dict[str, Tensor], metadata: dict[str, str], rows: dict[str, tuple[int, int]]
 ) -> None:
     """Write a file, and beside it what the manifest is to say of it, so that no rank has to read what others wrote."""
     path = folder / _INCOMPLETE / f"{name}.safetensors"
     path.parent.mkdir(exist_ok=True)
-    save_file(tensors, path, metadata=metadata)
+    write_tensors(tensors, path, metadata)
     _flush(path)
     facts = {"bytes": path.stat().st_size, "sha256": digest_of(path), "rows": rows}
     path.with_suffix(_FACTS).write_text(json.dumps(facts), encoding="utf-8")

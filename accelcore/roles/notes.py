@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
@@ -86,6 +88,7 @@ class Notes:
         looks: for each trainer twice the steps that it has begun, whatever their numbers, and one where it has looked
             again within the last.
         done, failed: what this rank's next note says.
+        line: where an error ended what the rank did; "" while it goes on, and is looked for.
         store: a part of the job's store.
     """
 
@@ -93,7 +96,7 @@ class Notes:
         self.store: Any = PrefixStore(f"whereabouts {next(_formed)}", store)
         self.steps: dict[int, int] = {}
         self.looks: dict[int, int] = {}
-        self.done, self.failed = False, ""
+        self.done, self.failed, self.line = False, "", ""
         self._rank, self._world_size, self._beats = rank, world_size, 0
         self._trains, self._reads_recorder = threading.get_ident(), _recorder_is_short()
         self._stop = threading.Event()
@@ -111,7 +114,8 @@ class Notes:
         number, collective = _last_collective() if self._reads_recorder else (0, "")
         steps = list(self.steps.values())
         looks = sum(self.looks.copy().values())
-        note = Note(self._beats, steps, looks, number, collective, _line(self._trains), self.done, self.failed)
+        line = self.line or _line(self._trains)
+        note = Note(self._beats, steps, looks, number, collective, line, self.done, self.failed)
         self.store.set(f"rank {self._rank}", json.dumps(asdict(note)))
 
     def read(self) -> dict[int, Note]:
@@ -158,12 +162,24 @@ def _last_collective() -> tuple[int, str]:
     return last["record_id"] + 1, f"{last['profiling_name']} of {sizes or 'nothing'}, number {last['record_id'] + 1}"
 
 
+def line_of(error: BaseException) -> str:
+    """The line of the script at which an error was raised, as far as it got."""
+    frames = [
+        (frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_library(frame.f_code.co_filename)
+    ]
+    return _in_words(*frames[-1]) if frames else ""
+
+
 def _line(thread: int) -> str:
     """The line of the script at which a thread is, behind what torch, Python and this package do for it."""
     frame = sys._current_frames().get(thread)
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return "" if frame is None else _in_words(frame, frame.f_lineno)
+
+
+def _in_words(frame: FrameType, line: int) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}"
 
 
 def _is_library(file: str) -> bool:

@@ -14,7 +14,7 @@ from torch.distributed import DistError
 
 from accelcore.causes import causes
 from accelcore.errors import DistributedError
-from accelcore.roles.notes import BEAT, Note, Notes, ranks
+from accelcore.roles.notes import BEAT, Note, Notes, line_of, ranks
 
 __all__ = ["Whereabouts"]
 
@@ -126,6 +126,7 @@ class Whereabouts:
         if self._explained:
             return None
         self._explained, explained = True, None
+        self._notes.line = line_of(error)
         # Whatever a script makes of it; SystemExit is for the launcher, and KeyboardInterrupt for the user.
         lost = next(filter(_is_loss, causes(error)), None) if isinstance(error, Exception) else None
         if lost is not None:

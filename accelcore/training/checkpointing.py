@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ class Checkpointing(ABC):
     _run: str
 
     @abstractmethod
-    def _state(self) -> TrainingState:
-        """What a checkpoint is made of, where none of it is in motion."""
+    def _state(self, *, saves: bool = False) -> TrainingState:
+        """What a checkpoint is made of, where none of it is in motion; `saves`: whether one will be made of it."""
 
     def save(self, folder: str | Path, *, keep: int | None = None, extra: Mapping[str, Any] | None = None) -> Path:
         """Save all that is needed to go on as if nothing had happened, as a new checkpoint in `folder`.
@@ -44,9 +45,8 @@ class Checkpointing(ABC):
             extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It
                 becomes `trainer.extra`, which later saves keep; in a job rank 0's is saved.
         """
-        if extra is not None:
-            self.extra = _as_dict(extra)
-        return save({"": self._state()}, Path(folder), run=self._run, keep=keep)
+        with _taking(self, extra):
+            return save({"": self._state(saves=True)}, Path(folder), run=self._run, keep=keep)
 
     def resume(self, folder: str | Path) -> Path | None:
         """Go on from the newest checkpoint in `folder`, or from `folder` if it is itself one, whatever their names.
@@ -136,9 +136,8 @@ class Together:
         Args:
             extra: as that of `Trainer.save`, and beside the trainers' own. It becomes `extra` of this object.
         """
-        if extra is not None:
-            self.extra = _as_dict(extra)
-        return save(self._states(), Path(folder), run=self._run, keep=keep)
+        with _taking(self, extra):
+            return save(self._states(saves=True), Path(folder), run=self._run, keep=keep)
 
     def resume(self, folder: str | Path) -> Path | None:
         """Go on, all of them, from the newest checkpoint in `folder`, or from `folder` if it is itself one.
@@ -158,11 +157,24 @@ class Together:
         self._run = found.run or self._run
         return found.path
 
-    def _states(self) -> dict[str, TrainingState]:
-        states = {name: trainer._state() for name, trainer in self._trainers.items()}
+    def _states(self, *, saves: bool = False) -> dict[str, TrainingState]:
+        states = {name: trainer._state(saves=saves) for name, trainer in self._trainers.items()}
         keeper = min(states)  # of what belongs to all; in whichever order they are given
         parts = [*states[keeper].parts, ExtraPart(self.extra, "together")]
         return {**states, keeper: replace(states[keeper], parts=parts)}
+
+
+@contextmanager
+def _taking(keeper: Checkpointing | Together, extra: Mapping[str, Any] | None) -> Iterator[None]:
+    """Have `extra` as that of a trainer, or of several, where one is given, and the save that it is for succeeds."""
+    before = keeper.extra
+    if extra is not None:
+        keeper.extra = _as_dict(extra)
+    try:
+        yield
+    except BaseException:
+        keeper.extra = before
+        raise
 
 
 def _as_dict(extra: Any) -> dict[str, Any]:

@@ -75,6 +75,10 @@ class Schedule:
                     'step(); or say schedule_by="script", and step it yourself',
                 )
             self._behind = None
+        self.check_steps()
+
+    def check_steps(self) -> None:
+        """See that the script has not stepped the scheduler since the trainer did; raises TrainingError."""
         if self._left is not None and self._left.is_stepped_to(self._places.now()):
             raise TrainingError(
                 "the script steps the scheduler that the trainer steps",

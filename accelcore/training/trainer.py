@@ -69,8 +69,7 @@ class Trainer(Reading, Checkpointing):
         options: see `TrainerOptions`.
 
     Attributes:
-        model: the module that was given.
-        optimizer, scheduler: as given.
+        model, optimizer, scheduler: as given.
         scaler: the loss scaler; one that does nothing where none is needed.
         loss_scales: the scalers of losses that have their own, by name; see `backward`.
         aux: what the last `loss` returned beside the scalar.
@@ -215,14 +214,15 @@ class Trainer(Reading, Checkpointing):
             self._step.update(full=False)
             self._end_window()
 
-    def _state(self) -> TrainingState:
+    def _state(self, *, saves: bool = False) -> TrainingState:
         self._check_able()
         if not self._within:
             self._follow()
         self._watch.check()
         self._feeds.check_read(self.steps)
         self._schedule.epochs_ended(self._feeds["train"].epoch)
-        plan = self._plan
+        if saves:
+            self._schedule.check_steps()
         return TrainingState(
             backend=self._backend,
             parts=every_part(
@@ -232,18 +232,18 @@ class Trainer(Reading, Checkpointing):
                 scales=self._scales,
                 scheduler=self.scheduler,
                 schedule_by=self._options["schedule_by"],
-                gradients=plan.gradients,
+                gradients=self._plan.gradients,
                 window=self._window,
                 feeds=self._feeds,
                 runtime=self._backend.runtime,
                 extra=self.extra,
-                strategy=plan.strategy,
+                strategy=self._plan.strategy,
             ),
             steps=self.steps,
             take_turn=self._step.take_turn,
             restored=self._restored,
             give_up=self._give_up,
-            sharded=plan.strategy.sharded(self.model),
+            sharded=self._plan.strategy.sharded(self.model),
         )
 
     def _restored(self) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
 
-from accelcore import CheckpointError, ConfigurationError
+from accelcore import CheckpointError, ConfigurationError, Together
+from accelcore.checkpoint import store
+from accelcore.checkpoint.export import export
 
 
 def make(accel):
@@ -39,6 +44,49 @@ def test_what_a_checkpoint_cannot_hold_is_named(accel, tmp_path):
         make(accel).save(tmp_path, extra={"model": nn.Linear(2, 2)})
     with pytest.raises(ConfigurationError, match="is no dict"):
         make(accel).save(tmp_path, extra=[1])
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_extra_of_a_save_that_fails_is_not_kept(accel, tmp_path, together):
+    trainer = make(accel)
+    keeper = Together(one=trainer) if together else trainer
+    keeper.save(tmp_path, extra={"best": 1.0})
+    with pytest.raises(CheckpointError, match="is a set"):
+        keeper.save(tmp_path, extra={"tags": {1, 2}})
+    assert keeper.extra == {"best": 1.0}
+    trainer(torch.ones(2, 4))
+    keeper.save(tmp_path)
+
+
+def test_whoever_may_read_other_new_files_may_read_a_checkpoints(accel, tmp_path):
+    (other := tmp_path / "other").touch()
+    checkpoint = make(accel).save(tmp_path / "kept")
+    export(checkpoint, tmp_path / "model.safetensors")
+    files = [tmp_path / "model.safetensors", *(file for file in checkpoint.rglob("*") if file.is_file())]
+    assert len(files) > 2
+    assert {file.stat().st_mode for file in files} == {other.stat().st_mode}
+
+
+def test_a_file_that_cannot_be_exported_to_is_refused_and_left(accel, tmp_path, monkeypatch):
+    checkpoint = make(accel).save(tmp_path / "kept")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("here")
+    os.mkfifo("pipe")
+    for target, says in (
+        (".", "is a folder"),
+        ("", "is a folder"),
+        ("kept", "is a folder"),
+        ("file/below/it", "file is a file, and file/below/it would be in it"),
+        ("pipe", "pipe is no file that can be replaced"),
+    ):
+        with pytest.raises(ConfigurationError, match=says):
+            export(checkpoint, target)
+    with (
+        patch.object(store, "save_file", side_effect=OSError("full")),
+        pytest.raises(CheckpointError, match="written to"),
+    ):
+        export(checkpoint, "model.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "kept", "pipe"]
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

@@ -288,6 +288,16 @@ def test_by_epoch_a_step_of_the_scripts_is_said_before_the_next_epoch_is_trained
         inside(BATCHES[3])
 
 
+def test_by_epoch_a_step_of_the_scripts_is_said_before_it_is_saved(accel, tmp_path):
+    trainer = by_epoch(accel)
+    for batch in trainer.batches(BATCHES):
+        trainer(batch)
+    trainer.scheduler.step()
+    with pytest.raises(accelcore.TrainingError, match=TWICE.format(by="epoch")):
+        trainer.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 @ahead
 def test_by_epoch_an_epoch_that_is_set_takes_a_scheduler_that_is_brought_there(accel, tmp_path):
     def train(trainer):
