@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, TypeVar
 
 from accelcore import plugins
@@ -29,11 +28,12 @@ from accelcore.installation import how_to_install, own_plugins
 from accelcore.launchers import read_launch
 from accelcore.plugins import Candidate
 from accelcore.probe import Probe
+from accelcore.wording import nearest
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Found", "decide", "installed", "select"]
+__all__ = ["Found", "check_installed", "decide", "installed", "select"]
 
 T = TypeVar("T")
 
@@ -118,6 +118,18 @@ def select(device: str | None = None, *, local_rank: int | None = None) -> Backe
     return dataclasses.replace(backend, passed_over=passed_over)
 
 
+def check_installed(text: str, source: str) -> None:
+    """Raise where a request names one backend and no installed plugin offers it. No plugin is loaded.
+
+    Raises:
+        ConfigurationError: the request is outside the grammar of `select()`.
+        UnknownBackendError: there is no such backend.
+    """
+    choices, names = parse(text, source), {entry.name for entry in declared(plugins.BACKENDS)}
+    if choices is not None and len(choices) == 1 and choices[0].name not in names:
+        raise _unknown(choices[0], f"{source}={shown(text)}", ", ".join(sorted(names)) or "no backend is installed")
+
+
 def decide(
     text: str, source: str, make: Callable[[Found], T], *, local_rank: int | None = None
 ) -> tuple[T, tuple[Probe, ...]]:
@@ -192,12 +204,7 @@ def _admit(
 ) -> Found:
     """The device, where its plugin says that it can be had."""
     if candidate is None:
-        raise UnknownBackendError(
-            f"{request}: there is no backend {choice.name!r}",
-            why="no installed plugin offers that name",
-            available=others(),
-            remedy=_how_to_have(choice.name),
-        )
+        raise _unknown(choice, request, others())
     probe = candidate.probe
     if candidate.error is not None:
         raise PluginError(
@@ -242,12 +249,23 @@ def _index(choice: Choice, probe: Probe, place: _Place | None, request: str) -> 
         return index
     raise BackendUnavailableError(
         f"{f'rank {index} of this host' if by_rank else request}: there is no device {choice.name}:{index}",
-        why=f"this process sees {probe.count} of them, counted from 0",
+        why=f"this process sees {probe.count} {choice.name} devices, numbered from 0"
+        if probe.count != 1
+        else f"this process sees one {choice.name} device, numbered 0",
         available=f"{choice.name}:0" + (f" to {choice.name}:{probe.count - 1}" if probe.count > 1 else ""),
         remedy="start as many ranks a host as it has devices; where the launcher shows each rank a device of its own, "
         f"name that: ACCEL_DEVICE={choice.name}:0"
         if by_rank
         else "choose one of those",
+    )
+
+
+def _unknown(choice: Choice, request: str, available: str) -> UnknownBackendError:
+    return UnknownBackendError(
+        f"{request}: there is no backend {choice.name!r}",
+        why="no installed plugin offers that name",
+        available=available,
+        remedy=_how_to_have(choice.name),
     )
 
 
@@ -257,11 +275,11 @@ def _how_to_have(name: str) -> str:
     if name in own:
         return f"{how_to_install(own[name])}; or choose another"
     advice = "install the package that brings it (the README lists accelcore's own), or choose another"
-    near = get_close_matches(name, offered | own.keys(), n=1)
-    if not near:
+    near = nearest(name, offered | own.keys())
+    if near is None:
         return advice
-    needs = "" if near[0] in offered else f" Then {how_to_install(own[near[0]])}."
-    return f"did you mean {near[0]!r}?{needs} Else {advice}"
+    needs = "" if near in offered else f" Then {how_to_install(own[near])}."
+    return f"did you mean {near!r}?{needs} Else {advice}"
 
 
 def _usable() -> str:

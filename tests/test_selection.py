@@ -111,7 +111,7 @@ def test_a_list_passes_over_what_cannot_be_had_and_remembers_why(fakes):
     assert "no installed plugin" in reasons["nowhere"]
     assert "libdevice.so.1 is missing" in reasons["rotten"]
     assert reasons["absent"] == "no such card"
-    assert "1 of them" in reasons["single:1"]
+    assert reasons["single:1"] == "this process sees one single device, numbered 0"
     assert "no power" in reasons["stubborn"]
     assert not any(probe.available for probe in backend.passed_over)
     assert all(probe.remedy for probe in backend.passed_over)
@@ -182,6 +182,7 @@ def test_with_nothing_installed_every_request_says_what_to_install():
             "did you mean 'npu'? Then install accelcore-npu: pip install ./plugins/npu in a clone",
         ),
         ("testin", "install the package that brings it"),  # an extra that is no backend
+        ("gpu", "install the package that brings it"),  # which is not nearly npu
     ],
 )
 def test_a_plugin_of_accelcores_own_that_is_not_installed_is_named(tmp_path, device, remedy):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import partial, wraps
 from types import TracebackType
 from typing import Any, TypeVar, final
@@ -19,6 +18,7 @@ from accelcore.errors import ConfigurationError
 from accelcore.precision.region import holds, in_low_precision
 from accelcore.precision.table import Treatment
 from accelcore.precision.treatments import floats, widest, with_casts
+from accelcore.wording import did_you_mean
 
 __all__ = [
     "Registration",
@@ -49,10 +49,9 @@ class Registration:
         found = getattr(module, name, _ABSENT)
         if not callable(found):
             names = [name for name in dir(module) if callable(getattr(module, name, None))]
-            near = get_close_matches(name, names, n=1)
             raise ConfigurationError(
                 f"{getattr(module, '__name__', module)!s} has no function {name!r}",
-                remedy=f"did you mean {near[0]!r}?" if near else "name one of its functions, such as 'softmax'",
+                remedy=did_you_mean(name, names, "name one of its functions, such as 'softmax'"),
             )
         self._module, self._name, self._active = module, name, True
         treated = _treated(found, treatment)

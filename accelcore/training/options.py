@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, TypedDict
 
 import torch
@@ -18,6 +17,7 @@ from accelcore.training.modules import Parts
 from accelcore.training.observers import Observer
 from accelcore.training.policy import Policy
 from accelcore.training.schedule import ScheduleBy
+from accelcore.wording import did_you_mean
 
 __all__ = ["DEFAULTS", "Loss", "TrainerOptions", "Weight", "check_values", "complete"]
 
@@ -129,11 +129,10 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
     """
     for name in given:
         if name not in DEFAULTS:
-            near = get_close_matches(name, DEFAULTS, n=1)
             raise ConfigurationError(
                 f"a trainer has no option {name!r}",
                 available=", ".join(DEFAULTS),
-                remedy=f"did you mean {near[0]!r}?" if near else "",
+                remedy=did_you_mean(name, DEFAULTS),
             )
     options: TrainerOptions = {**DEFAULTS, **given}  # type: ignore[typeddict-item]  # checked above
     return options
