@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,6 +14,7 @@ from torch.optim import Optimizer
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.memory import unfit
+from accelcore.wording import did_you_mean
 
 __all__ = ["Choice", "Factory", "Memory", "Request", "Route", "choose"]
 
@@ -84,8 +87,13 @@ class Route:
         try:
             engine = self.factory(groups, **request.options)
         except (TypeError, ValueError, KeyError) as error:
+            known = _options(self.factory)
+            unknown = [name for name in request.options if known and name not in known]
             raise ConfigurationError(
-                f"optimizer {request.name!r} (route {self.name!r}) refuses these arguments", why=str(error)
+                f"optimizer {request.name!r} (route {self.name!r}) refuses these arguments",
+                why=str(error),
+                available=", ".join(known) if unknown else "",
+                remedy=" ".join(filter(None, (_in_place_of(name, known) for name in unknown))),
             ) from error
         if not isinstance(engine, Optimizer):
             raise PluginError(
@@ -114,6 +122,27 @@ def choose(routes: Sequence[Route], request: Request) -> tuple[Choice, ...]:
             taken = reason is None
             choices.append(Choice(route.name, taken, reason or ""))
     return tuple(choices)
+
+
+def _options(factory: Factory) -> list[str]:
+    """What a factory can be given beside the parameters; empty where it does not say."""
+    made: Any = inspect.unwrap(factory)
+    while isinstance(made, partial):
+        made = made.func
+    names: dict[str, None] = {}
+    for kind in getattr(made, "__mro__", (made,)):  # a class may pass on what its base takes
+        options = list(inspect.signature(kind).parameters.values())[1:]
+        named = [option for option in options if option.kind not in (option.VAR_POSITIONAL, option.VAR_KEYWORD)]
+        names.update(dict.fromkeys(option.name for option in named if option.name not in ("fused", "foreach")))
+        if options and len(named) == len(options):
+            return list(names)
+    return []
+
+
+def _in_place_of(name: str, known: list[str]) -> str:
+    """What the user may have meant by an option that is not known: also `lr` by `learning_rate`."""
+    initials = "".join(word[:1] for word in name.split("_"))
+    return f"did you mean {initials!r}?" if initials in known else did_you_mean(name, known)
 
 
 def _by_element(route: Route, name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ def _made_by(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
                 not_negative(lr=group["lr"])  # torch looks at the default only, and takes nan in SGD
         return made
 
-    return make
+    return update_wrapper(make, kind, updated=())
 
 
 def _loses_epsilon(request: Request) -> bool:

@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from accelcore.optim.formula_route import formula_routes
 from accelcore.optim.known_class import name_of, request_of
 from accelcore.optim.optimizer import Optimizer
 from accelcore.optim.route import Choice, Factory, Memory, Request, Route, choose
+from accelcore.wording import did_you_mean
 
 __all__ = ["Choice", "Factory", "Memory", "Optimizers", "Request"]
 
@@ -180,24 +180,39 @@ class Optimizers:
         choices = self._explain(request)
         chosen = next((choice.route for choice in choices if choice.chosen), None)
         if chosen is None:
+            _refuse_switches(request, [choice.route for choice in choices])
             raise UnsupportedError(
                 f"optimizer {request.name!r} cannot be made by route {request.route!r}",
                 why="; ".join(f"{choice.route}: {choice.reason}" for choice in choices),
                 available=", ".join(choice.route for choice in choices),
-                remedy="change the options named above, or let route='auto' choose",
+                remedy="change the options named above"
+                + ("" if request.route == "auto" else ", or let route='auto' choose"),
             )
         return next(route for route in self._routes[request.name] if route.name == chosen)
 
     def _explain(self, request: Request) -> tuple[Choice, ...]:
         if request.name not in self._routes:
-            near = get_close_matches(request.name, self._routes, n=1)
             raise UnsupportedError(
                 f"there is no optimizer {request.name!r} here",
                 available=", ".join(self.names()),
-                remedy=(f"did you mean {near[0]!r}? Else " if near else "")
-                + "choose one of those, or install a package that registers it",
+                remedy=did_you_mean(
+                    request.name, self._routes, "choose one of those, or install a package that registers it"
+                ),
             )
         return choose(self._routes[request.name], request)
+
+
+def _refuse_switches(request: Request, routes: list[str]) -> None:
+    """Say once, and not of each route, that routes are chosen by name and not by torch's switches."""
+    switch = next((switch for switch in ("fused", "foreach") if switch in request.options), None)
+    if switch is not None:
+        asks = f"; route={switch!r} asks for torch's" if switch in routes else ""
+        raise UnsupportedError(
+            f"optimizer {request.name!r} cannot be made with {switch}=",
+            why="which implementation is taken is chosen by route=",
+            available=", ".join(routes),
+            remedy=f"leave {switch}= out: the fastest route is taken anyhow{asks}",
+        )
 
 
 def _name(asked: str | type[torch.optim.Optimizer]) -> str:

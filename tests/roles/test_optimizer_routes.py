@@ -38,8 +38,10 @@ def test_explain_tells_every_route_best_first_and_why_not(accel):
 def test_torchs_own_switches_are_refused_because_the_route_says_it(accel, switch, value):
     assert not any(choice.chosen for choice in accel.optimizers.explain("adamw", **{switch: value}))
     for route in ("auto", "fused", "loop", "foreach"):
-        with pytest.raises(UnsupportedError, match=rf"say route=\.\.\. instead of {switch}="):
+        with pytest.raises(UnsupportedError, match=f"leave {switch}= out: the fastest") as caught:
             accel.optimizers.create("adamw", [parameter()], route=route, **{switch: value})
+        assert f"route={switch!r} asks for torch's" in caught.value.remedy
+        assert str(caught.value).count(f"{switch}=") == 2
 
 
 def test_a_route_that_is_not_there_is_refused_and_the_others_named(accel):
@@ -71,6 +73,19 @@ def test_an_invalid_option_is_refused_in_torchs_words(accel, route, options, say
         accel.optimizers.create("adamw", [parameter()], route=route, **options)
     assert says in caught.value.why
     assert isinstance(caught.value.__cause__, TypeError | ValueError)
+
+
+@pytest.mark.parametrize("route", ["auto", "fused", "loop"])
+@pytest.mark.parametrize(
+    ("name", "option", "meant"),
+    [("adamw", "learning_rate", "did you mean 'lr'?"), ("sgd", "momentun", "did you mean 'momentum'?"), ("sgd", "x", "")],
+)
+def test_an_unknown_option_is_refused_and_the_known_ones_named(accel, route, name, option, meant):
+    with pytest.raises(ConfigurationError) as caught:
+        accel.optimizers.create(name, [parameter()], route=route, **{option: 0.1})
+    assert {"lr", "weight_decay", "maximize"} <= set(caught.value.available.split(", "))
+    assert not {"fused", "foreach", "params"} & set(caught.value.available.split(", "))
+    assert caught.value.remedy == meant
 
 
 # Registering.
