@@ -61,7 +61,7 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
         raise CheckpointError(
             f"{path.lstrip('.')} is {kind_of(value)}, which a checkpoint cannot hold",
             available="None, bools, numbers, strings, tensors, and lists, tuples and dicts of these",
-            remedy="leave it out of the state_dict it comes from, or turn it into one of those",
+            remedy="turn it into one of those, or leave it out of what is saved",
         )
 
     def store(tensor: Tensor, path: str) -> str:

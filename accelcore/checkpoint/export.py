@@ -77,12 +77,12 @@ def _checked(trainer: str, checkpoint: store.Checkpoint) -> str:
         return trainer
     if names == [""]:
         raise CheckpointError(
-            f"the checkpoint {checkpoint.path} has no trainer {trainer!r}: it was saved of one that has no name",
-            remedy="name none",
+            f"the checkpoint {checkpoint.path} has no trainer {trainer!r}: it holds one trainer, without a name",
+            remedy="leave --trainer out; of export(), trainer=",
         )
     asked = f"none of them is {trainer!r}" if trainer else "none was named"
     raise CheckpointError(
-        f"the checkpoint {checkpoint.path} was saved of several trainers, and {asked}",
+        f"the checkpoint {checkpoint.path} holds several trainers, and {asked}",
         available=", ".join(names),
         remedy=f"say whose model to take: --trainer {names[0]}, or export(..., trainer={names[0]!r})",
     )

@@ -65,14 +65,14 @@ def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
             raise ValueError(f"{MANIFEST} names the file {name!r}")
         file = path / f"{name}.safetensors"
         if not file.is_file():
-            raise ValueError(f"{file.name} is missing, or no file")
+            raise ValueError(f"{name}.safetensors is missing, or no file")
         if file.stat().st_size != facts["bytes"]:
-            raise ValueError(f"{file.name} has {file.stat().st_size} of {facts['bytes']} bytes")
+            raise ValueError(f"{name}.safetensors has {file.stat().st_size} of {facts['bytes']} bytes")
         is_piece = "-" in name and not file.name.startswith(RANK)
         if is_piece and number_of % share[1] != share[0]:
             continue  # another rank looks
         if digest_of(file) != facts["sha256"]:
-            raise ValueError(f"{file.name} was changed after it was written")
+            raise ValueError(f"{name}.safetensors was changed after it was written")
     if (manifest["format"] == WITH_TRAINERS) != ("trainers" in manifest):
         raise ValueError(f"its format is {manifest['format']}, which does not go with what it says of trainers")
     for name, steps in manifest.get("trainers", {}).items():
@@ -91,7 +91,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.is_file() or file.stat().st_size > _LARGEST_MANIFEST:  # a device would be read for ever
         raise ValueError(f"{MANIFEST} is missing, or no file of a manifest's size")
-    manifest = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=without_twins)
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=without_twins)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read as JSON: {error}") from error
     if not isinstance(manifest, dict):
         raise TypeError(f"{MANIFEST} holds no object")
     return manifest

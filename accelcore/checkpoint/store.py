@@ -92,11 +92,12 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
+        file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
         raise CheckpointError(
             f"no checkpoint could be saved in {folder}",
-            why=str(error),
-            available="the checkpoints that were there before are as they were",
-            remedy="make room, or see that the folder may be written to",
+            why=str(error) if file is None else f"{file} is a file",
+            available="the checkpoints that were there before are as they were" if file is None else "",
+            remedy="make room, or see that the folder may be written to" if file is None else "give a folder",
         ) from error
 
 
@@ -246,9 +247,11 @@ class Checkpoint:
             older = _older(path)
             raise CheckpointError(
                 f"the checkpoint {path} is damaged",
-                why=str(error),
+                why=str(error)
+                if isinstance(error, OSError | ValueError)
+                else f"{MANIFEST} is not of a manifest's form: {error!r}",
                 available=f"an older one is whole: {older}" if older else "no older one beside it is whole",
-                remedy=f"go on from it: trainer.resume({str(older)!r})" if older else "restore it from a copy",
+                remedy=f"give that one: {older}" if older else "restore it from a copy",
             ) from error
 
     @property

@@ -46,7 +46,7 @@ class Checkpointing(ABC):
                 becomes `trainer.extra`, which later saves keep; in a job rank 0's is saved.
         """
         with _taking(self, extra):
-            return save({"": self._state(saves=True)}, Path(folder), run=self._run, keep=keep)
+            return save({"": self._state(saves=True)}, _path(folder), run=self._run, keep=keep)
 
     def resume(self, folder: str | Path) -> Path | None:
         """Go on from the newest checkpoint in `folder`, or from `folder` if it is itself one, whatever their names.
@@ -59,7 +59,7 @@ class Checkpointing(ABC):
                 restored; on all ranks alike, and this trainer is left as it was. Where what raised also stands in the
                 way back, the error says so, and this trainer trains no more.
         """
-        found = resume({"": self._state()}, Path(folder))
+        found = resume({"": self._state()}, _path(folder))
         if found is None:
             return None
         self.steps, self._run = found.steps[""], found.run or self._run
@@ -79,7 +79,7 @@ class Checkpointing(ABC):
         Raises:
             CheckpointError: it cannot be read, or does not fit; this trainer is left as it was.
         """
-        return load(self._state(), Path(path))
+        return load(self._state(), _path(path))
 
 
 class Together:
@@ -115,7 +115,11 @@ class Together:
             if not isinstance(trainer, Checkpointing):
                 raise ConfigurationError(f"{name} is {kind_of(trainer)}, and no trainer", remedy=remedy)
             if not _NAME.fullmatch(name):
-                raise ConfigurationError(f"{name!r} cannot be a folder's name", remedy="use the letters a to z")
+                raise ConfigurationError(
+                    f"{name!r} cannot be a trainer's name",
+                    why="it becomes the name of a folder in each checkpoint",
+                    remedy="use the letters a to z, and from the second on digits and _",
+                )
         if len({name.lower() for name in trainers}) < len(trainers):
             raise ConfigurationError(
                 f"of {', '.join(trainers)} some differ in case only",
@@ -137,7 +141,7 @@ class Together:
             extra: as that of `Trainer.save`, and beside the trainers' own. It becomes `extra` of this object.
         """
         with _taking(self, extra):
-            return save(self._states(saves=True), Path(folder), run=self._run, keep=keep)
+            return save(self._states(saves=True), _path(folder), run=self._run, keep=keep)
 
     def resume(self, folder: str | Path) -> Path | None:
         """Go on, all of them, from the newest checkpoint in `folder`, or from `folder` if it is itself one.
@@ -149,7 +153,7 @@ class Together:
             CheckpointError: it is damaged, does not fit one of them, or is of others; on all ranks alike, and all
                 trainers are left as they were.
         """
-        found = resume(self._states(), Path(folder))
+        found = resume(self._states(), _path(folder))
         if found is None:
             return None
         for name, trainer in self._trainers.items():
@@ -175,6 +179,13 @@ def _taking(keeper: Checkpointing | Together, extra: Mapping[str, Any] | None) -
     except BaseException:
         keeper.extra = before
         raise
+
+
+def _path(given: Any) -> Path:
+    try:
+        return Path(given)
+    except TypeError as error:
+        raise ConfigurationError(f"{given!r} is no path", remedy="give a string or a pathlib.Path") from error
 
 
 def _as_dict(extra: Any) -> dict[str, Any]:

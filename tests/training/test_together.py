@@ -142,7 +142,10 @@ def test_each_has_its_files_in_a_folder_and_what_is_renamed_is_found(accel, tmp_
     assert both.resume(tmp_path) == tmp_path / "best"
     assert torch.equal(model["0.weight"], trainers["first"].model[0].weight)
     (tmp_path / "best" / "second" / "training.safetensors").write_bytes(b"")
-    with pytest.raises(accelcore.CheckpointError, match=r"best is damaged\n.* why: training.safetensors has 0 of"):
+    with pytest.raises(accelcore.CheckpointError, match=r"best is damaged\n.* why: second/training.safetensors has 0 of"):
+        both.resume(tmp_path)
+    (tmp_path / "best" / "manifest.json").write_text('{"files')
+    with pytest.raises(accelcore.CheckpointError, match=r"why: manifest\.json cannot be read as JSON: Unterminated"):
         both.resume(tmp_path)
 
 
@@ -187,9 +190,9 @@ def test_the_model_of_one_is_exported_by_its_name(accel, tmp_path, capsys):
         assert torch.equal(load_file(file)[name], value)
     file.unlink()
     for folder, trainer, says in (
-        (saved, None, r"of several trainers, and none was named\n  available: first, second\n.*--trainer first"),
+        (saved, None, r"holds several trainers, and none was named\n  available: first, second\n.*--trainer first"),
         (saved, "third", r"several trainers, and none of them is 'third'\n  available: first, second"),
-        (alone, "first", r"has no trainer 'first': it was saved of one"),
+        (alone, "first", r"has no trainer 'first': it holds one trainer, without a name"),
         (saved / "first", None, r"a part of a checkpoint\n.*\n.*--trainer first "),
     ):
         with pytest.raises(accelcore.CheckpointError, match=says):
@@ -206,9 +209,21 @@ def test_what_cannot_be_saved_together_is_refused(accel, tmp_path):
         ({"g": trainer.model}, "g is a Sequential, and no trainer"),
         ({"g": trainer, "d": trainer}, "under two names"),
         ({"g": trainer, "G": second}, "differ in case only"),
-        ({"../g": trainer}, "cannot be a folder's name"),
+        ({"a/b": trainer}, r"'a/b' cannot be a trainer's name\n  why: it becomes the name of a folder"),
     ):
         with pytest.raises(accelcore.ConfigurationError, match=says):
             accelcore.Together(**trainers)
     with pytest.raises(accelcore.ConfigurationError, match="is no dict"):
         accelcore.Together(a=trainer).save(tmp_path, extra=[1])
+
+
+def test_what_is_no_folder_is_refused(accel, tmp_path):
+    trainer = pair(accel)["first"]
+    (tmp_path / "file").touch()
+    for saver in (trainer, accelcore.Together(a=trainer)):
+        for act in (saver.save, saver.resume):
+            with pytest.raises(accelcore.ConfigurationError, match="None is no path"):
+                act(None)
+        for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+            with pytest.raises(accelcore.CheckpointError, match="file is a file\n  what to do: give a folder$"):
+                saver.save(folder)
