@@ -276,4 +276,6 @@ def describe(error: BaseException | None) -> str:
         text = str(error).split("\n", 1)[0][:_LONGEST]
     except Exception:  # noqa: BLE001  # an error may fail to say what it is
         text = ""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({text})"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -13,6 +13,7 @@ __all__ = ["Failure", "said_of"]
 
 _LONGEST = 300  # characters of an error's first line
 
+_ENDED = "see what it wrote, above; if that is nothing, look for what ends a process: sys.exit, os._exit, a library"
 _UNCAUGHT = 1  # Python's exit code; a rank that was slow to leave has that of the signal which the launcher sent it
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 
@@ -42,7 +43,7 @@ def said_of(failures: Mapping[int, Failure]) -> tuple[str, int]:
     first = failures[rank]
     if first.report is None:
         if first.code >= 0:
-            return _text(f"rank {rank} ended with exit code {first.code}", "see what it wrote, above"), first.code
+            return _text(f"rank {rank} ended with exit code {first.code}", _ENDED), first.code
         return _text(f"rank {rank} was ended by {_name(-first.code)}", _remedy(-first.code)), 128 - first.code
     reports = {other: failure.report for other, failure in failures.items() if failure.report is not None}
     alike = {other: report for other, report in reports.items() if report.traceback == first.report.traceback}

@@ -16,7 +16,6 @@ from accelcore.entrypoints import declared
 from accelcore.environment import requested_device, shown
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.failure_report import LAUNCHER
-from accelcore.installation import how_to_install
 from accelcore.plugins import Candidate
 
 __all__ = ["run"]
@@ -45,12 +44,15 @@ def run(
     Raises:
         ConfigurationError: `device`, or ACCEL_DEVICE, is outside the grammar of `select()`; or the script is not there;
             or it has an apex of its own, and `apex` gives it one.
+        UnknownBackendError: `device` is one backend that nothing installed offers.
         UnsupportedError: nothing installed emulates the backend that `emulate` names.
     """
     environ = dict(os.environ)
     program = ["-m", script, *arguments] if module else [script, *arguments]
     if device is not None:
-        parse(device, "--device")
+        from accelcore.selection import check_installed
+
+        check_installed(device, "--device")  # else each rank would fail, and speak of ACCEL_DEVICE
         environ["ACCEL_DEVICE"] = device
     elif (asked := requested_device()) is not None:
         parse(asked, "ACCEL_DEVICE")
@@ -60,7 +62,7 @@ def run(
     if check_collectives:
         if nproc == 1 and machines is None:
             raise ConfigurationError(
-                "--check-collectives in a job of one rank", remedy="leave it out, or say --nproc 2"
+                "--check-collectives needs a job of several ranks", remedy="leave it out, or say --nproc 2"
             )
         environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     if emulate is not None:
@@ -126,7 +128,7 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
         raise UnsupportedError(
             f"--emulate {shown(name)}: nothing installed emulates a backend of that name",
             available=", ".join(entry.name for entry in declared(plugins.EMULATORS)) or "no emulator is installed",
-            remedy=f"{how_to_install(f'accelcore-{name}-emulator')}, if there is one"
+            remedy=f"install the package that emulates {name}, if there is one; docs/install.md lists accelcore's own"
             if one
             else "name one backend, and no device",
         )

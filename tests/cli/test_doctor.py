@@ -123,7 +123,7 @@ def test_a_probe_with_names_that_are_none_is_refused(field):
     ("code", "says"),
     [
         (UNDEFINED, "undefined symbol"),
-        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise SystemExit(3)", "it called sys.exit(3)"),
         (HANG, "ACCEL_PROBE_TIMEOUT"),
     ],
 )
@@ -300,7 +300,7 @@ ENDS = {
     ),
     "exit": ("import os; os._exit(5)", "failed", "it exited with 5 and wrote nothing", "stderr"),
     "exit_as_if_well": ("import os; os._exit(0)", "failed", "it exited with 0 and wrote nothing", "stderr"),
-    "system_exit": ("raise SystemExit(0)", "failed", "SystemExit: 0", "stderr"),
+    "system_exit": ("raise SystemExit(0)", "failed", "it called sys.exit(0)", "stderr"),
 }
 
 

@@ -168,10 +168,11 @@ def here(machine, monkeypatch):
     [
         (["run", "--device", "cuda:-1", "script.py"], "--device='cuda:-1' is not a device"),
         (["run", "--device", "", "script.py"], "--device='' is not a device"),
+        (["run", "--device", "cppu", "--nproc", "2", "script.py"], "--device='cppu': there is no backend 'cppu'"),
         (["run", "missing.py"], "there is no script 'missing.py'"),
         (["run", "--nproc", "2", "-"], "stdin"),
         (["run", "--nproc", "0", "script.py"], "--nproc"),
-        (["run", "--check-collectives", "script.py"], "--check-collectives in a job of one rank"),
+        (["run", "--check-collectives", "script.py"], "--check-collectives needs a job of several ranks"),
         (["run", "--nnodes", "2", "script.py"], "--nnodes without --node-rank and --rdzv"),
         (["run", "--rdzv", "a:1", "--node-rank", "0", "script.py"], "--node-rank and --rdzv without --nnodes"),
         (["run", "--nnodes", "1", "--node-rank", "0", "--rdzv", "a:1", "script.py"], "leave all three out"),
@@ -333,7 +334,7 @@ def test_an_emulation_is_an_environment_that_a_distribution_of_its_own_prepares(
     ("name", "says"),
     [
         ("kettle", "nothing installed emulates a backend of that name"),
-        ("kettle", "install accelcore-kettle-emulator"),
+        ("kettle", "install the package that emulates kettle, if there is one; docs/install.md"),
         ("toaster:0", "name one backend, and no device"),
         ("auto", "name one backend, and no device"),
         ("?", "--emulate='?' is not a device"),
