@@ -261,12 +261,8 @@ def _index(choice: Choice, probe: Probe, place: _Place | None, request: str) -> 
 
 
 def _unknown(choice: Choice, request: str, available: str) -> UnknownBackendError:
-    return UnknownBackendError(
-        f"{request}: there is no backend {choice.name!r}",
-        why="no installed plugin offers that name",
-        available=available,
-        remedy=_how_to_have(choice.name),
-    )
+    what, why = f"{request}: there is no backend {choice.name!r}", "no installed plugin offers that name"
+    return UnknownBackendError(what, why=why, available=available, remedy=_how_to_have(choice.name))
 
 
 def _how_to_have(name: str) -> str:

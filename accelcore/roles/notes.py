@@ -159,7 +159,8 @@ def _last_collective() -> tuple[int, str]:
         return 0, ""
     last = max(entries, key=lambda entry: entry["record_id"])
     sizes = ", ".join(str(tuple(size)) for size in last["input_sizes"])
-    return last["record_id"] + 1, f"{last['profiling_name']} of {sizes or 'nothing'}, number {last['record_id'] + 1}"
+    of_what = f" of {sizes}" if sizes else ""
+    return last["record_id"] + 1, f"{last['profiling_name']}{of_what}, number {last['record_id'] + 1}"
 
 
 def line_of(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -11,6 +11,8 @@ import torch
 
 from accelcore.errors import ConfigurationError
 from accelcore.roles.scaler import LossScale, LossScaler, Scalers
+from accelcore.spellings import BEST
+from accelcore.wording import did_you_mean
 
 __all__ = ["LOW", "Policy", "choose_policy", "create_scaler"]
 
@@ -66,7 +68,7 @@ class Policy:
             ConfigurationError: there is no such preset, or not in that dtype.
         """
         if str(name) not in _PRESETS:
-            raise ConfigurationError(f"there is no precision {name!r}", available=", ".join(_PRESETS))
+            raise _unknown(name, _PRESETS)
         if dtype is not None and (name not in _LEVELS or dtype not in _LEVEL_DTYPES):
             raise ConfigurationError(
                 f"there is no precision {name!r} in {dtype!r}",
@@ -127,12 +129,22 @@ def _of_dtype(policy: Policy, dtype: str) -> Policy:
     )
 
 
+def _unknown(precision: object, known: Iterable[str]) -> ConfigurationError:
+    return ConfigurationError(
+        f"there is no precision {precision!r}",
+        available=", ".join(known),
+        remedy=did_you_mean(str(precision), known),
+    )
+
+
 def choose_policy(precision: object, loss_scale: float | str | LossScale | None) -> Policy:
     """The policy a trainer was asked for, with `loss_scale` in place of the policy's own where it is given.
 
     Raises:
         ConfigurationError: there is no such precision, or a loss scale that is neither a number > 0 nor `"dynamic"`.
     """
+    if not isinstance(precision, Policy) and str(precision) not in _PRESETS:
+        raise _unknown(precision, (*_PRESETS, BEST))
     policy = precision if isinstance(precision, Policy) else Policy.preset(str(precision))
     return policy if loss_scale is None else replace(policy, loss_scale=loss_scale)
 

@@ -85,7 +85,7 @@ def undeclared(mode: Mode, device: Device) -> str:
     if mode.fp32 == "fast" and declared.fast_fp32 != "tf32":
         return f"{device.accel.name} declares no TF32 here"
     if mode.graph and not declared.graphs:
-        return f"{device.accel.name} declares no graphs"
+        return f"{device.accel.name} cannot capture steps"
     return ""
 
 

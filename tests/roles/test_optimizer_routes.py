@@ -78,7 +78,11 @@ def test_an_invalid_option_is_refused_in_torchs_words(accel, route, options, say
 @pytest.mark.parametrize("route", ["auto", "fused", "loop"])
 @pytest.mark.parametrize(
     ("name", "option", "meant"),
-    [("adamw", "learning_rate", "did you mean 'lr'?"), ("sgd", "momentun", "did you mean 'momentum'?"), ("sgd", "x", "")],
+    [
+        ("adamw", "learning_rate", "did you mean 'lr'?"),
+        ("sgd", "momentun", "did you mean 'momentum'?"),
+        ("sgd", "x", ""),
+    ],
 )
 def test_an_unknown_option_is_refused_and_the_known_ones_named(accel, route, name, option, meant):
     with pytest.raises(ConfigurationError) as caught:

@@ -79,8 +79,12 @@ def test_words_for_a_precision_mean_one_thing(accel, word, monkeypatch):
         rows = torch.ones(2, 4, dtype=model.weight.dtype)
         seen.append((float(trainer(rows)), trainer.aux.dtype, type(trainer.scaler)))
     assert seen[0] == seen[1]
-    with pytest.raises(ConfigurationError, match="there is no precision 'bf17'"):
+    with pytest.raises(ConfigurationError, match=r"there is no precision 'bf17'\n  .*, best\n.*did you mean 'bf16'\?"):
         accel.trainer(model, sgd(model), precision="bf17")
+    with pytest.raises(
+        ConfigurationError, match=r"fp32='fats' is no .*\n.*, fast if possible\n.*did you mean 'fast'\?"
+    ):
+        accel.trainer(model, sgd(model), fp32="fats")
 
 
 def test_what_helps_if_it_can_does_nothing_where_it_cannot(accel, monkeypatch):

@@ -142,7 +142,9 @@ def test_each_has_its_files_in_a_folder_and_what_is_renamed_is_found(accel, tmp_
     assert both.resume(tmp_path) == tmp_path / "best"
     assert torch.equal(model["0.weight"], trainers["first"].model[0].weight)
     (tmp_path / "best" / "second" / "training.safetensors").write_bytes(b"")
-    with pytest.raises(accelcore.CheckpointError, match=r"best is damaged\n.* why: second/training.safetensors has 0 of"):
+    with pytest.raises(
+        accelcore.CheckpointError, match=r"best is damaged\n.* why: second/training.safetensors has 0 of"
+    ):
         both.resume(tmp_path)
     (tmp_path / "best" / "manifest.json").write_text('{"files')
     with pytest.raises(accelcore.CheckpointError, match=r"why: manifest\.json cannot be read as JSON: Unterminated"):
@@ -225,5 +227,5 @@ def test_what_is_no_folder_is_refused(accel, tmp_path):
             with pytest.raises(accelcore.ConfigurationError, match="None is no path"):
                 act(None)
         for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-            with pytest.raises(accelcore.CheckpointError, match="file is a file\n  what to do: give a folder$"):
+            with pytest.raises(accelcore.CheckpointError, match=r"file is a file\n  what to do: give a folder$"):
                 saver.save(folder)

@@ -17,14 +17,14 @@ class Capture:
         if not plan.options["graph"]:
             return
         if not plan.backend.capabilities.graphs:
-            raise UnsupportedError(f"{plan.backend.name} declares no graphs", remedy="leave graph out")
+            raise UnsupportedError(f"{plan.backend.name} cannot capture steps", remedy="leave graph=True out")
         if plan.backend.collectives.world_size > 1:
-            raise UnsupportedError("graph=True in a job of several ranks", remedy="leave graph out")
+            raise UnsupportedError("graph=True in a job of several ranks", remedy="leave graph=True out")
         if drawn_alike():
             raise UnsupportedError(
                 'graph=True after runtime.seed(..., same="everywhere")',
                 why="random numbers are drawn on the host then, which a graph would do once for all its launches",
-                remedy="leave graph out, or seed without same",
+                remedy="leave graph=True out, or seed without same",
             )
         check_capturable(plan.optimizer)
 

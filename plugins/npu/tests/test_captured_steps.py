@@ -243,5 +243,5 @@ def test_a_trainer_that_is_dropped_is_gone(graphs):
 
 def test_it_is_refused_where_it_is_not_declared(accel):
     for backend in (accel, accelcore.select("cpu")):
-        with pytest.raises(UnsupportedError, match="declares no graphs"):
+        with pytest.raises(UnsupportedError, match="cannot capture steps"):
             make(backend, graph=True)
