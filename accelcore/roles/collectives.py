@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
+from accelcore.errors import DistributedError, UnsupportedError
 from accelcore.launchers import Launch
 from accelcore.roles.ranks import Op, Ranks
 from accelcore.roles.records import Records
+from accelcore.roles.reductions import OPS, check_reduction, check_source, dense, divisors, store
 from accelcore.roles.whereabouts import Whereabouts
 
 __all__ = ["Collectives", "NoCollectives", "Op", "TorchCollectives"]
 
 _DRAIN_SECONDS = 0.1
-_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 class Collectives(Ranks):
@@ -126,11 +126,11 @@ class NoCollectives(Collectives):
             )
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
-        _check_reduction(tensor, op)
+        check_reduction(tensor, op)
         return tensor
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        _check_source(src, 1)
+        check_source(src, 1)
         return tensor
 
     def barrier(self) -> None:
@@ -230,25 +230,25 @@ class TorchCollectives(Collectives):
         return None if self._whereabouts is None else self._whereabouts.explain(error)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
-        _check_reduction(tensor, op)
+        check_reduction(tensor, op)
         if dist.is_initialized():
-            dense = _dense(tensor)
+            sent = dense(tensor)
             # Divided here, because not every process group can.
-            early, late = _divisors(dense.dtype, dist.get_world_size()) if op == "avg" else (1, 1)
+            early, late = divisors(sent.dtype, dist.get_world_size()) if op == "avg" else (1, 1)
             if early != 1:
-                dense = dense / early
-            dist.all_reduce(dense, _OPS[op])
+                sent = sent / early
+            dist.all_reduce(sent, OPS[op])
             if late != 1:
-                dense.div_(late)
-            _store(tensor, dense)
+                sent.div_(late)
+            store(tensor, sent)
         return tensor
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        _check_source(src, self.world_size)
+        check_source(src, self.world_size)
         if dist.is_initialized():
-            dense = _dense(tensor)
-            dist.broadcast(dense, src)
-            _store(tensor, dense)
+            sent = dense(tensor)
+            dist.broadcast(sent, src)
+            store(tensor, sent)
         return tensor
 
     def barrier(self) -> None:
@@ -288,31 +288,3 @@ class TorchCollectives(Collectives):
                 f"the process group that exists ({config}) cannot reduce {self.device.type} tensors",
                 remedy=f"form it with backend={self._backend!r}, or let accel.distributed() form it",
             )
-
-
-def _check_reduction(tensor: Tensor, op: str) -> None:
-    if op not in _OPS:
-        raise ConfigurationError(f"there is no reduction {op!r}", available=", ".join(_OPS))
-    if op == "avg" and not tensor.is_floating_point():
-        raise ConfigurationError(f"the average of {tensor.dtype} tensors is not defined", remedy="use 'sum'")
-
-
-def _divisors(dtype: torch.dtype, world_size: int) -> tuple[int, int]:
-    """By what an average is divided before values are added, and after."""
-    narrow = torch.finfo(dtype).smallest_normal > torch.finfo(torch.float32).smallest_normal
-    return (world_size, 1) if narrow else (1, world_size)
-
-
-def _check_source(src: int, world_size: int) -> None:
-    if not 0 <= src < world_size:
-        raise ConfigurationError(f"there is no rank {src}", available=f"ranks 0 to {world_size - 1}")
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """What is communicated in place of `tensor`: gloo takes a strided view for the dense memory under it."""
-    return tensor.detach().contiguous()
-
-
-def _store(tensor: Tensor, dense: Tensor) -> None:
-    if dense.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(dense)
