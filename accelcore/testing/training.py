@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from accelcore import Backend, Policy, UnsupportedError
+from accelcore import Backend, ConfigurationError, Policy
 from accelcore.testing.declared import STRATEGIES, declared
 from accelcore.testing.job import two_ranks
 from accelcore.testing.levels import LevelTests
@@ -295,5 +295,5 @@ class TestTraining(LevelTests):
         with declared(accel.capabilities.fast_fp32 is not None, 'fp32="fast"'):
             trainer = make(accel, network(), fp32="fast")
             assert math.isfinite(trainer(accel.runtime.to_device(batches(1)[0])).item())
-        with pytest.raises(UnsupportedError):
+        with pytest.raises(ConfigurationError):
             make(accel, network(), fp32="no such mode")
