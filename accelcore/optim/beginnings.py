@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = ["Beginnings"]
@@ -31,6 +31,9 @@ class Beginnings:
                 del state[tensor]
 
 
-def _is_used(entry: dict[str, Any]) -> bool:
+def _is_used(entry: object) -> bool:
     """Whether an update was made with this state. One that counts no steps is taken for one that was not."""
-    return bool(float(entry.get("step", 0)) > 0)
+    if not isinstance(entry, dict):
+        return True  # of an optimizer that keeps its state in a way of its own
+    step = entry.get("step")
+    return isinstance(step, int | float | Tensor) and bool(torch.as_tensor(step).any())

@@ -22,7 +22,7 @@ _TORCHS = tuple(f"{folder}/" for folder in torch.optim.__path__)
 class Direct:
     """Has an optimizer of torch's that was made with `fused=True` stepped as its own `step` would, in less time.
 
-    What torch does around the kernel takes as long as the kernel, where parameters are small: it looks at each one
+    What torch does around the kernel takes longer than the kernel, where parameters are small: it looks at each one
     again and again, labels profiles and runs hooks. Groups, options and state are the optimizer's own, so that its
     owner may change, save and step it at any time. Its `step` is called wherever that may do anything else: there are
     hooks, a profiler wants its labels, `step` was replaced, or a scheduler waits to see it called.

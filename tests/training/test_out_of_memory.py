@@ -114,3 +114,16 @@ def test_a_kernel_that_raises_leaves_the_number_of_steps(accel, given):
     trainers[1](batch)
     trainers[1](batch)
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+def test_a_class_that_keeps_its_state_in_its_own_way_shows_its_own_error(accel):
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            self.state["rounds"] = [1]
+            raise torch.OutOfMemoryError("planted")
+
+    model = nn.Linear(5, 2)
+    trainer = accel.trainer(model, Counting(model.parameters()), loss=_loss)
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        trainer((torch.randn(6, 5), torch.randn(6, 2)))
+    assert trainer.optimizer.state["rounds"] == [1]
