@@ -363,14 +363,6 @@ def test_it_resumes_as_it_was_stepped(accel, tmp_path, by, other):
         make(other).resume(tmp_path)
 
 
-@pytest.mark.parametrize("scheduler", ["cosine", StepLR, [None], len], ids=["name", "class", "list", "function"])
-def test_what_is_no_scheduler_is_refused_when_the_trainer_is_made(accel, scheduler):
-    model = nn.Linear(3, 2)
-    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
-    with pytest.raises(accelcore.ConfigurationError, match="is no scheduler"):
-        accel.trainer(model, optimizer, loss=loss_of, scheduler=scheduler)
-
-
 def test_by_epoch_without_any_is_said_at_once(accel, caplog):
     by_epoch(accel)(BATCHES[0])
     assert "no batch of this training came through trainer.batches(loader)" in caplog.text
@@ -394,21 +386,3 @@ def test_a_scheduler_that_the_script_steps_is_saved_and_restored(accel, tmp_path
     assert resumed.scheduler.state_dict() == trainer.scheduler.state_dict()
     resumed.scheduler.step(4.0)
     assert resumed.optimizer.param_groups[0]["lr"] == 0.0125
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"schedule_by": "batch"}, "schedule_by='batch' does not say when"),
-        ({"schedule_by": "epoch"}, "schedule_by='epoch' without a scheduler"),
-        ({"scheduler": "plateau"}, 'needs a metric.*\\n.*say schedule_by="script"'),
-        ({"scheduler": "plateau", "schedule_by": "epoch"}, "needs a metric"),
-    ],
-)
-def test_when_a_scheduler_is_stepped_has_to_be_one_of_three(accel, options, says):
-    model = nn.Linear(3, 2)
-    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
-    if "scheduler" in options:
-        options = {**options, "scheduler": ReduceLROnPlateau(optimizer)}
-    with pytest.raises(accelcore.ConfigurationError, match=says):
-        accel.trainer(model, optimizer, loss=loss_of, **options)

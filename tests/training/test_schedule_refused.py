@@ -1,0 +1,39 @@
+"""Schedulers that a trainer refuses when it is made."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+import accelcore
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", StepLR, [None], len], ids=["name", "class", "list", "function"])
+def test_what_is_no_scheduler_is_refused_when_the_trainer_is_made(accel, scheduler):
+    model = nn.Linear(3, 2)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    with pytest.raises(accelcore.ConfigurationError, match="is no scheduler"):
+        accel.trainer(model, optimizer, loss=loss_of, scheduler=scheduler)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"schedule_by": "batch"}, "schedule_by='batch' does not say when"),
+        ({"schedule_by": "epoch"}, "schedule_by='epoch' without a scheduler"),
+        ({"scheduler": "plateau"}, 'needs a metric.*\\n.*say schedule_by="script"'),
+        ({"scheduler": "plateau", "schedule_by": "epoch"}, "needs a metric"),
+    ],
+)
+def test_when_a_scheduler_is_stepped_has_to_be_one_of_three(accel, options, says):
+    model = nn.Linear(3, 2)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    if "scheduler" in options:
+        options = {**options, "scheduler": ReduceLROnPlateau(optimizer)}
+    with pytest.raises(accelcore.ConfigurationError, match=says):
+        accel.trainer(model, optimizer, loss=loss_of, **options)
