@@ -41,7 +41,7 @@ class _Stage(Enum):
 class _Progress:
     """How far an optimizer is in this step; `known`: whether it overflowed, where the host has read that."""
 
-    optimizer: Optimizer | None  # None: gradients that were transferred
+    optimizer: Optimizer
     found: Tensor
     had_gradients: bool
     stage: _Stage = _Stage.SCALED
@@ -108,7 +108,7 @@ class GradScaler(LossScaler):
                 optimizer.skip()
         progress.stage = _Stage.STEPPED
 
-    def update(self, find_bad: FindBad | None = None, excused: Tensor | None = None) -> None:
+    def update(self, find_bad: FindBad | None = None) -> None:
         found = self.overflowed
         if found is None:
             raise TrainingError(
@@ -117,16 +117,15 @@ class GradScaler(LossScaler):
             )
         steps = self._progress.values()
         if any(step.had_gradients for step in steps):  # else nothing was seen of how the scale fits
-            settings, by_scale = self._settings, found if excused is None else found * (1 - excused)
+            settings = self._settings
             torch._amp_update_scale_(
-                self._scale, self._clean_steps, by_scale, settings.growth, settings.backoff, settings.interval
+                self._scale, self._clean_steps, found, settings.growth, settings.backoff, settings.interval
             )
             self._scale.clamp_(settings.min, settings.max)
             self._skipped += found
-            optimizers = [step.optimizer for step in steps if step.optimizer is not None]
-            if optimizers:
-                in_a_row = self._streak.add(found, _known(steps))
-                self._streak.tell(in_a_row, self._scale, find_bad or partial(first_not_finite, optimizers))
+            optimizers = [step.optimizer for step in steps]
+            in_a_row = self._streak.add(found, _known(steps))
+            self._streak.tell(in_a_row, self._scale, find_bad or partial(first_not_finite, optimizers))
         self.abandon()
 
     def abandon(self) -> None:
@@ -148,18 +147,6 @@ class GradScaler(LossScaler):
             "dynamic": True,  # torch_npu's asks for it
             "version": VERSION,
         }
-
-    @property
-    def factor(self) -> Tensor:
-        return self._scale
-
-    def transfer(self, gradients: Sequence[Tensor], to: LossScaler, agree: Agree | None = None) -> None:
-        found = self.check(gradients, (to.factor / self._scale.double()).float())
-        found = found if agree is None else agree(found)
-        before = self._progress.get(id(None))
-        self._progress[id(None)] = _Progress(
-            None, found if before is None else torch.maximum(found, before.found), had_gradients=True
-        )
 
     def check(self, gradients: Sequence[Tensor], multiplier: Tensor) -> Tensor:
         """Multiply every gradient by `multiplier`; 1.0 where one was inf or NaN, else 0.0.

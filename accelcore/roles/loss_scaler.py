@@ -63,12 +63,11 @@ class LossScaler(ABC):
         """Update the parameters with unscaled gradients, unless a gradient overflowed."""
 
     @abstractmethod
-    def update(self, find_bad: FindBad | None = None, excused: Tensor | None = None) -> None:
+    def update(self, find_bad: FindBad | None = None) -> None:
         """Choose the next scale. Once a step, after the last optimizer.
 
         Args:
             find_bad: names the first parameter whose gradient is not finite; None looks among the optimizers'.
-            excused: 1.0 where gradients overflowed by another scale than this, which then stays as it is.
         """
 
     @abstractmethod
@@ -82,18 +81,6 @@ class LossScaler(ABC):
     def takes(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is of this kind of scaler, whole or not: another kind's has nothing to restore here."""
         return bool(state) == bool(self.state_dict())
-
-    @property
-    def factor(self) -> float | Tensor:
-        """What `scale` multiplies a loss by now."""
-        return 1.0
-
-    def transfer(self, gradients: Sequence[Tensor], to: LossScaler, agree: Agree | None = None) -> None:
-        """Make gradients of a loss that this scaled those of one that another scaled, in place, to add them to such.
-
-        An overflow among them counts in this one's next `update`. Nothing is done where neither scales.
-        """
-        assert self.factor == to.factor == 1.0, "a scaler that scales has its own way"
 
     def abandon(self) -> None:  # noqa: B027  # most remember nothing
         """Forget a step that was begun and failed, so that the next can begin."""
@@ -126,7 +113,7 @@ class NoScaler(LossScaler):
         refuse_closure(gradients)
         optimizer.step()
 
-    def update(self, find_bad: FindBad | None = None, excused: Tensor | None = None) -> None:
+    def update(self, find_bad: FindBad | None = None) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,7 +158,7 @@ class StaticScaler(NoScaler):
             self.unscale_(optimizer, gradients)
         optimizer.step()
 
-    def update(self, find_bad: FindBad | None = None, excused: Tensor | None = None) -> None:
+    def update(self, find_bad: FindBad | None = None) -> None:
         self._unscaled.clear()
 
     def abandon(self) -> None:
@@ -190,14 +177,6 @@ class StaticScaler(NoScaler):
 
     def takes(self, state: Mapping[str, Any]) -> bool:
         return is_static(state) and static_scale(state) == self._scale
-
-    @property
-    def factor(self) -> float | Tensor:
-        return self._scale
-
-    def transfer(self, gradients: Sequence[Tensor], to: LossScaler, agree: Agree | None = None) -> None:
-        if to.factor != self._scale:
-            torch._foreach_mul_(list(gradients), to.factor / self._scale)
 
     def _inverse(self, like: Tensor) -> float | Tensor:
         """What to multiply by: a tensor, for which there are quicker kernels, where its dtype is exact enough."""

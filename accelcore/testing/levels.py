@@ -70,29 +70,6 @@ class LevelTests:
             assert second.steps == first.steps + 1
             assert all(bool(weight.isfinite().all()) for weight in second.model.parameters())
 
-    def test_losses_with_scales_of_their_own(self, accel: Backend) -> None:
-        """Two losses with a scale each: their gradients are those of the sum, and an overflow lowers one scale."""
-        known = accel.capabilities
-        offered = "float16" in known.autocast_dtypes and not known.overflow_flag
-        with declared(offered, "losses with loss scales of their own in fp16"):
-            found = []
-            for names in ((None, None), ("one", "two")):
-                model = _network()
-                optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
-                trainer = accel.trainer(model, optimizer, precision="fp16", loss_scale=None)
-                for factor in (1.0, float("inf"), 1.0) if names[0] else (1.0, 1.0):
-                    for name, by in zip(names, (1.0, factor), strict=True):
-                        rows, classes = accel.runtime.to_device(_data(1)[0])
-                        with trainer.autocast():
-                            loss = cross_entropy(trainer.forward(rows).float(), classes) * 1e-3
-                        trainer.backward(loss * by, scale=name)
-                    trainer.update()
-                found.append([weight.detach().clone() for weight in model.parameters()])
-            assert trainer.skipped == 1, "the overflow of one loss was not seen"
-            scales = [scaler.state_dict()["scale"] for scaler in (trainer.scaler, *trainer.loss_scales.values())]
-            assert scales == [65536.0, 65536.0, 32768.0], f"of the three scales another fell: {scales}"
-            assert all(error(a, b) < 1e-2 for a, b in zip(*found, strict=True)), "scales of their own change the sum"
-
 
 def _offers(accel: Backend, level: str, dtype: str) -> bool:
     known = accel.capabilities

@@ -8,7 +8,7 @@ them walks `buffers`, and never the model or the optimizer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -118,26 +118,6 @@ class Gradients(ABC):
         by_slot = zip(self.slots, self.trained(self.cells()), strict=True)  # type: ignore[arg-type]  # None passes
         return next((slot.name for slot, gradient in by_slot if gradient is not None and not is_finite(gradient)), None)
 
-    def add_treated(
-        self, loss: Tensor, start: Tensor | None, treat: Callable[[list[Tensor]], None], *, retain_graph: bool
-    ) -> None:
-        """As `backward`, of gradients that are treated, in place, before they are added to what there is."""
-        kept = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        torch.autograd.backward(loss, start, retain_graph=retain_graph)
-        for parameter in self.parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
-        self.add_back(kept, treat)
-
-    def add_back(self, kept: Sequence[Tensor | None], treat: Callable[[list[Tensor]], None]) -> None:
-        """Treat the gradients on the parameters, and add them to those that were `kept`."""
-        treat([dense(parameter.grad) for parameter in self.parameters if parameter.grad is not None])
-        for parameter, before in zip(self.parameters, kept, strict=True):
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
-
     @contextmanager
     def withheld(self, slots: Sequence[Slot]) -> Iterator[None]:
         """Let an update find no gradient of these, so that it leaves them as they are."""
@@ -154,9 +134,6 @@ class Gradients(ABC):
                 slot.trained.grad = gradient
             for memory, received in before:
                 memory.received = received
-
-    def reduce_apart(self, add_up: Callable[[Tensor], Tensor]) -> None:  # noqa: B027
-        """Exchange what is kept apart from the parameters' gradients, if anything is; `add_up`: its sum over ranks."""
 
     def clear(self) -> None:
         """Drop all gradients, or set those that are held to zero."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ class Masters(Gradients):
         super().__init__([slot for slot, _ in masters])
         self._gradients_by_slot = [gradient for _, gradient in masters]
         self._low_slots = [number for number, (_, gradient) in enumerate(masters) if gradient is not None]
-        self._apart: dict[int, Tensor] = {}
         exact = {id(slot.parameter): slot.trained for slot in before.slots if slot.trained is not slot.parameter}
         with torch.no_grad():
             for slot in self.slots:
@@ -49,50 +48,6 @@ class Masters(Gradients):
                     slot.trained.copy_(exact[id(slot.parameter)])
         self._kept = set(exact)
         self.note()
-
-    def add_back(self, kept: Sequence[Tensor | None], treat: Callable[[list[Tensor]], None]) -> None:
-        """Keep those of low precision apart, in fp32: treated, they may be too small or too large for their dtype."""
-        new = {n: self.parameters[n].grad for n in self._low_slots}
-        in_fp32 = {n: (g.to_dense() if g.is_sparse else g).float() for n, g in new.items() if g is not None}
-        for number in self._low_slots:
-            self.parameters[number].grad = None
-        super().add_back(kept, lambda others: treat([*in_fp32.values(), *others]))
-        for number, gradient in in_fp32.items():
-            apart, parameter = self._apart.get(number), self.parameters[number]
-            self._apart[number] = gradient if apart is None else apart.add_(gradient)
-            if parameter.grad is None:  # whoever asks which parameters received a gradient finds one
-                parameter.grad = torch.zeros_like(parameter)
-
-    def reduce_apart(self, add_up: Callable[[Tensor], Tensor]) -> None:
-        if self._apart:
-            low = [self.parameters[number] for number in self._low_slots]
-            zero = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in low]
-            apart = [self._apart.get(n, zeros) for n, zeros in zip(self._low_slots, zero, strict=True)]
-            whole = add_up(torch.cat([each.reshape(-1) for each in apart]))
-            parts = torch.split(whole, [each.numel() for each in apart])
-            self._apart = {
-                n: part.view(parameter.shape) for n, parameter, part in zip(self._low_slots, low, parts, strict=True)
-            }
-
-    def clear(self) -> None:
-        super().clear()
-        self._apart.clear()
-
-    def state(self) -> dict[str, Tensor]:
-        state = super().state()
-        for number, gradient in self._apart.items():
-            name = self.slots[number].name
-            state[name] = state[name].float() + gradient
-        return state
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        super().load_state(state)
-        self._apart.clear()
-        for number in self._low_slots:
-            parameter, saved = self.parameters[number], state.get(self.slots[number].name)
-            if saved is not None and saved.dtype == torch.float32 and parameter.grad is not None:
-                self._apart[number] = saved.to(parameter.device, copy=True)
-                parameter.grad.zero_()
 
     def follow(self) -> None:
         now = self._versions()
@@ -157,10 +112,6 @@ class Masters(Gradients):
             torch._foreach_copy_(
                 [gradient for gradient, _ in pairs], [cell.to_dense() if cell.is_sparse else cell for _, cell in pairs]
             )
-        for number, gradient in self._apart.items():
-            in_fp32 = self._gradients_by_slot[number]
-            assert in_fp32 is not None, "it is in low precision"
-            in_fp32.add_(gradient)
         for number in self._low:  # single tensors are asked for their gradient
             self.values[number].grad = None if cells[number] is None else self._gradients[number]
 

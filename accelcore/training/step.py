@@ -20,7 +20,6 @@ from accelcore.roles.scaler import LossScaler
 from accelcore.training.captured import CapturedStep
 from accelcore.training.clipping import Clipping, ClippingBy
 from accelcore.training.losses import loss_of_model, no_loss, split_loss
-from accelcore.training.own_scales import OwnScales
 from accelcore.training.plan import Plan
 from accelcore.training.turns import Turn
 from accelcore.training.unable import parted
@@ -40,7 +39,7 @@ class Step:
 
     Args:
         plan: what the training is made of.
-        scaler, scales, window: what it composes with that.
+        scaler, window: what it composes with that.
         clip: clips the gradients; None: they are not clipped.
 
     Attributes:
@@ -49,14 +48,12 @@ class Step:
         failure: why no step can be made any more; None where one can.
     """
 
-    def __init__(
-        self, plan: Plan, *, scaler: LossScaler, scales: OwnScales, window: Window, clip: Clipping | None
-    ) -> None:
+    def __init__(self, plan: Plan, *, scaler: LossScaler, window: Window, clip: Clipping | None) -> None:
         self._forward, self._listeners = plan.forward, plan.listeners
         self._loss, self._weight = plan.options["loss"] or loss_of_model, plan.options["weight"]
         self._region, self._arithmetic = plan.contexts.region, plan.contexts.arithmetic
         self._gradients, self._optimizer, self._strategy = plan.gradients, plan.optimizer, plan.strategy
-        self._scaler, self._scales, self._window, self._clip = scaler, scales, window, clip
+        self._scaler, self._window, self._clip = scaler, window, clip
         self._judge: Callable[[Tensor], None] | None = plan.contexts.judge
         self._exposes = not isinstance(plan.optimizer, LateBound)  # others know nothing of slots
         # What is captured is torch's own step, which refuses what a graph would bake in.
@@ -122,33 +119,23 @@ class Step:
             self.begin()
         return loss, aux, full
 
-    def backward(self, loss: Tensor, weight: float | Tensor | None, *, scale: str | None, retain_graph: bool) -> None:
+    def backward(self, loss: Tensor, weight: float | Tensor | None, *, retain_graph: bool) -> None:
         """Add the gradients of a loss, which have to outlast the next forward pass."""
         try:
-            self._add(loss, weight, outlast=True, scale=scale, retain_graph=retain_graph)
+            self._add(loss, weight, outlast=True, retain_graph=retain_graph)
         except BaseException as error:
             self.drop(error)
             raise
 
-    def _add(
-        self,
-        loss: Tensor,
-        weight: float | Tensor | None,
-        *,
-        outlast: bool,
-        scale: str | None = None,
-        retain_graph: bool = False,
-    ) -> None:
+    def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise no_loss(loss)
         if self._judge is not None:
             self._judge(loss)
             self._judge = None
-        if scale is not None:
-            self._scales.check(self._strategy)
         self._strategy.before_backward()
         share = self._window.share(weight, self._strategy)
-        scaled = (self._scaler if scale is None else self._scales[scale]).scale(loss)
+        scaled = self._scaler.scale(loss)
         self.open()
         # What backward starts from. Multiplying the loss instead costs an operator here, and one in backward.
         start: Tensor | None
@@ -157,11 +144,7 @@ class Step:
         else:
             start = None if share is None else torch.full_like(scaled, share)
         with self._arithmetic:
-            if scale is None:
-                self._gradients.backward(scaled, start, retain_graph=retain_graph)
-            else:
-                transfer = partial(self._scales.transfer, scale, to=self._scaler, strategy=self._strategy)
-                self._gradients.add_treated(scaled, start, transfer, retain_graph=retain_graph)
+            self._gradients.backward(scaled, start, retain_graph=retain_graph)
         self._strategy.exchange(last=self._window.is_last)
         if self.overwrites and outlast:
             self._gradients.load_state(self._gradients.state())
@@ -206,7 +189,6 @@ class Step:
                 why="there was no backward pass since the last update, or it reached no parameter of the optimizer",
                 remedy="call trainer.backward(loss) before trainer.update(), or look for frozen parameters",
             )
-        gradients.reduce_apart(lambda own: self._strategy.mean(own) * self._strategy.divisor)
         gradients.promote()
         correction = self._window.correction(self._strategy, full=full)
         # Only for those who read them: for some it means to look at each.
@@ -238,8 +220,7 @@ class Step:
         finally:  # a hook may raise when the masters have been updated
             gradients.demote()
         self._overflow = scaler.overflowed if self._listeners.overflow else None
-        excused = self._scales.update() if self._scales.scalers else None
-        scaler.update(gradients.first_not_finite, excused)
+        scaler.update(gradients.first_not_finite)
         gradients.clear()
         self._window.forget_weights()
 
@@ -293,5 +274,4 @@ class Step:
         self._turn.take()
         self._gradients.clear()
         self._scaler.abandon()
-        self._scales.abandon()
         self.begin()

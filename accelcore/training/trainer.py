@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -21,7 +20,6 @@ from accelcore.training.evaluation import Evaluation
 from accelcore.training.feeds import Feeds
 from accelcore.training.mistakes import check_arguments
 from accelcore.training.options import TrainerOptions, check_values, complete
-from accelcore.training.own_scales import OwnScales
 from accelcore.training.parts.every import every_part
 from accelcore.training.plan import Plan
 from accelcore.training.policy import create_scaler
@@ -71,7 +69,6 @@ class Trainer(Reading, Checkpointing):
     Attributes:
         model, optimizer, scheduler: as given.
         scaler: the loss scaler; one that does nothing where none is needed.
-        loss_scales: the scalers of losses that have their own, by name; see `backward`.
         aux: what the last `loss` returned beside the scalar.
         steps: windows closed so far.
         extra: what `save(extra=...)` or `resume` was last given, empty at first; each checkpoint holds it.
@@ -92,9 +89,7 @@ class Trainer(Reading, Checkpointing):
         self._plan = Plan(backend, model, optimizer, given)
         self._preparation = Preparation(self._plan)
         self.model, self.optimizer, self.scheduler = model, optimizer, given["scheduler"]
-        make_scaler = partial(create_scaler, backend.scaler, self._plan.policy)
-        self.scaler, self._scales = make_scaler(), OwnScales(backend, make_scaler)
-        self.loss_scales = self._scales.scalers
+        self.scaler = create_scaler(backend.scaler, self._plan.policy)
         norm, flagged = given["clip_norm"], backend.capabilities.overflow_flag
         self._clip = None if norm is None else Clipping(norm, flagged=flagged)
         self._window = Window(
@@ -161,28 +156,18 @@ class Trainer(Reading, Checkpointing):
         """The context of the forward pass and the loss."""
         return self._plan.contexts.make_region()
 
-    def backward(
-        self,
-        loss: Tensor,
-        *,
-        weight: float | Tensor | None = None,
-        scale: str | None = None,
-        retain_graph: bool = False,
-    ) -> None:
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, one micro-batch's mean.
 
         Args:
             loss: a scalar.
             weight: over how many examples it is a mean; None where every micro-batch counts alike. Several losses of
                 one micro-batch, before one `update`, are added up, and have the same weight.
-            scale: the name of a loss scale of this loss's own, made as the trainer's when it is first named: of several
-                losses one may be small, and another near overflow. None: the trainer's.
             retain_graph: whether another loss of the same forward pass comes after this one.
 
         Raises:
             TrainingError: `loss` is not a scalar tensor that depends on the parameters, or the model that made it is
                 not `trainer.forward` in a job of several ranks.
-            UnsupportedError: `scale` under `"ddp"`, or where the device reports overflow by a flag.
         """
         self._check_able()
         if not self._step.is_open:  # the forward pass may have gone around `forward`
@@ -195,7 +180,7 @@ class Trainer(Reading, Checkpointing):
                 "this trainer weighs micro-batches, and backward was given no weight",
                 remedy="call trainer.backward(loss, weight=...), or leave weight= out of accel.trainer(...)",
             )
-        self._step.backward(loss, weight, scale=scale, retain_graph=retain_graph)
+        self._step.backward(loss, weight, retain_graph=retain_graph)
         for listener in self._plan.listeners.loss:
             listener(loss.detach())
 
@@ -229,7 +214,6 @@ class Trainer(Reading, Checkpointing):
                 self.model,
                 self.optimizer,
                 scaler=self.scaler,
-                scales=self._scales,
                 scheduler=self.scheduler,
                 schedule_by=self._options["schedule_by"],
                 gradients=self._plan.gradients,
@@ -257,7 +241,7 @@ class Trainer(Reading, Checkpointing):
 
     def _compose(self) -> None:
         self._watch = Watch(self.model, self.optimizer, self._plan.strategy.rest)
-        self._step = Step(self._plan, scaler=self.scaler, scales=self._scales, window=self._window, clip=self._clip)
+        self._step = Step(self._plan, scaler=self.scaler, window=self._window, clip=self._clip)
 
     @property
     def _within(self) -> bool:

@@ -13,13 +13,12 @@ from accelcore.roles.runtime import Runtime
 from accelcore.roles.scaler import LossScaler
 from accelcore.training.feeds import Feeds
 from accelcore.training.gradients import Gradients
-from accelcore.training.own_scales import OwnScales
 from accelcore.training.parts.extra import ExtraPart
 from accelcore.training.parts.model import MastersPart, ModelPart
 from accelcore.training.parts.optimizer import OptimizerPart, OwnStatePart
 from accelcore.training.parts.part import Part
 from accelcore.training.parts.progress import FeedsPart, RandomPart, SchedulePart, WindowPart
-from accelcore.training.parts.scales import OwnScalesPart, ScalerPart
+from accelcore.training.parts.scales import ScalerPart
 from accelcore.training.strategies.strategy import Strategy
 from accelcore.training.window import Window
 
@@ -31,7 +30,6 @@ def every_part(
     optimizer: Optimizer,
     *,
     scaler: LossScaler,
-    scales: OwnScales,
     scheduler: LRScheduler | None,
     schedule_by: str,
     gradients: Gradients,
@@ -50,7 +48,6 @@ def every_part(
         of_optimizer,
         OwnStatePart(of_optimizer),
         ScalerPart(scaler),
-        OwnScalesPart(scales),
         WindowPart(model, window, gradients),
         FeedsPart(feeds, runtime),
         RandomPart(runtime),

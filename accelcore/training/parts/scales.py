@@ -1,4 +1,4 @@
-"""The loss scales of a checkpoint: the training's, and those of single losses."""
+"""The loss scale of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 from accelcore.errors import CheckpointError
 from accelcore.roles.scaler import LossScaler, described
-from accelcore.training.own_scales import OwnScales
 from accelcore.training.parts.part import Change, Saved, table
 from accelcore.training.parts.put_back import put_back
 
-__all__ = ["OwnScalesPart", "ScalerPart"]
+__all__ = ["ScalerPart"]
 
 logger = logging.getLogger("accelcore")
 
@@ -34,34 +33,6 @@ class ScalerPart:
 
     def prepare(self, saved: Saved) -> Change:
         return _restoring(self._scaler, table(saved.shared.get("scaler") or {}, "loss scaler"), saved)
-
-
-class OwnScalesPart:
-    """The scales of losses that have their own, by name."""
-
-    name = "scales"
-    scope: Literal["shared"] = "shared"
-
-    def __init__(self, scales: OwnScales) -> None:
-        self._scales = scales
-
-    def state(self) -> Any:
-        return {name: scaler.state_dict() for name, scaler in self._scales.scalers.items()}
-
-    def prepare(self, saved: Saved) -> Change:
-        states, before = table(saved.shared.get("scales", {}), "loss scales"), dict(self._scales.scalers)
-        made = {name: self._scales.make() for name in states}
-        changes = [_restoring(made[name], table(state, "loss scale"), saved) for name, state in states.items()]
-
-        def commit() -> None:
-            for change in changes:
-                change.commit()
-            self._scales.put(made)
-
-        def undo() -> None:
-            self._scales.put(before)
-
-        return Change(commit, undo)
 
 
 def _restoring(scaler: LossScaler, state: Mapping[str, Any], saved: Saved) -> Change:

@@ -37,7 +37,7 @@ class FlagScaler(NpuScaler):
 
     def __init__(self, device: torch.device, settings: LossScale, *, collectives: Collectives) -> None:
         super().__init__(device, settings)
-        self._collectives = collectives
+        self._device, self._collectives = device, collectives
         self._cleared = False
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -57,4 +57,4 @@ class FlagScaler(NpuScaler):
         return self._collectives.all_reduce(found, "max")
 
     def _status(self) -> Tensor:
-        return torch.zeros(8, device=self.factor.device)  # the operators' own form of the flag
+        return torch.zeros(8, device=self._device)  # the operators' own form of the flag
