@@ -72,7 +72,7 @@ def _check_target(target: Path) -> None:
 
 def _checked(trainer: str, checkpoint: store.Checkpoint) -> str:
     """The name of a trainer, where the checkpoint has it; "" is the only one's."""
-    names = list(checkpoint.manifest.get("trainers", [""]))
+    names = list(checkpoint.manifest["trainers"])
     if trainer in names:
         return trainer
     if names == [""]:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what files there are, their sizes and digests, and which rows are in which of them."""
+"""Manifest of a checkpoint: its files with sizes and digests, and the rows that each rank's file holds."""
 
 from __future__ import annotations
 
@@ -8,115 +8,118 @@ import re
 from pathlib import Path
 from typing import Any
 
+from accelcore.errors import CheckpointError
+
 __all__ = [
     "FORMAT",
     "MANIFEST",
     "MODEL",
     "RANK",
     "UNREADABLE",
-    "WITH_PIECES",
-    "WITH_TRAINERS",
     "digest_of",
     "digest_of_manifest",
     "file_of",
     "read_manifest",
+    "unique_keys",
     "verify",
-    "without_twins",
 ]
 
 MANIFEST = "manifest.json"
-FORMAT, WITH_PIECES, WITH_TRAINERS = 2, 3, 4
-"""Of a checkpoint all of whose tensors are whole; of one where ranks have written pieces; of several trainers."""
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading a file of somebody else's making can raise."""
-
+FORMAT = 1
 MODEL = "model"
-"""The file of a model."""
-
-_READABLE = (1, FORMAT, WITH_PIECES, WITH_TRAINERS)
-_LARGEST_MANIFEST = 1 << 26
+"""File of a model."""
 RANK = "rank-"
-"""What the names of files begin with that are a rank's own."""
+"""Prefix of the files that belong to one rank."""
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors that reading a damaged or forged file can raise."""
+
+_LARGEST_MANIFEST = 1 << 26
 _PART = re.compile(r"([A-Za-z][A-Za-z0-9_]*/)?[a-z]+(-\d{5,})?", re.ASCII)  # the folder is a trainer's
 
 
 def file_of(trainer: str, part: str) -> str:
-    """A file of one of several trainers, or, where its name is "", of the only one."""
+    """Return the file of a trainer's part; the only trainer of a checkpoint has the name ""."""
     return f"{trainer}/{part}" if trainer else part
 
 
 def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are as it says; see `store.Checkpoint`.
+    """Return the manifest of a checkpoint after checking all files against it; see `store.Checkpoint`.
 
     Raises:
-        one of `UNREADABLE`: they are not.
+        one of `UNREADABLE`: the manifest is malformed, or a file does not match it.
+        CheckpointError: the checkpoint has another format.
     """
     manifest = read_manifest(path)
     digest = manifest.pop("sha256")
     if digest != digest_of_manifest(manifest):
         raise ValueError(f"{MANIFEST} was changed after it was written")
-    if type(manifest["format"]) is not int or manifest["format"] not in _READABLE:
-        raise ValueError(f"its format is {manifest['format']}; this accelcore reads formats 1 to {WITH_TRAINERS}")
-    for number in ("steps", "world_size"):
-        if type(manifest[number]) is not int or manifest[number] < 0:
-            raise ValueError(f"{MANIFEST} says {number}={manifest[number]!r}")
-    for number_of, (name, facts) in enumerate(manifest["files"].items()):
+    if manifest["format"] != FORMAT or type(manifest["format"]) is not int:
+        raise CheckpointError(
+            f"the checkpoint {path} has format {manifest['format']!r}, and this accelcore reads format {FORMAT}",
+            remedy="read it with the version of accelcore that wrote it",
+        )
+    counts = {"steps": manifest["steps"], "world_size": manifest["world_size"]}
+    counts |= {f"trainers[{name!r}]": steps for name, steps in manifest["trainers"].items()}
+    for name, count in counts.items():
+        if not _is_count(count):
+            raise ValueError(f"{MANIFEST} has {name}={count!r}, which is not a count")
+    if not isinstance(manifest["run"], str):
+        raise TypeError(f"{MANIFEST} has run={manifest['run']!r}, which is not a string")
+    for position, (name, facts) in enumerate(manifest["files"].items()):
         if not _PART.fullmatch(name):
-            raise ValueError(f"{MANIFEST} names the file {name!r}")
+            raise ValueError(f"{MANIFEST} lists {name!r}, which is not the name of a part")
         file = path / f"{name}.safetensors"
         if not file.is_file():
-            raise ValueError(f"{name}.safetensors is missing, or no file")
+            raise ValueError(f"{name}.safetensors is missing, or not a file")
         if file.stat().st_size != facts["bytes"]:
             raise ValueError(f"{name}.safetensors has {file.stat().st_size} of {facts['bytes']} bytes")
         is_piece = "-" in name and not file.name.startswith(RANK)
-        if is_piece and number_of % share[1] != share[0]:
-            continue  # another rank looks
+        if is_piece and position % share[1] != share[0]:
+            continue  # another rank checks it
         if digest_of(file) != facts["sha256"]:
             raise ValueError(f"{name}.safetensors was changed after it was written")
-    if (manifest["format"] == WITH_TRAINERS) != ("trainers" in manifest):
-        raise ValueError(f"its format is {manifest['format']}, which does not go with what it says of trainers")
-    for name, steps in manifest.get("trainers", {}).items():
-        if type(steps) is not int or steps < 0:
-            raise ValueError(f"{MANIFEST} says that {name!r} has made {steps!r} steps")
-    for places in (places for part in manifest.get("pieces", {}).values() for places in part.values()):
+    for places in (places for part in manifest["pieces"].values() for places in part.values()):
         for file, first, count in places:
-            counts = type(first) is int and type(count) is int and min(first, count) >= 0
-            if file not in manifest["files"] or not counts:
-                raise ValueError(f"{MANIFEST} says that there are {count!r} rows from {first!r} on in {file!r}")
+            if file not in manifest["files"] or not _is_count(first) or not _is_count(count):
+                raise ValueError(f"{MANIFEST} lists {count!r} rows from {first!r} on in {file!r}")
     return manifest
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What the manifest of a checkpoint says, unverified."""
+    """Return the manifest of a checkpoint, unverified."""
     file = path / MANIFEST
-    if not file.is_file() or file.stat().st_size > _LARGEST_MANIFEST:  # a device would be read for ever
-        raise ValueError(f"{MANIFEST} is missing, or no file of a manifest's size")
+    if not file.is_file() or file.stat().st_size > _LARGEST_MANIFEST:  # reading a device would never end
+        raise ValueError(f"{MANIFEST} is missing, or not a file of a manifest's size")
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=without_twins)
+        manifest = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be read as JSON: {error}") from error
     if not isinstance(manifest, dict):
-        raise TypeError(f"{MANIFEST} holds no object")
+        raise TypeError(f"{MANIFEST} does not hold a JSON object")
     return manifest
 
 
-def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; where two readers could take a key for two values, an error."""
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raise ValueError for a duplicate key, which two readers could understand differently."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("an object has a key twice")
     return found
 
 
 def digest_of_manifest(manifest: dict[str, Any]) -> str:
-    """The SHA-256 of what a manifest says, itself left out."""
+    """Return the SHA-256 of a manifest without its own digest."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest = hashlib.sha256()
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0

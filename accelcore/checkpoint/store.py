@@ -1,18 +1,18 @@
 """Checkpoints on disk.
 
     checkpoints/
-      step-00001200/              appears by one rename, when all in it is written and flushed
+      step-00001200/              appears by one rename, after everything in it is written and flushed
         manifest.json             sizes and SHA-256 of the files, world size, versions
-        model.safetensors         readable by any safetensors tool, under the names of the model's state_dict
-        training.safetensors      optimizer, scaler, schedule, what a script adds
-        model-00000.safetensors   where ranks divide the model among themselves: the rows that each has, as listed in
-        training-00000...         the manifest, of the model and of the optimizer's state
-        rank-00000.safetensors    each rank's random state and position in the data
-      .incomplete/                left behind by a process that was killed; cleared by the next save
+        model.safetensors         the model's state_dict; any safetensors tool reads it
+        training.safetensors      optimizer, scaler, schedule, extra
+        model-00000.safetensors   sharded training only: the rows of rank 0, as listed in the manifest;
+        training-00000...         likewise of the optimizer state
+        rank-00000.safetensors    random states and data position of one rank
+      .incomplete/                left behind by a killed process; the next save clears it
 
-Of several trainers that are saved together, each has its files in a folder of its name: generator/model.safetensors.
+If several trainers are saved together, each has a folder: generator/model.safetensors.
 
-A file is one state tree: its tensors, and the rest as JSON in the safetensors header.
+A file holds one state tree: its tensors, and the rest as JSON in the safetensors header.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,11 @@ from accelcore.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     UNREADABLE,
-    WITH_PIECES,
-    WITH_TRAINERS,
     digest_of,
     digest_of_manifest,
     read_manifest,
+    unique_keys,
     verify,
-    without_twins,
 )
 from accelcore.checkpoint.tensors import Layout, Place, StoredTensors
 from accelcore.errors import CheckpointError
@@ -60,6 +58,7 @@ __all__ = [
     "path_of",
     "place_of",
     "write_part",
+    "write_tensors",
     "writing",
 ]
 
@@ -68,19 +67,19 @@ _INCOMPLETE, _FACTS = ".incomplete", ".facts"
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first."""
+    """Return the checkpoints in `folder`, oldest first."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if is_checkpoint_name(path)), key=place_of)
 
 
 def is_checkpoint_name(path: Path) -> bool:
-    """Whether a path is named as checkpoints are."""
+    """Check if a path has the name of a checkpoint."""
     return _NAME.fullmatch(path.name) is not None
 
 
 def place_of(path: Path) -> tuple[int, int]:
-    """The steps of a checkpoint, by its name, and its number among those of as many steps."""
+    """Return the steps in a checkpoint's name, and its number among the checkpoints of the same steps."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)
@@ -88,7 +87,7 @@ def place_of(path: Path) -> tuple[int, int]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn what the file system refuses (no room, no permission) into a CheckpointError."""
+    """Convert errors of the file system (no space, no permission) to a CheckpointError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -96,14 +95,14 @@ def writing(folder: Path) -> Iterator[None]:
         raise CheckpointError(
             f"no checkpoint could be saved in {folder}",
             why=str(error) if file is None else f"{file} is a file",
-            available="the checkpoints that were there before are as they were" if file is None else "",
-            remedy="make room, or see that the folder may be written to" if file is None else "give a folder",
+            available="earlier checkpoints are unchanged" if file is None else "",
+            remedy="free disk space, or check the permissions of the folder" if file is None else "give a folder",
         ) from error
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold the folder for one save; raises CheckpointError where another process or thread is saving there."""
+    """Lock the folder for one save; raise CheckpointError if another process or thread is saving there."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -113,7 +112,7 @@ def alone(folder: Path) -> Iterator[None]:
             raise CheckpointError(
                 f"another process is saving a checkpoint in {folder}",
                 why="two runs that save to one folder would overwrite each other",
-                remedy="give each run a folder of its own; in a job of several ranks, use accel.distributed()",
+                remedy="give each run its own folder; in a job of several ranks, use accel.distributed()",
             ) from error
         yield
     finally:
@@ -121,18 +120,18 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def begin(folder: Path) -> None:
-    """Make room for a new checkpoint in `folder`; one process does this, before any part is written."""
+    """Create the temporary folder of a new checkpoint; one process does this, before any part is written."""
     clear(folder)
     (folder / _INCOMPLETE).mkdir(parents=True)
 
 
 def clear(folder: Path) -> None:
-    """Remove what a save that failed, or was killed, has left behind."""
+    """Remove the remains of a save that failed or was killed."""
     shutil.rmtree(folder / _INCOMPLETE, ignore_errors=True)
 
 
 def write_part(folder: Path, part: str, tree: Any, *, rank: int = 0) -> None:
-    """Write one part of the checkpoint that `begin` made room for; `rank` 0 all of it, but for others' shards."""
+    """Write one part: `rank` 0 writes the whole tree without shards of other ranks, others only their shards."""
     pieces: Pieces = {}
     data, tensors = encode(tree, pieces)
     if rank == 0:
@@ -144,7 +143,7 @@ def write_part(folder: Path, part: str, tree: Any, *, rank: int = 0) -> None:
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file that whoever may read other new files may read: safetensors' own is for its owner."""
+    """Write a safetensors file with the permissions of the umask; `save_file` alone makes it private to its owner."""
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata=metadata)
@@ -154,7 +153,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
 def _write(
     folder: Path, name: str, tensors: dict[str, Tensor], metadata: dict[str, str], rows: dict[str, tuple[int, int]]
 ) -> None:
-    """Write a file, and beside it what the manifest is to say of it, so that no rank has to read what others wrote."""
+    """Write a file and, beside it, its entry for the manifest, so that no rank has to read the files of others."""
     path = folder / _INCOMPLETE / f"{name}.safetensors"
     path.parent.mkdir(exist_ok=True)
     write_tensors(tensors, path, metadata)
@@ -164,32 +163,33 @@ def _write(
 
 
 def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
-    """Make the parts written one checkpoint, `path_of(folder, steps, number)`; one process does this, after all parts.
+    """Publish the parts written as one checkpoint; one process does this, after all parts.
+
+    Args:
+        folder: the folder of checkpoints.
+        steps: the steps in the checkpoint's name.
+        facts: further entries of the manifest.
 
     Returns:
-        The number that tells it from others saved at the same step.
+        The number that distinguishes it from others of the same steps; see `path_of`.
     """
     incomplete = folder / _INCOMPLETE
     files: dict[str, Any] = {}
     pieces: dict[str, dict[str, list[Place]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(incomplete.rglob(f"*{_FACTS}")):
-        told = json.loads(path.read_text(encoding="utf-8"))
+        entry = json.loads(path.read_text(encoding="utf-8"))
         file = path.relative_to(incomplete).with_suffix("").as_posix()
-        files[file] = {"bytes": told["bytes"], "sha256": told["sha256"]}
-        for name, (first, count) in told["rows"].items():
+        files[file] = {"bytes": entry["bytes"], "sha256": entry["sha256"]}
+        for name, (first, count) in entry["rows"].items():
             pieces[file.rpartition("-")[0]][name].append((file, first, count))
         path.unlink()
         _flush(path.parent)
-    format_ = WITH_TRAINERS if "trainers" in facts else WITH_PIECES if pieces else FORMAT
-    manifest = {"format": format_, "steps": steps, **facts, "files": files}
-    if pieces:
-        manifest["pieces"] = pieces
+    manifest = {"format": FORMAT, "steps": steps, **facts, "files": files, "pieces": pieces}
     text = json.dumps({**manifest, "sha256": digest_of_manifest(manifest)}, indent=1)
     (incomplete / MANIFEST).write_text(text, encoding="utf-8")
     _flush(incomplete / MANIFEST)
     _flush(incomplete)
-    # Of those that were saved at this step none is replaced, and the newest has the highest number, also where older
-    # ones were deleted.
+    # A checkpoint of the same steps is not replaced; the newest has the highest number, even if others were deleted.
     before = [place_of(path) for path in checkpoints(folder)]
     number = max((number + 1 for at, number in before if at == steps), default=0)
     incomplete.rename(path_of(folder, steps, number))
@@ -198,12 +198,12 @@ def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
 
 
 def path_of(folder: Path, steps: int, number: int) -> Path:
-    """Where a checkpoint is."""
+    """Return the path of a checkpoint."""
     return folder / (f"step-{steps:08d}-{number}" if number else f"step-{steps:08d}")
 
 
 def keep_newest(newest: Path, keep: int) -> list[Path]:
-    """Delete all but `keep` of the checkpoints up to `newest` that are of its run; returns those of other runs."""
+    """Delete all but `keep` of the checkpoints up to `newest` that belong to its run; return those of other runs."""
     run = _run_of(newest)
     found = checkpoints(newest.parent)
     own = [path for path in found if _run_of(path) in (run, None)]
@@ -217,76 +217,73 @@ def keep_newest(newest: Path, keep: int) -> list[Path]:
 
 
 def _run_of(path: Path) -> str | None:
-    """Which run saved a checkpoint; None where it does not say, or cannot be read."""
+    """Return the run that saved a checkpoint; None if its manifest cannot be read."""
     try:
-        run = read_manifest(path).get("run")
+        run = read_manifest(path)["run"]
     except UNREADABLE:
         return None
     return run if isinstance(run, str) else None
 
 
 class Checkpoint:
-    """A checkpoint that was verified: every file is there and has the size and digest of the manifest.
+    """Verified checkpoint: every file is there and has the size and digest of the manifest.
 
     Args:
         path: its folder.
-        share: which of how many ranks this is that verify the pieces of ranks among themselves.
+        share: rank and number of the ranks that verify the sharded files between them.
 
     Raises:
-        CheckpointError: on construction, where that is not so; it names the newest older one that is whole.
+        CheckpointError: on construction, if a file is damaged or missing; it names the newest older whole checkpoint.
     """
 
     def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
         self.path = path
         if not path.is_dir():
             siblings = ", ".join(sibling.name for sibling in checkpoints(path.parent)[-3:])
-            raise CheckpointError(f"there is no checkpoint {path}", available=siblings or "none beside it")
+            raise CheckpointError(f"there is no checkpoint {path}", available=siblings or "no other one beside it")
         try:
             self.manifest = verify(path, share)
         except UNREADABLE as error:
             older = _older(path)
+            reads = isinstance(error, OSError | ValueError)
             raise CheckpointError(
                 f"the checkpoint {path} is damaged",
-                why=str(error)
-                if isinstance(error, OSError | ValueError)
-                else f"{MANIFEST} is not of a manifest's form: {error!r}",
+                why=str(error) if reads else f"{MANIFEST} does not have the form of a manifest: {error!r}",
                 available=f"an older one is whole: {older}" if older else "no older one beside it is whole",
                 remedy=f"give that one: {older}" if older else "restore it from a copy",
             ) from error
 
     @property
     def fingerprint(self) -> int:
-        """A number, above 0 and below 2**60, that tells it from others."""
+        """Number above 0 and below 2**60 that identifies the checkpoint."""
         return 1 + int(digest_of_manifest(self.manifest)[:14], 16)
 
     def part(self, name: str, layout: Layout = lambda name, shape: None) -> Any:
-        """The state tree of one part, its tensors on the CPU: whole, but for those that `layout` divides."""
+        """Return the state tree of one part with CPU tensors; those that `layout` shards hold only this rank's rows."""
         if name not in self.manifest["files"]:
             raise CheckpointError(
                 f"the checkpoint {self.path} has no {name}", available=", ".join(self.manifest["files"])
             )
         try:
-            pieces = self.manifest.get("pieces", {}).get(name, {})
-            with StoredTensors(self.path, name, pieces, layout) as tensors:
-                return decode(json.loads(tensors.metadata["tree"], object_pairs_hook=without_twins), tensors)
+            with StoredTensors(self.path, name, self.manifest["pieces"].get(name, {}), layout) as tensors:
+                return decode(json.loads(tensors.metadata["tree"], object_pairs_hook=unique_keys), tensors)
         except (*UNREADABLE, SafetensorError) as error:
             raise CheckpointError(f"{name} of the checkpoint {self.path} cannot be read", why=str(error)) from error
 
 
 def _older(path: Path) -> Path | None:
+    """Return the newest whole checkpoint before `path`."""
     siblings = checkpoints(path.parent)
     before = siblings[: siblings.index(path)] if path in siblings else []
     for candidate in reversed(before):
-        try:
+        with suppress(CheckpointError, *UNREADABLE):
             verify(candidate)
-        except UNREADABLE:
-            continue
-        return candidate
+            return candidate
     return None
 
 
 def _flush(path: Path) -> None:
-    """See that a file or folder is on the disk, so that a rename never survives what it names."""
+    """Flush a file or folder to disk, so that a rename never becomes durable before what it names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of one trainer: the files it is in, and the older ways in which it was written."""
+"""What a checkpoint holds of one trainer: the files it is in."""
 
 from __future__ import annotations
 
@@ -50,8 +50,6 @@ def read_saved(checkpoint: Checkpoint, trainer: str, collectives: Collectives, s
     own = table(checkpoint.part(file_of(trainer, of_rank(collectives.rank if same_job else 0))), "state of this rank")
     if "state" not in (optimizer := table(shared.get("optimizer"), "optimizer state")):
         optimizer["state"] = _of_all_ranks(checkpoint, trainer, saved_by, layout)
-    if checkpoint.manifest["format"] == 1:
-        shared, own = _of_format_1(shared, own)
     if not same_job:
         positions = table(own.get("feeds"), "places in the data").values()
         within = table(own.get("window"), "window", "micro")["micro"]
@@ -87,15 +85,3 @@ def _layout(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tens
             name = name.removeprefix(prefix).rpartition(".")[0]
     parameter = sharded.get(name.removeprefix(_OF_MASTERS))
     return parameter if parameter is not None and parameter.shape == shape else None
-
-
-def _of_format_1(shared: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of a checkpoint that was written before parts had names."""
-    table(shared, "training state", "optimizer", "schedule", "scheduler", "scaler")
-    table(own, "state of this rank", "buffers", "rng", "feeds", "micro", "accumulate", "gradients")
-    schedule = {"kind": shared["schedule"], "state": shared["scheduler"]}
-    window = {key: own[key] for key in ("micro", "accumulate", "gradients", "buffers")}
-    return (
-        {"optimizer": shared["optimizer"], "scaler": shared["scaler"], "schedule": schedule},
-        {"window": window, "feeds": own["feeds"], "random": own["rng"]},
-    )

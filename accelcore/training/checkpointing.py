@@ -62,7 +62,7 @@ class Checkpointing(ABC):
         found = resume({"": self._state()}, _path(folder))
         if found is None:
             return None
-        self.steps, self._run = found.steps[""], found.run or self._run
+        self.steps, self._run = found.steps[""], found.run
         return found.path
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Together:
             return None
         for name, trainer in self._trainers.items():
             trainer.steps = found.steps[name]
-        self._run = found.run or self._run
+        self._run = found.run
         return found.path
 
     def _states(self, *, saves: bool = False) -> dict[str, TrainingState]:

@@ -67,12 +67,12 @@ class Resumed:
     Attributes:
         path: its folder.
         steps: of each trainer, by name.
-        run: which run saved it; None where it does not say.
+        run: which run saved it.
     """
 
     path: Path
     steps: Mapping[str, int]
-    run: str | None
+    run: str
 
 
 def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> Path:
@@ -138,7 +138,7 @@ def resume(trainings: Trainings, folder: Path) -> Resumed | None:
     if checkpoint is None:
         return None
     _commit(changes, agreement, folder, "resume")
-    return Resumed(checkpoint.path, steps, checkpoint.manifest.get("run"))
+    return Resumed(checkpoint.path, steps, checkpoint.manifest["run"])
 
 
 def load(training: TrainingState, path: Path) -> dict[str, Any]:
@@ -215,8 +215,7 @@ def _call_all(functions: Iterable[Callable[[], None]]) -> None:
 
 def _steps_of(trainings: Trainings, checkpoint: store.Checkpoint) -> dict[str, int]:
     """The steps of each trainer; raises CheckpointError where the checkpoint is of others."""
-    manifest = checkpoint.manifest
-    steps: dict[str, int] = manifest.get("trainers", {"": manifest["steps"]})
+    steps: dict[str, int] = checkpoint.manifest["trainers"]
     if steps.keys() == trainings.keys():
         return steps
     saved_of, resumed_by = (
@@ -256,10 +255,9 @@ def _states(training: TrainingState, scope: str) -> dict[str, Any]:
 
 
 def _facts(backend: Roles, trainings: Trainings, run: str) -> dict[str, Any]:
-    together = {name: training.steps for name, training in trainings.items() if name}
     return {
         "run": run,
-        **({"trainers": together} if together else {}),
+        "trainers": {name: training.steps for name, training in trainings.items()},
         "world_size": backend.collectives.world_size,
         "device": backend.name,
         "accelcore": version("accelcore"),

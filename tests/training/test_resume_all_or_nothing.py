@@ -93,7 +93,7 @@ def forge(path, folder, change):
     store.begin(folder)
     for name, tree in parts.items():
         store.write_part(folder, name, tree)
-    facts = {key: whole.manifest[key] for key in ("run", "world_size", "device", "accelcore", "torch")}
+    facts = {key: whole.manifest[key] for key in ("run", "trainers", "world_size", "device", "accelcore", "torch")}
     store.finish(folder, whole.manifest["steps"], facts)
 
 

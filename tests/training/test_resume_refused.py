@@ -172,28 +172,39 @@ def test_another_schedule_changes_nothing(accel, tmp_path, schedule, build, run)
         lambda manifest: manifest["files"].update({"../secret": {"bytes": 1, "sha256": ""}}),
         lambda manifest: manifest.update(files=[]),
         lambda manifest: manifest["files"].pop("training"),
-        lambda manifest: manifest.update(format=4),
-        lambda manifest: manifest.update(format=4, trainers={"": -1}),
-        lambda manifest: manifest.update(format=5),
+        lambda manifest: manifest.update(run=5),
+        lambda manifest: manifest.update(trainers={"": -1}),
+        lambda manifest: manifest.pop("trainers"),
         lambda manifest: manifest.update(pieces={"model": {"0.weight": [["nowhere", 0, 8]]}}),
         lambda manifest: manifest.update(pieces={"model": {"0.weight": [["model", -1, 8]]}}),
         lambda manifest: manifest.update(pieces={"model": {"0.weight": [["model", 2, 8]]}}),
         lambda manifest: manifest.update(pieces=[]),
-        lambda manifest: manifest.update(format=2.0),
+        lambda manifest: manifest.pop("pieces"),
     ],
 )
 def test_a_forged_manifest_is_refused(accel, tmp_path, change, build, final):
     trainer, _ = build(accel)
-    path = trainer.save(tmp_path)
+    forge_manifest(trainer.save(tmp_path), change)
+    before = final(trainer)
+    with pytest.raises(accelcore.CheckpointError):
+        trainer.resume(tmp_path)
+    assert all(torch.equal(value, final(trainer)[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("number", [0, 2, 1.0, "1", True])
+def test_a_checkpoint_of_another_format_is_refused_by_its_number(accel, tmp_path, number, build):
+    trainer, _ = build(accel)
+    forge_manifest(trainer.save(tmp_path), lambda manifest: manifest.update(format=number))
+    with pytest.raises(accelcore.CheckpointError, match=f"has format {number!r}.*reads format 1"):
+        trainer.resume(tmp_path)
+
+
+def forge_manifest(path, change):
     manifest = json.loads((path / "manifest.json").read_text())
     manifest.pop("sha256")
     change(manifest)
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest}))
-    before = final(trainer)
-    with pytest.raises(accelcore.CheckpointError):
-        trainer.resume(tmp_path)
-    assert all(torch.equal(value, final(trainer)[name]) for name, value in before.items())
 
 
 def test_reading_a_planted_pickle_runs_nothing(accel, tmp_path, build):

@@ -26,7 +26,7 @@ class ExtraPart:
         return self._extra
 
     def prepare(self, saved: Saved) -> Change:
-        extra = saved.shared.get(self.name, {})
+        extra = saved.shared.get(self.name)
         if not isinstance(extra, dict):
             raise CheckpointError(f"the checkpoint's extra is no dict, but {extra!r}")
 

@@ -37,14 +37,14 @@ class SchedulePart:
         return {"kind": type(self._scheduler).__name__, "by": self._by, "state": state}
 
     def prepare(self, saved: Saved) -> Change:
-        schedule = table(saved.shared.get("schedule"), "schedule", "kind", "state")
+        schedule = table(saved.shared.get("schedule"), "schedule", "kind", "by", "state")
         own, scheduler = self.state(), self._scheduler
         if schedule["kind"] != own["kind"]:
             raise CheckpointError(
                 f"the checkpoint's scheduler is a {schedule['kind']}, not a {own['kind']}",
                 remedy="build the trainer as it was built when the checkpoint was saved",
             )
-        if schedule.get("by", self._by) != self._by:  # older checkpoints do not say
+        if schedule["by"] != self._by:
             raise CheckpointError(
                 f"the checkpoint's scheduler is stepped by {schedule['by']}, and this one by {self._by}",
                 remedy=f'say schedule_by="{schedule["by"]}", as where it was saved',
@@ -78,7 +78,7 @@ class WindowPart:
         }
 
     def prepare(self, saved: Saved) -> Change:
-        window = table(saved.own.get("window"), "window", "micro", "accumulate", "gradients", "buffers")
+        window = table(saved.own.get("window"), "window", "micro", "accumulate", "gradients", "sharded", "buffers")
         micro, accumulate = number(window["micro"], "micro"), number(window["accumulate"], "accumulate")
         if micro and (accumulate != self._window.accumulate or micro >= accumulate):
             raise CheckpointError(
@@ -86,7 +86,7 @@ class WindowPart:
                 f"and this trainer accumulates {self._window.accumulate}",
                 remedy=f"resume with accumulate={accumulate}, or from a checkpoint saved between two windows",
             )
-        if micro and window.get("sharded", False) != self._is_sharded():
+        if micro and window["sharded"] != self._is_sharded():
             raise CheckpointError(
                 "the checkpoint was saved within a window, and only there or only here ranks divide the model",
                 why="gradients of shards are of all ranks, others of each",
