@@ -109,7 +109,7 @@ def test_a_key_that_stands_twice_and_a_manifest_that_is_a_device_are_damage(acce
     manifest.write_text(manifest.read_text().replace('"steps": 0', '"steps": 7, "steps": 0'))
     (device / "manifest.json").unlink()
     (device / "manifest.json").symlink_to("/dev/zero")
-    for path, says in ((twice, "twice"), (device, "no file")):
+    for path, says in ((twice, "twice"), (device, "not a file")):
         with pytest.raises(accelcore.CheckpointError, match="damaged") as raised:
             trainer.resume(path)
         assert says in str(raised.value)
