@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from accelcore.errors import ConfigurationError
-from accelcore.roles.precision import Precision, Work
+from accelcore.roles.precision import Precision
 
 __all__ = ["BEST", "best_dtype", "dtype_named", "dtype_of"]
 
@@ -19,7 +19,6 @@ _NAMES = {
     "bfloat16": "bfloat16", "bf16": "bfloat16", "bf16-mixed": "bfloat16",
     "float16": "float16", "fp16": "float16", "half": "float16", "16": "float16", "16-mixed": "float16",
 }  # fmt: skip
-_LARGE = Work(products=100, operations=10**13, casts=400)  # a forward pass that is bound by its products
 
 
 def dtype_named(spelled: object) -> str | None:
@@ -28,8 +27,8 @@ def dtype_named(spelled: object) -> str | None:
 
 
 def best_dtype(precision: Precision, declared: Iterable[str]) -> str | None:
-    """The dtype, of those that are declared, in which autocast is fastest; None where fp32 is."""
-    return next((name for name in declared if precision.autocast_pays(getattr(torch, name), _LARGE)), None)
+    """Return the first of the declared dtypes that the device has hardware for; None if fp32 is fastest."""
+    return next((name for name in declared if precision.has_units(getattr(torch, name))), None)
 
 
 def dtype_of(spelled: torch.dtype | str) -> torch.dtype:

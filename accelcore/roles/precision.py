@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,22 +15,7 @@ from accelcore.precision.kernels import install, listed, name_of, refuse, torchs
 from accelcore.precision.region import Region, TorchsRegion
 from accelcore.precision.table import Treatment
 
-__all__ = ["Precision", "TorchPrecision", "Work"]
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a forward pass has to multiply.
-
-    Attributes:
-        products: how many matrix products and convolutions.
-        operations: their multiplications and additions together.
-        casts: how many tensors are cast for them, by autocast.
-    """
-
-    products: int
-    operations: int
-    casts: int
+__all__ = ["Precision", "TorchPrecision"]
 
 
 class Precision(ABC):
@@ -72,12 +56,8 @@ class Precision(ABC):
     def prepare(self, dtype: torch.dtype) -> None:  # noqa: B027  # most devices have nothing to do
         """Make ready for a model that is held in `dtype`, as autocast does by itself for its own."""
 
-    def fast_pays(self, work: Work) -> bool:
-        """Whether `fp32="fast"` is worth it for such a forward pass and its backward pass, where it is as exact."""
-        return True
-
-    def autocast_pays(self, dtype: torch.dtype, work: Work) -> bool:
-        """Whether autocast to `dtype` can be faster than fp32 for such a forward pass and its backward pass."""
+    def has_units(self, dtype: torch.dtype) -> bool:
+        """Return whether the device has hardware for products in `dtype`, so that they are faster than in fp32."""
         return True
 
     def treatments(self) -> Mapping[str, Treatment]:

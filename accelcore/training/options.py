@@ -39,13 +39,12 @@ class TrainerOptions(TypedDict, total=False):
             `scheduler.step()` itself, as ReduceLROnPlateau has to be with its metric; under the other two a script
             that does so is stopped.
         precision: `"fp32"`, `"bf16"`, `"fp16"`, one of apex's levels `"O0"` to `"O3"` (see `Policy.preset`), or a
-            `Policy`. `"best"` is the fastest that is declared here. torch's, accelerate's and Lightning's words are
-            taken, too.
+            `Policy`. `"best"` is the fastest that the device has units for. torch's, accelerate's and Lightning's words
+            are taken, too.
         loss_scale: a number for a static scale, `"dynamic"`, a `LossScale` for a dynamic one with settings of your own,
             None for the precision's own.
-        fp32: how fp32 matrix products are computed during steps: `"ieee"`; `"fast"`, as the backend's `fast_fp32` says,
-            where they are large enough to gain by it; `"fast if possible"`, which is that where it is declared, and
-            else nothing; None for torch's own setting.
+        fp32: how fp32 matrix products are computed during steps: `"ieee"`; `"fast"`, as the backend's `fast_fp32` says;
+            `"fast if possible"`, which is that where it is declared, and else nothing; None for torch's own setting.
         accumulate: micro-batches an update; their losses are averaged.
         weight: `weight(batch)` is over how many examples or tokens a micro-batch's loss is a mean, as a number or a
             scalar tensor. The gradients of a window are then those of the mean over all of them, on all ranks. None

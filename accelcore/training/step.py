@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -54,7 +53,6 @@ class Step:
         self._region, self._arithmetic = plan.contexts.region, plan.contexts.arithmetic
         self._gradients, self._optimizer, self._strategy = plan.gradients, plan.optimizer, plan.strategy
         self._scaler, self._window, self._clip = scaler, window, clip
-        self._judge: Callable[[Tensor], None] | None = plan.contexts.judge
         self._exposes = not isinstance(plan.optimizer, LateBound)  # others know nothing of slots
         # What is captured is torch's own step, which refuses what a graph would bake in.
         self._direct = Direct.of(plan.optimizer) if plan.captured is None else None
@@ -130,9 +128,6 @@ class Step:
     def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise no_loss(loss)
-        if self._judge is not None:
-            self._judge(loss)
-            self._judge = None
         self._strategy.before_backward()
         share = self._window.share(weight, self._strategy)
         scaled = self._scaler.scale(loss)

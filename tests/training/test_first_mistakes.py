@@ -70,7 +70,7 @@ WORDS = {
 
 @pytest.mark.parametrize("word", WORDS, ids=str)
 def test_words_for_a_precision_mean_one_thing(accel, word, monkeypatch):
-    monkeypatch.setattr(type(accel.precision), "autocast_pays", lambda self, dtype, work: dtype == torch.bfloat16)
+    monkeypatch.setattr(type(accel.precision), "has_units", lambda self, dtype: dtype == torch.bfloat16)
     seen = []
     for precision in (word, WORDS[word]):
         torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_what_helps_if_it_can_does_nothing_where_it_cannot(accel, monkeypatch):
     trainer(torch.ones(2, 4))
     with slow.autocast("best"):
         assert model(torch.ones(2, 4)).dtype == torch.float32
-    monkeypatch.setattr(type(accel.precision), "autocast_pays", lambda self, dtype, work: True)
+    monkeypatch.setattr(type(accel.precision), "has_units", lambda self, dtype: True)
     with accel.autocast("best"):
         assert model(torch.ones(2, 4)).dtype == torch.bfloat16
     for word in ("bf16", "bfloat16", torch.bfloat16):

@@ -7,6 +7,7 @@ times as long that way as by products of whole matrices (`whole_attention`), and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,10 +15,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from accelcore.precision.replaced import Kernel, Maker, replace
-from accelcore_cpu import whole_attention
-from accelcore_cpu.fast_fp32 import with_setting
+from accelcore_cpu.processor import USUAL, with_setting
 
-__all__ = ["choose_form"]
+__all__ = ["replace_attention"]
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -25,9 +25,11 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 # Where a form stops being quicker, as measured on a Zen 5.
 _LONGEST_WHOLE = 256
 _LONGEST_BLOCKS = 768
+_AT_A_TIME = 2**17
+"""Elements of weights."""
 
 
-def choose_form() -> None:
+def replace_attention() -> None:
     """From now on, attention on the CPU is computed in its quickest form."""
     replace("attention", _MAKERS, "CPU")
 
@@ -35,11 +37,11 @@ def choose_form() -> None:
 def _forward(torchs: Kernel) -> Kernel:
     def kernel(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
         if query.dtype is torch.float16:
-            with with_setting("highest"):
+            with with_setting(USUAL):
                 output, sums = torchs(query.float(), key.float(), value.float(), *arguments, **_widened(options))
             return output.half(), sums
         if _by_blocks(query, key):
-            with with_setting("highest"):
+            with with_setting(USUAL):
                 return torchs(query, key, value, *arguments, **options)
         return torchs(query, key, value, *arguments, **options)
 
@@ -52,13 +54,13 @@ def _backward(torchs: Kernel) -> Kernel:
     ) -> Any:
         if query.dtype is torch.float16:
             tensors = [each.float() for each in (gradient, query, key, value, output)]
-            with with_setting("highest"):
+            with with_setting(USUAL):
                 return tuple(each.half() for each in torchs(*tensors, *arguments, **_widened(options)))
         if _by_blocks(query, key):
-            with with_setting("highest"):
+            with with_setting(USUAL):
                 return torchs(gradient, query, key, value, output, *arguments, **options)
         if _fits_whole(query, key, *arguments[1:]):
-            return whole_attention.backward(gradient, query, key, value, output, *arguments[2:], **options)
+            return _whole_backward(gradient, query, key, value, output, *arguments[2:], **options)
         return torchs(gradient, query, key, value, output, *arguments, **options)
 
     return kernel
@@ -80,3 +82,64 @@ def _fits_whole(query: Tensor, key: Tensor, dropout: float, is_causal: bool) -> 
     longest = max(query.shape[2], key.shape[2])
     same_heads = query.shape[1] == key.shape[1]
     return query.dtype is torch.bfloat16 and not dropout and longest <= _LONGEST_WHOLE and same_heads
+
+
+def _whole_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, is_causal: bool, *,
+    attn_mask: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key and value."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    of_query, of_key, of_value = _empty(query), _empty(key), _empty(value)
+    bias = _bias(query, key, is_causal, attn_mask)
+    for part in _parts(query, key):
+        weights = _softmax(_scores(query[part], key[part], scale, bias, part), attn_mask)
+        of_weights = _times(gradient[part], value[part].transpose(2, 3)).float()
+        of_weights.sub_((gradient[part] * output[part]).sum(-1, keepdim=True, dtype=torch.float32))
+        low = of_weights.mul_(weights).mul_(scale).to(query.dtype)
+        of_query[part] = _times(low, key[part])
+        of_key[part] = _times(low.transpose(2, 3), query[part])
+        of_value[part] = _times(weights.to(query.dtype).transpose(2, 3), gradient[part])
+    return of_query, of_key, of_value
+
+
+def _parts(query: Tensor, key: Tensor) -> Iterator[slice]:
+    batch, heads, length, _ = query.shape
+    together = max(1, _AT_A_TIME // max(1, heads * length * key.shape[2]))
+    return (slice(first, first + together) for first in range(0, batch, together))
+
+
+def _empty(like: Tensor) -> Tensor:
+    """The heads of a position side by side."""
+    batch, heads, length, width = like.shape
+    return like.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+def _bias(query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor | None:
+    """What is added to the scores; -inf where nothing may be seen."""
+    bias = None
+    if mask is not None:
+        hidden = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf) if mask.dtype is torch.bool else mask.float()
+        bias = hidden.expand(query.shape[0], *hidden.shape[-3:]) if hidden.ndim == 4 else hidden
+    if is_causal:
+        future = torch.full((query.shape[2], key.shape[2]), -torch.inf).triu_(1)
+        bias = future if bias is None else bias + future
+    return bias
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, bias: Tensor | None, part: slice) -> Tensor:
+    scores = _times(query, key.transpose(2, 3)).float().mul_(scale)
+    if bias is not None:
+        scores.add_(bias[part] if bias.ndim == 4 else bias)
+    return scores
+
+
+def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    # Where a mask hides everything from a row, its weights are 0.
+    return torch.softmax(scores, -1) if mask is None else torch.ops.aten._safe_softmax(scores, -1)
+
+
+def _times(left: Tensor, right: Tensor) -> Tensor:
+    batch, heads = left.shape[:2]
+    found = torch.bmm(left.reshape(batch * heads, *left.shape[2:]), right.reshape(batch * heads, *right.shape[2:]))
+    return found.view(batch, heads, *found.shape[1:])

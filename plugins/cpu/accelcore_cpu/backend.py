@@ -10,11 +10,11 @@ from accelcore.roles.collectives import TorchCollectives
 from accelcore.roles.compiler import TorchCompiler
 from accelcore.roles.scaler import Scalers
 from accelcore_cpu.compiler import missing_compiler
-from accelcore_cpu.fast_fp32 import format_of_fast
 from accelcore_cpu.fork import make_fork_safe
 from accelcore_cpu.kernels.library import unavailable
 from accelcore_cpu.optimizers import NATIVE
 from accelcore_cpu.precision import CpuPrecision
+from accelcore_cpu.processor import fast_format
 from accelcore_cpu.routes import FUSED, create_optimizers
 from accelcore_cpu.runtime import CpuRuntime
 
@@ -26,7 +26,7 @@ def declare(*, compiler: bool) -> Capabilities:
     return Capabilities(
         autocast_dtypes=("bfloat16", "float16"),
         autocast_tables=("torch", "O1"),
-        fast_fp32=format_of_fast(),
+        fast_fp32=fast_format(),
         model_dtypes=("float32", "float64", "bfloat16", "float16"),
         native_optimizers=tuple(sorted({*FUSED, *(NATIVE if compiler else ())})),
         compilers=("inductor",),

@@ -1,29 +1,30 @@
-"""Precision on the CPU: torch's autocast, made fast and honest, and oneDNN's route for fp32 products."""
+"""Precision on the CPU: torch's autocast with quicker kernels, and fp32 products by oneDNN."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import cache
 
 import torch
 
 from accelcore.capabilities import Capabilities
 from accelcore.precision.table import Treatment
-from accelcore.roles.precision import TorchPrecision, Work
-from accelcore_cpu import fast_fp32, low
-from accelcore_cpu.attention import choose_form
+from accelcore.roles.precision import TorchPrecision
+from accelcore_cpu import fp16_products, processor
+from accelcore_cpu.attention import replace_attention
 
-__all__ = ["CpuPrecision"]
+__all__ = ["CpuPrecision", "warn_without_units"]
 
 logger = logging.getLogger("accelcore")
 
 
 class CpuPrecision(TorchPrecision):
-    """torch's CPU autocast, with kernels of our own where torch's are slow; it says where it is slow all the same."""
+    """torch's CPU autocast, with kernels of our own where torch's are slow."""
 
     def __init__(self, capabilities: Capabilities) -> None:
-        super().__init__("cpu", capabilities, "AutocastCPU", fast_setting=fast_fp32.SETTING)
+        super().__init__("cpu", capabilities, "AutocastCPU", fast_setting=processor.fast_setting())
 
     def treatments(self) -> Mapping[str, Treatment]:
         return {"mkldnn_rnn_layer": Treatment.LOW, "_grid_sampler_2d_cpu_fallback": Treatment.FP32}
@@ -37,19 +38,29 @@ class CpuPrecision(TorchPrecision):
         return context
 
     def prepare(self, dtype: torch.dtype) -> None:
-        if dtype in (torch.bfloat16, torch.float16):
-            choose_form()
-            low.prepare(dtype)
+        if dtype not in (torch.bfloat16, torch.float16):
+            return
+        replace_attention()
+        if not self.has_units(dtype):
+            if dtype is torch.float16:
+                fp16_products.install()
+            warn_without_units(dtype)
 
     def products(self, *, fast: bool) -> AbstractContextManager[None]:
         if fast:
-            choose_form()
-            if fast_fp32.format_of_fast() == "fp32" and not fast_fp32.is_quicker():
-                fast = False  # as exact, and on this machine quicker
+            replace_attention()
         return super().products(fast=fast)
 
-    def fast_pays(self, work: Work) -> bool:
-        return fast_fp32.format_of_fast() != "fp32" or not fast_fp32.is_quicker() or fast_fp32.pays(work)
+    def has_units(self, dtype: torch.dtype) -> bool:
+        return processor.has_units(dtype)
 
-    def autocast_pays(self, dtype: torch.dtype, work: Work) -> bool:
-        return low.pays(dtype, work)
+
+@cache
+def warn_without_units(dtype: torch.dtype) -> None:
+    """Warn, once, that the CPU has no units for a dtype."""
+    if dtype is torch.bfloat16:
+        effect = 'its products are right, and slower than in fp32; use precision="fp32" where speed matters'
+    else:
+        effect = "products are computed in fp32 and rounded, which is right, and no faster than fp32"
+        effect += '; this CPU has units for "bf16"' if processor.has_units(torch.bfloat16) else ""
+    logger.warning("this CPU has no units for %s: %s", str(dtype).removeprefix("torch."), effect)

@@ -7,12 +7,10 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from accelcore_cpu import fast_fp32, low
-from accelcore_cpu.bargain import Bargain
+from accelcore_cpu import fp16_products, precision, processor
 from toys import precision_watch
 
 from accelcore.precision import reset
-from accelcore.roles.precision import Work
 
 
 @pytest.fixture(autouse=True)
@@ -24,49 +22,60 @@ def _as_it_was():
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    """A machine on which oneDNN's route is quicker, and always worth it."""
-    monkeypatch.setattr(fast_fp32, "bargain", lambda: Bargain(cost=0.0, gain=1e-12))
-    fast_fp32.is_quicker.cache_clear()
-    yield
-    fast_fp32.is_quicker.cache_clear()
+def capabilities(monkeypatch):
+    """Pretend that the processor has these capabilities, by torch's names."""
+
+    def pretend(**found):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+        processor._has.cache_clear()
+
+    yield pretend
+    processor._has.cache_clear()
 
 
 @pytest.fixture
 def without_fp16_units(monkeypatch):
-    monkeypatch.setattr(low, "has_units", lambda dtype: dtype is not torch.float16)
-    low.say.cache_clear()
+    monkeypatch.setattr(processor, "has_units", lambda dtype: dtype is not torch.float16)
+    precision.warn_without_units.cache_clear()
     yield
-    low.say.cache_clear()
+    precision.warn_without_units.cache_clear()
 
 
 def worst(found, expected):
     return float((found.detach().double() - expected.detach()).abs().max() / expected.detach().abs().max())
 
 
-@pytest.mark.skipif(fast_fp32.format_of_fast() != "fp32", reason="this CPU multiplies in bf16 under fp32='fast'")
+@pytest.mark.parametrize(
+    ("capability", "fast", "setting"),
+    [
+        ("avx512_f", "fp32", "medium"), ("amx_tile", "bf16", "medium"), ("bf16", "bf16", "medium"),
+        ("avx2", "fp32", "highest"),
+    ],
+)  # fmt: skip
+def test_what_fast_is_depends_on_the_processors_instructions_alone(capabilities, capability, fast, setting):
+    capabilities(**{capability: True})
+    assert (processor.fast_format(), processor.fast_setting()) == (fast, setting)
+
+
+@pytest.mark.parametrize("capability", ["avx512_bf16", "amx_bf16", "bf16"])
+def test_the_best_precision_is_one_that_the_processor_has_units_for(accel, capabilities, capability):
+    for name, dtype in ((capability, torch.bfloat16), ("none", torch.float32)):
+        capabilities(**{name: True})
+        with accel.autocast("best"):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
+
+
+@pytest.mark.skipif(processor.fast_format() != "fp32", reason="this CPU multiplies in bf16 under fp32='fast'")
 class TestFastFp32:
-    def test_it_is_declared_as_exact_and_is(self, accel, quick):
+    def test_it_is_declared_as_exact_and_is(self, accel):
         a, b = torch.randn(96, 512), torch.randn(512, 160)
         with accel.precision.fp32("fast"):
-            assert torch.get_float32_matmul_precision() == "medium"
+            assert torch.get_float32_matmul_precision() == processor.fast_setting()
             found = a @ b
         assert accel.capabilities.fast_fp32 == "fp32"
         assert worst(found, a.double() @ b.double()) < 1e-6
 
-    def test_where_it_is_not_quicker_torchs_usual_route_is_taken(self, accel, monkeypatch):
-        monkeypatch.setattr(fast_fp32, "bargain", lambda: Bargain(cost=1e-5, gain=0.0))
-        fast_fp32.is_quicker.cache_clear()
-        try:
-            with accel.precision.fp32("fast"):
-                assert torch.get_float32_matmul_precision() == "highest"
-        finally:
-            fast_fp32.is_quicker.cache_clear()
-
-    @pytest.mark.parametrize("width", [4, 512])
-    def test_a_trainer_takes_it_where_its_products_are_large_enough(self, accel, width, monkeypatch, caplog):
-        monkeypatch.setattr(fast_fp32, "bargain", lambda: Bargain(cost=1e-5, gain=1e-12))
-        fast_fp32.is_quicker.cache_clear()
+    def test_a_trainer_holds_it_in_forward_backward_and_update(self, accel):
         watched, seen = precision_watch()
 
         class Muon(torch.optim.SGD):
@@ -74,16 +83,13 @@ class TestFastFp32:
                 seen.append(torch.get_float32_matmul_precision())
                 return super().step(closure)
 
-        model = torch.nn.Linear(width, width)
+        model = torch.nn.Linear(4, 4)
         trainer = accel.trainer(
             model, Muon(model.parameters(), lr=0.1), loss=lambda m, x: watched(m(x)).sum(), fp32="fast"
         )
         for _ in range(2):
-            trainer(torch.ones(64, width))
-        usual = "medium" if width == 512 else "highest"
-        assert seen == ["medium", usual, usual] + [usual] * 3
-        assert ("too small to gain" in caplog.text) is (width == 4)
-        fast_fp32.is_quicker.cache_clear()
+            trainer(torch.ones(64, 4))
+        assert seen == [processor.fast_setting()] * 6
 
     @pytest.mark.parametrize("option", [{"precision": "bf16"}, {"precision": "fp16"}, {"precision": "O1"}, {}])
     def test_nothing_else_turns_it_on(self, accel, option):
@@ -120,7 +126,7 @@ def attended(shape, mask, dtype, tensors):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
-def test_attention_is_as_exact_as_torchs(accel, shape, mask, dtype, quick):
+def test_attention_is_as_exact_as_torchs(accel, shape, mask, dtype):
     batch, heads, length, keys, width = shape
     tensors = [
         torch.randn(batch, rows, heads, width).bfloat16().transpose(1, 2) for rows in (length, keys, keys, length)
@@ -164,7 +170,7 @@ def test_products_of_fp16_are_those_of_fp32_rounded(accel, without_fp16_units, p
 
 def test_a_model_that_its_owner_cast_to_fp16_has_the_products_of_fp16(accel, without_fp16_units, monkeypatch, caplog):
     installed = []
-    monkeypatch.setattr(low.upcast, "install", lambda: installed.append(True))
+    monkeypatch.setattr(fp16_products, "install", lambda: installed.append(True))
     for dtype, expected in ((torch.float32, False), (torch.float16, True)):
         model = torch.nn.Linear(8, 8).to(dtype)
         accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=lambda m, rows: m(rows).sum())
@@ -220,59 +226,14 @@ def test_reset_gives_torchs_kernels_back(accel, without_fp16_units):
     assert torch._C._dispatch_dump("aten::mm") != kernels["aten::mm"], "a region that is made later puts them back"
 
 
-def test_a_cpu_without_units_says_so_once_and_what_it_costs(accel, monkeypatch, caplog):
-    monkeypatch.setattr(low, "has_units", lambda dtype: False)
-    low.say.cache_clear()
+def test_a_cpu_without_units_warns_once_for_each_dtype(accel, monkeypatch, caplog):
+    monkeypatch.setattr(processor, "has_units", lambda dtype: False)
+    precision.warn_without_units.cache_clear()
     for _ in range(2):
         for dtype in (torch.bfloat16, torch.float16):
             accel.autocast(dtype)
-    low.say.cache_clear()
+    precision.warn_without_units.cache_clear()
     bf16, fp16 = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "no units for bfloat16" in bf16
-    assert "times as long as in fp32" in bf16
+    assert 'precision="fp32"' in bf16
     assert "computed in fp32 and rounded" in fp16
-
-
-def test_autocast_of_a_tiny_model_is_warned_of_once_and_of_a_large_one_not(accel, monkeypatch, caplog):
-    monkeypatch.setattr(low, "has_units", lambda dtype: True)
-    monkeypatch.setattr(low, "_bargain", lambda dtype: Bargain(cost=1e-5, gain=1e-11))
-    for width in (512, 8):
-        model = torch.nn.Linear(width, width)
-        trainer = accel.trainer(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda m, x: m(x).float().sum(), precision="bf16"
-        )
-        for _ in range(3):
-            trainer(torch.ones(64, width))
-        said = [record.getMessage() for record in caplog.records]
-        assert len(said) == (width == 8)
-    assert "slower than fp32" in said[0]
-    assert 'precision="fp32"' in said[0]
-
-
-def test_a_bargain_is_found_by_the_shortest_of_several_runs(monkeypatch):
-    """The clock is ours: the other way costs 2 more each time, and takes a tenth for each operation."""
-    now = [0.0]
-    monkeypatch.setattr("accelcore_cpu.bargain.time.perf_counter", lambda: now[0])
-
-    def run(other, size):
-        now[0] += 3 + (0.1 * size + 2 if other else size)
-
-    found = Bargain.measure(run, (False, True), 0, 100, operations=100)
-    assert (found.cost, found.gain) == pytest.approx((2, 0.9))
-    assert found.of(3, 10) == pytest.approx(3)
-    assert Bargain.measure(run, (True, False), 0, 100, operations=100).gain == 0
-    assert Bargain.ratio(run, (False, True), 100) == pytest.approx(15 / 103)
-
-
-def test_work_is_that_of_the_forward_pass():
-    from accelcore.training.work import work_of
-
-    weight, image, rows = (torch.randn(shape, requires_grad=True) for shape in ((6, 4), (2, 4, 5, 5), (3, 4)))
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = F.linear(rows, weight).float().sum() + F.conv2d(image, weight[:, :, None, None]).float().sum()
-    found = work_of(loss)
-    assert found is not None
-    assert (found.products, found.operations) == (2, 2 * 3 * 6 * 4 + 2 * 2 * 6 * 25 * 4)
-    assert found.casts >= 4
-    assert work_of(torch.compile(lambda x: x @ x.t(), backend="aot_eager")(weight).sum()) is None
-    assert work_of(weight.sum()) == Work(0, 0, 0)

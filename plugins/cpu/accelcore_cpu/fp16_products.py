@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from accelcore.precision.replaced import Kernel, Maker, replace
-from accelcore_cpu import fast_fp32
+from accelcore_cpu.processor import USUAL, fast_format, fast_setting, with_setting
 
 __all__ = ["install"]
 
@@ -28,6 +28,8 @@ _OTHERS = (
     _aten.mkldnn_rnn_layer.default,  # which torch cannot compute in fp16 at all
     _aten.mkldnn_rnn_layer_backward.default,
 )
+_SMALL = 2**24
+"""Operations of a product of 200 x 200: a smaller one costs oneDNN more to start than it gains."""
 
 
 def install() -> None:
@@ -47,7 +49,7 @@ def _rounded(torchs: Kernel) -> Kernel:
     def kernel(*arguments: Any, **options: Any) -> Any:
         if arguments[0].dtype is not torch.float16:
             return torchs(*arguments, **options)
-        with fast_fp32.with_setting(_setting(arguments)):
+        with with_setting(_setting(arguments)):
             found = torchs(*map(_widened, arguments), **options)
         return _narrowed(found) if isinstance(found, Tensor) else tuple(map(_narrowed, found))
 
@@ -79,9 +81,9 @@ def _narrowed(result: Any) -> Any:
 
 
 def _setting(arguments: tuple[Any, ...]) -> str:
-    """The quickest of torch's settings under which fp32 is exact."""
-    if not fast_fp32.is_quicker():
-        return "highest"
+    """Return the quickest of torch's settings under which fp32 products are exact."""
+    if fast_format() != "fp32":
+        return USUAL
     left, right = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]
     operations = 2 * left.numel() * (right.shape[-1] if right.ndim > 1 else 1)
-    return fast_fp32.SETTING if fast_fp32.bargain().of(1, operations) > 0 else "highest"
+    return fast_setting() if operations > _SMALL else USUAL
