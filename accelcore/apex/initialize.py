@@ -22,7 +22,7 @@ from accelcore.apex.state import listed, state
 from accelcore.backend import Backend
 from accelcore.errors import AmpError, UnsupportedError
 from accelcore.precision.casting import CastBoundary, FP32StateDict, hold
-from accelcore.training.policy import LOW
+from accelcore.precision.table import LOW_PRECISION
 
 __all__ = ["initialize"]
 
@@ -160,7 +160,7 @@ def _check_models(models: Iterable[nn.Module]) -> None:
                 remedy="wrap what amp.initialize has returned; or say combine_ddp=True, and wrap nothing",
             )
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.dtype in LOW:
+            if tensor.dtype in LOW_PRECISION:
                 raise AmpError(
                     f"{name} is {tensor.dtype} already", remedy="give models in fp32, and let the level cast them"
                 )
@@ -201,5 +201,5 @@ def _cast(model: nn.Module, properties: Properties) -> None:
         outputs = outputs or torch.float32
     if dtype is not None or outputs is not None:
         CastBoundary(model, inputs=dtype, outputs=outputs)
-    if dtype in LOW:
+    if dtype in LOW_PRECISION:
         FP32StateDict(model)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["CastBoundary", "FP32StateDict", "hold"]
+from accelcore.precision.table import LOW_PRECISION
 
-_LOW = (torch.bfloat16, torch.float16)
+__all__ = ["CastBoundary", "FP32StateDict", "hold"]
 
 
 def hold(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool, parameters: bool = True) -> None:
@@ -173,7 +173,7 @@ def _to_fp32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: di
     """A hook on each module: casts what is the module's own in a state_dict."""
     for name in _names(module):
         value = state.get(prefix + name)
-        if isinstance(value, Tensor) and value.dtype in _LOW and not isinstance(value, nn.Parameter):
+        if isinstance(value, Tensor) and value.dtype in LOW_PRECISION and not isinstance(value, nn.Parameter):
             state[prefix + name] = value.float()
 
 

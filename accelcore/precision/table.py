@@ -10,7 +10,12 @@ from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
 
-__all__ = ["O1", "PROMOTES_BY_ITSELF", "TORCH_DIFFERS", "Treatment"]
+import torch
+
+__all__ = ["LOW_PRECISION", "O1", "PROMOTES_BY_ITSELF", "TORCH_DIFFERS", "Treatment"]
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Dtypes too coarse to accumulate small updates in."""
 
 
 class Treatment(Enum):

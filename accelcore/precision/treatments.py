@@ -12,13 +12,12 @@ from torch._ops import OpOverload
 
 from accelcore.errors import TrainingError
 from accelcore.precision.region import in_low_precision
-from accelcore.precision.table import Treatment
+from accelcore.precision.table import LOW_PRECISION, Treatment
 
 __all__ = ["Compute", "computation", "floats", "widest", "with_casts"]
 
 Compute = Callable[..., Any]
 
-_LOW = (torch.bfloat16, torch.float16)
 # They convert as they go, told a dtype: there is no copy of their input in fp32.
 _CONVERTING = ("cumprod", "cumsum", "linalg_vector_norm", "log_softmax", "nansum", "prod", "softmax", "sum")
 
@@ -72,7 +71,7 @@ def with_casts(
 
 
 def _may_be_cast(tensor: Tensor, device_type: str) -> bool:
-    return tensor.dtype in (torch.float32, *_LOW) and tensor.device.type == device_type
+    return tensor.dtype in (torch.float32, *LOW_PRECISION) and tensor.device.type == device_type
 
 
 def _low(operator: OpOverload, device_type: str) -> Compute:
@@ -91,7 +90,7 @@ def _fp32(operator: OpOverload, device_type: str) -> Compute:
     def compute(*arguments: Any, **options: Any) -> Any:
         # What the caller says of the dtype comes first.
         told = options.get("dtype") is not None or len(arguments) > position
-        if not told and any(tensor.dtype in _LOW for tensor in floats(arguments, device_type)):
+        if not told and any(tensor.dtype in LOW_PRECISION for tensor in floats(arguments, device_type)):
             options["dtype"] = torch.float32
         return operator(*arguments, **options)
 
@@ -108,7 +107,7 @@ def _widest(operator: OpOverload, device_type: str) -> Compute:
 
 def _refused(operator: OpOverload, device_type: str) -> Compute:
     def compute(*arguments: Any, **options: Any) -> Any:
-        low = {tensor.dtype for tensor in floats((*arguments, *options.values()), device_type)} & set(_LOW)
+        low = {tensor.dtype for tensor in floats((*arguments, *options.values()), device_type)} & set(LOW_PRECISION)
         if low:
             raise TrainingError(
                 f"{operator._opname} was given {', '.join(sorted(map(str, low)))}, which autocast refuses",

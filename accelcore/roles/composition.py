@@ -70,14 +70,13 @@ class Roles:
         `dtype` may be a word for it, `"bf16"`; `"best"` is the fastest that is declared here, and does nothing where
         that is fp32.
         """
-        from accelcore.spellings import BEST, best_dtype, dtype_of
+        from accelcore.training.policy import autocast_dtype
 
-        if dtype == BEST:
-            dtype = best_dtype(self.precision, self.capabilities.autocast_dtypes)
+        if dtype is not None:
+            dtype = autocast_dtype(dtype, self)
             if dtype is None:
                 return nullcontext()
-        asked = None if dtype is None else dtype_of(dtype)
-        return self.precision.autocast(asked, enabled=enabled, table=table)
+        return self.precision.autocast(dtype, enabled=enabled, table=table)
 
     def loading(self) -> dict[str, Any]:
         """What a DataLoader for this device is made with, beside options of your own: `DataLoader(data, 32,

@@ -10,8 +10,8 @@ from torch.autograd.graph import increment_version
 
 from accelcore.optim.gradient_memory import GradientMemory
 from accelcore.optim.runs import Run
+from accelcore.precision.table import LOW_PRECISION
 from accelcore.training.gradients import Gradients
-from accelcore.training.policy import LOW
 
 __all__ = ["Masters"]
 
@@ -29,14 +29,15 @@ class Masters(Gradients):
 
     def __init__(self, inner: Gradients, before: Gradients) -> None:
         self._inner = inner
-        self._low = [number for number, value in enumerate(inner.values) if value.dtype in LOW]
-        self.values = [value.detach().float() if value.dtype in LOW else value for value in inner.values]
+        self._low = [number for number, value in enumerate(inner.values) if value.dtype in LOW_PRECISION]
+        self.values = [value.detach().float() if value.dtype in LOW_PRECISION else value for value in inner.values]
         self._gradients = list(self.values)
         for number in self._low:
             self._gradients[number] = torch.zeros_like(self.values[number])
         by_slot = zip(inner.slots, inner.trained(self.values), inner.trained(self._gradients), strict=True)
         masters = [
-            (slot._replace(trained=m), g) if slot.parameter.dtype in LOW else (slot, None) for slot, m, g in by_slot
+            (slot._replace(trained=m), g) if slot.parameter.dtype in LOW_PRECISION else (slot, None)
+            for slot, m, g in by_slot
         ]
         super().__init__([slot for slot, _ in masters])
         self._gradients_by_slot = [gradient for _, gradient in masters]

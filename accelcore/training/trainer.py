@@ -22,9 +22,8 @@ from accelcore.training.mistakes import check_arguments
 from accelcore.training.options import TrainerOptions, check_values, complete
 from accelcore.training.parts.every import every_part
 from accelcore.training.plan import Plan
-from accelcore.training.policy import create_scaler
+from accelcore.training.policy import create_scaler, fp32_mode, preset_name
 from accelcore.training.reading import Reading
-from accelcore.training.resolved import resolved
 from accelcore.training.schedule import Schedule
 from accelcore.training.stages.order import Preparation
 from accelcore.training.state import TrainingState
@@ -81,7 +80,9 @@ class Trainer(Reading, Checkpointing):
     def __init__(
         self, backend: Roles, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
     ) -> None:
-        given = resolved(complete(options), backend)
+        given = complete(options)
+        given["precision"] = preset_name(given["precision"], backend)
+        given["fp32"] = fp32_mode(given["fp32"], backend)
         check_arguments(model, optimizer, given["loss"])
         check_values(given)
         self._backend, self._options = backend, given

@@ -81,9 +81,7 @@ def test_words_for_a_precision_mean_one_thing(accel, word, monkeypatch):
     assert seen[0] == seen[1]
     with pytest.raises(ConfigurationError, match=r"there is no precision 'bf17'\n  .*, best\n.*did you mean 'bf16'\?"):
         accel.trainer(model, sgd(model), precision="bf17")
-    with pytest.raises(
-        ConfigurationError, match=r"fp32='fats' is no .*\n.*, fast if possible\n.*did you mean 'fast'\?"
-    ):
+    with pytest.raises(ConfigurationError, match=r"fp32='fats'.*\n.*, fast if possible\n.*did you mean 'fast'\?"):
         accel.trainer(model, sgd(model), fp32="fats")
 
 
@@ -102,7 +100,7 @@ def test_what_helps_if_it_can_does_nothing_where_it_cannot(accel, monkeypatch):
     for word in ("bf16", "bfloat16", torch.bfloat16):
         with accel.autocast(word):
             assert model(torch.ones(2, 4)).dtype == torch.bfloat16
-    with pytest.raises(ConfigurationError, match="is no dtype"):
+    with pytest.raises(ConfigurationError, match="'bf17'"):
         accel.autocast("bf17")
 
 

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from accelcore.errors import CheckpointError
 from accelcore.optim.runs import Slot
 from accelcore.optim.shards import shard
+from accelcore.precision.table import LOW_PRECISION
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Change, Saved, kind, table
 from accelcore.training.parts.put_back import copied, put_back
-from accelcore.training.policy import LOW
 
 __all__ = ["MastersPart", "ModelPart"]
 
 logger = logging.getLogger("accelcore")
 
-_ALIKE = {torch.float32, *LOW}
+_ALIKE = {torch.float32, *LOW_PRECISION}
 """Dtypes that a run may change between."""
 
 

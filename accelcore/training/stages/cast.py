@@ -9,9 +9,10 @@ from torch import nn
 
 from accelcore.errors import UnsupportedError
 from accelcore.precision.casting import CastBoundary, FP32StateDict, hold
+from accelcore.precision.table import LOW_PRECISION
 from accelcore.training.contexts import Contexts
 from accelcore.training.plan import Plan
-from accelcore.training.policy import LOW, choose_policy
+from accelcore.training.policy import choose_policy
 
 __all__ = ["Cast"]
 
@@ -50,7 +51,7 @@ class Cast:
             # Shards stay exact: they are the masters, and low precision is what they are gathered in.
             whole = not (plan.strategy.shards and policy.masters)
             hold(plan.model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32, parameters=whole)
-            if dtype in LOW:
+            if dtype in LOW_PRECISION:
                 self._drop(self._state_dict)
                 self._state_dict = FP32StateDict(plan.model)  # anew, because the model may have new parts
             if policy.cast_boundary and self._boundary is None:
@@ -81,8 +82,8 @@ def _held(plan: Plan) -> set[torch.dtype]:
     held = {parameter.dtype for parameter in plan.model.parameters()}
     if plan.policy.model_dtype is not None:  # of shards, only what is gathered has it
         held.add(getattr(torch, plan.policy.model_dtype))
-    return held.intersection(LOW)
+    return held.intersection(LOW_PRECISION)
 
 
 def _is_low(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and parameter.dtype in LOW
+    return parameter.requires_grad and parameter.dtype in LOW_PRECISION

@@ -9,10 +9,10 @@ from accelcore.errors import ConfigurationError
 from accelcore.optim.memory import unfit
 from accelcore.optim.optimizer import Optimizer
 from accelcore.optim.runs import Slot
+from accelcore.precision.table import LOW_PRECISION
 from accelcore.training.gradients import Flat, Gradients, PerTensor
 from accelcore.training.masters import Masters
 from accelcore.training.plan import Plan
-from accelcore.training.policy import LOW
 from accelcore.training.sharded_gradients import ShardedGradients
 
 __all__ = ["Flatten"]
@@ -47,7 +47,7 @@ class Flatten:
             gradients = ShardedGradients(slots)
         else:
             gradients = Flat(slots, together) if slots and _lies_flat(plan) else PerTensor(slots)
-        if plan.policy.masters and any(slot.parameter.dtype in LOW for slot in slots):
+        if plan.policy.masters and any(slot.parameter.dtype in LOW_PRECISION for slot in slots):
             gradients = Masters(gradients, plan.gradients)
         plan.gradients = gradients
 
@@ -77,7 +77,7 @@ def _dtypes(plan: Plan) -> set[torch.dtype]:
     dtypes = {getattr(torch, name) if name else parameter.dtype for parameter in _trained(plan)}
     if plan.policy.keep_batchnorm_fp32:
         dtypes.add(torch.float32)
-    return {torch.float32 if masters and dtype in LOW else dtype for dtype in dtypes}
+    return {torch.float32 if masters and dtype in LOW_PRECISION else dtype for dtype in dtypes}
 
 
 def _lies_flat(plan: Plan) -> bool:

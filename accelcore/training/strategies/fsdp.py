@@ -11,12 +11,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.shards import is_sharded
+from accelcore.precision.table import LOW_PRECISION
 from accelcore.roles.composition import Roles
 from accelcore.training.fsdp_options import FSDP
 from accelcore.training.gradients import Gradients
 from accelcore.training.modules import chosen
 from accelcore.training.options import TrainerOptions
-from accelcore.training.policy import LOW, Policy
+from accelcore.training.policy import Policy
 from accelcore.training.strategies.exchanging import COMM_DTYPES, broadcast, share_buffers
 from accelcore.training.strategies.strategy import Strategy
 
@@ -283,7 +284,7 @@ def _low(model: nn.Module, policy: Policy) -> torch.dtype | None:
         ConfigurationError: parameters are of several dtypes.
     """
     every = _targets(model, policy, trained=False)
-    casts = policy.masters and not every.isdisjoint(LOW)
+    casts = policy.masters and not every.isdisjoint(LOW_PRECISION)
     dtypes = every if casts else _targets(model, policy, trained=True)
     if len(dtypes) > 1:
         raise ConfigurationError(
