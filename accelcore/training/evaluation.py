@@ -1,4 +1,4 @@
-"""Reading data to evaluate a model on, every row once."""
+"""Reading evaluation data: every row once over all ranks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 from torch import nn
 
 from accelcore.roles.composition import Roles
-from accelcore.training.batches import Batches
-from accelcore.training.data_shares import share_once
+from accelcore.training.data_stream import Batches
+from accelcore.training.sharding import share_once
 
 __all__ = ["Evaluation"]
 
 
 class Evaluation:
-    """Evaluates a model that is being trained.
+    """Evaluation of a model that is being trained.
 
     Args:
-        backend: where; it knows the job.
-        make_region: makes the context of a forward pass.
+        backend: the device, and the job.
+        model: the model to evaluate.
+        make_region: returns a new context for the forward pass.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class Evaluation:
         self._backend, self._model, self._make_region = backend, model, make_region
 
     def batches(self, loader: Iterable[Any]) -> Batches:
-        """This rank's share of `loader`; see `Trainer.evaluate`."""
+        """Return this rank's share of `loader`; see `Trainer.evaluate`."""
         return Batches(self._evaluated(loader), lambda: len(self._share(loader)))  # type: ignore[arg-type]
 
     def _evaluated(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -40,10 +41,10 @@ class Evaluation:
         try:
             for batch in self._share(loader):
                 moved = runtime.to_device(batch)
-                with torch.no_grad(), self._make_region():  # not around the loader, which may compute, too
+                with torch.no_grad(), self._make_region():  # not around the loader, which may compute too
                     yield moved
         finally:
-            model.train(training[model])  # what modules of others do then is theirs
+            model.train(training[model])  # a subclass may override it; the flags of its submodules are restored below
             for module, before in training.items():
                 module.training = before
 

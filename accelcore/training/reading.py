@@ -6,10 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from accelcore.training.batches import Batches
-from accelcore.training.epochs import epochs
+from accelcore.training.data_stream import Batches, DataStreams
 from accelcore.training.evaluation import Evaluation
-from accelcore.training.feeds import Feeds
 from accelcore.training.schedule import Schedule
 
 __all__ = ["Reading"]
@@ -19,7 +17,7 @@ class Reading(ABC):
     """Gives a trainer its words for epochs and batches."""
 
     steps: int
-    _feeds: Feeds
+    _streams: DataStreams
     _evaluation: Evaluation
     _schedule: Schedule
 
@@ -37,16 +35,16 @@ class Reading(ABC):
 
         Under `schedule_by="epoch"` the script also brings the scheduler there, before it trains on.
         """
-        return self._feeds.count_epochs(self.steps)
+        return self._streams.current_epoch(self.steps)
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._feeds["train"].move_to(epoch)
+        self._streams["train"].move_to(epoch)
         self._schedule.move_to(epoch)
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs, counted from 0, that are left of `total`; where none is, the log says so."""
-        return self._counted(epochs(self._feeds["train"], total, speaks=self._feeds.speaks))
+        return self._counted(self._streams["train"].epochs(total))
 
     def batches(self, loader: Iterable[Any], *, name: str = "train", shard: bool = True) -> Batches:
         """One epoch of `loader`: on the device, this rank's share; at the end a short last window is flushed.
@@ -70,7 +68,7 @@ class Reading(ABC):
             name: which of several streams this is; each has a position of its own, and only `"train"` is flushed.
             shard: False where the loader already yields this rank's share.
         """
-        return Batches(self._train_on(loader, name, shard), lambda: self._feeds[name].length(loader, shard=shard))
+        return Batches(self._train_on(loader, name, shard), lambda: self._streams[name].length(loader, shard=shard))
 
     def evaluate(self, loader: Iterable[Any]) -> Batches:
         """The batches of `loader`, to evaluate on: on the device, every row once over all ranks.
@@ -88,11 +86,11 @@ class Reading(ABC):
 
     def _train_on(self, loader: Iterable[Any], name: str, shard: bool) -> Iterator[Any]:
         self._check_able()
-        feed = self._feeds[name]
+        stream = self._streams[name]
         if name == "train":  # an epoch that is left early is over; what the schedule raises then, Python would drop
             self._end_epochs()
             self._schedule.check()
-        yield from feed.batches(loader, shard=shard)
+        yield from stream.batches(loader, shard=shard)
         if name == "train":
             self.flush()
             self._end_epochs()
@@ -106,4 +104,4 @@ class Reading(ABC):
 
     def _end_epochs(self) -> None:
         """Let the schedule know of the epochs that are over."""
-        self._schedule.epochs_ended(self._feeds["train"].epoch)
+        self._schedule.epochs_ended(self._streams["train"].epoch)

@@ -16,8 +16,8 @@ from accelcore.roles.compiler import Compiled
 from accelcore.roles.composition import Roles
 from accelcore.training.checkpointing import Checkpointing
 from accelcore.training.clipping import Clipping
+from accelcore.training.data_stream import DataStreams
 from accelcore.training.evaluation import Evaluation
-from accelcore.training.feeds import Feeds
 from accelcore.training.mistakes import check_arguments
 from accelcore.training.options import TrainerOptions, check_values, complete
 from accelcore.training.parts.every import every_part
@@ -96,7 +96,8 @@ class Trainer(Reading, Checkpointing):
         self._window = Window(
             given["accumulate"], backend.device, divisor=self._plan.strategy.divisor, tensors_only=given["graph"]
         )
-        self._feeds = Feeds(backend.runtime, backend.collectives, counts=given["schedule_by"] == "epoch")
+        by_epoch = given["schedule_by"] == "epoch"
+        self._streams = DataStreams(backend.runtime, backend.collectives, counts_epochs=by_epoch)
         self._evaluation = Evaluation(backend, model, self._plan.contexts.make_region)
         self._world_size = backend.collectives.world_size
         self._run, self._number = uuid4().hex, next(_numbers)
@@ -136,7 +137,7 @@ class Trainer(Reading, Checkpointing):
         if self._window.micro == 0:
             self._check_able()
             self._begin()
-            self._feeds.check_first()
+            self._streams.check_first_batch()
         elif self._window.is_last:
             self._begin()
         if self._plan.captured is None:
@@ -173,7 +174,7 @@ class Trainer(Reading, Checkpointing):
         self._check_able()
         if not self._step.is_open:  # the forward pass may have gone around `forward`
             self._begin()
-            self._feeds.check_first()
+            self._streams.check_first_batch()
         elif self._window.is_last:
             self._begin()
         if weight is None and self._options["weight"] is not None:
@@ -205,10 +206,10 @@ class Trainer(Reading, Checkpointing):
         if not self._within:
             self._follow()
         self._watch.check()
-        self._feeds.check_read(self.steps)
-        self._schedule.epochs_ended(self._feeds["train"].epoch)
+        self._streams.warn_if_unused(self.steps)
+        self._schedule.epochs_ended(self._streams["train"].epoch)
         if saves:
-            self._schedule.check_steps()
+            self._schedule.check()
         return TrainingState(
             backend=self._backend,
             parts=every_part(
@@ -219,7 +220,7 @@ class Trainer(Reading, Checkpointing):
                 schedule_by=self._options["schedule_by"],
                 gradients=self._plan.gradients,
                 window=self._window,
-                feeds=self._feeds,
+                streams=self._streams,
                 runtime=self._backend.runtime,
                 extra=self.extra,
                 strategy=self._plan.strategy,
@@ -234,7 +235,7 @@ class Trainer(Reading, Checkpointing):
     def _restored(self) -> None:
         if self._plan.captured is not None:
             self._plan.captured.forget()
-        self._schedule.is_at(self._feeds["train"].epoch)
+        self._schedule.restored(self._streams["train"].epoch)
         self._step.begin(opened=self._window.micro > 0)
 
     def _give_up(self, error: BaseException) -> None:

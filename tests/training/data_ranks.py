@@ -33,16 +33,6 @@ class Rows(IterableDataset):
         return iter(order)
 
 
-class OfRank(IterableDataset):
-    """Rows that divide themselves among ranks."""
-
-    def __init__(self, job):
-        self.rank, self.world_size = job.rank, job.world_size
-
-    def __iter__(self):
-        return iter(range(self.rank, 12, self.world_size))
-
-
 class Drawn(Dataset):
     """What a worker draws at random for a row."""
 
@@ -120,24 +110,6 @@ def shares(accel, job, told):
     return found
 
 
-def warned(accel, job, told):
-    """What is said of streams that are divided twice, or not at all."""
-    trainer, found = make(accel), {}
-    for name, loader, shard in (
-        ("divided twice", DataLoader(OfRank(job), 2), True),
-        ("divided by itself", DataLoader(OfRank(job), 2), False),
-        ("not divided", DataLoader(Rows(12), 2, num_workers=2), True),
-        ("divided among workers", DataLoader(ShardedStream(Rows(12)), 2, num_workers=2), True),
-        ("empty here", [] if job.is_main else [torch.ones(1)], True),
-    ):
-        told.lines.clear()
-        for _ in range(2):
-            for _ in trainer.batches(loader, name=name, shard=shard):
-                pass
-        found[name] = list(told.lines)
-    return found
-
-
 def refused(accel, job):
     class Own(DataLoader):
         pass
@@ -183,7 +155,6 @@ def main() -> None:
         files, trainer = Files(), make(accel)
         found = {
             "shares": shares(accel, job, told),
-            "warned": warned(accel, job, told),
             "refused": refused(accel, job),
             "drawn": drawn(accel, job),
             "files": [read(trainer.batches(files)) for _ in range(2)],

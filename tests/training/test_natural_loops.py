@@ -78,7 +78,7 @@ def test_a_loop_inside_which_the_epoch_is_set_is_over(accel):
     batches = trainer.batches(loader())
     trainer(next(batches))
     trainer.epoch = 3
-    with pytest.raises(accelcore.TrainingError, match="not at its place"):
+    with pytest.raises(accelcore.TrainingError, match="lost its position"):
         next(batches)
 
 

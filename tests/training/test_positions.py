@@ -71,7 +71,7 @@ def test_a_rollback_within_a_loop_ends_it_and_a_new_loop_is_where_the_checkpoint
     second = [next(following) for _ in range(2)]
 
     trainer.resume(tmp_path / rolled_back_to)
-    with pytest.raises(accelcore.TrainingError, match="not at its place"):
+    with pytest.raises(accelcore.TrainingError, match="lost its position"):
         next(following)
     with pytest.raises(StopIteration):
         next(following)

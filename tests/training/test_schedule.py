@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -205,7 +203,7 @@ SCHEDULES = {
     "chain": lambda optimizer: ChainedScheduler([StepLR(optimizer, 2), LinearLR(optimizer)]),
     "chain of a sequence": lambda optimizer: ChainedScheduler([warmed_up(optimizer), StepLR(optimizer, 2)]),
 }
-TWICE = 'the script steps the scheduler that the trainer steps\n.*each {by}\n.*schedule_by="script"'
+MOVED = r'last_epoch=\d+, .* expects \d+\n.*each {by}.*\n.*schedule_by="script"'
 
 
 @ahead
@@ -216,15 +214,9 @@ def test_a_scheduler_that_the_script_steps_too_is_said_at_once_and_one_that_it_d
         trainer.scheduler.step()
     for _ in range(4):
         trainer(BATCHES[0]), trainer(BATCHES[1])
-    middle = copy.deepcopy((trainer.scheduler.state_dict(), trainer.optimizer.state_dict()))
     trainer.save(tmp_path)
     for _ in range(3):
         trainer(BATCHES[0]), trainer(BATCHES[1])
-    for _ in range(2):  # back, and ahead again
-        later = copy.deepcopy((trainer.scheduler.state_dict(), trainer.optimizer.state_dict()))
-        trainer.scheduler.load_state_dict(middle[0]), trainer.optimizer.load_state_dict(middle[1])
-        trainer(BATCHES[0]), trainer(BATCHES[1])
-        middle = later
     resumed = scheduled(accel, make, accumulate=2)
     resumed.resume(tmp_path)
     resumed.scheduler.step()  # again before training
@@ -236,7 +228,7 @@ def test_a_scheduler_that_the_script_steps_too_is_said_at_once_and_one_that_it_d
         steps = each.steps
         each.scheduler.step()
         each(BATCHES[0])
-        with pytest.raises(accelcore.TrainingError, match=TWICE.format(by="window")):
+        with pytest.raises(accelcore.TrainingError, match=MOVED.format(by="window")):
             each(BATCHES[1])
         assert each.steps == steps + 1  # this window was trained
 
@@ -275,7 +267,7 @@ def test_by_epoch_a_step_of_the_scripts_is_said_before_the_next_epoch_is_trained
     train(leave_early=True)
     trainer.scheduler.step()
     steps = trainer.steps
-    with pytest.raises(accelcore.TrainingError, match=TWICE.format(by="epoch")):
+    with pytest.raises(accelcore.TrainingError, match=MOVED.format(by="epoch")):
         train()
     assert trainer.steps == steps
     inside = by_epoch(accel)
@@ -284,7 +276,7 @@ def test_by_epoch_a_step_of_the_scripts_is_said_before_the_next_epoch_is_trained
             break
         inside(batch)
         inside.scheduler.step()  # a batch
-    with pytest.raises(accelcore.TrainingError, match=TWICE.format(by="epoch")):
+    with pytest.raises(accelcore.TrainingError, match=MOVED.format(by="epoch")):
         inside(BATCHES[3])
 
 
@@ -293,7 +285,7 @@ def test_by_epoch_a_step_of_the_scripts_is_said_before_it_is_saved(accel, tmp_pa
     for batch in trainer.batches(BATCHES):
         trainer(batch)
     trainer.scheduler.step()
-    with pytest.raises(accelcore.TrainingError, match=TWICE.format(by="epoch")):
+    with pytest.raises(accelcore.TrainingError, match=MOVED.format(by="epoch")):
         trainer.save(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -321,24 +313,21 @@ def test_by_epoch_an_epoch_that_is_set_takes_a_scheduler_that_is_brought_there(a
     rest = left.load(file)
     left.epoch = rest["epoch"] + 1
     for _ in range(2):
-        with pytest.raises(accelcore.TrainingError, match=r"set to 4, and the scheduler is at 0\n.*\n.*load_state"):
+        with pytest.raises(accelcore.TrainingError, match=r"last_epoch=0, .* expects 4\n.*\n.*load_state"):
             train(left)
     assert left.steps == 0
     left.scheduler.load_state_dict(rest["scheduler"])
     train(left)
     assert left.scheduler.last_epoch == 5
 
-    before, stepped = by_epoch(accel), by_epoch(accel)
-    before.scheduler.load_state_dict(rest["scheduler"])
-    before.epoch = 5  # the file's scheduler is one behind: that is as it was saved
+    stepped = by_epoch(accel)
     stepped.epoch = 4
     for _ in range(4):
         stepped.scheduler.step()
-    for trainer in (before, stepped):
-        train(trainer)
-        assert trainer.scheduler.last_epoch == 5
+    train(stepped)
+    assert stepped.scheduler.last_epoch == 5
     stepped.epoch = 9  # and it stands where the trainer has left it
-    with pytest.raises(accelcore.TrainingError, match="set to 9, and the scheduler is at 5"):
+    with pytest.raises(accelcore.TrainingError, match=r"last_epoch=5, .* expects 9"):
         train(stepped)
     stepped.epoch = 5
     train(stepped)

@@ -11,13 +11,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.roles.runtime import Runtime
 from accelcore.roles.scaler import LossScaler
-from accelcore.training.feeds import Feeds
+from accelcore.training.data_stream import DataStreams
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.extra import ExtraPart
 from accelcore.training.parts.model import MastersPart, ModelPart
 from accelcore.training.parts.optimizer import OptimizerPart, OwnStatePart
 from accelcore.training.parts.part import Part
-from accelcore.training.parts.progress import FeedsPart, RandomPart, SchedulePart, WindowPart
+from accelcore.training.parts.progress import DataStreamsPart, RandomPart, SchedulePart, WindowPart
 from accelcore.training.parts.scales import ScalerPart
 from accelcore.training.strategies.strategy import Strategy
 from accelcore.training.window import Window
@@ -34,7 +34,7 @@ def every_part(
     schedule_by: str,
     gradients: Gradients,
     window: Window,
-    feeds: Feeds,
+    streams: DataStreams,
     runtime: Runtime,
     extra: dict[str, Any],
     strategy: Strategy,
@@ -49,7 +49,7 @@ def every_part(
         OwnStatePart(of_optimizer),
         ScalerPart(scaler),
         WindowPart(model, window, gradients),
-        FeedsPart(feeds, runtime),
+        DataStreamsPart(streams, runtime),
         RandomPart(runtime),
         ExtraPart(extra),
     ]

@@ -12,13 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelcore.errors import CheckpointError
 from accelcore.optim.shards import is_sharded, shard
 from accelcore.roles.runtime import Runtime
-from accelcore.training.feeds import Feeds
+from accelcore.training.data_stream import DataStreams
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Change, Saved, kind, number, table
 from accelcore.training.parts.put_back import copied, put_back
 from accelcore.training.window import Window
 
-__all__ = ["FeedsPart", "RandomPart", "SchedulePart", "WindowPart"]
+__all__ = ["DataStreamsPart", "RandomPart", "SchedulePart", "WindowPart"]
 
 logger = logging.getLogger("accelcore")
 
@@ -117,17 +117,17 @@ class WindowPart:
         return any(is_sharded(slot.parameter) for slot in self._gradients.slots)
 
 
-class FeedsPart:
+class DataStreamsPart:
     """This rank's places in the data."""
 
     name = "feeds"
     scope: Literal["rank"] = "rank"
 
-    def __init__(self, feeds: Feeds, runtime: Runtime) -> None:
-        self._feeds, self._runtime = feeds, runtime
+    def __init__(self, streams: DataStreams, runtime: Runtime) -> None:
+        self._streams, self._runtime = streams, runtime
 
     def state(self) -> Any:
-        return self._feeds.state_dict()
+        return self._streams.state_dict()
 
     def prepare(self, saved: Saved) -> Change:
         positions = table(saved.own.get("feeds"), "places in the data")
@@ -143,7 +143,7 @@ class FeedsPart:
             if entry["seed"] is not None:
                 number(entry["seed"], "seed")
             # "loader" is for the loader to judge, which is not known before it is read.
-        return Change(lambda: self._feeds.load_state_dict(positions))
+        return Change(lambda: self._streams.load_state_dict(positions))
 
 
 class RandomPart:

@@ -1,4 +1,4 @@
-"""Sharing out data among the ranks of a job."""
+"""Dividing data among the ranks of a job."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from torch.utils.data import (
 
 from accelcore.errors import ConfigurationError
 from accelcore.roles.collectives import Collectives
-from accelcore.training.rounds import Last, rounds
-from accelcore.training.sharded_stream import ShardedStream
+from accelcore.training.sharded_stream import Last, ShardedStream, rounds
 
 __all__ = ["EveryNth", "share", "share_once"]
 
-# What makes two DataLoaders alike, beside the dataset, the sampler, and what workers do when they start.
+# The options that a copy of a DataLoader takes over, besides dataset, sampler and worker_init_fn.
 _COPIED = (
     "num_workers",
     "collate_fn",
@@ -39,24 +38,24 @@ _COPIED = (
 
 
 def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
-    """A rank's share of what `loader` yields, for training: all ranks have as many batches.
+    """Return a rank's share of `loader` for training, with the same number of batches on all ranks.
 
-    Where it shuffles, it is returned with a DistributedSampler, whose seed the caller makes the same on all ranks.
+    The share of a loader that shuffles has a new DistributedSampler; the caller gives it one seed on all ranks.
 
     Raises:
-        ConfigurationError: it has a sampler of its own, or divides itself for another job.
+        ConfigurationError: `loader` has a custom sampler, or divides the data for another job.
     """
     last: Last = "drop" if getattr(loader, "drop_last", False) else "repeat"
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return _share_of_stream(loader, rank, world_size, last)
     if isinstance(loader.sampler, DistributedSampler):
-        _check_place("DistributedSampler", loader.sampler.rank, loader.sampler.num_replicas, (rank, world_size))
+        _check_rank("DistributedSampler", loader.sampler.rank, loader.sampler.num_replicas, (rank, world_size))
         plain = type(loader) is DataLoader and loader.batch_size is not None and loader.num_workers
-        return _again(loader, rank, sampler=loader.sampler) if plain else loader
+        return _copy_of(loader, rank, sampler=loader.sampler) if plain else loader
     if not _is_plain(loader):
         raise ConfigurationError(
-            f"this {type(loader).__name__} cannot be shared out among {world_size} ranks",
-            why="it has a sampler or a class of its own",
+            f"this {type(loader).__name__} cannot be divided among {world_size} ranks",
+            why="it has a custom sampler or is a custom class",
             available="DataLoaders made with shuffle=True or False, and any with a DistributedSampler",
             remedy="make it with sampler=DistributedSampler(data, num_replicas=job.world_size, rank=job.rank); if it "
             "already yields this rank's share, say trainer.batches(loader, shard=False)",
@@ -68,15 +67,15 @@ def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
         shuffle=isinstance(loader.sampler, RandomSampler),
         drop_last=loader.drop_last,
     )
-    return _again(loader, rank, sampler=sampler)
+    return _copy_of(loader, rank, sampler=sampler)
 
 
 def share_once(loader: Iterable[Any], collectives: Collectives, device: torch.device) -> Iterable[Any]:
-    """A rank's share of what `loader` yields, for evaluation: each row is in one rank's.
+    """Return a rank's share of `loader` for evaluation: each row comes to exactly one rank.
 
-    Where it has rows, all ranks have as many batches, as far as there are rows for that, of up to `batch_size`; and
-    where it does not shuffle, those of a rank are next to each other, so that all together are in order. Other streams,
-    which all ranks have to read alike, are shared out by batches.
+    A map-style loader is divided by rows, into the same number of batches for each rank as far as the rows suffice. If
+    it does not shuffle, a rank gets consecutive rows, so that the ranks' results in turn are in order. Other streams
+    are divided by batches, and all ranks must read them alike.
     """
     rank, world_size = collectives.rank, collectives.world_size
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
@@ -90,35 +89,37 @@ def share_once(loader: Iterable[Any], collectives: Collectives, device: torch.de
         if not all(type(row) is int for row in rows):
             return EveryNth(loader, rank, world_size, "uneven")
         size = int(collectives.broadcast(torch.tensor(len(rows), device=device)))
-        drawn = torch.tensor((rows + [0] * size)[:size], device=device)  # another order, perhaps, on other ranks
+        drawn = torch.tensor((rows + [0] * size)[:size], device=device)  # ranks may have drawn different orders
         rows = collectives.broadcast(drawn).tolist()
     batches = -(-len(rows) // (world_size * loader.batch_size))
     batches_of_rank = [batch for batch in _parts(_parts(rows, world_size)[rank], batches) if batch]
-    return _again(loader, rank, batch_sampler=batches_of_rank)
+    return _copy_of(loader, rank, batch_sampler=batches_of_rank)
 
 
 def _share_of_stream(loader: Iterable[Any], rank: int, world_size: int, last: Last) -> Iterable[Any]:
     stream = getattr(loader, "dataset", None)
     if isinstance(stream, ShardedStream) and stream.world_size > 1:
-        _check_place("ShardedStream", stream.rank, stream.world_size, (rank, world_size))
+        _check_rank("ShardedStream", stream.rank, stream.world_size, (rank, world_size))
         return loader
     if type(loader) is DataLoader and type(stream) is ShardedStream:
         of_rank = ShardedStream(stream.dataset, rank=rank, world_size=world_size, last=last)
-        return _again(loader, 0, dataset=of_rank)  # all ranks have to read it alike, also where it draws at random
+        return _copy_of(
+            loader, 0, dataset=of_rank
+        )  # rank 0: all ranks must read it alike, with the same random numbers
     return EveryNth(loader, rank, world_size, last)
 
 
-def _check_place(what: str, rank: int, world_size: int, job: tuple[int, int]) -> None:
+def _check_rank(kind: str, rank: int, world_size: int, job: tuple[int, int]) -> None:
     if (rank, world_size) != job:
         raise ConfigurationError(
-            f"the {what} divides the data for rank {rank} of {world_size}, and this is rank {job[0]} of {job[1]}",
-            why="rows would be lost, or come on several ranks",
-            remedy="make it inside `with accel.distributed() as job:`, of job.rank and job.world_size",
+            f"the {kind} divides the data for rank {rank} of {world_size}, and this is rank {job[0]} of {job[1]}",
+            why="rows would be lost, or come to several ranks",
+            remedy="make it inside `with accel.distributed() as job:`, with job.rank and job.world_size",
         )
 
 
-def _again(loader: DataLoader[Any], rank: int, **of_rank: Any) -> DataLoader[Any]:
-    """A loader like this one with another dataset or sampler, whose workers draw random numbers of the rank's own."""
+def _copy_of(loader: DataLoader[Any], rank: int, **of_rank: Any) -> DataLoader[Any]:
+    """Return a copy of a loader with another dataset or sampler, whose workers are seeded for this rank."""
     options = {name: getattr(loader, name) for name in _COPIED}
     if "batch_sampler" not in of_rank:
         options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -127,20 +128,20 @@ def _again(loader: DataLoader[Any], rank: int, **of_rank: Any) -> DataLoader[Any
 
 
 class _StartWorker:
-    """Seeds a loader's worker by its number among those of all ranks.
+    """Seed a loader's worker by its number among the workers of all ranks.
 
-    torch seeds it by its number on its rank and a number that is drawn there, the same one on ranks that are seeded
-    alike: the first workers of all ranks would crop their pictures alike. Those of rank 0 are as torch seeds them.
+    torch seeds a worker by its number on its rank and a random number of that rank. On ranks that are seeded alike, the
+    first workers would draw the same augmentations. On rank 0 the seeds are torch's.
     """
 
     def __init__(self, rank: int, then: Callable[[int], None] | None) -> None:
         self._rank, self._then = rank, then
 
     def __call__(self, number: int) -> None:
-        import numpy as np  # here: who has no workers need not wait for it
+        import numpy as np  # only workers need it
 
         worker = get_worker_info()
-        assert worker is not None, "workers of loaders call this"
+        assert worker is not None, "only a loader's workers call this"
         seed = worker.seed + self._rank * worker.num_workers
         random.seed(seed)
         torch.manual_seed(seed)
@@ -150,12 +151,12 @@ class _StartWorker:
 
 
 def _parts(rows: Sequence[Any], count: int) -> list[list[Any]]:
-    """Rows in `count` parts of nearly one length."""
+    """Split rows into `count` parts of nearly equal length."""
     return [list(rows[len(rows) * n // count : len(rows) * (n + 1) // count]) for n in range(count)]
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether a loader takes all of its dataset, shuffled or not, so that a DistributedSampler can share it out."""
+    """Whether a DistributedSampler can replace the sampler: it takes each row once, in order or shuffled."""
     sampler = loader.sampler
     if type(loader) is not DataLoader or loader.batch_size is None:
         return False
@@ -166,23 +167,19 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
 
 
 class EveryNth:
-    """A rank's share of a stream of batches that every rank reads alike.
+    """A rank's share of a stream of batches that all ranks read alike.
 
     Attributes:
-        stream: the whole of it.
+        stream: the whole stream.
     """
 
     def __init__(self, stream: Iterable[Any], rank: int, world_size: int, last: Last) -> None:
         self.stream, self._rank, self._world_size, self._last = stream, rank, world_size, last
 
     def __iter__(self) -> Iterator[Any]:
-        return self.of_rank(iter(self.stream))
-
-    def of_rank(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The rank's share of these batches of the stream."""
-        return rounds(batches, self._rank, self._world_size, self._last)
+        return rounds(iter(self.stream), self._rank, self._world_size, self._last)
 
     def __len__(self) -> int:
-        batches = len(self.stream)  # type: ignore[arg-type]  # where it has no length, neither has its share
+        batches = len(self.stream)  # type: ignore[arg-type]  # raises TypeError if the stream has no length
         more = {"repeat": self._world_size - 1, "drop": 0, "uneven": self._world_size - 1 - self._rank}[self._last]
         return (batches + more) // self._world_size
