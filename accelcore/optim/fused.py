@@ -7,18 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.optim.fused_kernels import AdagradKernel, AdamKernel, FusedKernel, SGDKernel
+from accelcore.optim.fused_kernels import FUSED_KERNELS, FusedKernel
 from accelcore.optim.stepping import Updating
 
-__all__ = ["FUSED", "KERNELS"]
-
-KERNELS: dict[type[torch.optim.Optimizer], type[FusedKernel]] = {
-    torch.optim.Adagrad: AdagradKernel,
-    torch.optim.Adam: AdamKernel,
-    torch.optim.AdamW: AdamKernel,
-    torch.optim.SGD: SGDKernel,
-}
-"""What updates the parameters of each of torch's classes that has a fused kernel."""
+__all__ = ["FUSED"]
 
 
 class _Fused(Updating, torch.optim.Optimizer):
@@ -62,4 +54,4 @@ FUSED: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def _kernel_of(kind: type[torch.optim.Optimizer]) -> FusedKernel:
-    return next(KERNELS[base] for base in kind.__mro__ if base in KERNELS)()
+    return next(FUSED_KERNELS[base] for base in kind.__mro__ if base in FUSED_KERNELS)()

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from accelcore.errors import TrainingError
 from accelcore.optim.groups import merged
 
-__all__ = ["AdagradKernel", "AdamKernel", "FusedKernel", "SGDKernel"]
+__all__ = ["FUSED_KERNELS", "FusedKernel", "FusedStep"]
 
 Entry = dict[str, Any]
 
@@ -98,14 +101,8 @@ class FusedKernel(ABC):
             entries = [state[tensor] or self._begin(state[tensor], tensor, group) for tensor in tensors]
         steps = [entry["step"] for entry in entries] if self.counts else []
         if steps:
-            one = self._one(tensors[0].device) if found_inf is None else 1 - found_inf
-            _add(steps, one)
-        try:
-            self.launch(group, Update(tensors, gradients, entries, steps, found_inf, grad_scale))
-        except Exception:
-            if steps:
-                _add(steps, -one)
-            raise
+            _add(steps, self._one(tensors[0].device) if found_inf is None else 1 - found_inf)
+        self.launch(group, Update(tensors, gradients, entries, steps, found_inf, grad_scale))
 
     def _begin(self, entry: Entry, tensor: Tensor, group: dict[str, Any]) -> Entry:
         entry.update(self.begin(tensor, group))  # all of it, or none: memory may run out
@@ -196,6 +193,79 @@ class SGDKernel(FusedKernel):
             found_inf=update.found_inf,
             grad_scale=update.grad_scale,
         )
+
+
+FUSED_KERNELS: dict[type[Optimizer], type[FusedKernel]] = {
+    torch.optim.Adagrad: AdagradKernel,
+    torch.optim.Adam: AdamKernel,
+    torch.optim.AdamW: AdamKernel,
+    torch.optim.SGD: SGDKernel,
+}
+"""The kernel of each class of `torch.optim` that has one."""
+
+_STEPS = {kind: kind.step for kind in FUSED_KERNELS}
+"""Their `step`, to detect one that is replaced later."""
+
+
+class FusedStep:
+    """Step of a `torch.optim` optimizer made with `fused=True`, without what its own `step` does around the kernel.
+
+    That takes longer than the kernel if the parameters are small. The optimizer's own `step` is called if it may do
+    more: if there are hooks, a profiler records, `step` was replaced, or a scheduler still waits for its first call.
+    Nothing of the optimizer is changed except its parameters and state.
+
+    Args:
+        optimizer: one for which `serves` is true.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer: Any = optimizer
+        self._kernel = FUSED_KERNELS[type(optimizer)]()
+        self._class_step = type(optimizer).step
+
+    @staticmethod
+    def serves(optimizer: Optimizer) -> bool:
+        """Return whether torch's own class made the optimizer, of plain floating-point parameters."""
+        kind = type(optimizer)
+        if kind not in FUSED_KERNELS:
+            return False
+        as_imported = _STEPS[kind]
+        # torch wraps the step of a class once, when the first optimizer of it is made.
+        before = None if hasattr(as_imported, "hooked") else getattr(kind.step, "__wrapped__", None)
+        tensors = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        return as_imported in (kind.step, before) and all(
+            type(tensor) in (Tensor, Parameter) and tensor.is_floating_point() for tensor in tensors
+        )
+
+    def __call__(self) -> None:
+        """Update the parameters."""
+        if self._needs_own_step():
+            self._optimizer.step()
+        else:
+            with torch.no_grad():
+                self._kernel.update(self._optimizer, None, None)
+
+    def _needs_own_step(self) -> bool:
+        optimizer = self._optimizer
+        replaced = vars(optimizer).get("step")
+        # Schedulers of torch wrap `step` to set `_opt_called`, and do nothing more.
+        notes = hasattr(replaced, "_wrapped_by_lr_sched") and replaced.__wrapped__ is self._class_step
+        return bool(
+            (replaced is not None and not (notes and getattr(optimizer, "_opt_called", False)))
+            or type(optimizer).step is not self._class_step
+            or optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+            or torch._C._autograd._profiler_enabled()
+            or not all(map(_is_fused, optimizer.param_groups))
+        )
+
+
+def _is_fused(group: dict[str, Any]) -> bool:
+    """Return whether torch updates this group by the fused kernel, the first step like any other."""
+    dampens = group.get("momentum") and group.get("dampening")
+    return bool(group["fused"]) and not group["differentiable"] and not dampens
 
 
 def _alike(tensors: list[Tensor]) -> Iterable[list[Tensor]]:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 from accelcore.nested import detached
-from accelcore.optim.beginnings import Beginnings
-from accelcore.optim.direct import Direct
+from accelcore.optim.fused_kernels import FusedStep
 from accelcore.optim.optimizer import Optimizer as LateBound
 from accelcore.roles.scaler import LossScaler
 from accelcore.training.captured import CapturedStep
@@ -21,7 +20,7 @@ from accelcore.training.clipping import Clipping, ClippingBy
 from accelcore.training.losses import loss_of_model, no_loss, split_loss
 from accelcore.training.plan import Plan
 from accelcore.training.turns import Turn
-from accelcore.training.unable import parted
+from accelcore.training.unable import half_updated, parted
 from accelcore.training.watch import Watch
 from accelcore.training.window import Window
 
@@ -54,8 +53,9 @@ class Step:
         self._gradients, self._optimizer, self._strategy = plan.gradients, plan.optimizer, plan.strategy
         self._scaler, self._window, self._clip = scaler, window, clip
         self._exposes = not isinstance(plan.optimizer, LateBound)  # others know nothing of slots
-        # What is captured is torch's own step, which refuses what a graph would bake in.
-        self._direct = Direct.of(plan.optimizer) if plan.captured is None else None
+        # A scaler that reads gradients may skip. A captured step has to be torch's, which checks what a graph bakes in.
+        fused = plan.captured is None and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
+        self._fused_step = FusedStep(plan.optimizer) if fused else None
         self._binding = getattr(plan.optimizer, "binding", None)
         self._world_size = plan.backend.collectives.world_size
         self.overwrites = plan.compiled is not None and plan.compiled.overwrites
@@ -202,15 +202,12 @@ class Step:
                 self._norm = self._strategy.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers))))
             if self._clip_by is not None:
                 self._clip_by(gradients)
-        step = partial(scaler.step, self._optimizer, buffers, self._strategy.agree)
-        if self._direct is not None:
-            step = partial(self._direct, step)
-        beginnings = Beginnings(self._optimizer)
+        step = self._fused_step or partial(scaler.step, self._optimizer, buffers, self._strategy.agree)
         try:
             with self._arithmetic:  # some optimizers multiply matrices
                 self._strategy.update(gradients, step)
-        except BaseException:
-            beginnings.undo()
+        except BaseException as error:
+            self.failure = half_updated(error)
             raise
         finally:  # a hook may raise when the masters have been updated
             gradients.demote()
@@ -257,7 +254,7 @@ class Step:
 
     def drop(self, error: BaseException) -> None:
         """Drop the window, because something in it failed: what there is of its gradients cannot be trusted."""
-        if self._world_size > 1:  # what this rank raises, the others need not raise
+        if self._world_size > 1 and self.failure is None:  # what this rank raises, the others need not raise
             self.failure = parted(error)
         if self._window.accumulate > 1:
             logger.warning(

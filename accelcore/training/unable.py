@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from accelcore.errors import DistributedError, TrainingError
 
-__all__ = ["half_restored", "other_job", "parted"]
+__all__ = ["half_restored", "half_updated", "other_job", "parted"]
 
 
 def parted(error: BaseException) -> TrainingError:
@@ -13,6 +13,16 @@ def parted(error: BaseException) -> TrainingError:
         "a step failed on this rank of a job",
         f"{_shown(error)}; the other ranks may have gone on without it",
         "end the job, and resume it from a checkpoint; a launcher can do so by itself: accelcore run --max-restarts 3",
+        error,
+    )
+
+
+def half_updated(error: BaseException) -> TrainingError:
+    """Return the error of a trainer whose optimizer raised within its step."""
+    return _unable(
+        "its optimizer raised within a step, and may have updated a part of the parameters",
+        _shown(error),
+        "make model, optimizer and trainer again, and resume from a checkpoint; in a job, on all ranks",
         error,
     )
 

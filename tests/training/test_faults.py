@@ -54,14 +54,6 @@ class Model(nn.Module):
         return self.last(torch.tanh(Backward.apply(self.first(x), self.trap)))
 
 
-class Foreign(torch.optim.SGD):
-    trap = None
-
-    def step(self, closure=None):
-        self.trap("step")
-        return super().step(closure)
-
-
 class Watching(Observer):
     def __init__(self, trap):
         self.trap = trap
@@ -108,7 +100,6 @@ PLACES = {
     "loss": False,
     "backward": False,
     "clipping": False,
-    "step": False,
     "schedule": True,
     "observer of losses": True,
     "observer of norms": True,
@@ -117,14 +108,9 @@ PLACES = {
 }
 
 
-def make(accel, trap, options, *, foreign):
+def make(accel, trap, options):
     model = Model(trap)
-    if foreign:
-        optimizer = Foreign(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer.trap = trap
-    else:
-        optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.05, eps=1e-3)
-        optimizer.register_step_pre_hook(lambda *_: trap("step"))
+    optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.05, eps=1e-3)
 
     def rate(step):
         trap("schedule")
@@ -142,16 +128,13 @@ def make(accel, trap, options, *, foreign):
 class Hand:
     """The same training, written by hand in torch; windows can be left out."""
 
-    def __init__(self, options, *, foreign):
+    def __init__(self, options):
         self.model, self.options = Model(), options
         policy = options.get("precision")
         if isinstance(policy, Policy):
             self.model.bfloat16()
         self.trained = [nn.Parameter(parameter.detach().float()) for parameter in self.model.parameters()]
-        if foreign:
-            self.optimizer = torch.optim.SGD(self.trained, lr=0.1, momentum=0.9)
-        else:
-            self.optimizer = torch.optim.AdamW(self.trained, lr=0.05, eps=1e-3, fused=True)
+        self.optimizer = torch.optim.AdamW(self.trained, lr=0.05, eps=1e-3, fused=True)
         self.broken_schedule = False
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate)
         scale = "dynamic" if policy == "fp16" else options.get("loss_scale")
@@ -221,7 +204,6 @@ def test_a_window_in_which_something_is_raised_is_lost_and_nothing_else(
     options = dict(CONFIGS[config])
     if place == "clipping":
         options["clip_norm"] = 0.1
-    foreign = place == "step" and error is KeyboardInterrupt
     early = options.get("accumulate", 1) > 1 and place in ("loss", "backward", "observer of outputs")
     trap = Trap(place, error, micro=1 if early else 0)
     norms = torch._foreach_norm
@@ -229,7 +211,7 @@ def test_a_window_in_which_something_is_raised_is_lost_and_nothing_else(
         monkeypatch.setattr(torch, "_foreach_norm", lambda *given: (trap("clipping"), norms(*given))[1])
 
     windows = data(options.get("accumulate", 1))
-    trainer, hand = make(accel, trap, options, foreign=foreign), Hand(options, foreign=foreign)
+    trainer, hand = make(accel, trap, options), Hand(options)
     assert train(trainer, trap, windows[:-2]) == 1
     monkeypatch.undo()
     made = [number for number in range(WINDOWS - 2) if number != FAULTY or PLACES[place]]
@@ -239,7 +221,7 @@ def test_a_window_in_which_something_is_raised_is_lost_and_nothing_else(
     same(trainer, hand)
 
     trainer.save(tmp_path)
-    resumed = make(accel, Trap(None, error, 0), options, foreign=foreign)
+    resumed = make(accel, Trap(None, error, 0), options)
     resumed.resume(tmp_path)
     for each in (trainer, resumed):
         assert train(each, trap, windows[-2:], first=FAULTY + 1) == 0
@@ -253,7 +235,7 @@ def test_a_window_in_which_something_is_raised_is_lost_and_nothing_else(
 def test_a_disk_that_is_full_leaves_training_and_older_checkpoints_as_they_were(accel, tmp_path, monkeypatch):
     options = {"accumulate": 2, "loss_scale": "dynamic"}
     trap = Trap(None, OSError, 0)
-    trainer, hand = make(accel, trap, options, foreign=False), Hand(options, foreign=False)
+    trainer, hand = make(accel, trap, options), Hand(options)
     windows = data(2)
     trainer(windows[0][0])
     whole = trainer.save(tmp_path)
@@ -271,5 +253,5 @@ def test_a_disk_that_is_full_leaves_training_and_older_checkpoints_as_they_were(
     for window in windows:
         hand.window(window)
     same(trainer, hand)
-    resumed = make(accel, trap, options, foreign=False)
+    resumed = make(accel, trap, options)
     assert resumed.resume(tmp_path) == whole
