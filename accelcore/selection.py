@@ -23,7 +23,6 @@ from accelcore.errors import (
     PluginError,
     UnknownBackendError,
 )
-from accelcore.failure_report import report_failure
 from accelcore.installation import how_to_install, own_plugins
 from accelcore.launchers import read_launch
 from accelcore.plugins import Candidate
@@ -104,7 +103,6 @@ def select(device: str | None = None, *, local_rank: int | None = None) -> Backe
             imported.
         PluginError: the plugin asked for is broken; its own error is the cause.
     """
-    report_failure("select")
     if local_rank is not None and (type(local_rank) is not int or local_rank < 0):
         raise ConfigurationError(
             f"local_rank={local_rank!r} is no rank", remedy="give this rank's number on its host, counted from 0"

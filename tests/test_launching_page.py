@@ -113,9 +113,9 @@ def without_torchrun(launcher):
 
 
 def test_options_that_the_page_names_exist():
-    from accelcore.cli.run_command import run
+    from accelcore.cli.commands import run
 
     commands = re.findall(r"accelcore run (.*?)train\.py", PAGE, re.S)
     named = {option for command in commands for option in re.findall(r"--[a-z-]+", command)}
-    assert {"--nproc", "--nnodes", "--rdzv", "--max-restarts"} <= named
+    assert {"--nproc", "--nnodes", "--rdzv-endpoint", "--max-restarts"} <= named
     assert named <= {name for parameter in run.params for name in parameter.opts}

@@ -3,14 +3,64 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
 import click
 
 from accelcore.cli import ROLES
-from accelcore.cli.options import common, devices, timeout
-from accelcore.cli.run_command import run
 
 __all__ = ["app"]
+
+F = TypeVar("F", bound=Callable[..., object])
+
+_SEVERAL_MACHINES = {
+    "--nnodes": ("N", "How many machines the job has; run the command on each."),
+    "--node-rank": ("K", "The number of this machine, counted from 0."),
+    "--rdzv-endpoint": ("HOST:PORT", "Where the machines meet: machine 0, and a port that is free there."),
+    "--rdzv-backend": ("NAME", "static, the default, or c10d, which can restart ranks on several machines."),
+    "--rdzv-id": ("ID", "The job's name, if several jobs meet at one endpoint."),
+    "--rdzv-conf": ("KEY=VALUE,...", "Further settings of the rendezvous."),
+    "--master-addr": ("HOST", "Machine 0, if --rdzv-endpoint is not given."),
+    "--master-port": ("PORT", "A port that is free there."),
+    "--local-addr": ("HOST", "The address of this machine, if torch does not find the right one."),
+}
+"""torchrun's options that `accelcore run` hands on as they are."""
+
+
+def _debug(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    context.obj.debug = context.obj.debug or value
+
+
+def common(command: F) -> F:
+    """Give a command the options that all have."""
+    # Eager: known before another option turns out to be a mistake.
+    return click.option(
+        "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_debug, help="Show tracebacks of errors."
+    )(command)
+
+
+def timeout(default: int, help: str) -> Callable[[F], F]:
+    """An option `--timeout`, in seconds."""
+    seconds = click.IntRange(min=1, max=86400)
+    return click.option("--timeout", metavar="SECONDS", type=seconds, default=default, show_default=True, help=help)
+
+
+def several_machines(command: F) -> F:
+    """Give a command torchrun's options for several machines."""
+    for name, (metavar, text) in reversed(_SEVERAL_MACHINES.items()):
+        command = click.option(name, metavar=metavar, help=f"{text} (torchrun's)")(command)
+    return command
+
+
+def devices(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """The installed backends whose names begin so, for completion."""
+    from importlib.metadata import entry_points
+
+    from accelcore.plugins import BACKENDS
+
+    names = {"auto", *(point.name for point in entry_points(group=BACKENDS))}  # by their metadata: nothing is loaded
+    return sorted(name for name in names if name.startswith(incomplete.lower()))
 
 
 def _version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -72,7 +122,91 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     return found.exit_code
 
 
-app.add_command(run)
+_AFTER_THE_SCRIPT = {"allow_interspersed_args": False}  # options after the script are the script's own
+
+
+@app.command(context_settings=_AFTER_THE_SCRIPT)
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    shell_complete=devices,
+    help="What select() chooses in the script, as ACCEL_DEVICE does: NAME, NAME:INDEX, a list, or auto.",
+)
+@click.option(
+    "--nproc",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="How many ranks to start on this machine; more than 1 through torch's elastic launcher.",
+)
+@click.option(
+    "--max-restarts",
+    metavar="K",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="How often torch's elastic launcher starts all ranks again after one has died.",
+)
+@several_machines
+@click.option(
+    "--check-collectives",
+    is_flag=True,
+    help="Compare each collective over all ranks before it runs, which is slow, and raise if they do not match.",
+)
+@click.option(
+    "--emulate",
+    metavar="NAME",
+    shell_complete=devices,
+    help="Run on an emulation of the backend NAME, on this host; its emulator must be installed.",
+)
+@click.option("--apex", is_flag=True, help="Let `import apex` in the script and its ranks find accelcore.apex.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.argument("script", type=click.Path())
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@common
+def run(
+    device: str | None,
+    nproc: int,
+    max_restarts: int,
+    check_collectives: bool,
+    emulate: str | None,
+    apex: bool,
+    module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+    **machines: str | None,
+) -> None:
+    """Run a script, or with -m a module, on the device of your choice.
+
+    Options of accelcore go before SCRIPT, the script's own after it. With one rank this process becomes the script,
+    with its exit code and its signals. If one of several ranks dies, all end, and a sentence says which was the first.
+
+    \b
+    Examples:
+      accelcore run train.py --epochs 3
+      accelcore run --device cpu train.py
+      accelcore run --device npu,cuda,cpu -m mypackage.train
+      accelcore run --nproc 2 --max-restarts 1 train.py
+      accelcore run --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29400 train.py
+      accelcore run --emulate npu --device npu train.py
+      accelcore run --apex train.py
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    from accelcore.cli.run import run
+
+    given = {name: machines[name[2:].replace("-", "_")] for name in _SEVERAL_MACHINES}
+    run(
+        script,
+        arguments,
+        module=module,
+        device=device,
+        nproc=nproc,
+        machines={name: value for name, value in given.items() if value is not None},
+        max_restarts=max_restarts,
+        check_collectives=check_collectives,
+        emulate=emulate,
+        apex=apex,
+    )
 
 
 @app.group()

@@ -1,64 +1,87 @@
-"""The program that `accelcore run` becomes where it starts ranks: torch's elastic launcher, with other last words.
+"""Program that `accelcore run` becomes if it starts ranks: torch's elastic launcher.
 
-torch's own end in the launcher's traceback and a table. Here the rank that failed has the word, and then one sentence
-says which it was, and how it ended.
+It replaces the launcher's traceback and table by one sentence on the rank that failed first.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 from typing import NoReturn
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from accelcore.cli import rendezvous
-from accelcore.cli.failed_ranks import Failure, said_of
-from accelcore.failure_report import FailureReport
+__all__ = ["first_failure", "main"]
 
-__all__ = ["main"]
+_LONGEST = 300  # characters of an error's first line
 
 
 def main() -> None:
-    """The arguments are those of `torch.distributed.run`."""
-    rendezvous.register()
+    """Run torch's launcher on the arguments, which are those of `torch.distributed.run`."""
     arguments = run.parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]
     if arguments.max_restarts == 0:  # with restarts, torch says in a line what each of them is for
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_news)
     try:
         run.run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        _end(*said_of(_failures(error)))
+        _end(*first_failure(error.failures))
     except SignalException as error:
-        _end(f"accelcore: the job was ended by {error.sigval.name}", 128 + error.sigval)
+        _end(f"the job was ended by {error.sigval.name}", 128 + error.sigval)
     except RendezvousError as error:
-        cause = error.__cause__ or error
         _end(
-            f"accelcore: the machines of the job could not meet\n  why: {cause}\n"
-            "  what to do: start as many machines as --nnodes says, each with a --node-rank of its own, counted from "
-            "0, and all with the same --rdzv HOST:PORT, the name or address at which they reach machine 0 and a port "
-            "that is free there",
+            f"the machines of the job could not meet\n  why: {error.__cause__ or error}\n"
+            "  what to do: start as many machines as --nnodes says, all with the same --rdzv-endpoint or --master-addr "
+            "and a port that is free there",
             1,
         )
 
 
-def _failures(error: ChildFailedError) -> dict[int, Failure]:
-    return {
-        rank: Failure(failure.exitcode, failure.timestamp, FailureReport.read(failure.error_file_data))
-        for rank, failure in error.failures.items()
-    }
+def first_failure(failures: dict[int, ProcessFailure]) -> tuple[str, int]:
+    """Return the sentence on the rank that failed first, and the job's exit code: that rank's, or 128 and the signal.
+
+    Args:
+        failures: by rank; they include the ranks that the launcher ended because another had failed.
+    """
+    rank = min(failures, key=lambda rank: _order(failures[rank]))
+    failure = failures[rank]
+    if isinstance(failure.message, dict):
+        message = str(failure.message["message"]).partition("\n")[0][:_LONGEST]
+        code = max(failure.exitcode, 1)  # a rank that was slow to end may have been ended by the launcher
+        return f"rank {rank} failed first, with exit code {code}: {message}", code
+    if failure.exitcode >= 0:
+        return f"rank {rank} failed first, with exit code {failure.exitcode}; its output is above", failure.exitcode
+    hint = "\n  what to do: check whether memory ran out" if failure.exitcode == -signal.SIGKILL else ""
+    return f"rank {rank} failed first, by {_name(-failure.exitcode)}{hint}", 128 - failure.exitcode
+
+
+def _order(failure: ProcessFailure) -> tuple[int, float]:
+    """Sort key: ranks that failed by themselves, then those that lost another rank, then those the launcher ended."""
+    if isinstance(failure.message, dict):
+        # The file's own time, because torch records whole seconds.
+        lost = str(failure.message["message"]).startswith("DistributedError")
+        return int(lost), os.stat(failure.error_file).st_mtime
+    return 2 * (failure.exitcode == -signal.SIGTERM), failure.timestamp
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether the launcher would not say it anyhow, in the end."""
+    """Return False for the log lines that the last sentence repeats."""
     return not str(record.msg).startswith(("Sending process", "failed (exitcode"))
 
 
 def _end(text: str, code: int) -> NoReturn:
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"accelcore: {text}\n")
     sys.exit(code)
 
 

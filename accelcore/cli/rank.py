@@ -1,41 +1,65 @@
-"""The program that `accelcore run` has torch's launcher start as each rank: it becomes Python on the script.
+"""Program that runs the script where `accelcore run` cannot become `python SCRIPT` itself: as a rank, or with packages
+hidden.
 
-Before that it asks Linux to kill this process when the launcher ends. A launcher that ends in order ends its ranks; one
-that is killed outright cannot, and they would train on and hold their devices. Elsewhere than on Linux, they do.
-
-It also puts the folder `at_start` first on PYTHONPATH, for what has to be done in the rank before the script begins.
+Its arguments: the launcher's process id, or 0; the names of packages to hide, separated by commas; then the arguments
+of `python`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import runpy
 import signal
 import sys
-from typing import NoReturn
 
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def main() -> NoReturn:
-    """The arguments are the launcher's process id, and what follows `python`."""
-    launcher, *arguments = sys.argv[1:]
+def main() -> None:
+    """Run the script; an exception that ends a rank is recorded for torch's launcher."""
+    launcher, packages, *sys.argv = sys.argv[1:]
     _end_with(int(launcher))
-    at_start = os.path.join(os.path.dirname(os.path.abspath(__file__)), "at_start")
-    path = os.pathsep.join(filter(None, (at_start, os.environ.get("PYTHONPATH"))))
-    # Unbuffered, as torch's launcher starts Python: what a rank printed is seen even if it is killed.
-    os.execve(sys.executable, [sys.executable, "-u", *arguments], {**os.environ, "PYTHONPATH": path})  # noqa: S606
+    sys.modules.update(dict.fromkeys(filter(None, packages.split(","))))  # type: ignore[arg-type]  # None: not found
+    module = sys.argv[0] == "-m"
+    if module:
+        del sys.argv[0]
+    script = sys.argv[0]
+    if not getattr(sys.flags, "safe_path", False):  # Python has put the folder of this file there
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
+    try:
+        if module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    except Exception as error:  # noqa: BLE001  # shown as Python would, without the frames of this file and runpy
+        if int(launcher):
+            _record(error)
+        trace = error.__traceback__
+        while trace is not None and ("runpy" in (file := trace.tb_frame.f_code.co_filename) or file == __file__):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
 
 
-def _end_with(parent: int) -> None:
-    if sys.platform != "linux":
-        return
-    # Not SIGTERM: a script may answer it by saving a checkpoint, which needs the other ranks.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("accelcore: the launcher has ended before its rank began")
+def _record(error: Exception) -> None:
+    """Do what torch's `record` does; imported late, because a script may set variables before it imports torch."""
+    with contextlib.suppress(Exception):  # torch may be what is broken
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
+def _end_with(launcher: int) -> None:
+    """Have Linux kill this rank if the launcher is killed. A launcher that ends in order ends its ranks itself."""
+    if launcher and sys.platform == "linux":
+        # Not SIGTERM: a script may answer it by saving a checkpoint, which needs the other ranks.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:
+            sys.exit("accelcore: the launcher ended before this rank began")
 
 
 if __name__ == "__main__":

@@ -110,15 +110,16 @@ def test_torch_is_not_imported_and_its_launcher_only_used_where_it_has_work(mach
     assert environ.get(STORES) == ("1" if launcher else None)
 
 
-def test_several_machines_meet_by_a_rendezvous_that_keeps_their_numbers(machine):
+def test_torchruns_options_for_several_machines_are_handed_on(machine):
     machine.write("script.py", "")
-    options = ["--nproc", "4", "--nnodes", "3", "--node-rank", "2", "--rdzv", "node0:29400", "--check-collectives"]
+    options = ["--nproc", "4", "--rdzv-endpoint", "node0:29400", "--node-rank", "2", "--nnodes", "3"]
+    options += ["--check-collectives"]
     done = machine.python("-c", PLANNED.format(arguments=["run", *options, "script.py", "--nnodes", "9"]))
     assert done.returncode == 0, done.stderr
     _, command, environ = json.loads(done.stdout)
     text = " ".join(command)
-    assert "-m accelcore.cli.launcher --nnodes 3 --rdzv-id accelcore --rdzv-backend numbered " in text
-    assert "--rdzv-endpoint node0:29400 --rdzv-conf node=2,is_host=0 --nproc-per-node 4 --max-restarts 0 " in text
+    assert "launcher --nnodes 3 --node-rank 2 --rdzv-endpoint node0:29400 --nproc-per-node 4 --max-restarts 0 " in text
+    assert "--standalone" not in text
     assert command[-3:] == ["script.py", "--nnodes", "9"]
     assert environ["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
 
@@ -173,14 +174,9 @@ def here(machine, monkeypatch):
         (["run", "--nproc", "2", "-"], "stdin"),
         (["run", "--nproc", "0", "script.py"], "--nproc"),
         (["run", "--check-collectives", "script.py"], "--check-collectives needs a job of several ranks"),
-        (["run", "--nnodes", "2", "script.py"], "--nnodes without --node-rank and --rdzv"),
-        (["run", "--rdzv", "a:1", "--node-rank", "0", "script.py"], "--node-rank and --rdzv without --nnodes"),
-        (["run", "--nnodes", "1", "--node-rank", "0", "--rdzv", "a:1", "script.py"], "leave all three out"),
-        (["run", "--nnodes", "2", "--node-rank", "2", "--rdzv", "a:1", "script.py"], "--node-rank 2 in a job of"),
-        (["run", "--nnodes", "2", "--node-rank", "0", "--rdzv", "a", "script.py"], "'a' is not HOST:PORT"),
-        (["run", "--nnodes", "2", "--node-rank", "0", "--rdzv", "a:65536", "script.py"], "is not HOST:PORT"),
-        (["run", "--nnodes", "2", "--node-rank", "0", "--rdzv", "fe80::1:1", "script.py"], "is not HOST:PORT"),
-        (["run", "--nnodes", "2", "--node-rank", "0", "--rdzv", "tcp://a:1", "script.py"], "is not HOST:PORT"),
+        (["run", "--nnodes", "2", "script.py"], "--nnodes without --rdzv-endpoint or --master-addr"),
+        (["run", "--rdzv-endpoint", "a:1", "script.py"], "--rdzv-endpoint without --nnodes"),
+        (["run", "--nnodes", "2", "--master-addr", "a", "script.py"], "without --node-rank"),
         (["run", "--devise", "cpu", "script.py"], "--device"),
         (["run"], "SCRIPT"),
         (["sing"], "sing"),

@@ -1,1 +1,0 @@
-"""A folder for the front of PYTHONPATH: what Python runs in it when a rank of `accelcore run` starts."""
