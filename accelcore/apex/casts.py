@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 
 from accelcore.backend import Backend
-from accelcore.precision.region import forget_casts
+from accelcore.precision.region import clear_cast_cache
 
 __all__ = ["enter", "leave", "suspended"]
 
@@ -52,4 +52,4 @@ def suspended() -> Iterator[None]:
             yield
         finally:
             if _entered:
-                forget_casts()
+                clear_cast_cache()

@@ -1,11 +1,12 @@
-"""Mixed precision by table O1: each operator treated alike on every device, and the user's own word on functions.
+"""Mixed precision: table O1 and its kernels, the dtype of a model, and the user's registrations of functions.
 
-`accel.autocast(table="O1")` and `precision="O1"` are the doors. What O1 puts into torch for that, `reset()` takes out.
+`accel.autocast(table="O1")` and `precision="O1"` use table O1. `reset()` removes everything that it installs in torch.
 """
 
 from __future__ import annotations
 
-from accelcore.precision.kernels import remove
+from accelcore.precision.dispatcher import overrides
+from accelcore.precision.kernels import forget_installed
 from accelcore.precision.registration import (
     Registration,
     float_function,
@@ -16,7 +17,6 @@ from accelcore.precision.registration import (
     register_promote_function,
     remove_all,
 )
-from accelcore.precision.replaced import put_back
 from accelcore.precision.table import O1, Treatment
 
 __all__ = [
@@ -34,11 +34,11 @@ __all__ = [
 
 
 def reset() -> None:
-    """Take out of torch what accelcore put there: O1's kernels, those of a backend, and wrappers of functions.
+    """Remove everything that accelcore installed in torch: O1's kernels, a backend's, and wrappers of functions.
 
-    Between regions, not in one. What is made later (a region, a context, a trainer) puts the kernels back; registered
-    functions are forgotten.
+    Call it between regions, not inside one. A region, context or trainer made later installs the kernels again;
+    registered functions stay forgotten.
     """
-    remove()
+    overrides.remove()
+    forget_installed()
     remove_all()
-    put_back()

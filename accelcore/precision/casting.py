@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from accelcore.precision.table import LOW_PRECISION
+from accelcore.torch_internals import AnyBatchNorm
 
 __all__ = ["CastBoundary", "FP32StateDict", "hold"]
 
@@ -35,7 +35,7 @@ def hold(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool, par
         parameters: False leaves them as they are, and casts buffers only.
     """
     for module in model.modules():
-        kept = keep_batchnorm_fp32 and isinstance(module, _BatchNorm) and module.affine
+        kept = keep_batchnorm_fp32 and isinstance(module, AnyBatchNorm) and module.affine
         moved = _hold_own(module, torch.float32 if kept else dtype, parameters=parameters)
         if moved and isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants its weights in one piece of memory

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import ConfigurationError
-from accelcore.precision.region import holds, in_low_precision
+from accelcore.precision.kernels import castable_tensors, widest_dtype, with_casts
+from accelcore.precision.region import in_low_precision, is_o1_active
 from accelcore.precision.table import Treatment
-from accelcore.precision.treatments import floats, widest, with_casts
 from accelcore.wording import did_you_mean
 
 __all__ = [
@@ -137,7 +137,7 @@ def remove_all() -> None:
 def _treated(function: F, treatment: Treatment) -> F:
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        tensors = list(floats((*arguments, *options.values()))) if holds() else []
+        tensors = list(castable_tensors((*arguments, *options.values()))) if is_o1_active() else []
         kinds = {tensor.device.type for tensor in tensors}
         device_type = next((kind for kind in kinds if torch.is_autocast_enabled(kind)), None)
         if device_type is None:
@@ -146,7 +146,7 @@ def _treated(function: F, treatment: Treatment) -> F:
         if treatment is Treatment.LOW:
             to = partial(in_low_precision, dtype=torch.get_autocast_dtype(device_type))
         elif treatment is Treatment.WIDEST:
-            to = partial(Tensor.to, dtype=widest(tensors))
+            to = partial(Tensor.to, dtype=widest_dtype(tensors))
         with torch.autocast(device_type, enabled=False):
             return with_casts(function, arguments, options, device_type, to)
 

@@ -1,10 +1,7 @@
-"""The same random numbers on every device: they are drawn on the host, and moved.
-
-`runtime.seed(n, same="everywhere")` is the door.
-"""
+"""The same random numbers on every device: `runtime.seed(n, same="everywhere")` draws them on the host."""
 
 from __future__ import annotations
 
-from accelcore.randomness.kernels import draw_alike, draw_apart, drawn_alike
+from accelcore.randomness.install import draw_on_device, draw_on_host, draws_on_host
 
-__all__ = ["draw_alike", "draw_apart", "drawn_alike"]
+__all__ = ["draw_on_device", "draw_on_host", "draws_on_host"]

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelcore.errors import CheckpointError
-from accelcore.randomness import drawn_alike
+from accelcore.randomness import draws_on_host
 from accelcore.roles.runtime import TorchRuntime
 
 __all__ = ["AcceleratorRuntime"]
@@ -51,7 +51,7 @@ class AcceleratorRuntime(TorchRuntime):
         self._transfers: Any = None
 
     def rng_state(self) -> dict[str, Tensor]:
-        if drawn_alike():  # nothing is drawn from the device's own, which no other device could put back
+        if draws_on_host():  # nothing is drawn from the device's own, which no other device could put back
             return super().rng_state()
         return {**super().rng_state(), self.device.type: self._module.get_rng_state(self.device)}
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.known_faults import BACKWARD_UNDER_AUTOCAST, KnownFault
-from accelcore.randomness import drawn_alike
+from accelcore.randomness import draws_on_host
 
 __all__ = ["Compiled", "Compiler", "NoCompiler", "TorchCompiler"]
 
@@ -93,7 +93,7 @@ class TorchCompiler(Compiler):
             _compile(nn.Identity(), options)
 
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
-        reason = _DRAWS if drawn_alike() else self._missing()
+        reason = _DRAWS if draws_on_host() else self._missing()
         if reason is not None:
             logger.warning("the model runs eagerly, not compiled: %s", reason)
             return Compiled(module, compiled=False, reason=reason)

@@ -11,9 +11,10 @@ import torch
 
 from accelcore.capabilities import Capabilities
 from accelcore.errors import ConfigurationError, UnsupportedError
-from accelcore.precision.kernels import install, listed, name_of, refuse, torchs_operators
-from accelcore.precision.region import Region, TorchsRegion
+from accelcore.precision.kernels import install_o1, install_refusals, listed_operators, torch_operators
+from accelcore.precision.region import O1Region, TorchRegion
 from accelcore.precision.table import Treatment
+from accelcore.torch_internals import operator_name
 
 __all__ = ["Precision", "TorchPrecision"]
 
@@ -100,8 +101,8 @@ class TorchPrecision(Precision):
             return torch.autocast(self._device_type, dtype=dtype, enabled=False)
         assert dtype is not None, "it is one of those that are declared"
         if table == "O1":
-            return Region(self._device_type, dtype, partial(install, self._device_type, self._dispatch_key))
-        return TorchsRegion(self._device_type, dtype, partial(refuse, self._device_type, self._dispatch_key))
+            return O1Region(self._device_type, dtype, partial(install_o1, self._device_type, self._dispatch_key))
+        return TorchRegion(self._device_type, dtype, partial(install_refusals, self._device_type, self._dispatch_key))
 
     def fp32(self, mode: str) -> AbstractContextManager[None]:
         known = ("ieee", "fast") if self._capabilities.fast_fp32 else ("ieee",)
@@ -121,8 +122,10 @@ class TorchPrecision(Precision):
     def table(self, name: str = "torch") -> frozenset[str]:
         self._check_table(name)
         if name == "torch":
-            return torchs_operators(self._dispatch_key)
-        return frozenset(name_of(operator) for operator, treatment in listed() if treatment is not Treatment.AS_IS)
+            return torch_operators(self._dispatch_key)
+        return frozenset(
+            operator_name(operator) for operator, treatment in listed_operators() if treatment is not Treatment.AS_IS
+        )
 
     @contextmanager
     def _switched(self, setting: str) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from accelcore.errors import CheckpointError, ConfigurationError, UnsupportedError
 from accelcore.nested import moved
-from accelcore.randomness import draw_alike, draw_apart, drawn_alike
+from accelcore.randomness import draw_on_device, draw_on_host, draws_on_host
 
 __all__ = ["Memory", "Runtime", "TorchRuntime", "host_rng_state", "set_host_rng_state"]
 
@@ -144,9 +144,9 @@ class TorchRuntime(Runtime):
                 remedy='give same="everywhere" to compare devices, or leave it out',
             )
         if same is None:
-            draw_apart()
+            draw_on_device()
         else:
-            draw_alike(self.device.type)
+            draw_on_host(self.device.type)
         random.seed(n)
         torch.manual_seed(n)
         if "numpy" in sys.modules:
@@ -155,10 +155,10 @@ class TorchRuntime(Runtime):
             torch.use_deterministic_algorithms(True)
 
     def rng_state(self) -> dict[str, Tensor]:
-        return {**host_rng_state(), **({_ALIKE: torch.ones(())} if drawn_alike() else {})}
+        return {**host_rng_state(), **({_ALIKE: torch.ones(())} if draws_on_host() else {})}
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> list[str]:
-        return [name for name in set_host_rng_state(state) if name != _ALIKE or not drawn_alike()]
+        return [name for name in set_host_rng_state(state) if name != _ALIKE or not draws_on_host()]
 
     def memory(self) -> Memory:
         module = torch.get_device_module(self.device)

@@ -19,9 +19,10 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from accelcore.errors import ConfigurationError
+from accelcore.torch_internals import OpOverload
 from accelcore.training.modules import Parts, check_parts
 
-__all__ = ["Keeping", "Recompute", "recomputing"]
+__all__ = ["Keeping", "Recompute"]
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Recompute:
     """
 
     parts: Parts
-    save: Sequence[torch._ops.OpOverload] = ()
+    save: Sequence[OpOverload] = ()
 
     def __post_init__(self) -> None:
         check_parts(self.parts, "parts")
-        if strange := [each for each in self.save if not isinstance(each, torch._ops.OpOverload)]:
+        if strange := [each for each in self.save if not isinstance(each, OpOverload)]:
             raise ConfigurationError(
                 f"save lists {strange[0]!r}, which is no operator", remedy="name overloads: torch.ops.aten.mm.default"
             )
@@ -101,11 +102,6 @@ class Keeping:
             return nullcontext(), _unchanged(module, nullcontext())
         first, again = create_selective_checkpoint_contexts(self._save)  # type: ignore[no-untyped-call]
         return first, _unchanged(module, again)
-
-
-def recomputing() -> bool:
-    """Whether a forward pass runs within a backward pass, to compute something anew."""
-    return torch._C._current_graph_task_id() != -1
 
 
 _KEEPING, _MADE_FROM = "_accelcore_keeping", "_accelcore_made_from"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accelcore.errors import ConfigurationError, UnsupportedError
-from accelcore.randomness import drawn_alike
+from accelcore.randomness import draws_on_host
 from accelcore.training.captured import CapturedStep, check_capturable
 from accelcore.training.plan import Plan
 
@@ -20,7 +20,7 @@ class Capture:
             raise UnsupportedError(f"{plan.backend.name} cannot capture steps", remedy="leave graph=True out")
         if plan.backend.collectives.world_size > 1:
             raise UnsupportedError("graph=True in a job of several ranks", remedy="leave graph=True out")
-        if drawn_alike():
+        if draws_on_host():
             raise UnsupportedError(
                 'graph=True after runtime.seed(..., same="everywhere")',
                 why="random numbers are drawn on the host then, which a graph would do once for all its launches",

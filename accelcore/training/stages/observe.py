@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelcore.errors import ConfigurationError
-from accelcore.training.activations import recomputing
+from accelcore.torch_internals import in_backward
 from accelcore.training.observers import Listeners, Observer
 from accelcore.training.plan import Plan
 
@@ -59,7 +59,7 @@ class _Tell:
         self._listener, self._name = listener, name
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not recomputing():
+        if not in_backward():
             self._listener(self._name, output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Tell:

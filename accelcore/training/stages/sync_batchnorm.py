@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.torch_internals import AnyBatchNorm
 from accelcore.training.plan import Plan
 
 __all__ = ["SyncStatistics"]
@@ -26,7 +26,7 @@ class SyncStatistics:
                 why="the backend does not declare it: torch's SyncBatchNorm has no kernels there",
                 remedy="leave sync_batchnorm out, or take a normalization that looks at each row by itself",
             )
-        if isinstance(plan.model, _BatchNorm) and not isinstance(plan.model, nn.SyncBatchNorm):
+        if isinstance(plan.model, AnyBatchNorm) and not isinstance(plan.model, nn.SyncBatchNorm):
             raise ConfigurationError(
                 "the model itself is a BatchNorm, which cannot be replaced", remedy="make it a part of a model"
             )

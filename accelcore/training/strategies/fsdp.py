@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.shards import is_sharded
 from accelcore.precision.table import LOW_PRECISION
 from accelcore.roles.composition import Roles
+from accelcore.torch_internals import AnyBatchNorm
 from accelcore.training.fsdp_options import FSDP
 from accelcore.training.gradients import Gradients
 from accelcore.training.modules import chosen
@@ -264,7 +264,7 @@ def _kept(model: nn.Module, policy: Policy) -> list[nn.Module]:
     """The modules that a policy computes in fp32, whatever the rest is computed in."""
     if not policy.keep_batchnorm_fp32:
         return []
-    return [module for module in model.modules() if isinstance(module, _BatchNorm) and module.affine]
+    return [module for module in model.modules() if isinstance(module, AnyBatchNorm) and module.affine]
 
 
 def _targets(model: nn.Module, policy: Policy, *, trained: bool) -> set[torch.dtype]:

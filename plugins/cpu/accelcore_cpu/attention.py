@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from accelcore.precision.replaced import Kernel, Maker, replace
+from accelcore.precision.dispatcher import Kernel, Maker, replace_kernels
 from accelcore_cpu.processor import USUAL, with_setting
 
 __all__ = ["replace_attention"]
@@ -31,7 +31,7 @@ _AT_A_TIME = 2**17
 
 def replace_attention() -> None:
     """From now on, attention on the CPU is computed in its quickest form."""
-    replace("attention", _MAKERS, "CPU")
+    replace_kernels("attention", _MAKERS, "CPU")
 
 
 def _forward(torchs: Kernel) -> Kernel:

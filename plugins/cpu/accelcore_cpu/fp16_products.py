@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from accelcore.precision.replaced import Kernel, Maker, replace
+from accelcore.precision.dispatcher import Kernel, Maker, replace_kernels
 from accelcore_cpu.processor import USUAL, fast_format, fast_setting, with_setting
 
 __all__ = ["install"]
@@ -34,7 +34,7 @@ _SMALL = 2**24
 
 def install() -> None:
     """From now on, products of fp16 tensors on the CPU are computed in fp32 and rounded."""
-    replace("products of fp16", _makers(), "CPU")
+    replace_kernels("products of fp16", _makers(), "CPU")
 
 
 def _makers() -> dict[OpOverload, Maker]:

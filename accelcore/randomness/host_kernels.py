@@ -1,43 +1,51 @@
-"""Random numbers drawn on the host: in float64 and in the order of the elements, whatever tensor asks for them.
+"""Kernels that draw random numbers on the host, in float64 and in the order of a tensor's elements.
 
-torch's own kernels draw other numbers for another dtype, memory layout, device, or library that torch was built with.
-Here a distribution is a function of uniform float64 numbers, which are the same on every machine: torch's generator of
-the CPU is the Mersenne Twister, and one number takes 53 bits of it. What torch computes from these in plain C++ it
-computes here, too; dropout's masks, uniform and exponential numbers, for which it may use a vendor's library, follow
-below.
+torch's own kernels draw other numbers for another dtype, memory layout, device or vendor library. Here a distribution
+is a function of uniform float64 numbers, which are the same on every machine: torch's CPU generator is the Mersenne
+Twister, and a number takes 53 bits of it. torch's plain C++ computes most distributions from these here, too. For
+dropout's masks, uniform and exponential numbers torch may use a vendor's library, so this file has its own kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from accelcore.errors import ConfigurationError
+from accelcore.precision.dispatcher import Kernel, Maker, torch_kernel
+from accelcore.torch_internals import OpOverload
 
-__all__ = ["drawn"]
-
-Kernel = Callable[..., Any]
+__all__ = ["COMPOSED", "argument_values", "host_kernels"]
 
 _aten = torch.ops.aten
 
 
-def _on_the_host(torchs: Kernel) -> Kernel:
-    """Torch's kernel of the CPU, whose generator may be given for a tensor of any device."""
+def argument_values(operator: OpOverload, arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all arguments of a call, by name and in order, defaults included."""
+    schema = operator._schema.arguments
+    by_name = {argument.name: value for argument, value in zip(schema, arguments, strict=False)}
+    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    values = {**defaults, **by_name, **options}
+    return {argument.name: values[argument.name] for argument in schema}
+
+
+def _cpu_kernel(operator: OpOverload) -> Kernel:
+    """Return torch's CPU kernel, which takes a generator of the host for a tensor of any device."""
+    kernel = torch_kernel(operator, "CPU")
 
     def call(*arguments: Any, **options: Any) -> Any:
         for value in (*arguments, *options.values()):
             if isinstance(value, torch.Generator) and value.device.type != "cpu":
                 raise ConfigurationError(
                     f"a generator of {value.device} draws numbers that only {value.device.type} has",
-                    why='runtime.seed(..., same="everywhere") asks for those that all devices have',
-                    remedy="pass one of the host: torch.Generator(), for tensors of any device",
+                    why='runtime.seed(..., same="everywhere") asks for numbers that are the same on all devices',
+                    remedy="pass a generator of the host, torch.Generator(); it serves tensors of any device",
                 )
-        return torchs(*arguments, **options)
+        return kernel(*arguments, **options)
 
     return call
 
@@ -47,7 +55,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _filling(torchs: Kernel) -> Kernel:
-    """A kernel that fills a tensor: torch's own of the CPU, in float64."""
+    """Make a kernel that fills a tensor in float64 on the host."""
 
     def fill(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
         return self.copy_(torchs(torch.empty(self.shape, dtype=_wide(self.dtype)), *arguments, **options))
@@ -55,8 +63,8 @@ def _filling(torchs: Kernel) -> Kernel:
     return fill
 
 
-def _filling_as_it_is(torchs: Kernel) -> Kernel:
-    """The same for whole numbers, whose range follows from the tensor's own dtype."""
+def _filling_integers(torchs: Kernel) -> Kernel:
+    """Make a kernel that fills a tensor with integers, whose range depends on the tensor's dtype."""
 
     def fill(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
         return self.copy_(torchs(torch.empty(self.shape, dtype=self.dtype), *arguments, **options))
@@ -65,7 +73,7 @@ def _filling_as_it_is(torchs: Kernel) -> Kernel:
 
 
 def _computing(torchs: Kernel) -> Kernel:
-    """A kernel that draws by what tensors say: torch's own of the CPU, on float64 copies of them."""
+    """Make a kernel that draws by weights or rates in tensors, from their float64 copies on the host."""
 
     def compute(self: Tensor, *arguments: Any, out: Tensor | None = None, **options: Any) -> Tensor:
         copies = [_copied(argument) if isinstance(argument, Tensor) else argument for argument in arguments]
@@ -93,7 +101,7 @@ def _uniform_(torchs: Kernel) -> Kernel:
     def fill(self: Tensor, low: float = 0.0, high: float = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
         drawn = torchs(torch.empty(self.shape, dtype=_wide(self.dtype)), generator=generator)
         if not self.is_complex():
-            # As many digits as the dtype has: rounding would give 1, which is not among uniform numbers.
+            # As many digits as the dtype has: rounding could give 1, which a uniform number never is.
             steps = 2 / torch.finfo(self.dtype).eps
             drawn = (drawn * steps).floor_() / steps
         return self.copy_(drawn * (high - low) + low)
@@ -119,7 +127,7 @@ def _chance(p: float | Tensor) -> float | Tensor:
     if isinstance(p, Tensor):
         p = _copied(p)
     if not (torch.as_tensor(p) >= 0).logical_and(torch.as_tensor(p) <= 1).all():
-        raise ValueError(f"{p} is no probability: bernoulli takes 0 to 1")
+        raise ValueError(f"{p} is not a probability: bernoulli takes 0 to 1")
     return p
 
 
@@ -163,7 +171,7 @@ def _rrelu_with_noise(torchs: Kernel) -> Kernel:
         out: Tensor | None = None,
     ) -> Tensor:
         if training:
-            # One for each element, also where none is needed: else the last bit of one could shift all others.
+            # One number for each element, needed or not: otherwise one element's last bit could shift all others.
             slopes = _uniforms(torchs, self.shape, generator) * (upper - lower) + lower
             noise.copy_(torch.where(self <= 0, slopes.to(self), 1))
             result = self * noise
@@ -188,14 +196,14 @@ def _randperm(torchs: Kernel) -> Kernel:
 
 
 @cache
-def drawn() -> dict[OpOverload, Kernel]:
-    """The operators that draw, and what they do instead of torch's kernel of a device, whichever device it is.
+def host_kernels() -> dict[OpOverload, Kernel]:
+    """Return the operators that draw, each with its kernel for every device.
 
-    To be called first before any kernel of torch's is replaced.
+    The first call must come before any of torch's kernels is replaced.
     """
     uniform, normal = _aten.uniform_.default, _aten.normal_.default
-    # For each operator: what makes its kernel, and which of torch's for the CPU it is made of.
-    made: dict[OpOverload, tuple[Callable[[Kernel], Kernel], OpOverload]] = {
+    # For each operator: the maker of its kernel, and the operator whose CPU kernel the maker gets.
+    made: dict[OpOverload, tuple[Maker, OpOverload]] = {
         uniform: (_uniform_, uniform),
         _aten.bernoulli_.float: (_bernoulli_, uniform),
         _aten.bernoulli_.Tensor: (_bernoulli_, uniform),
@@ -210,16 +218,64 @@ def drawn() -> dict[OpOverload, Kernel]:
     for operator in (normal, _aten.cauchy_.default, _aten.geometric_.default, _aten.log_normal_.default):
         made[operator] = (_filling, operator)
     for form in ("default", "from", "to"):
-        made[getattr(_aten.random_, form)] = (_filling_as_it_is, getattr(_aten.random_, form))
+        made[getattr(_aten.random_, form)] = (_filling_integers, getattr(_aten.random_, form))
     for name in ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"):
         made[getattr(_aten, name).default] = (_computing, getattr(_aten, name).default)
     for form in ("Tensor_Tensor", "Tensor_float", "float_Tensor"):
         for out in ("", "_out"):
             made[getattr(_aten.normal, form + out)] = (_normal, normal)
-    return {operator: make(_cpus(made_of)) for operator, (make, made_of) in made.items()}
+    return {operator: make(_cpu_kernel(base)) for operator, (make, base) in made.items()}
 
 
-def _cpus(operator: OpOverload) -> Kernel:
-    kernel = torch.library.get_kernel(operator, "CPU")
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    return _on_the_host(lambda *arguments, **options: kernel.call_boxed(keys, *arguments, **options))
+def _native_dropout(input: Tensor, p: float, train: bool | None = None) -> tuple[Tensor, Tensor]:
+    if train is False or p == 0:
+        return input.clone(), torch.ones_like(input, dtype=torch.bool)
+    scale = torch.empty_like(input).bernoulli_(1 - p)
+    kept = scale != 0
+    return input * (scale.div_(1 - p) if p < 1 else scale), kept
+
+
+def _scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+    attention = _aten._scaled_dot_product_attention_math
+    output: Tensor = attention(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+    return output
+
+
+def _layer_by_layer(operator: OpOverload, *arguments: Any) -> tuple[Tensor, ...]:
+    """Run a recurrent network layer by layer: the device's own kernels, with dropout between them."""
+    values = argument_values(operator, arguments, {})
+    data, states, weights, chance = next(iter(values)), values["hx"], values["params"], values["dropout"]
+    layers, directions = values["num_layers"], 2 if values["bidirectional"] else 1
+    of_each, ended = len(weights) // layers, []
+    values |= {"num_layers": 1, "dropout": 0.0}
+    for layer in range(layers):
+        rows = slice(layer * directions, (layer + 1) * directions)
+        values["hx"] = states[rows] if isinstance(states, Tensor) else [state[rows] for state in states]
+        values["params"] = weights[layer * of_each : (layer + 1) * of_each]
+        values[data], *end = operator(*values.values())
+        ended.append(end)
+        if layer < layers - 1:
+            values[data] = torch.dropout(values[data], chance, train=True)
+    return (values[data], *(torch.cat(states) for states in zip(*ended, strict=True)))
+
+
+COMPOSED: dict[OpOverload, Callable[..., Any]] = {
+    _aten.native_dropout.default: _native_dropout,
+    _aten.scaled_dot_product_attention.default: _scaled_dot_product_attention,
+    **{
+        operator: partial(_layer_by_layer, operator)
+        for network in (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu)
+        for operator in (network.input, network.data)
+    },
+}
+"""Operators that draw in the middle of a computation, composed of operators that draw and operators that compute."""

@@ -1,0 +1,108 @@
+"""Kernels in torch's dispatcher in place of torch's own, until they are removed."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from accelcore.torch_internals import OpOverload, dispatch_keyset, forget_python_dispatch, remove_library
+
+__all__ = ["Kernel", "Maker", "Overrides", "overrides", "replace_kernels", "torch_kernel"]
+
+Kernel = Callable[..., Any]
+Maker = Callable[[Kernel], Kernel]
+"""Makes a kernel from torch's own for the same operator."""
+
+
+class Overrides:
+    """Sets of kernels in torch's dispatcher, each installed once under a name. They hold in the whole process."""
+
+    def __init__(self) -> None:
+        self._sets: dict[str, _Installed] = {}
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        return bool(self._sets)
+
+    def install(
+        self, name: str, make: Callable[[], Mapping[tuple[OpOverload, str], Kernel]], *, with_keyset: bool = True
+    ) -> None:
+        """Install a set of kernels; do nothing if a set of that name is installed.
+
+        Args:
+            name: of the set.
+            make: returns a kernel for each operator and dispatch key.
+            with_keyset: whether the kernels take the set of dispatch keys as their first argument.
+        """
+        if name in self._sets:
+            return
+        with self._lock:
+            if name not in self._sets:  # another thread may have installed it meanwhile
+                self._sets[name] = _Installed(make(), with_keyset=with_keyset)
+
+    def remove(self) -> None:
+        """Remove all sets, so that torch's own kernels are back."""
+        with self._lock:
+            while self._sets:
+                self._sets.popitem()[1].remove()
+
+
+class _Installed:
+    def __init__(self, kernels: Mapping[tuple[OpOverload, str], Kernel], *, with_keyset: bool) -> None:
+        self._places = list(kernels)
+        self._libraries: dict[str, torch.library.Library] = {}
+        with warnings.catch_warnings():
+            # torch warns of a kernel that is replaced; it is back after `remove`.
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            for (operator, key), kernel in kernels.items():
+                library = self._library(operator.namespace)
+                library.impl(operator, kernel, key, with_keyset=with_keyset)  # type: ignore[no-untyped-call]
+        self._forget()
+
+    def remove(self) -> None:
+        for library in self._libraries.values():
+            remove_library(library)
+        self._forget()
+
+    def _library(self, namespace: str) -> torch.library.Library:
+        if namespace not in self._libraries:
+            self._libraries[namespace] = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+        return self._libraries[namespace]
+
+    def _forget(self) -> None:
+        for operator, key in self._places:
+            forget_python_dispatch(operator, key)
+
+
+overrides = Overrides()
+"""Those for precision, which `accelcore.precision.reset()` removes."""
+
+
+def replace_kernels(name: str, makers: Mapping[OpOverload, Maker], dispatch_key: str) -> None:
+    """Replace torch's kernels of a device, below autograd and autocast; do nothing if that is done.
+
+    The new kernels compute the same, faster. Everything in this process that calls the operators gets them, compiled
+    code included.
+
+    Args:
+        name: of these kernels together.
+        makers: for each operator, what makes its kernel from torch's. Both have the operator's signature.
+        dispatch_key: of the device, such as `"CPU"`.
+    """
+
+    def make() -> dict[tuple[OpOverload, str], Kernel]:
+        return {
+            (operator, dispatch_key): maker(torch_kernel(operator, dispatch_key)) for operator, maker in makers.items()
+        }
+
+    overrides.install(name, make, with_keyset=False)
+
+
+def torch_kernel(operator: OpOverload, dispatch_key: str) -> Kernel:
+    """Return the kernel that is registered at a dispatch key now, to be called directly, also after an override."""
+    return partial(torch.library.get_kernel(operator, dispatch_key).call_boxed, dispatch_keyset(dispatch_key))

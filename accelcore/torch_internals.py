@@ -1,0 +1,116 @@
+"""Private names of torch that accelcore needs, each with what breaks without it.
+
+`tests/test_torch_internals.py` tests each of them, so that a new version of torch which changes one fails there first.
+Operators such as `torch._foreach_mul_` and `torch._fused_adamw_` stay where they are used.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverload
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = [
+    "AnyBatchNorm",
+    "OpOverload",
+    "device_dispatch_key",
+    "dispatch_keyset",
+    "forget_python_dispatch",
+    "has_any_kernel",
+    "has_computed_kernel",
+    "has_kernel",
+    "in_backward",
+    "is_fake_mode_active",
+    "keyset_below",
+    "operator_name",
+    "operators_registered_at",
+    "remove_library",
+    "without_autocast",
+]
+
+AnyBatchNorm = _BatchNorm
+"""Base class of BatchNorm of any number of dimensions and of SyncBatchNorm: `keep_batchnorm_fp32` finds all of them."""
+
+without_autocast = torch._C._DisableAutocast
+"""Context without the dispatcher's autocast keys.
+
+Without it, a kernel at such a key that calls its own operator never ends.
+`torch.autocast(enabled=False)` is much slower to enter.
+"""
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass, where a forward pass can only be a recomputation.
+
+    Without it, table O1 is lost in checkpointed parts of a model, and observers see recomputed outputs twice.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_fake_mode_active() -> bool:
+    """Return whether tensors are fake, as while a compiler traces.
+
+    Without it, the cache of casts would keep fake tensors.
+    """
+    return torch._C._get_dispatch_mode(_FAKE) is not None
+
+
+def operators_registered_at(dispatch_key: str) -> frozenset[str]:
+    """Return the names of operators with a kernel of their own at a dispatch key, such as `"aten::mm"`.
+
+    Without it, accelcore cannot know which operators torch's autocast intercepts, or which draw random numbers.
+    """
+    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(dispatch_key))
+
+
+def has_any_kernel(operator: OpOverload) -> bool:
+    """Return whether an operator has a kernel at all. To register one for an operator without any fails."""
+    return torch._C._dispatch_has_kernel(operator_name(operator))
+
+
+def has_kernel(operator: OpOverload, dispatch_key: str) -> bool:
+    """Return whether an operator has a kernel of its own at a dispatch key.
+
+    Without this and `has_computed_kernel`, operators that torch composes of others cannot be told from device kernels.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator_name(operator), dispatch_key)
+
+
+def has_computed_kernel(operator: OpOverload, dispatch_key: str) -> bool:
+    """Return whether an operator has a kernel at a dispatch key, maybe one that is composed of other operators."""
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator_name(operator), dispatch_key)
+
+
+def dispatch_keyset(dispatch_key: str) -> torch.DispatchKeySet:
+    """Return the set of one dispatch key: a kernel that is called directly takes such a set."""
+    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
+
+
+def keyset_below(dispatch_key: str) -> torch.DispatchKeySet:
+    """Return the dispatch keys below one. Without it, a kernel cannot call the one that it covers."""
+    return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, dispatch_key))
+
+
+def device_dispatch_key(device_type: str) -> str:
+    """Return the dispatch key of a device type: `"PrivateUse1"` is not among the names of devices."""
+    return torch._C._dispatch_key_for_device(device_type)
+
+
+def forget_python_dispatch(operator: OpOverload, dispatch_key: str) -> None:
+    """Make torch's Python dispatcher look up a kernel again.
+
+    Without it, compilers trace with the kernel that was there before.
+    """
+    operator._uncache_dispatch(getattr(torch._C.DispatchKey, dispatch_key))
+
+
+def remove_library(library: torch.library.Library) -> None:
+    """Remove a library's kernels at once. Without it, they stay until the garbage collector comes by."""
+    library._destroy()  # type: ignore[no-untyped-call]
+
+
+def operator_name(operator: OpOverload) -> str:
+    """Return an operator's whole name, such as `"aten::softmax.int"`."""
+    return str(operator.name())  # type: ignore[no-untyped-call]

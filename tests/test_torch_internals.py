@@ -1,0 +1,85 @@
+"""Private names of torch: each does what accelcore needs it for. A new torch that changes one fails here first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from accelcore import torch_internals as internals
+
+ADD, SOFTMAX, DROPOUT = torch.ops.aten.add.Tensor, torch.ops.aten.softmax.int, torch.ops.aten.native_dropout.default
+
+
+def test_a_recomputed_forward_pass_knows_that_it_runs_in_backward():
+    seen = []
+
+    def part(x):
+        seen.append(internals.in_backward())
+        return x.sin()
+
+    checkpoint(part, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [False, True]
+
+
+def test_tracing_is_seen_by_its_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert internals.is_fake_mode_active()
+    assert not internals.is_fake_mode_active()
+
+
+def test_autocast_is_off_below_its_key():
+    with torch.autocast("cpu", torch.bfloat16):
+        with internals.without_autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def test_kernels_are_found_at_their_keys():
+    assert isinstance(ADD, internals.OpOverload)
+    assert internals.operator_name(SOFTMAX) == "aten::softmax.int"
+    assert "aten::mm" in internals.operators_registered_at("AutocastCPU")
+    assert internals.has_any_kernel(ADD)
+    assert internals.has_kernel(ADD, "CPU")
+    assert not internals.has_kernel(SOFTMAX, "CPU")
+    assert internals.has_computed_kernel(SOFTMAX, "CPU")
+    assert internals.device_dispatch_key("cpu") == "CPU"
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_a_library_covers_a_kernel_until_it_is_removed():
+    one, keys = torch.ones(2), internals.dispatch_keyset("CPU")
+    before = torch.library.get_kernel(ADD, "CPU")
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(ADD, lambda *arguments, **options: before.call_boxed(keys, *arguments, **options) * 10, "CPU")
+    internals.forget_python_dispatch(ADD, "CPU")
+    assert (one + one).tolist() == [20, 20]
+    internals.remove_library(library)
+    internals.forget_python_dispatch(ADD, "CPU")
+    assert (one + one).tolist() == [2, 2]
+
+
+def test_a_kernel_reaches_what_it_covers_below_its_key():
+    below, seen = internals.keyset_below("AutocastCPU"), []
+
+    def kernel(keys, *arguments):
+        seen.append(True)
+        return torch.ops.aten.neg.default.redispatch(keys & below, *arguments)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(torch.ops.aten.neg.default, kernel, "AutocastCPU", with_keyset=True)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert (-torch.ones(1)).item() == -1
+    finally:
+        internals.remove_library(library)
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_all_kinds_of_batchnorm_have_one_base(kind):
+    assert isinstance(kind(3), internals.AnyBatchNorm)
+    assert not isinstance(nn.LayerNorm(3), internals.AnyBatchNorm)
