@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint
@@ -141,9 +141,9 @@ def extensions() -> list[Extension]:
     return [extension for extension in loaded if not extension.reason]
 
 
-def load_extensions() -> list[Extension]:
-    """Load every installed extension; what went wrong with one is in its `reason`."""
-    entries = declared(EXTENSIONS)
+def load_extensions(entries: Sequence[Declared] | None = None) -> list[Extension]:
+    """Load extensions, by default every installed one; the `reason` of one that fails says why."""
+    entries = declared(EXTENSIONS) if entries is None else entries
     loads = [_load(entry.point) for entry in entries]  # all at the same time: one that hangs keeps none waiting
     deadline = time.monotonic() + probe_timeout()
     loaded = []

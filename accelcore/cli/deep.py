@@ -1,21 +1,29 @@
-"""`accelcore doctor --deep`: `import torch` and every usable backend, each tried in a child process with a time limit.
+"""`accelcore doctor --deep`: try `import torch` and every usable backend, each in a child process with a time limit.
 
-The child (`backend_trial.py`) may crash, hang or raise; here is what that is called, and what to do about it.
+The child may crash, hang or raise. It writes a line that begins with `SAYS`: that all is well, or the error.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from accelcore.autoload import VARIABLE, Autoload, enabled, of_unusable_backends
-from accelcore.cli import backend_trial, child
+from accelcore.cli import child
 from accelcore.cli.child import Ended
 from accelcore.launchers import outside_any_job
-from accelcore.plugins import Candidate
+from accelcore.plugins import Candidate, describe
 
-__all__ = ["Deep", "Trial", "examine"]
+__all__ = ["SAYS", "WORKS", "Deep", "Trial", "examine", "main"]
+
+SAYS = "accelcore trial: "
+"""Beginning of the line in which the child reports its result."""
+
+WORKS = "works"
+"""The result if all is well; exit code 0 alone may come from a library that exits."""
 
 _KEPT = 30  # lines of a child's stderr
 _LONGEST = 300  # characters of its last line that are shown
@@ -23,7 +31,7 @@ _LONGEST = 300  # characters of its last line that are shown
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of one child process of `--deep`.
+    """Result of one child process.
 
     Attributes:
         name: `"torch"`, or the backend's name.
@@ -41,7 +49,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Deep:
-    """What `--deep` found: `import torch`, and each usable backend.
+    """Results of `--deep`: `import torch`, and each backend.
 
     Attributes:
         autoload_broken: whether `import torch` works only with torch's autoload off. The backends were then tried so.
@@ -54,7 +62,7 @@ class Deep:
 
 def examine(candidates: Sequence[Candidate], found: Sequence[Autoload], timeout: float) -> Deep:
     """Try torch, then each usable backend, for `timeout` seconds each; the others are listed as not tried."""
-    environ = outside_any_job(os.environ)  # what is tried is the backend, not the job
+    environ = outside_any_job(os.environ)  # the trial is not a rank
     torch = _try(None, environ, timeout)
     autoload_broken = False
     if torch.outcome != "works" and found and enabled(environ):
@@ -74,23 +82,19 @@ def examine(candidates: Sequence[Candidate], found: Sequence[Autoload], timeout:
 
 def _blamed_on_autoload(trial: Trial, found: Sequence[Autoload], candidates: Sequence[Candidate]) -> Trial:
     points = "; ".join(map(str, found))
-    # Which sets the variable where the entry point belongs to a backend that cannot work here, and knows no others.
+    # `run` sets the variable only for entry points of backends that are installed and cannot work here.
     run = ", start scripts with accelcore run" if of_unusable_backends(found, candidates) else ""
     owners = ", ".join(sorted({autoload.distribution for autoload in found}))
-    return Trial(
-        trial.name,
-        trial.outcome,
-        reason=f"torch itself is sound: import torch works with {VARIABLE}=0, and not without it, because torch's "
+    return replace(
+        trial,
+        reason=f"import torch works with {VARIABLE}=0, and not without it, because torch's "
         f"backend autoload calls {points} ({trial.reason})",
         remedy=f"set {VARIABLE}=0{run}, or repair or uninstall {owners}",
-        seconds=trial.seconds,
-        stderr=trial.stderr,
     )
 
 
 def _try(name: str | None, environ: Mapping[str, str], timeout: float) -> Trial:
-    arguments = [] if name is None else [name]
-    ended = child.call(backend_trial.__name__, *arguments, environ=environ, limit=timeout)
+    ended = child.call(__name__, *([name] if name else []), environ=environ, limit=timeout)
     written = ended.stderr.splitlines()
     outcome, reason, remedy = _judge(ended, [line for line in written if line.strip()])
     return Trial(
@@ -104,8 +108,8 @@ def _try(name: str | None, environ: Mapping[str, str], timeout: float) -> Trial:
 
 
 def _judge(ended: Ended, written: Sequence[str]) -> tuple[str, str, str]:
-    said = [line.removeprefix(backend_trial.SAYS) for line in written if line.startswith(backend_trial.SAYS)]
-    if ended.status == 0 and said[-1:] == [backend_trial.WORKS]:
+    said = [line.removeprefix(SAYS) for line in written if line.startswith(SAYS)]
+    if ended.status == 0 and said[-1:] == [WORKS]:
         return "works", "", ""
     if ended.status is None:
         reason = f"it did not end within {ended.limit:g} seconds, and was killed"
@@ -128,3 +132,26 @@ def _remedy(reason: str) -> str:
     if "No module named" in reason:
         return "install what is missing"
     return "the traceback is in the stderr of --json"
+
+
+def main() -> int:
+    """Import torch, and multiply two matrices on the backend that the arguments may name: the child process."""
+    try:
+        import torch
+
+        for name in sys.argv[1:]:
+            import accelcore
+
+            backend = accelcore.select(name)
+            matrix = torch.tensor([[0.0, 1.0], [2.0, 3.0]], device=backend.device)
+            product = (matrix @ matrix).cpu().tolist()
+            if product != [[2.0, 3.0], [6.0, 11.0]]:
+                raise ArithmeticError(f"{name} multiplies wrongly: [[0, 1], [2, 3]] squared is {product}")
+    except BaseException as error:  # noqa: BLE001  # SystemExit too: it is the plugin's, not this program's
+        traceback.print_exc()
+        while error.__cause__ is not None:
+            error = error.__cause__
+        sys.stderr.write(f"{SAYS}{describe(error)}\n")
+        return 1
+    sys.stderr.write(f"{SAYS}{WORKS}\n")
+    return 0

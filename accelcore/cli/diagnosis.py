@@ -11,10 +11,9 @@ from typing import Any
 
 from accelcore import plugins
 from accelcore.autoload import VARIABLE, Autoload, autoloads, enabled, of_unusable_backends
-from accelcore.cli.ask_plugins import ask_plugins
+from accelcore.cli.ask_plugins import SelectionPreview, ask_plugins
 from accelcore.cli.deep import Deep, examine
 from accelcore.cli.requirements import Misfit, installed_version, misfits
-from accelcore.cli.selection_preview import SelectionPreview
 from accelcore.entrypoints import Declared, declared
 from accelcore.known_faults import TORCH_FAULTS, KnownFault
 from accelcore.launchers import JOB_VARIABLES

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from accelcore.cli.ask_plugins import SelectionPreview
 from accelcore.cli.deep import Trial
 from accelcore.cli.diagnosis import USABLE, Backend, Diagnosis, Extension
 from accelcore.cli.requirements import Misfit
-from accelcore.cli.selection_preview import SelectionPreview
 from accelcore.environment import shown
 from accelcore.installation import how_to_install
 

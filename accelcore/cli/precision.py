@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelcore.cli import child
-from accelcore.errors import ConfigurationError, PluginError
+from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationError, PluginError, UnknownBackendError
 
-__all__ = ["OpTables", "ask", "show"]
+__all__ = ["OpTables", "ask", "main", "show"]
 
 _UNKNOWN = "by torch"  # an operator of a device that does not work here, where its backend would know
 _LIMIT = 300  # seconds; torch is imported, and a device may be slow to start
@@ -67,7 +67,7 @@ def ask(backend: str | None, diff: str | None) -> OpTables:
     if diff is not None and backend in (None, diff):
         raise ConfigurationError("--diff compares two backends", remedy="give --backend another one, such as cpu")
     names = [name for name in (backend, diff) if name is not None]
-    ended = child.call("accelcore.cli.op_tables", *names, environ=os.environ, limit=_LIMIT)
+    ended = child.call(__name__, *names, environ=os.environ, limit=_LIMIT)
     try:
         answer = json.loads(ended.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
@@ -110,3 +110,46 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 def _base(operator: str) -> str:
     return operator.partition("::")[2].partition(".")[0]
+
+
+def main() -> int:
+    """Print O1's table, and torch's own for each backend that the arguments name: the child, which imports torch."""
+    answer: dict[str, Any] = {}
+    try:
+        answer["torch"] = {name: _torchs_table(name) for name in sys.argv[1:]}
+    except AccelError as error:
+        answer["error"] = [error.what, error.why, error.available, error.remedy]
+    else:
+        from accelcore.precision import O1
+
+        answer["o1"] = {name: treatment.value for name, treatment in O1.items()}
+    print(json.dumps(answer))  # noqa: T201
+    return 0
+
+
+def _torchs_table(name: str) -> dict[str, Any]:
+    """Return the operators that torch's autocast intercepts there, from the device or from torch alone."""
+    from accelcore.selection import select
+
+    try:
+        backend = select(name)
+    except (BackendUnavailableError, UnknownBackendError) as error:
+        operators = _registered(name)
+        if not operators:
+            raise ConfigurationError(
+                f"torch knows no autocast of {name!r} in this process", why=error.what, remedy=error.remedy
+            ) from error
+        return {"operators": operators, "source": "torch's dispatcher: no such device works here"}
+    own = {operator: treatment.value for operator, treatment in backend.precision.treatments().items()}
+    source = "EMULATED" if backend.emulated else "the device's backend"
+    return {"operators": sorted(backend.precision.table("torch")), "source": source, "own": own}
+
+
+def _registered(device_type: str) -> list[str]:
+    import torch
+
+    try:
+        key = f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
+        return sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    except RuntimeError:  # torch has no such device
+        return []

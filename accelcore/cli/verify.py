@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -23,7 +24,6 @@ import click
 from accelcore.choices import parse
 from accelcore.cli import ROLES, child
 from accelcore.cli.child import Ended, exceptions_for_signals
-from accelcore.cli.progress import Progress
 from accelcore.environment import shown
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.launchers import outside_any_job
@@ -128,7 +128,7 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300) -> Sco
     with exceptions_for_signals(), temporary as folder, ExitStack() as cleanup:
         report = Path(folder, "report")
         report.touch()
-        progress = Progress()
+        progress = _Progress()
         cleanup.callback(progress.end)
         while True:
             before = len(_verdicts(report))
@@ -184,6 +184,31 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
     click.secho(f"\n{emulated}{backend['name']} {conclusion}", fg=color, bold=True)
 
 
+class _Progress:
+    """Shows on stderr how many tests have ended: a line that is rewritten or, if there is no terminal, one a role."""
+
+    def __init__(self) -> None:
+        self._role = ""
+        self._rewrites = sys.stderr.isatty()
+
+    def show(self, done: int, count: int, role: str, what: str) -> None:
+        """Show that `done` of `count` tests have ended, and that `what` of `role` is under way."""
+        line = f"{done} of {count} tests  {role}"
+        if self._rewrites:
+            width = shutil.get_terminal_size().columns - 1
+            sys.stderr.write(f"\r{f'{line}: {what}'[:width]:{width}}")
+        elif role != self._role:
+            sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+        self._role = role
+
+    def end(self) -> None:
+        """Erase the line."""
+        if self._rewrites and self._role:
+            sys.stderr.write(f"\r{'':{shutil.get_terminal_size().columns - 1}}\r")
+            sys.stderr.flush()
+
+
 def _run(
     name: str, classes: Sequence[str], report: Path, timeout: float, on_progress: Callable[[], None]
 ) -> tuple[Ended, str]:
@@ -233,7 +258,7 @@ def _count(report: Path) -> int:
     return next((line["count"] for line in _lines(report) if line["event"] == "collected"), 0)
 
 
-def _show(progress: Progress, report: Path) -> None:
+def _show(progress: _Progress, report: Path) -> None:
     verdicts = list(_verdicts(report).values())
     if verdicts:
         done = sum(bool(verdict.outcome) for verdict in verdicts)

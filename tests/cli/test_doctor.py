@@ -11,7 +11,7 @@ import pytest
 
 import accelcore
 from accelcore import autoload
-from accelcore.cli import backend_trial, deep
+from accelcore.cli import deep
 from accelcore.cli.child import Ended
 from accelcore.cli.diagnosis import diagnose
 
@@ -366,8 +366,8 @@ def test_deep_knows_no_way_around_a_runtime_that_is_nobodys(monkeypatch):
 
     def call(module, *, environ, limit):
         works = environ.get(autoload.VARIABLE) == "0"
-        said = backend_trial.WORKS if works else "ImportError: libascendcl.so: cannot open shared object file"
-        return Ended(0 if works else 1, limit, 1.0, "", backend_trial.SAYS + said)
+        said = deep.WORKS if works else "ImportError: libascendcl.so: cannot open shared object file"
+        return Ended(0 if works else 1, limit, 1.0, "", deep.SAYS + said)
 
     monkeypatch.setattr("accelcore.cli.child.call", call)
     runtime = autoload.Autoload("vendor", "vendor_runtime:autoload", "vendor-runtime", "2.0")
