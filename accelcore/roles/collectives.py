@@ -28,7 +28,13 @@ class Collectives(Ranks):
 
     Before `init`, and in a job of one process, rank is 0, world_size is 1 and every operation is the identity: a loop
     need not ask whether it runs alone.
+
+    Attributes:
+        steps: the step that each trainer of this process is in, for messages about a missing rank.
     """
+
+    def __init__(self) -> None:
+        self.steps: dict[int, int] = {}
 
     @property
     @abstractmethod
@@ -68,24 +74,6 @@ class Collectives(Ranks):
     @abstractmethod
     def cpu_group(self) -> dist.ProcessGroup | None:
         """The group that takes CPU tensors (sizes, positions, RNG states); None alone."""
-
-    def began(self, trainer: int, step: int, *, again: bool = False) -> None:  # a job of one has nobody to tell
-        """A trainer, by its number in this process, has begun a step, and what it trains is as it was.
-
-        For messages about missing ranks, and for `change`.
-
-        Args:
-            trainer: its number.
-            step: the step's.
-            again: within that step it has looked again, before gradients are exchanged.
-        """
-
-    def change(self, trainer: int, what: str, *, again: bool = False) -> None:  # as `began`
-        """What a trainer trains has changed, as `what` says: wait until all ranks say so. Called before `began`.
-
-        Raises:
-            DistributedError: other ranks have begun the step without a change, or do not come.
-        """
 
     def leave(self) -> None:
         """Wait until every rank is done with the job.
@@ -168,6 +156,7 @@ class TorchCollectives(Collectives):
         records: Mapping[str, str] | None = None,
         detailed: Mapping[str, str] | None = None,
     ) -> None:
+        super().__init__()
         self.device = device
         self._records = Records(records, detailed)
         self._whereabouts: Whereabouts | None = None
@@ -210,16 +199,9 @@ class TorchCollectives(Collectives):
             self._host_group = dist.new_group(backend=self._host, timeout=timeout)
         if forms and self.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
-            self._whereabouts = Whereabouts(store, self.rank, self.world_size)
+            self.steps.clear()
+            self._whereabouts = Whereabouts(store, self.rank, self.world_size, self.steps)
             self._timeout = timeout or dist.default_pg_timeout
-
-    def began(self, trainer: int, step: int, *, again: bool = False) -> None:
-        if self._whereabouts is not None:
-            self._whereabouts.began(trainer, step, again=again)
-
-    def change(self, trainer: int, what: str, *, again: bool = False) -> None:
-        if self._whereabouts is not None:
-            self._whereabouts.change(trainer, what, self._timeout, again=again)
 
     def leave(self) -> None:
         if self._whereabouts is not None and len(self._entered) == 1:

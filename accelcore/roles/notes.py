@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -42,7 +42,6 @@ class Note:
     Attributes:
         beat: which of the rank's notes this is.
         steps: the step of each of its trainers.
-        looks: how often its trainers have seen that what they train is as it was, where the ranks have to agree on it.
         number: how many collectives it has begun.
         collective: the last of them; "" where nothing records them.
         line: of the script.
@@ -52,7 +51,6 @@ class Note:
 
     beat: int
     steps: Sequence[int] = ()
-    looks: int = 0
     number: int = 0
     collective: str = ""
     line: str = ""
@@ -82,20 +80,17 @@ class Notes:
     Args:
         store: the job's, of torch.distributed, which all ranks reach.
         rank, world_size: this rank, and of how many.
+        steps: the step of each trainer of this rank, by its number; the trainers write to it.
 
     Attributes:
-        steps: the step of each trainer of this rank, by its number.
-        looks: for each trainer twice the steps that it has begun, whatever their numbers, and one where it has looked
-            again within the last.
         done, failed: what this rank's next note says.
         line: where an error ended what the rank did; "" while it goes on, and is looked for.
         store: a part of the job's store.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, steps: Mapping[int, int]) -> None:
         self.store: Any = PrefixStore(f"whereabouts {next(_formed)}", store)
-        self.steps: dict[int, int] = {}
-        self.looks: dict[int, int] = {}
+        self.steps = steps
         self.done, self.failed, self.line = False, "", ""
         self._rank, self._world_size, self._beats = rank, world_size, 0
         self._trains, self._reads_recorder = threading.get_ident(), _recorder_is_short()
@@ -113,9 +108,8 @@ class Notes:
         self._beats += 1
         number, collective = _last_collective() if self._reads_recorder else (0, "")
         steps = list(self.steps.values())
-        looks = sum(self.looks.copy().values())
         line = self.line or _line(self._trains)
-        note = Note(self._beats, steps, looks, number, collective, line, self.done, self.failed)
+        note = Note(self._beats, steps, number, collective, line, self.done, self.failed)
         self.store.set(f"rank {self._rank}", json.dumps(asdict(note)))
 
     def read(self) -> dict[int, Note]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 from torch.distributed import DistError
@@ -37,54 +36,13 @@ class Whereabouts:
     Args:
         store: the job's, of torch.distributed, which all ranks reach.
         rank, world_size: this rank, and of how many.
+        steps: the step of each trainer of this rank, by its number.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, steps: Mapping[int, int]) -> None:
         self._rank, self._world_size = rank, world_size
-        self._notes = Notes(store, rank, world_size)
+        self._notes = Notes(store, rank, world_size, steps)
         self._explained = False
-        self._changes = count()
-
-    def began(self, trainer: int, step: int, *, again: bool = False) -> None:
-        """A trainer of this rank has begun a step, and what it trains is as it was; see `Collectives.began`."""
-        self._notes.steps[trainer] = step
-        self._notes.looks[trainer] = self._looks_then(trainer, again)
-
-    def change(self, trainer: int, what: str, timeout: timedelta, *, again: bool = False) -> None:
-        """Wait until all ranks have changed what they train; see `Collectives.change`.
-
-        A rank that has changed it says so in the store, and begins the step afterwards; one that has not, begins it.
-        So whoever has begun it, and said nothing, will never come.
-        """
-        store, number = self._notes.store, next(self._changes)
-        keys = {rank: f"change {number} {rank}" for rank in range(self._world_size)}
-        passed = sum(self._notes.looks.values()) + self._looks_then(trainer, again) - self._notes.looks.get(trainer, 0)
-        store.set(keys[self._rank], "")
-        self._notes.write()
-        begin = time.monotonic()
-        while True:
-            with suppress(RuntimeError):
-                store.wait(list(keys.values()), timedelta(seconds=BEAT / 4))
-                return
-            notes = self._notes.read()
-            missing = [rank for rank, key in keys.items() if not store.check([key])]
-            failed = [rank for rank in missing if rank in notes and notes[rank].failed]
-            if failed:
-                raise self._cannot_go_on(failed, notes)
-            went_on = [rank for rank in missing if rank in notes and (notes[rank].looks >= passed or notes[rank].done)]
-            late = missing if time.monotonic() - begin > timeout.total_seconds() else []
-            if went_on or late:
-                raise DistributedError(
-                    f"rank {self._rank} of this job has changed what it trains, and {ranks(went_on or late)} did not: "
-                    f"{what}",
-                    why=_places([self._rank, *(went_on or late)[:_NAMED]], notes),
-                    remedy="make the change on all ranks, before the same step, and not under `if rank == 0:`",
-                )
-
-    def _looks_then(self, trainer: int, again: bool) -> int:
-        """How often a trainer has looked when it has begun its next step, or looked `again` within that."""
-        looks = self._notes.looks.get(trainer, 0)
-        return looks | 1 if again else looks + 2 - looks % 2
 
     def leave(self, timeout: timedelta) -> None:
         """Wait until all ranks are done, so that none loses what another holds for it.

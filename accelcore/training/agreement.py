@@ -28,12 +28,11 @@ class Agreement:
     def __init__(self, collectives: Collectives, device: torch.device) -> None:
         self._collectives, self._device = collectives, device
 
-    def meet(self, what: str, remedy: str | None = None) -> None:
+    def meet(self, what: str) -> None:
         """Wait until every rank is here.
 
         Args:
             what: the call that all ranks have to make.
-            remedy: what to do where they do not; None where it is simply that call.
 
         Raises:
             DistributedError: some did not come in the time that the job gives a collective.
@@ -49,7 +48,7 @@ class Agreement:
             raise DistributedError(
                 f"not every rank of the job came to {what}",
                 why=str(error).strip().split("\n", 1)[0],
-                remedy=remedy or f"call {what} on all ranks, and not under `if rank == 0:`",
+                remedy=f"call {what} on all ranks, and not under `if rank == 0:`",
             ) from error
 
     def train_alike(self, said: Mapping[str, str]) -> None:

@@ -29,6 +29,10 @@ class Reading(ABC):
     def _check_able(self) -> None:
         """Raise where the training cannot go on."""
 
+    @abstractmethod
+    def _check_model(self) -> None:
+        """Raise where the model is no longer what the trainer was made for."""
+
     @property
     def epoch(self) -> int:
         """The epoch of `batches` that is under way, or comes next; counted from 0. Set, the next one is that.
@@ -90,6 +94,7 @@ class Reading(ABC):
         if name == "train":  # an epoch that is left early is over; what the schedule raises then, Python would drop
             self._end_epochs()
             self._schedule.check()
+            self._check_model()
         yield from stream.batches(loader, shard=shard)
         if name == "train":
             self.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,13 +20,11 @@ from accelcore.training.losses import loss_of_model, no_loss, split_loss
 from accelcore.training.plan import Plan
 from accelcore.training.turns import Turn
 from accelcore.training.unable import half_updated, parted
-from accelcore.training.watch import Watch
 from accelcore.training.window import Window
 
 __all__ = ["Step"]
 
 logger = logging.getLogger("accelcore")
-_UNCHANGED = nullcontext()
 
 
 class Step:
@@ -42,7 +39,6 @@ class Step:
 
     Attributes:
         overwrites: whether what the model returns, and gradients it gives, are memory that its next call writes anew.
-        late: what has noticed that what is trained has changed within this window; None where it has not.
         failure: why no step can be made any more; None where one can.
     """
 
@@ -63,7 +59,6 @@ class Step:
         self._clip_by = None if plan.options["clip"] is None else ClippingBy(plan.options["clip"])
         wanted = clip is not None or self._clip_by is not None or bool(plan.listeners.gradient_norm)
         self._reads_gradients = wanted
-        self.late: Watch | None = None
         self._turn = Turn([slot.parameter for slot in plan.gradients.slots])
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
@@ -106,8 +101,7 @@ class Step:
         first, last = self._window.micro == 0, self._window.is_last
         self.open()  # not in a graph, which serves the later micro-batches of a window, too
         try:
-            with self._as_begun():
-                loss, aux = captured(batch, self.forward_backward, self.work, first=first, last=last)
+            loss, aux = captured(batch, self.forward_backward, self.work, first=first, last=last)
         except BaseException as error:
             if self.is_open:  # else it was dropped where it was raised
                 self.drop(error)
@@ -156,16 +150,12 @@ class Step:
         """Update the parameters with the gradients of a window, a full one or a short one; the next one begins."""
         self._turn.take()
         try:
-            with self._as_begun():
-                self.work(full=full)
+            self.work(full=full)
             self._strategy.sync_buffers()
             self.begin()
         except BaseException as error:
             self.drop(error)
             raise
-
-    def _as_begun(self) -> AbstractContextManager[object]:
-        return _UNCHANGED if self.late is None else self.late.as_it_was()
 
     def work(self, *, full: bool = True) -> None:
         """What the device does in an update; captured steps record it."""
@@ -228,24 +218,10 @@ class Step:
 
     def begin(self, *, opened: bool = False) -> None:
         """A window begins, or one that was `opened` before goes on."""
-        self._turn.is_open, self.late = opened, None
+        self._turn.is_open = opened
         if not opened:
             self._window.reset()
         self._strategy.micro(self._window.is_last)
-
-    def follow_late(self, watch: Watch) -> None:
-        """What is trained has changed within this window: end it as it began; the change counts from the next one on.
-
-        Raises:
-            TrainingError: that cannot be done; the window is dropped.
-        """
-        try:
-            watch.check_layout()
-            self._strategy.exchange_late()
-        except BaseException as error:
-            self.drop(error)
-            raise
-        self.late = watch
 
     def check(self) -> None:
         """Raise TrainingError where no step can be made any more."""
@@ -256,6 +232,10 @@ class Step:
         """Drop the window, because something in it failed: what there is of its gradients cannot be trusted."""
         if self._world_size > 1 and self.failure is None:  # what this rank raises, the others need not raise
             self.failure = parted(error)
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop the window: its gradients, and all that is known of it."""
         if self._window.accumulate > 1:
             logger.warning(
                 "a step failed, and its window is dropped: it had %d of %d micro-batches",

@@ -19,6 +19,7 @@ from accelcore.training.clipping import Clipping
 from accelcore.training.data_stream import DataStreams
 from accelcore.training.evaluation import Evaluation
 from accelcore.training.mistakes import check_arguments
+from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.options import TrainerOptions, check_values, complete
 from accelcore.training.parts.every import every_part
 from accelcore.training.plan import Plan
@@ -29,7 +30,6 @@ from accelcore.training.stages.order import Preparation
 from accelcore.training.state import TrainingState
 from accelcore.training.step import Step
 from accelcore.training.unable import half_restored, other_job
-from accelcore.training.watch import Watch
 from accelcore.training.window import Window
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Trainer(Reading, Checkpointing):
     def forward(self) -> Callable[..., Any]:
         """The model to call in a loop of one's own: compiled and replicated as asked."""
         if self._window.micro == 0 or self._window.is_last:
-            self._follow()
+            self._check_unchanged()
         return self._plan.forward
 
     @property
@@ -201,11 +201,30 @@ class Trainer(Reading, Checkpointing):
             self._step.update(full=False)
             self._end_window()
 
+    def refresh(self) -> None:
+        """Prepare the model and the optimizer again, after parameters were frozen, unfrozen or added.
+
+        Call it between two windows, in a job on all ranks. A parameter that was added must be in a group of the
+        optimizer (`optimizer.add_param_group`), or frozen.
+
+        Raises:
+            TrainingError: a window is open, or the trainer cannot follow the change.
+            DistributedError: the ranks of the job have made different changes.
+        """
+        self._check_able()
+        if self._within:
+            raise TrainingError(
+                f"refresh was called within a window, after {self._window.micro} of {self.accumulate} micro-batches",
+                why="the gradients of the window belong to the parameters that it began with",
+                remedy="change the model between two windows; trainer.flush() closes one, before the change",
+            )
+        self._preparation.repeat(self._snapshot.check_refreshable)
+        self._compose()
+        self._step.begin()
+
     def _state(self, *, saves: bool = False) -> TrainingState:
         self._check_able()
-        if not self._within:
-            self._follow()
-        self._watch.check()
+        self._snapshot.check_model()
         self._streams.warn_if_unused(self.steps)
         self._schedule.epochs_ended(self._streams["train"].epoch)
         if saves:
@@ -242,7 +261,7 @@ class Trainer(Reading, Checkpointing):
         self._step.failure = half_restored(error)
 
     def _compose(self) -> None:
-        self._watch = Watch(self.model, self.optimizer, self._plan.strategy.rest)
+        self._snapshot = ModelSnapshot(self.model, self.optimizer, self._plan.strategy.rest)
         self._step = Step(self._plan, scaler=self.scaler, window=self._window, clip=self._clip)
 
     @property
@@ -250,22 +269,20 @@ class Trainer(Reading, Checkpointing):
         return self._window.micro > 0 or self._step.is_open
 
     def _begin(self) -> None:
-        """A window begins, or its last micro-batch: what ranks train must not differ from here on."""
-        self._follow()
-        self._backend.collectives.began(self._number, self.steps + 1, again=self._within)
+        """Begin a window, or its last micro-batch."""
+        self._check_unchanged()
+        self._backend.collectives.steps[self._number] = self.steps + 1
 
-    def _follow(self) -> None:
-        """Where what is trained has changed, prepare anew; within a window, see that this can be done after it."""
-        if self._step.late is not None or not self._watch.changed():
-            return
-        changes = self._watch.changes()
-        self._backend.collectives.change(self._number, changes, again=self._within)
-        if self._within:
-            self._step.follow_late(self._watch)
-        else:
-            self._preparation.repeat(changes)
-            self._compose()
-            self._step.begin()
+    def _check_model(self) -> None:
+        self._snapshot.check_model()
+
+    def _check_unchanged(self) -> None:
+        try:
+            self._snapshot.check()
+        except TrainingError:
+            if self._within:
+                self._step.discard()
+            raise
 
     def _count(self) -> bool:
         full = self._step.count()

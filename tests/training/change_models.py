@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 ACCUMULATE, MICRO_BATCHES = 2, 8
-WHEN = {"between windows": 4, "within a window": 3}
+CHANGED_BEFORE = 4
 CHANGES = ("freeze", "unfreeze", "add", "swap")
 KINDS = {
     "own": lambda accel, members: accel.optimizers.create("adamw", members, lr=0.05, eps=1e-3),

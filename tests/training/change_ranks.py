@@ -1,7 +1,7 @@
-"""One rank of a job whose model is changed: `change_ranks.py all FOLDER`, or `change_ranks.py alone STRATEGY WHEN`.
+"""One rank of a job whose model is changed: `change_ranks.py all FOLDER`, or `change_ranks.py alone STRATEGY CALL`.
 
 All: each rank makes every change under every strategy, and writes what it found to FOLDER/RANK.json. Alone: rank 1
-makes a change, rank 0 does not, and the job ends.
+makes a change, rank 0 does not, and the job ends; both call `refresh`, or neither.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 import accelcore
 from tests.training.change_models import (
     ACCUMULATE,
+    CHANGED_BEFORE,
     CHANGES,
     KINDS,
     MICRO_BATCHES,
-    WHEN,
     apply,
     batch,
     loss_of,
@@ -30,14 +30,15 @@ from tests.training.change_models import (
 WHOLE, SHARDED = ("ddp", "combine_ddp", "zero1"), ("fsdp", "zero2")
 
 
-def train(accel, rank, parallel, kind, change, when, *, calls=1):
+def train(accel, rank, parallel, kind, change, *, calls=1):
     """The model that a trainer has trained, and the trainer."""
     model, members = start(change)
     optimizer = KINDS[kind](accel, members)
     trainer = accel.trainer(model, optimizer, loss=loss_of, accumulate=ACCUMULATE, parallel=parallel)
     for number in range(MICRO_BATCHES):
-        if number == WHEN[when]:
+        if number == CHANGED_BEFORE:
             apply(change, model, optimizer, rank)
+            trainer.refresh()
         if calls == 1:
             trainer(batch(rank, number))
         else:
@@ -46,23 +47,20 @@ def train(accel, rank, parallel, kind, change, when, *, calls=1):
     return model, trainer
 
 
-def refused(accel, rank, parallel, kind, when, folder):
+def refused(accel, rank, parallel, kind, folder):
     """What a layer that is no shard is answered, at each call, and whether anything moved meanwhile."""
     model, members = start("add")
     optimizer = KINDS[kind](accel, members)
     trainer = accel.trainer(model, optimizer, loss=loss_of, accumulate=ACCUMULATE, parallel=parallel)
     for number in range(4):
         trainer(batch(rank, number))
-    if when == "within a window":
-        trainer(batch(rank, 4))
     apply("add", model, optimizer, rank)
-    if when == "within a window":
-        trainer(batch(rank, 5))
     before, said = state(model), []
-    for call in (lambda: trainer(batch(rank, 6)), lambda: trainer.save(folder / "checkpoint")) * 2:
+    calls = lambda: trainer(batch(rank, 6)), trainer.refresh, lambda: trainer.save(folder / "checkpoint")
+    for call in calls * 2:
         try:
             call()
-        except accelcore.ConfigurationError as error:
+        except (accelcore.ConfigurationError, accelcore.TrainingError) as error:
             said.append(str(error))
     return {"said": said, "unchanged": state(model) == before}
 
@@ -74,24 +72,34 @@ def frozen_layer_added(accel, rank, parallel):
     trainer(batch(rank, 0))
     torch.manual_seed(20 + rank)
     model.added = torch.nn.Linear(4, 4).requires_grad_(False)
+    trainer.refresh()
     trainer(batch(rank, 1))
     return state(model)
 
 
-def changed_after_forward(accel, rank):
-    """Under ddp, a change between the last forward pass of a window and its backward pass."""
+def changed_within_a_window(accel, rank, parallel, when):
+    """Before the last micro-batch of a window, or between its forward and its backward pass."""
     model, members = start("freeze")
     optimizer = KINDS["own"](accel, members)
-    trainer = accel.trainer(model, optimizer, loss=loss_of, accumulate=ACCUMULATE, parallel="ddp")
+    trainer = accel.trainer(model, optimizer, loss=loss_of, accumulate=ACCUMULATE, parallel=parallel)
     trainer.backward(loss_of(trainer.forward, batch(rank, 0)))
     trainer.update()
-    loss = loss_of(trainer.forward, batch(rank, 1))
-    apply("freeze", model, optimizer, rank)
+    before = state(model)
+    if when == "before forward":
+        apply("freeze", model, optimizer, rank)
+    said = ""
     try:
+        loss = loss_of(trainer.forward, batch(rank, 1))
+        if when == "after forward":
+            apply("freeze", model, optimizer, rank)
         trainer.backward(loss)
     except accelcore.TrainingError as error:
-        return str(error)
-    return ""
+        said = str(error)
+    unchanged = state(model) == before
+    trainer.refresh()
+    for number in range(2, 4):
+        trainer(batch(rank, number))
+    return {"said": said, "unchanged": unchanged, "after": state(model)}
 
 
 def all_together(folder: Path) -> None:
@@ -101,27 +109,32 @@ def all_together(folder: Path) -> None:
         for parallel in (*WHOLE, *SHARDED):
             for kind in KINDS:
                 for change in CHANGES:
-                    for when in WHEN:
-                        case = f"{parallel}, {kind}, {change} {when}"
-                        if parallel in SHARDED and change == "add":
-                            found[case] = refused(accel, job.rank, parallel, kind, when, folder)
-                        else:
-                            calls = 3 if kind == "own" else 1
-                            found[case] = state(train(accel, job.rank, parallel, kind, change, when, calls=calls)[0])
+                    case = f"{parallel}, {kind}, {change}"
+                    if parallel in SHARDED and change == "add":
+                        found[case] = refused(accel, job.rank, parallel, kind, folder)
+                    else:
+                        calls = 3 if kind == "own" else 1
+                        found[case] = state(train(accel, job.rank, parallel, kind, change, calls=calls)[0])
         found["frozen layer added"] = {each: frozen_layer_added(accel, job.rank, each) for each in WHOLE}
-        found["changed after forward"] = changed_after_forward(accel, job.rank)
+        for parallel in (*WHOLE, *SHARDED):
+            for when in ("before forward", "after forward")[: 1 if parallel in SHARDED else 2]:
+                case = f"{parallel}, {when}"
+                found[case] = changed_within_a_window(accel, job.rank, parallel, when)
         (folder / f"{job.rank}.json").write_text(json.dumps(found))
 
 
-def one_alone(parallel: str, when: str) -> None:
+def one_alone(parallel: str, call: str) -> None:
     accel = accelcore.select("cpu")
     with accel.distributed(timeout=timedelta(minutes=10)) as job:  # by which the test is over
         model, members = start("freeze")
         optimizer = KINDS["own"](accel, members)
         trainer = accel.trainer(model, optimizer, loss=loss_of, accumulate=ACCUMULATE, parallel=parallel)
         for number in range(MICRO_BATCHES):
-            if number == WHEN[when] and job.rank == 1:
-                apply("freeze", model, optimizer, job.rank)
+            if number == CHANGED_BEFORE:
+                if job.rank == 1:
+                    apply("freeze", model, optimizer, job.rank)
+                if call == "refresh":
+                    trainer.refresh()
             trainer(batch(job.rank, number))
 
 

@@ -203,7 +203,8 @@ def dropped(accel, folder):
             )
             trainer(rows()[:2])
         model[0].requires_grad_(False)
-        trainer(rows()[:2])  # prepares anew
+        trainer.refresh()
+        trainer(rows()[:2])
         model[0].requires_grad_(True)
         alive = left()
         del trainer

@@ -98,11 +98,13 @@ def changes(accel, rank, options):
             model.sometimes.requires_grad_(True)
         if number == 4:
             model.inward.requires_grad_(False)
+        if number in (2, 4):
+            trainer.refresh()
         trainer((batch(rank, number), True))
     torch.manual_seed(5)
     model.never = nn.Linear(4, 4)
     try:
-        trainer((batch(rank, 6), True))
+        trainer.refresh()
         refused = ""
     except accelcore.TrainingError as error:
         refused = str(error)
@@ -119,8 +121,9 @@ def masters(accel, rank, options):
         model, optimizer, loss=lambda m, rows: m(rows).sum(), precision=Policy(model_dtype="bfloat16"), **options
     )
     for number in range(200):
-        if number % 10 == 0:  # the trainer is prepared anew, and the masters stay exact
+        if number % 10 == 0:  # the trainer is prepared again, and the masters stay exact
             model.bias.requires_grad_(not model.bias.requires_grad)
+            trainer.refresh()
         trainer(torch.ones(1, 4, dtype=torch.bfloat16))
     return whole(model.state_dict()["weight"]).double().flatten().tolist()
 

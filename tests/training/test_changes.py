@@ -1,4 +1,4 @@
-"""What changes after a trainer was made is followed with the right numbers, or refused at once."""
+"""What changes after a trainer was made is noticed, and followed with the right numbers by refresh, or refused."""
 
 from __future__ import annotations
 
@@ -65,6 +65,12 @@ def same(one, other):
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def refreshed(trainer, *changes):
+    for change in changes:
+        change(trainer.model, trainer.optimizer)
+    trainer.refresh()
+
+
 def freeze(model, optimizer):
     model.middle.requires_grad_(False)
 
@@ -87,13 +93,16 @@ def add(model, optimizer):
     [[freeze], [freeze, unfreeze], [add], [freeze, add, unfreeze]],
     ids=lambda changes: ", ".join(each.__name__ for each in changes),
 )
-def test_what_is_frozen_unfrozen_or_added_is_followed(accel, tmp_path, kind, flat, calls, changes):
+def test_what_is_frozen_unfrozen_or_added_is_followed_by_refresh(accel, tmp_path, kind, flat, calls, changes):
     trainer, hand = make(accel, kind, flat), Hand()
     feed = data(4 * (len(changes) + 1))
     train(trainer, feed[:4], calls=calls)
     hand.train(feed[:4])
     for number, change in enumerate(changes, start=1):
         change(trainer.model, trainer.optimizer)
+        with pytest.raises(accelcore.TrainingError, match=r"(?s)(middle\.weight|added\.weight).*trainer\.refresh"):
+            train(trainer, feed[:1], calls=calls)
+        trainer.refresh()
         change(hand.model, hand.optimizer)
         train(trainer, feed[4 * number : 4 * number + 4], calls=calls)
         hand.train(feed[4 * number : 4 * number + 4])
@@ -102,10 +111,9 @@ def test_what_is_frozen_unfrozen_or_added_is_followed(accel, tmp_path, kind, fla
     # Also what was saved of it, whatever is frozen by then.
     trainer.save(tmp_path)
     resumed = make(accel, kind, flat)
-    for change in changes:
-        change(resumed.model, resumed.optimizer)
+    refreshed(resumed, *changes)
     resumed.resume(tmp_path)
-    unfreeze(resumed.model, None)
+    refreshed(resumed, unfreeze)
     unfreeze(hand.model, None)
     train(resumed, feed[:4], calls=calls)
     hand.train(feed[:4])
@@ -114,22 +122,41 @@ def test_what_is_frozen_unfrozen_or_added_is_followed(accel, tmp_path, kind, fla
 
 @HOW
 @FLAT
-def test_a_change_within_a_window_is_followed_from_the_next_one_on(accel, kind, flat):
+@pytest.mark.parametrize("calls", [1, 3, 4], ids=["one call", "three calls", "around trainer.forward"])
+def test_a_change_within_a_window_raises_at_its_end_and_drops_it(accel, kind, flat, calls):
     trainer, hand = make(accel, kind, flat), Hand()
     feed = data(6)
-    train(trainer, feed[:1])
-    loss_of(hand.model, feed[0]).div(2).backward()
+    train(trainer, feed[:1], calls=calls)
     freeze(trainer.model, None)
+    with pytest.raises(accelcore.TrainingError, match="1 of 2"):
+        trainer.refresh()
+    with pytest.raises(accelcore.TrainingError, match=r"'middle\.weight' was frozen"):
+        train(trainer, feed[1:2], calls=calls)
+    trainer.refresh()
     freeze(hand.model, None)
-    train(trainer, feed[1:])
-    loss_of(hand.model, feed[1]).div(2).backward()
-    hand.optimizer.step()
+    train(trainer, feed[2:], calls=calls)
     hand.train(feed[2:])
     same(trainer.model, hand.model)
 
 
+def test_a_change_between_two_epochs_is_noticed_when_the_next_begins(accel):
+    trainer = make(accel, next(iter(OPTIMIZERS)), True)
+    loader = data(2)
+    for batch in trainer.batches(loader):
+        trainer(batch)
+    trainer.model.added = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(accelcore.TrainingError, match=r"(?s)'added\.weight' is new.*trainer\.refresh"):
+        next(iter(trainer.batches(loader)))
+    trainer.refresh()
+    for batch in trainer.batches(loader):
+        trainer(batch)
+    trainer.model.middle = nn.Linear(4, 4)
+    with pytest.raises(accelcore.TrainingError, match=r"'middle\.weight' was removed or replaced"):
+        next(iter(trainer.batches(loader)))
+
+
 @HOW
-def test_another_memory_format_is_refused_within_a_window_and_followed_after_it(accel, kind):
+def test_another_memory_format_is_refused_within_a_window_and_followed_by_refresh(accel, kind):
     def net():
         torch.manual_seed(0)
         return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(27, 2))
@@ -143,8 +170,9 @@ def test_another_memory_format_is_refused_within_a_window_and_followed_after_it(
         train(each, feed[:2])
     trainer(feed[2])
     trainer.model.to(memory_format=torch.channels_last)
-    with pytest.raises(accelcore.TrainingError, match="another memory layout within a window"):
+    with pytest.raises(accelcore.TrainingError, match="another memory layout"):
         trainer(feed[3])
+    trainer.refresh()
     for each in (trainer, other):  # that window was dropped
         train(each, feed[4:])
     same(trainer.model, other.model)
@@ -153,7 +181,7 @@ def test_another_memory_format_is_refused_within_a_window_and_followed_after_it(
 @HOW
 @FLAT
 @pytest.mark.parametrize("change", ["replaced", "new and trained by nobody", "another parameter", "assigned"])
-def test_another_model_is_refused_at_once_and_nothing_moves(accel, tmp_path, kind, flat, change):
+def test_another_model_is_refused_and_nothing_moves(accel, tmp_path, kind, flat, change):
     trainer = make(accel, kind, flat)
     model = trainer.model
     train(trainer, data(2))
@@ -167,9 +195,8 @@ def test_another_model_is_refused_at_once_and_nothing_moves(accel, tmp_path, kin
         model.added = nn.Linear(4, 4)
     before = copy.deepcopy(model.state_dict())
     calls = (
-        lambda: train(trainer, data(2)),
-        lambda: train(trainer, data(2), calls=3),
-        lambda: train(trainer, data(2), calls=4),
+        lambda: next(iter(trainer.batches(data(2)))),
+        lambda: trainer.refresh(),
         lambda: trainer.save(tmp_path),
         lambda: trainer.resume(tmp_path),
     )
@@ -205,7 +232,7 @@ def test_a_rollback_after_a_change_restores_what_was_saved_or_is_refused(accel, 
     train(trainer, feed[:4])
     hand.train(feed[:4])
     trainer.save(tmp_path)
-    change(trainer.model, trainer.optimizer)
+    refreshed(trainer, change)
     if change is add:
         with pytest.raises(accelcore.CheckpointError):
             trainer.resume(tmp_path)
@@ -214,7 +241,7 @@ def test_a_rollback_after_a_change_restores_what_was_saved_or_is_refused(accel, 
         hand.train(feed[4:])
     else:
         train(trainer, feed[4:])
-        unfreeze(trainer.model, None)
+        refreshed(trainer, unfreeze)
         trainer.resume(tmp_path)
         train(trainer, feed[4:])
         hand.train(feed[4:])
@@ -227,15 +254,15 @@ def test_a_resume_right_after_a_group_was_added_restores_its_state_too(accel, tm
     trainer, hand = make(accel, kind, flat), Hand()
     train(trainer, data(2))
     hand.train(data(2))
-    for model, optimizer in ((trainer.model, trainer.optimizer), (hand.model, hand.optimizer)):
-        add(model, optimizer)
+    refreshed(trainer, add)
+    add(hand.model, hand.optimizer)
     assert trainer.save(tmp_path).is_dir()  # also before the first step of what was added
     train(trainer, data(4))
     hand.train(data(4))
     trainer.save(tmp_path)
     resumed = make(accel, kind, flat)
+    refreshed(resumed, add)
     train(resumed, data(1))  # and within a window
-    add(resumed.model, resumed.optimizer)
     resumed.resume(tmp_path)
     train(resumed, data(4, seed=2))
     hand.train(data(4, seed=2))

@@ -218,6 +218,7 @@ def test_a_part_that_is_added_later_is_held_alike(accel):
     model.last.more = nn.Linear(8, 3)
     model.last.register_forward_hook(lambda m, given, out: out + m.more(given[0]))
     trainer.optimizer.add_param_group({"params": list(model.last.more.parameters())})
+    trainer.refresh()
     trainer(data(1)[0])
     assert model.last.more.weight.dtype == torch.float16
     assert model.state_dict()["last.more.weight"].dtype == torch.float32

@@ -71,6 +71,7 @@ def test_without_masters_small_steps_are_lost_and_it_is_said_once(accel, create,
         for _ in range(100):
             trainer(X)
         trainer.model.b.weight.requires_grad_(False)
+        trainer.refresh()
         trainer(X)
     assert trainer.model.a.weight.eq(1).all()
     assert sum("without fp32 masters" in record.message for record in caplog.records) == 1
@@ -112,6 +113,7 @@ def test_what_is_written_into_the_model_is_what_its_masters_go_on_from(accel, tm
         trainer.resume(tmp_path)
     if then == "freeze":
         trainer.model.b.weight.requires_grad_(False)
+        trainer.refresh()
     for _ in range(200):  # fewer would be below bf16's spacing at 2
         trainer(X)
     torch.testing.assert_close(trainer.model.a.weight, torch.full((3, 4), 1.98, dtype=torch.bfloat16), rtol=0, atol=0)
@@ -126,14 +128,17 @@ def test_freezing_unfreezing_and_adding_keep_the_masters_of_the_others_exact(acc
     for _ in range(10):
         trainer(X)
     model.b.weight.requires_grad_(False)
+    trainer.refresh()
     for _ in range(10):
         trainer(X)
     model.b.weight.requires_grad_(True)
+    trainer.refresh()
     for _ in range(10):
         trainer(X)
     model.c = nn.Linear(4, 3, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(model.c.weight)
     trainer.optimizer.add_param_group({"params": [model.c.weight]})
+    trainer.refresh()
     model.forward = lambda x: Ones.forward(model, x) + model.c(x.bfloat16()).float().sum()
     for _ in range(30):
         trainer(X)

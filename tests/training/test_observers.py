@@ -128,7 +128,8 @@ def test_nothing_is_registered_for_what_nobody_wants_to_hear_and_nothing_stays(a
     model = trainer.model
     assert hooks(model) == 5
     model[0].requires_grad_(False)
-    trainer(data(1)[0])  # prepares anew
+    trainer.refresh()
+    trainer(data(1)[0])
     assert hooks(model) == 5
     del trainer
     assert hooks(model) == 0

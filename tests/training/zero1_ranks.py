@@ -86,8 +86,10 @@ def frozen(accel):
         trainer = trained(accel, "partly", "adamw", parallel)
         for part, trains in ((trainer.model.frozen, True), (trainer.model.blocks[0], False)):
             part.requires_grad_(trains)
+        trainer.refresh()
         run("partly", accel.collectives.rank, trainer)
         trainer.model.blocks[0].requires_grad_(True)
+        trainer.refresh()
         run("partly", accel.collectives.rank, trainer)
         found[parallel] = state(trainer.model)
     return found
@@ -97,6 +99,7 @@ def kept(accel, folder):
     """A state of what is frozen is saved, and resumed, like any."""
     trainer = trained(accel, "partly", "adamw", "zero1")
     trainer.model.blocks[0].requires_grad_(False)
+    trainer.refresh()
     trainer.save(folder / "frozen")
     model = made("partly")
     model.blocks[0].requires_grad_(False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from accelcore.errors import DistributedError
 from accelcore.training.agreement import Agreement
@@ -37,22 +37,27 @@ class Preparation:
         self._check_together("accel.trainer(...)")
         self._apply()
 
-    def repeat(self, changes: str) -> None:
-        """Take it through once more, because of `changes` in what is trained."""
+    def repeat(self, check: Callable[[], None]) -> None:
+        """Go through the stages again, because the model or the optimizer has changed.
+
+        Args:
+            check: raises for a change that cannot be followed.
+        """
         self._plan.strategy.rest()
-        remedy = "make the change on all ranks, before the same step, and not under `if rank == 0:`"
-        self._check_together(f"a change of what is trained: {changes}", remedy)
+        self._check_together("trainer.refresh()", check)
         self._apply()
 
-    def _check_together(self, what: str, remedy: str | None = None) -> None:
-        """Every check, on all ranks of a job, and that they are about to train the same."""
+    def _check_together(self, what: str, check: Callable[[], None] = lambda: None) -> None:
+        """Run every check on all ranks of the job, and compare what the ranks are about to train."""
         backend = self._plan.backend
         if backend.collectives.world_size == 1:
+            check()
             self._check()
             return
         agreement, failure = Agreement(backend.collectives, backend.device), None
-        agreement.meet(what, remedy)
+        agreement.meet(what)
         try:
+            check()
             self._check()
         except Exception as error:  # noqa: BLE001  # raised by `settle`, when all ranks know
             failure = error

@@ -74,15 +74,6 @@ class DDP(Strategy):
         self._ran[0] = False
         self._arrived.clear()
 
-    def exchange_late(self) -> None:
-        if self._ddp.require_backward_grad_sync and self._ran[0]:
-            raise TrainingError(
-                "what is trained was changed between a forward pass and its backward pass",
-                why="torch's DistributedDataParallel exchanges in backward what was trained in forward",
-                remedy="make the change before trainer.forward, or after trainer.update()",
-            )
-        self._ddp.require_backward_grad_sync = False  # until the next window
-
     def exchange(self, *, last: bool) -> None:
         if not self._ddp.require_backward_grad_sync:
             return

@@ -81,13 +81,6 @@ class Strategy(ABC):
     def before_backward(self) -> None:  # noqa: B027
         """Raise TrainingError where these gradients would stay on this rank."""
 
-    def exchange_late(self) -> None:  # noqa: B027
-        """What is trained has changed within this window: exchange its gradients in `reduce` alone.
-
-        Raises:
-            TrainingError: it is too late for that.
-        """
-
     def exchange(self, *, last: bool) -> None:  # noqa: B027
         """After a backward pass, the `last` of a window or not: exchange what was not exchanged meanwhile."""
 

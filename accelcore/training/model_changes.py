@@ -1,0 +1,133 @@
+"""Detect changes of the model and the optimizer that a trainer was prepared for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import zip_longest
+from operator import attrgetter, is_
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelcore.errors import TrainingError
+
+__all__ = ["ModelSnapshot"]
+
+# Compared in every window, for every parameter: without a Python frame for each.
+_TRAINABLE, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
+_NAMED = 3
+"""Number of changes that a message names."""
+
+
+class ModelSnapshot:
+    """The model's parameters and the optimizer's groups, as they were when the trainer was prepared.
+
+    Args:
+        model, optimizer: as the trainer has prepared them.
+        rest: frees what the strategy has gathered, so that the model has the parameters that are trained.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None] = lambda: None) -> None:
+        self._model, self._optimizer, self._rest = model, optimizer, rest
+        self._members = [list(group["params"]) for group in optimizer.param_groups]
+        self._held = _held(optimizer)
+        self._by_name = dict(model.named_parameters())
+        self._parameters = list(self._by_name.values())
+        self._trainable = list(map(_TRAINABLE, self._parameters))
+        self._addresses = list(map(Tensor.data_ptr, self._parameters))
+        self._dtypes, self._strides = list(map(_DTYPE, self._parameters)), list(map(Tensor.stride, self._parameters))
+
+    def check(self) -> None:
+        """Compare the known parameters and the optimizer's groups. Does not walk the model.
+
+        Raises:
+            TrainingError: a parameter was frozen, unfrozen, cast, given other strides, or a group has other parameters.
+        """
+        addresses = list(map(Tensor.data_ptr, self._parameters))
+        if addresses != self._addresses:  # other dtypes or strides imply other memory
+            if list(map(_DTYPE, self._parameters)) != self._dtypes:
+                raise TrainingError(
+                    "the model was cast after its trainer was made",
+                    why="the optimizer's state, and what ranks exchange, are of the dtypes it had",
+                    remedy="cast it before, or say precision=Policy(model_dtype=...); or make optimizer and trainer "
+                    "again",
+                )
+            # Kernels walk a parameter and its state side by side, and need the same strides.
+            if list(map(Tensor.stride, self._parameters)) != self._strides:
+                raise self._changed()
+            self._addresses = addresses
+        if list(map(_TRAINABLE, self._parameters)) != self._trainable:
+            raise self._changed()
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._members):
+            raise self._changed()
+        for group, members in zip(groups, self._members):  # noqa: B905  # as many, and `strict` takes time
+            now = group["params"]
+            if len(now) != len(members) or not all(map(is_, now, members)):
+                raise self._changed()
+
+    def check_model(self) -> None:
+        """Do what `check` does, and walk the whole model.
+
+        Raises:
+            TrainingError: see `check` and `check_refreshable`; or the model has a new parameter.
+        """
+        self.check_refreshable()
+        self.check()
+        # A frozen parameter, too, has to be moved to the device, and to be the same on all ranks.
+        if any(name not in self._by_name for name, _ in self._model.named_parameters()):
+            raise self._changed()
+
+    def check_refreshable(self) -> None:
+        """Raise TrainingError for changes that `Trainer.refresh` cannot follow: replaced or unknown parameters."""
+        self._rest()
+        now = dict(self._model.named_parameters())
+        gone = [name for name, parameter in self._by_name.items() if now.get(name) is not parameter]
+        held = _held(self._optimizer)
+        known = held | set(map(id, self._by_name.values()))
+        strange = [name for name, parameter in now.items() if id(parameter) not in known and parameter.requires_grad]
+        if held - self._held - set(map(id, now.values())):
+            raise TrainingError(
+                "the optimizer was given parameters that are not in the model",
+                why="they would be neither moved to the device, nor reduced over ranks, nor saved",
+                remedy="make them a submodule of the model; the trainer makes fp32 masters itself: "
+                'precision=Policy(model_dtype="bfloat16")',
+            )
+        if gone or strange:
+            what = f"{gone[0]!r} was removed or replaced" if gone else f"{strange[0]!r} is new, and in no group"
+            raise TrainingError(
+                f"the model's parameters have changed since its trainer was made: {what}",
+                why="the optimizer would go on with the parameters it has, and the others would not be trained",
+                remedy="make optimizer and trainer again. A parameter that was only added can be given to "
+                "optimizer.add_param_group, or frozen by requires_grad_(False); then call trainer.refresh()",
+            )
+
+    def _changed(self) -> TrainingError:
+        return TrainingError(
+            f"the model or the optimizer has changed since its trainer was made: {self._changes()}",
+            why="the trainer would not train, reduce over ranks or save what has changed",
+            remedy="call trainer.refresh() after a change: between two windows, and on all ranks of a job",
+        )
+
+    def _changes(self) -> str:
+        now = dict(self._model.named_parameters())
+        said = []
+        for (name, parameter), trainable, strides in zip(
+            self._by_name.items(), self._trainable, self._strides, strict=True
+        ):
+            if parameter.requires_grad != trainable:
+                said.append(f"{name!r} was {'frozen' if trainable else 'unfrozen'}")
+            if parameter.stride() != strides:
+                said.append(f"{name!r} has another memory layout")
+        said += [f"{name!r} is new" for name in now if name not in self._by_name]
+        for number, (group, members) in enumerate(zip_longest(self._optimizer.param_groups, self._members)):
+            if group is None or members is None:
+                said.append(f"group {number} of the optimizer was {'removed' if group is None else 'added'}")
+            elif list(map(id, group["params"])) != list(map(id, members)):
+                said.append(f"group {number} of the optimizer has other parameters")
+        more = len(said) - _NAMED
+        return ", ".join([*said[:_NAMED], *([f"and {more} more"] if more > 0 else [])])
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    return {id(held) for group in optimizer.param_groups for held in group["params"]}
