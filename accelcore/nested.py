@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["detached", "moved"]
+__all__ = ["cast", "detached", "moved"]
 
 T = TypeVar("T")
 
 
 def moved(value: T, device: torch.device) -> T:
-    """`value` with its tensors, and what else has a method `to`, on a device; what is there already is not copied."""
+    """Return `value` with its tensors, and everything with a method `to`, on a device. Nothing there is copied."""
 
     def move(part: Any) -> Any:
         if isinstance(part, Tensor):
@@ -30,38 +30,74 @@ def moved(value: T, device: torch.device) -> T:
 
 
 def detached(value: T) -> T:
-    """`value` with its tensors outside the graph that made them, so that they do not keep it alive."""
+    """Return `value` with its tensors detached, so that they do not keep their graph alive."""
 
     def detach(part: Any) -> Any:
         if isinstance(part, Tensor):
             return part.detach() if part.requires_grad else part
-        return part if isinstance(part, type) else NotImplemented
+        return NotImplemented
 
     result: T = _mapped(value, detach)
     return result
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with each part of it as `change` makes it; what that returns NotImplemented for, is looked into."""
+def cast(value: T, dtype: torch.dtype) -> T:
+    """Return `value` with its floating-point tensors in a dtype. A container without any to cast is returned itself."""
+
+    def to_dtype(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.to(dtype) if part.is_floating_point() and part.dtype != dtype else part
+        return NotImplemented
+
+    result: T = _mapped(value, to_dtype, reuse=True)
+    return result
+
+
+def _mapped(value: Any, change: Callable[[Any], Any], *, reuse: bool = False) -> Any:
+    """Return `value` with `change` applied to its parts.
+
+    Args:
+        change: returns NotImplemented for a part that may be a container to look into.
+        reuse: whether a container of which no part has changed is returned itself, not as a copy.
+    """
     changed = change(value)
     if changed is not NotImplemented:
         return changed
+    parts = _parts(value)
+    if parts is None:
+        return value
+    mapped = [_mapped(part, change, reuse=reuse) for part in parts.values()]
+    if reuse and all(new is old for new, old in zip(mapped, parts.values(), strict=True)):
+        return value
+    return _rebuilt(value, dict(zip(parts, mapped, strict=True)))
+
+
+def _parts(value: Any) -> Mapping[Any, Any] | None:
+    """Return a container's parts by key, index or field; None for anything else."""
     if isinstance(value, Mapping):
-        entries = {key: _mapped(entry, change) for key, entry in value.items()}
-        if not isinstance(value, MutableMapping):
-            return type(value)(entries)  # type: ignore[call-arg]
-        like = copy.copy(value)  # keeps what a subclass has beside its entries, such as a default
-        for key, entry in entries.items():
-            like[key] = entry
-        return like
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(entry, change) for entry in value))
+        return value
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(entry, change) for entry in value)
-    if dataclasses.is_dataclass(value):
-        twin = copy.copy(value)
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                object.__setattr__(twin, field.name, _mapped(getattr(value, field.name), change))
-        return twin
-    return value
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.name: getattr(value, field.name) for field in fields if hasattr(value, field.name)}
+    return None
+
+
+def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
+    """Return a container of the same kind with other parts."""
+    if type(value) is dict:
+        return parts  # torch.compile cannot trace `copy`
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*parts.values())
+    if isinstance(value, list | tuple):
+        return type(value)(list(parts.values()))
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)(parts)  # type: ignore[call-arg]
+    twin = copy.copy(value)  # keeps what a subclass has beside its entries, such as a default
+    for name, part in parts.items():
+        if isinstance(value, Mapping):  # before dataclasses: Hugging Face's outputs are both
+            twin[name] = part
+        elif part is not getattr(value, name):
+            object.__setattr__(twin, name, part)  # works for a frozen dataclass, too
+    return twin

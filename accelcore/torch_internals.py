@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch._ops import OpOverload
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
 
 __all__ = [
     "AnyBatchNorm",
@@ -24,6 +25,7 @@ __all__ = [
     "keyset_below",
     "operator_name",
     "operators_registered_at",
+    "pytree",
     "remove_library",
     "without_autocast",
 ]

@@ -79,6 +79,14 @@ def test_a_kernel_reaches_what_it_covers_below_its_key():
     assert seen == [True]
 
 
+def test_a_batch_is_flattened_and_put_together_again():
+    batch = {"x": torch.ones(2), "rest": (1, [torch.zeros(1)])}
+    leaves, structure = internals.pytree.tree_flatten(batch)
+    assert leaves == [batch["x"], 1, batch["rest"][1][0]]
+    assert internals.pytree.tree_unflatten(leaves, structure) == batch
+    assert internals.pytree.tree_leaves(batch) == leaves
+
+
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
 def test_all_kinds_of_batchnorm_have_one_base(kind):
     assert isinstance(kind(3), internals.AnyBatchNorm)

@@ -6,15 +6,15 @@ is undone by `hold` in another dtype.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from accelcore.nested import cast
 from accelcore.precision.table import LOW_PRECISION
 from accelcore.torch_internals import AnyBatchNorm
 
@@ -115,7 +115,7 @@ class _CastInputs:
     dtype: torch.dtype
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return _cast(inputs, self.dtype), _cast(named, self.dtype)
+        return cast(inputs, self.dtype), cast(named, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -123,50 +123,7 @@ class _CastOutputs:
     dtype: torch.dtype
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        return _cast(output, self.dtype)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """A value with all floating-point tensors in it in a dtype; itself, where they are."""
-    if not _is_strange(value, dtype):
-        return value
-    if isinstance(value, Tensor):
-        return value.to(dtype)
-    if isinstance(value, tuple | list):
-        items = [_cast(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a namedtuple, or not
-    if isinstance(value, MutableMapping):  # before dataclasses: Hugging Face's outputs are both
-        named = {key: _cast(item, dtype) for key, item in value.items()}
-        return named if type(value) is dict else _updated(value, named)  # torch.compile does not see through `copy`
-    copied = copy.copy(value)
-    for name in _fields(value):
-        if _is_strange(part := getattr(value, name), dtype):
-            object.__setattr__(copied, name, _cast(part, dtype))  # of a frozen one, too
-    return copied
-
-
-def _is_strange(value: Any, dtype: torch.dtype) -> bool:
-    """Whether a floating-point tensor in a value is of another dtype."""
-    if isinstance(value, Tensor):
-        return value.is_floating_point() and value.dtype != dtype
-    if isinstance(value, tuple | list):
-        return any(_is_strange(item, dtype) for item in value)
-    if isinstance(value, MutableMapping):
-        return any(_is_strange(item, dtype) for item in value.values())
-    return any(_is_strange(getattr(value, name), dtype) for name in _fields(value))
-
-
-def _fields(value: Any) -> list[str]:
-    """The names of a dataclass's fields; none of anything else."""
-    if not is_dataclass(value) or isinstance(value, type):
-        return []
-    return [field.name for field in fields(value) if hasattr(value, field.name)]
-
-
-def _updated(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> MutableMapping[Any, Any]:
-    copied = copy.copy(mapping)
-    copied.update(items)
-    return copied
+        return cast(output, self.dtype)
 
 
 def _to_fp32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelcore.errors import CheckpointError
 from accelcore.randomness import draws_on_host
 from accelcore.roles.runtime import TorchRuntime
+from accelcore.torch_internals import pytree
 
 __all__ = ["AcceleratorRuntime"]
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.roles.runtime import Runtime
+from accelcore.torch_internals import pytree
 from accelcore.training.gradients import Gradients
 
 __all__ = ["CapturedStep", "check_capturable"]
