@@ -20,6 +20,7 @@ from accelcore.backend import Backend
 from accelcore.errors import AmpError
 from accelcore.optim.optimizer import Optimizer as LateBound
 from accelcore.optim.runs import Slot
+from accelcore.training.gradients import first_not_finite
 from accelcore.training.options import complete
 from accelcore.training.plan import Plan
 from accelcore.training.policy import Policy
@@ -79,7 +80,7 @@ class Accumulated:
     @property
     def masters(self) -> list[Tensor]:
         """What the optimizer updates, in the order of its groups: fp32 masters, or the parameters themselves."""
-        self._plan.gradients.follow()
+        self._plan.gradients.refresh()
         trained = {id(slot.parameter): slot.trained for slot in self.slots}
         return [trained.get(id(member), member) for member in self._members()]
 
@@ -107,7 +108,7 @@ class Accumulated:
             stage.apply(plan)
         if self._exchanges:
             plan.strategy.replicate(plan.model, plan.gradients)
-            plan.gradients.replicated()
+            plan.gradients.refresh()
         runs = self._optimizer.bound if isinstance(self._optimizer, LateBound) else None
         self._is_flat = bool(plan.options["flat"]) or any(run.memory is not None for run in runs or ())
         self.has_masters = any(slot.trained is not slot.parameter for slot in self.slots)
@@ -147,10 +148,10 @@ class Accumulated:
         for slot, before in zip(self.slots, self._before, strict=True):
             if before is not None and slot.parameter.grad is None:
                 slot.parameter.grad = torch.zeros_like(slot.parameter)
-        gradients.gather()
+        gradients.collect()
         if strategy.divisor > 1 and getattr(self._optimizer, "combine_ddp", True):
             add_up(self._plan.backend.collectives, gradients, divisor=strategy.divisor)
-        gradients.promote()
+        gradients.grads_to_masters()
         scaler.unscale(self._optimizer, gradients.buffers(), strategy.agree)
         self._expose()
         self._add(self._before)
@@ -164,8 +165,8 @@ class Accumulated:
         wanted = [None if gradient is None else gradient.clone() for gradient in now]
         for slot, gradient in zip(self.slots, wanted, strict=True):
             slot.parameter.grad = None if gradient is None else torch.zeros_like(slot.parameter)
-        self._plan.gradients.gather()
-        self._plan.gradients.promote()
+        self._plan.gradients.collect()
+        self._plan.gradients.grads_to_masters()
         self._expose()
         self._add(wanted)
 
@@ -176,11 +177,11 @@ class Accumulated:
 
     def first_not_finite(self) -> str | None:
         """The name of the first parameter whose gradient has an inf or NaN in it. Waits for the device."""
-        return self._plan.gradients.first_not_finite()
+        return first_not_finite(self._plan.gradients)
 
     def updated(self) -> None:
         """What is trained was updated, or a step skipped: give parameters their masters' values, ranks the buffers."""
-        self._plan.gradients.demote()
+        self._plan.gradients.masters_to_params()
         self._plan.strategy.sync_buffers()
 
     def drop(self) -> None:

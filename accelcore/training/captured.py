@@ -78,7 +78,7 @@ class CapturedStep:
         if first and not self._warm and self._windows >= WARM_UP:
             self._warm = True
             if self._sums:  # memory that every graph adds to
-                self._gradients.hold(self._received)
+                self._hold_gradients()
         leaves, structure = _flatten(batch)
         key = (last, structure, tuple(map(_kind, leaves)), self._hyperparameters())
         try:
@@ -112,8 +112,15 @@ class CapturedStep:
         self._kinds.clear()
         self._warm, self._windows = False, 0
         self._received.clear()
-        self._gradients.release()
+        self._gradients.held = []
         self._prepare()
+
+    def _hold_gradients(self) -> None:
+        """Allocate the gradients that every graph adds to; a parameter that never received one keeps None."""
+        parameters = [slot.parameter for slot in self._gradients.slots if slot.name in self._received]
+        self._gradients.held = [torch.zeros_like(parameter) for parameter in parameters]
+        for parameter, gradient in zip(parameters, self._gradients.held, strict=True):
+            parameter.grad = gradient
 
     def _admit(self, key: Any) -> None:
         if key not in self._kinds and len(self._kinds) >= _LIMIT:

@@ -16,6 +16,7 @@ from accelcore.optim.optimizer import Optimizer as LateBound
 from accelcore.roles.scaler import LossScaler
 from accelcore.training.captured import CapturedStep
 from accelcore.training.clipping import Clipping, ClippingBy
+from accelcore.training.gradients import backward, first_not_finite
 from accelcore.training.losses import loss_of_model, no_loss, split_loss
 from accelcore.training.plan import Plan
 from accelcore.training.turns import Turn
@@ -48,6 +49,7 @@ class Step:
         self._region, self._arithmetic = plan.contexts.region, plan.contexts.arithmetic
         self._gradients, self._optimizer, self._strategy = plan.gradients, plan.optimizer, plan.strategy
         self._scaler, self._window, self._clip = scaler, window, clip
+        self._find_bad = partial(first_not_finite, plan.gradients)
         self._exposes = not isinstance(plan.optimizer, LateBound)  # others know nothing of slots
         # A scaler that reads gradients may skip. A captured step has to be torch's, which checks what a graph bakes in.
         fused = plan.captured is None and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
@@ -133,7 +135,7 @@ class Step:
         else:
             start = None if share is None else torch.full_like(scaled, share)
         with self._arithmetic:
-            self._gradients.backward(scaled, start, retain_graph=retain_graph)
+            backward(self._gradients, scaled, start, retain_graph=retain_graph)
         self._strategy.exchange(last=self._window.is_last)
         if self.overwrites and outlast:
             self._gradients.load_state(self._gradients.state())
@@ -166,7 +168,7 @@ class Step:
                 why="an optimizer has one state, of what one trainer trains",
                 remedy="give each trainer an optimizer of its own",
             )
-        gradients.gather()
+        gradients.collect()
         self._strategy.reduce(gradients, exchanged=full)
         if True not in gradients.received:
             raise TrainingError(
@@ -174,7 +176,7 @@ class Step:
                 why="there was no backward pass since the last update, or it reached no parameter of the optimizer",
                 remedy="call trainer.backward(loss) before trainer.update(), or look for frozen parameters",
             )
-        gradients.promote()
+        gradients.grads_to_masters()
         correction = self._window.correction(self._strategy, full=full)
         # Only for those who read them: for some it means to look at each.
         read = self._reads_gradients or scaler.reads_gradients or correction is not None
@@ -200,9 +202,9 @@ class Step:
             self.failure = half_updated(error)
             raise
         finally:  # a hook may raise when the masters have been updated
-            gradients.demote()
+            gradients.masters_to_params()
         self._overflow = scaler.overflowed if self._listeners.overflow else None
-        scaler.update(gradients.first_not_finite)
+        scaler.update(self._find_bad)
         gradients.clear()
         self._window.forget_weights()
 

@@ -14,9 +14,8 @@ def exchange(gradients, parameters):
     given = [torch.randn_like(parameter) for parameter in parameters[:-1]]
     for parameter, gradient in zip(parameters, [*given, None], strict=True):
         parameter.grad = None if gradient is None else gradient.clone()
-    gradients.gather()
-    gradients.pack()
-    gradients.unpack()
+    gradients.collect()
+    gradients.reduce(lambda packed: None)
     return given
 
 

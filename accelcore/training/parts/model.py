@@ -46,12 +46,13 @@ class MastersPart:
         exact = {**saved.model, **_saved_masters(saved)}
 
         def commit() -> None:
-            self._gradients.follow()
+            self._gradients.refresh()
             with torch.no_grad():
                 for slot in _with_master(self._gradients):
-                    if _is_rounded_to(slot.parameter, exact.get(slot.name)):
-                        slot.trained.copy_(exact[slot.name])
-            self._gradients.note()
+                    value = exact.get(slot.name)
+                    if value is None or not _is_rounded_to(slot.parameter, value):
+                        value = slot.parameter
+                    slot.trained.copy_(value)
 
         return Change(commit)
 
@@ -72,7 +73,7 @@ class ModelPart:
         return _in_fp32(self._model, self._gradients)[0]
 
     def prepare(self, saved: Saved) -> Change:
-        self._gradients.follow()  # masters take over what the script wrote: `undo` says that they have
+        self._gradients.refresh()  # masters take over what the script wrote: `undo` says that they have
         exact, have_masters = _saved_masters(saved), {id(slot.parameter) for slot in _with_master(self._gradients)}
         own, state = self._model.state_dict(), dict(saved.model)
         held = dict(_tensors(self._model))
@@ -113,7 +114,6 @@ class ModelPart:
                 with torch.no_grad():  # past hooks, which would refuse again
                     for name, tensor in held.items():
                         shard(tensor).copy_(before[name])
-                self._gradients.note()
 
         return Change(commit, undo)
 
@@ -138,7 +138,7 @@ def _in_fp32(model: nn.Module, gradients: Gradients) -> tuple[dict[str, Any], se
 
     A module or hook may have changed what it says of a parameter; its master is then not what it says.
     """
-    gradients.follow()
+    gradients.refresh()
     masters = {id(slot.parameter): slot for slot in _with_master(gradients)}
     state, told = dict(model.state_dict()), set()
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -7,6 +7,7 @@ from torch import Tensor
 from accelcore.errors import UnsupportedError
 from accelcore.optim.optimizer import Optimizer
 from accelcore.optim.stepping import needs_closure
+from accelcore.training.gradients import runs
 from accelcore.training.plan import Plan
 
 __all__ = ["Bind"]
@@ -26,7 +27,7 @@ class Bind:
 
     def apply(self, plan: Plan) -> None:
         if isinstance(plan.optimizer, Optimizer):
-            plan.optimizer.bind(plan.gradients.trained_runs(), in_part=plan.strategy.divides_updates)
+            plan.optimizer.bind(runs(plan.gradients), in_part=plan.strategy.divides_updates)
             return
         trained = {id(slot.parameter): slot.trained for slot in plan.gradients.slots}
         members, state = plan.groups(), plan.optimizer.state

@@ -39,7 +39,7 @@ class Flatten:
             )
 
     def apply(self, plan: Plan) -> None:
-        plan.gradients.follow()
+        plan.gradients.refresh()
         slots = _slots(plan)
         together = plan.optimizer.together if isinstance(plan.optimizer, Optimizer) else ()
         gradients: Gradients

@@ -15,4 +15,4 @@ class Replicate:
 
     def apply(self, plan: Plan) -> None:
         plan.forward = plan.strategy.replicate(plan.model, plan.gradients)
-        plan.gradients.replicated()
+        plan.gradients.refresh()

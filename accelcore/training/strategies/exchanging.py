@@ -18,14 +18,16 @@ def add_up(
     collectives: Collectives, gradients: Gradients, *, divisor: int = 1, comm_dtype: torch.dtype | None = None
 ) -> None:
     """Make gradients, divided by `divisor`, their sum over ranks; what has one on any rank has one then."""
-    for packed in gradients.pack():
+
+    def mean(packed: Tensor) -> None:
         if divisor != 1:
             packed /= divisor  # before they are summed: the sum of many ranks may be beyond a low precision
         if comm_dtype is None or comm_dtype == packed.dtype:
             collectives.all_reduce(packed)
         else:
             packed.copy_(collectives.all_reduce(packed.to(comm_dtype)))
-    gradients.unpack()
+
+    gradients.reduce(mean)
 
 
 def share_buffers(collectives: Collectives, model: nn.Module) -> None:

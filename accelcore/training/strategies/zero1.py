@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.errors import UnsupportedError
+from accelcore.optim.runs import Slot
 from accelcore.roles.composition import Roles
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
@@ -63,11 +65,29 @@ class Zero1(CombineDDP):
 
     def update(self, gradients: Gradients, step: Callable[[], None]) -> None:
         received = [slot for slot, has_one in zip(gradients.slots, gradients.received, strict=True) if has_one]
-        with gradients.withheld([slot for slot in gradients.slots if not self.owns(slot.name)]):
+        with _hidden(gradients, [slot for slot in gradients.slots if not self.owns(slot.name)]):
             step()
         for rank in range(self.collectives.world_size):
             updated: list[Tensor] = [slot.trained for slot in received if self._owners[slot.name] == rank]
             broadcast(self.collectives, updated, src=rank)
+
+
+@contextmanager
+def _hidden(gradients: Gradients, slots: Sequence[Slot]) -> Iterator[None]:
+    """Hide the gradients of these slots, so that an optimizer leaves their parameters and state as they are."""
+    hidden, before = {id(slot.parameter) for slot in slots}, [slot.trained.grad for slot in slots]
+    received = [(memory, memory.received) for memory in gradients.memories]
+    for slot in slots:
+        slot.trained.grad = None
+    for memory, flags in received:
+        memory.received = [had and id(p) not in hidden for p, had in zip(memory.parameters, flags, strict=True)]
+    try:
+        yield
+    finally:
+        for slot, gradient in zip(slots, before, strict=True):
+            slot.trained.grad = gradient
+        for memory, flags in received:
+            memory.received = flags
 
 
 def _divided(elements: Mapping[str, int], world_size: int) -> dict[str, int]:
