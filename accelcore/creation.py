@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelcore import plugins
 from accelcore.autoload import import_torch
-from accelcore.environment import probe_timeout
+from accelcore.choices import probe_timeout
 from accelcore.errors import AccelError, PluginError
 from accelcore.plugins import Candidate
 

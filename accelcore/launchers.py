@@ -12,8 +12,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accelcore.environment import shown
 from accelcore.errors import ConfigurationError
+from accelcore.wording import shown
 
 __all__ = ["JOB_VARIABLES", "LAUNCHERS", "Launch", "Launcher", "outside_any_job", "read_launch"]
 

@@ -20,11 +20,12 @@ from typing import Any, cast
 import pluggy
 
 from accelcore import hookspecs
+from accelcore.choices import probe_timeout
 from accelcore.entrypoints import Declared, declared
-from accelcore.environment import probe_timeout, shown
 from accelcore.errors import PluginError
 from accelcore.known_faults import KnownFault
 from accelcore.probe import Probe
+from accelcore.wording import shown
 
 __all__ = [
     "BACKENDS",

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from accelcore import plugins
-from accelcore.choices import Choice, parse
+from accelcore.choices import Choice, parse, requested_device
 from accelcore.creation import create_backend
-from accelcore.entrypoints import declared
-from accelcore.environment import requested_device, shown
+from accelcore.entrypoints import declared, how_to_install, own_plugins
 from accelcore.errors import (
     AccelError,
     BackendUnavailableError,
@@ -23,11 +22,10 @@ from accelcore.errors import (
     PluginError,
     UnknownBackendError,
 )
-from accelcore.installation import how_to_install, own_plugins
 from accelcore.launchers import read_launch
 from accelcore.plugins import Candidate
 from accelcore.probe import Probe
-from accelcore.wording import nearest
+from accelcore.wording import is_whole, nearest, shown
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
@@ -103,7 +101,7 @@ def select(device: str | None = None, *, local_rank: int | None = None) -> Backe
             imported.
         PluginError: the plugin asked for is broken; its own error is the cause.
     """
-    if local_rank is not None and (type(local_rank) is not int or local_rank < 0):
+    if local_rank is not None and not is_whole(local_rank):
         raise ConfigurationError(
             f"local_rank={local_rank!r} is no rank", remedy="give this rank's number on its host, counted from 0"
         )

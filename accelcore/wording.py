@@ -1,30 +1,46 @@
-"""Words that several messages have in common."""
+"""Text of messages, and checks of numbers that many options share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TypeGuard
 
-__all__ = ["did_you_mean", "kind_of", "nearest"]
+__all__ = ["did_you_mean", "is_number", "is_whole", "kind_of", "nearest", "shown"]
+
+
+def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
+    """Return whether a value is an int of at least `least`. A bool is not an int here."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is an int or a float. A bool is neither here."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def kind_of(value: object) -> str:
-    """What a value is, for a message: `an int`, `a list`."""
+    """Return the name of a value's class with its article, `an int` or `a list`."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that an unknown one is nearly; None where there is none.
+def shown(text: str, limit: int = 60) -> str:
+    """Quote a text for a message: printable whatever it holds, and short."""
+    return ascii(text) if len(text) <= limit else f"{text[:limit]!a}... ({len(text)} characters)"
 
-    Only one that begins alike: of short words that do not, letters in common say nothing.
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word most similar to an unknown one, or None.
+
+    Both begin with the same letter: between short words that do not, common letters mean nothing.
     """
     alike = [name for name in known if name[:1].lower() == word[:1].lower()]
     return next(iter(get_close_matches(word, alike, n=1)), None)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """A remedy for an unknown word: the nearest known one, where there is one, and what else to do."""
+    """Return a remedy for an unknown word: the most similar known one, if there is one, and what else to do."""
     near = nearest(word, known)
     if near is None:
         return otherwise

@@ -34,6 +34,7 @@ from accelcore.precision.registration import (
     register_half_function,
     register_promote_function,
 )
+from accelcore.wording import is_whole
 
 __all__ = [
     "disable_casts",
@@ -89,7 +90,7 @@ def scale_loss(
         yield loss
         return
     scalers = _amp_state.loss_scalers
-    if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
+    if not is_whole(loss_id) or loss_id >= len(scalers):
         raise AmpError(
             f"there is no loss_id={loss_id!r}",
             available=f"0 to {len(scalers) - 1}",

@@ -23,6 +23,7 @@ from accelcore.backend import Backend
 from accelcore.errors import AmpError, UnsupportedError
 from accelcore.precision.casting import CastBoundary, FP32StateDict, hold
 from accelcore.precision.table import LOW_PRECISION
+from accelcore.wording import is_whole
 
 __all__ = ["initialize"]
 
@@ -100,7 +101,7 @@ def initialize(
         state.enabled, state.loss_scalers = False, []
         return models if optimizers is None else (models, optimizers)
     for name, number in (("num_losses", num_losses), ("ddp_replica_count", ddp_replica_count)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        if not is_whole(number, 1):
             raise AmpError(f"{name}={number!r}", remedy="give a whole number, 1 or more")
     properties = resolve(
         opt_level,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelcore.errors import CheckpointError
+from accelcore.wording import is_whole
 
 __all__ = [
     "FORMAT",
@@ -61,7 +62,7 @@ def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
     counts = {"steps": manifest["steps"], "world_size": manifest["world_size"]}
     counts |= {f"trainers[{name!r}]": steps for name, steps in manifest["trainers"].items()}
     for name, count in counts.items():
-        if not _is_count(count):
+        if not is_whole(count):
             raise ValueError(f"{MANIFEST} has {name}={count!r}, which is not a count")
     if not isinstance(manifest["run"], str):
         raise TypeError(f"{MANIFEST} has run={manifest['run']!r}, which is not a string")
@@ -80,7 +81,7 @@ def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
             raise ValueError(f"{name}.safetensors was changed after it was written")
     for places in (places for part in manifest["pieces"].values() for places in part.values()):
         for file, first, count in places:
-            if file not in manifest["files"] or not _is_count(first) or not _is_count(count):
+            if file not in manifest["files"] or not is_whole(first) or not is_whole(count):
                 raise ValueError(f"{MANIFEST} lists {count!r} rows from {first!r} on in {file!r}")
     return manifest
 
@@ -119,7 +120,3 @@ def digest_of(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0

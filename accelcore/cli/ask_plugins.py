@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from accelcore import plugins
-from accelcore.choices import parse
+from accelcore.choices import parse, probe_timeout, requested_device
 from accelcore.cli import child
 from accelcore.cli.child import Ended
 from accelcore.entrypoints import declared
-from accelcore.environment import probe_timeout, requested_device
 from accelcore.errors import AccelError, PluginError
 from accelcore.known_faults import KnownFault
 from accelcore.plugins import BACKENDS, EXTENSIONS, Candidate, Extension

@@ -12,8 +12,8 @@ from accelcore.cli.ask_plugins import SelectionPreview
 from accelcore.cli.deep import Trial
 from accelcore.cli.diagnosis import USABLE, Backend, Diagnosis, Extension
 from accelcore.cli.requirements import Misfit
-from accelcore.environment import shown
-from accelcore.installation import how_to_install
+from accelcore.entrypoints import how_to_install
+from accelcore.wording import shown
 
 __all__ = ["Line", "lines", "show"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
 
-from accelcore.environment import shown
+from accelcore.wording import shown
 
 __all__ = ["Misfit", "installed_version", "misfits"]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from accelcore.autoload import VARIABLE, Autoload, autoloads, of_unusable_backends
-from accelcore.choices import Choice, parse
+from accelcore.choices import Choice, parse, requested_device
 from accelcore.cli import rank
 from accelcore.entrypoints import declared
-from accelcore.environment import requested_device, shown
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.plugins import Candidate
+from accelcore.wording import shown
 
 __all__ = ["run"]
 

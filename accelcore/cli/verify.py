@@ -24,10 +24,10 @@ import click
 from accelcore.choices import parse
 from accelcore.cli import ROLES, child
 from accelcore.cli.child import Ended, exceptions_for_signals
-from accelcore.environment import shown
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.launchers import outside_any_job
 from accelcore.selection import decide
+from accelcore.wording import shown
 
 __all__ = ["OUTCOMES", "Scorecard", "Verdict", "show", "verify"]
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import astuple, dataclass
 
 from accelcore.errors import ConfigurationError
+from accelcore.wording import is_number
 
 __all__ = ["LossScale"]
 
@@ -33,7 +34,7 @@ class LossScale:
     max: float = 2.0**24
 
     def __post_init__(self) -> None:
-        if not (all(map(_is_number, astuple(self))) and self._works()):
+        if not (all(map(is_number, astuple(self))) and self._works()):
             raise ConfigurationError(
                 f"no loss scale can work with {self}",
                 remedy="choose 0 < min <= init <= max, growth > 1, 0 < backoff < 1 and a whole interval >= 1",
@@ -43,7 +44,3 @@ class LossScale:
         bounded = 0 < self.min <= self.init <= self.max < math.inf
         moves = 1 < self.growth < math.inf and 0 < self.backoff < 1
         return bounded and moves and isinstance(self.interval, int) and self.interval >= 1
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

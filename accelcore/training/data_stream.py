@@ -22,6 +22,7 @@ from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.roles.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 from accelcore.training.sharding import EveryNth, share
+from accelcore.wording import is_whole
 
 __all__ = ["Batches", "DataStream", "DataStreams"]
 
@@ -316,7 +317,7 @@ class DataStreams:
 
 
 def _check_count(value: Any, problem: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not is_whole(value):
         raise ConfigurationError(problem, remedy="give a whole number >= 0")
 
 

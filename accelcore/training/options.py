@@ -17,7 +17,7 @@ from accelcore.training.modules import Parts
 from accelcore.training.observers import Observer
 from accelcore.training.policy import Policy
 from accelcore.training.schedule import ScheduleBy
-from accelcore.wording import did_you_mean
+from accelcore.wording import did_you_mean, is_number, is_whole
 
 __all__ = ["DEFAULTS", "Loss", "TrainerOptions", "Weight", "check_values", "complete"]
 
@@ -141,13 +141,11 @@ def check_values(options: TrainerOptions) -> None:
     """Raise ConfigurationError for numbers and functions that are none, and observers that are no list."""
     accumulate, clip_norm = options["accumulate"], options["clip_norm"]
     weight, observers = options["weight"], options["observers"]
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+    if not is_whole(accumulate, 1):
         raise ConfigurationError(
             f"accumulate={accumulate!r} is not a number of micro-batches", remedy="give a whole number, 1 or more"
         )
-    if clip_norm is not None and (
-        isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0
-    ):
+    if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
         raise ConfigurationError(f"clip_norm={clip_norm!r} is not a norm", remedy="give a number > 0, or None")
     clip = options["clip"]
     if clip is not None and not callable(clip):

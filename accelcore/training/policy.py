@@ -11,7 +11,7 @@ import torch
 from accelcore.errors import ConfigurationError
 from accelcore.roles.composition import Roles
 from accelcore.roles.scaler import LossScale, LossScaler, Scalers
-from accelcore.wording import did_you_mean
+from accelcore.wording import did_you_mean, is_number
 
 __all__ = ["Policy", "autocast_dtype", "choose_policy", "create_scaler", "fp32_mode", "preset_name"]
 
@@ -107,7 +107,7 @@ class Policy:
                     f"{name}=True has no effect without model_dtype", remedy='give a dtype, model_dtype="float16"'
                 )
         scale = self.loss_scale
-        number = isinstance(scale, int | float) and not isinstance(scale, bool) and 0 < scale < math.inf
+        number = is_number(scale) and 0 < scale < math.inf
         if not (scale is None or scale == "dynamic" or isinstance(scale, LossScale) or number):
             raise ConfigurationError(
                 f"loss_scale={scale!r} is not a loss scale",

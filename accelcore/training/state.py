@@ -23,6 +23,7 @@ from accelcore.training.agreement import Agreement
 from accelcore.training.checkpoint_files import SHARED, of_rank, read_saved
 from accelcore.training.parts.foreign import prepare_foreign
 from accelcore.training.parts.part import Change, Part
+from accelcore.wording import is_whole
 
 __all__ = ["Resumed", "TrainingState", "load", "resume", "save"]
 
@@ -81,7 +82,7 @@ def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> P
     Args:
         run: tells this run's checkpoints from another's in the same folder.
     """
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+    if keep is not None and not is_whole(keep, 1):
         raise ConfigurationError(
             f"keep={keep!r} is not a number of checkpoints", remedy="give a whole number, 1 or more, or None"
         )

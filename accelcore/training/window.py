@@ -9,6 +9,7 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 from accelcore.training.strategies.strategy import Strategy
+from accelcore.wording import is_number
 
 __all__ = ["Window"]
 
@@ -145,7 +146,7 @@ class Window:
                 why="a graph would weigh every later batch like this one",
                 remedy="return a scalar tensor that is computed from the batch, or leave graph=True out",
             )
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        if not (is_number(weight) and 0 <= weight < math.inf):
             raise TrainingError(
                 f"{weight!r} is not the weight of a micro-batch",
                 remedy="give over how many examples its loss is a mean, as a number >= 0 or a scalar tensor",

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from accelcore.errors import CheckpointError
+from accelcore.wording import is_whole
 
 __all__ = ["Change", "Part", "Saved", "kind", "number", "table"]
 
@@ -81,7 +82,7 @@ def table(tree: Any, what: str, *keys: str) -> dict[str, Any]:
 
 def number(value: Any, what: str) -> int:
     """`value`, which has to be a whole number >= 0, or the checkpoint is refused."""
-    if type(value) is not int or value < 0:
+    if not is_whole(value):
         raise CheckpointError(f"the checkpoint says {what}={value!r}, which is no count")
     return value
 

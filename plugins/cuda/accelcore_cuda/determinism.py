@@ -7,8 +7,8 @@ import os
 
 import torch
 
-from accelcore.environment import shown
 from accelcore.errors import ConfigurationError
+from accelcore.wording import shown
 
 __all__ = ["make_deterministic"]
 

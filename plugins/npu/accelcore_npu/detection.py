@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from accelcore.autoload import autoloads, enabled
-from accelcore.environment import shown
 from accelcore.probe import Probe
+from accelcore.wording import shown
 from accelcore_npu import compatibility, emulation, libraries
 
 __all__ = ["detect"]

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from accelcore.environment import shown
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.wording import shown
 
 __all__ = ["VARIABLE", "apply_setting"]
 

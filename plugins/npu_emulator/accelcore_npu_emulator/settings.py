@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from accelcore.environment import shown
 from accelcore.errors import ConfigurationError
+from accelcore.wording import shown
 
 __all__ = ["Fault", "Settings"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from platformdirs import user_cache_dir
 
-from accelcore.environment import shown
 from accelcore.errors import ConfigurationError
+from accelcore.wording import shown
 
 __all__ = ["find", "folder", "keep", "open_folder"]
 
