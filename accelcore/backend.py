@@ -1,20 +1,33 @@
-"""A backend: what one device can do, and the way from there to a training."""
+"""Backend: one device, ready to use, composed of six roles."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from accelcore.roles.composition import Roles
+from accelcore.capabilities import Capabilities
+from accelcore.errors import ConfigurationError
+from accelcore.launchers import Launch, read_launch
+from accelcore.probe import Probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from torch import nn
     from torch.optim import Optimizer
     from typing_extensions import Unpack
 
+    from accelcore.roles.collectives import Collectives
+    from accelcore.roles.compiler import Compiler
+    from accelcore.roles.job import Job
+    from accelcore.roles.optimizers import Optimizers
+    from accelcore.roles.precision import Precision
+    from accelcore.roles.runtime import Runtime
+    from accelcore.roles.scaler import Scalers
     from accelcore.training.options import TrainerOptions
     from accelcore.training.trainer import Trainer
 
@@ -22,36 +35,142 @@ __all__ = ["Backend"]
 
 
 @dataclass(frozen=True, repr=False)
-class Backend(Roles):
-    """One device, ready to use. Made by `accelcore.select()`; its fields are those of `Roles`.
+class Backend:
+    """One device, ready to use. `accelcore.select()` makes it; a process may have several.
 
-    A copy of it is itself, also in a copy of what holds it. It is pickled as its name and index, and selected by these
-    where it is unpickled.
+    Backends of one kind of device share the vendor's runtime and its process-wide settings. Creating one may change
+    some of them, such as the current device; the plugin's README lists which.
+
+    A copy of a backend is the backend itself. It is pickled as its name and index, and unpickling selects that device.
+
+    Attributes:
+        name, index: the selected device, `"cuda"` and `1` for `cuda:1`.
+        emulated: whether the host imitates the device. Results are then right, and prove nothing about speed.
+        capabilities: what the backend declares; only this may be asked of it.
+        precision, scaler, optimizers, collectives, compiler, runtime: the six roles.
+        passed_over: what `auto` or a preference list could not use before this device, and why.
     """
 
+    name: str
+    index: int
+    emulated: bool
+    capabilities: Capabilities
+    precision: Precision
+    scaler: Scalers
+    optimizers: Optimizers
+    collectives: Collectives
+    compiler: Compiler
+    runtime: Runtime
+    passed_over: tuple[Probe, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """The device, as for `model.to(accel.device)`."""
+        return self.runtime.device
+
+    def autocast(
+        self, dtype: torch.dtype | str | None = None, *, enabled: bool = True, table: str = "torch"
+    ) -> AbstractContextManager[object]:
+        """Return a context of mixed precision for a forward pass; see `Precision.autocast`.
+
+        Args:
+            dtype: a dtype or its name, such as `"bf16"`. `"best"` is the fastest that the backend declares; the context
+                does nothing if that is fp32.
+        """
+        from accelcore.training.policy import autocast_dtype
+
+        if dtype is not None:
+            dtype = autocast_dtype(dtype, self)
+            if dtype is None:
+                return nullcontext()
+        return self.precision.autocast(dtype, enabled=enabled, table=table)
+
+    def loading(self) -> dict[str, Any]:
+        """Return the arguments of a DataLoader that suit this device: `DataLoader(data, 32, **accel.loading())`.
+
+        Batches are pinned if that makes transfers faster.
+        """
+        return {"pin_memory": self.capabilities.pinned_memory}
+
     def trainer(self, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]) -> Trainer:
-        """Prepare a model and its optimizer for training here; `TrainerOptions` tells the options."""
+        """Prepare a model and its optimizer for training on this device. `TrainerOptions` documents the options."""
         from accelcore.training.trainer import Trainer
 
         return Trainer(self, model, optimizer, **options)
 
     def replicate(self, module: nn.Module, **options: Any) -> nn.Module:
-        """A module to call in a loop without a trainer: the ranks of a job train it as one.
+        """Return a module for a loop without a trainer, whose backward pass averages gradients over the job's ranks.
 
-        It is moved to the device. In a job of one process it is returned itself, else inside torch's
-        DistributedDataParallel: every backward pass through that averages the gradients over ranks. For what is not a
-        forward pass, such as saving or `module.parameters()`, go on using the module.
+        The module is moved to the device. In a job of one process it is returned as it is; otherwise it is wrapped in
+        torch's DistributedDataParallel. Use the original module for anything but forward passes, such as saving.
 
         Args:
-            module: where ranks differ, rank 0's parameters and buffers are taken.
-            options: DistributedDataParallel's, such as `find_unused_parameters=True`; alone they do nothing.
+            module: if ranks differ, all take rank 0's parameters and buffers.
+            options: those of DistributedDataParallel, such as `find_unused_parameters=True`. One process ignores them.
 
         Raises:
-            UnsupportedError: the backend does not declare `"ddp"`, in a job of several ranks.
+            UnsupportedError: the job has several ranks and the backend does not declare `"ddp"`.
         """
         from accelcore.training.replicate import replicate
 
         return replicate(self, module, **options)
+
+    def distributed(
+        self,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        local_rank: int | None = None,
+        init_method: str = "env://",
+        timeout: timedelta | None = None,
+    ) -> AbstractContextManager[Job]:
+        """Return a context in which this process is a rank of its job; without a job it is rank 0 of 1.
+
+        Without arguments, the launcher's environment variables describe the job. A script that spawns its own ranks
+        gives `rank` and `world_size`. A process group that the script has already formed is used, and is not closed.
+
+        Args:
+            rank, world_size: this process's rank, and the number of ranks.
+            local_rank: this rank's number on its host; `rank` unless given.
+            init_method: where the ranks meet: `"env://"` (MASTER_ADDR, MASTER_PORT), `"tcp://host:port"`, `"file://..."`.
+            timeout: how long a collective waits for other ranks; None is torch's default.
+
+        Returns:
+            A context manager that yields the `Job`.
+
+        Raises:
+            ConfigurationError: an argument or a variable is invalid; no device was touched.
+            DistributedError: the ranks could not meet, or a rank was lost in the block. The message names it.
+        """
+        from accelcore.roles.job import joined
+
+        return joined(self.collectives, _launch(rank, world_size, local_rank, init_method, timeout), timeout)
+
+    def join(
+        self,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        local_rank: int | None = None,
+        init_method: str = "env://",
+        timeout: timedelta | None = None,
+    ) -> Job:
+        """Join the job for the rest of the process: `job = accel.join()`, in a script without a main function.
+
+        The arguments are those of `distributed`. The job is left when the interpreter exits: at once if an error ended
+        the script, otherwise when all ranks have come, or after a minute.
+        """
+        from accelcore.roles.job import join
+
+        return join(
+            self.distributed(
+                rank=rank, world_size=world_size, local_rank=local_rank, init_method=init_method, timeout=timeout
+            )
+        )
+
+    def __repr__(self) -> str:
+        kind = " (emulated)" if self.emulated else ""
+        return f"<{type(self).__name__} {self.name}:{self.index}{kind}>"
 
     def __copy__(self) -> Backend:
         return self
@@ -60,5 +179,23 @@ class Backend(Roles):
         return self
 
     def __reduce__(self) -> tuple[Callable[[str], Backend], tuple[str]]:
-        # By name, as a pickle refers to it: what selects backends is made of them.
+        # The function is found by name, because selection imports this module.
         return resolve_name("accelcore.selection:select"), (f"{self.name}:{self.index}",)
+
+
+def _launch(
+    rank: int | None, world_size: int | None, local_rank: int | None, init_method: str, timeout: timedelta | None
+) -> Launch | None:
+    """Return the place in the job that the arguments of `distributed`, or the environment, describe."""
+    if (rank is None) != (world_size is None):
+        raise ConfigurationError("rank and world_size come together", remedy="give both, or neither")
+    if rank is None and local_rank is not None:
+        raise ConfigurationError("local_rank needs rank and world_size", remedy="give all three, or none")
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        raise ConfigurationError(
+            f"timeout={timeout!r} is not a positive duration",
+            remedy="give a datetime.timedelta, such as timedelta(minutes=10), or None",
+        )
+    if rank is None or world_size is None:
+        return read_launch()
+    return Launch(rank, world_size, rank if local_rank is None else local_rank, init_method)

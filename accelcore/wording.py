@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TypeGuard
 
-__all__ = ["did_you_mean", "is_number", "is_whole", "kind_of", "nearest", "shown"]
+__all__ = ["did_you_mean", "is_number", "is_whole", "kind_of", "nearest", "ranks", "shown"]
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
@@ -45,3 +45,9 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     if near is None:
         return otherwise
     return f"did you mean {near!r}?" + (f" Else {otherwise}" if otherwise else "")
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """Return ranks as text: `rank 1`, `ranks 0, 2 and 3`."""
+    *rest, last = map(str, sorted(numbers))
+    return f"ranks {', '.join(rest)} and {last}" if rest else f"rank {last}"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from accelcore.backend import Backend
 from accelcore.errors import CheckpointError
-from accelcore.roles.composition import Roles
 from accelcore.roles.loss_scale import LossScale
 from accelcore.roles.loss_scaler import Agree, LossScaler
 from accelcore.roles.scaled_gradients import FindBad
@@ -37,7 +37,7 @@ class AmpScaler:
     # A script that sets what apex's scalers have besides, such as `_scale_seq_len`, gets an error, and not nothing.
     __slots__ = ("_scaler", "_unchecked", "dynamic", "passes", "trusts_kernels")
 
-    def __init__(self, backend: Roles, loss_scale: float | LossScale) -> None:
+    def __init__(self, backend: Backend, loss_scale: float | LossScale) -> None:
         self.dynamic = isinstance(loss_scale, LossScale)
         wanted = None if loss_scale == 1.0 else loss_scale
         self._scaler: LossScaler = create_scaler(backend.scaler, Policy(loss_scale=wanted))

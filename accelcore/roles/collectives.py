@@ -1,36 +1,40 @@
-"""Collectives: the process group, and the few operations data parallelism needs of it."""
+"""Collectives: the process group, and the few operations that data parallelism needs of it."""
 
 from __future__ import annotations
 
+import os
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]  # missing in torch's types
 
-from accelcore.errors import DistributedError, UnsupportedError
+from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.launchers import Launch
-from accelcore.roles.ranks import Op, Ranks
-from accelcore.roles.records import Records
-from accelcore.roles.reductions import OPS, check_reduction, check_source, dense, divisors, store
-from accelcore.roles.whereabouts import Whereabouts
 
 __all__ = ["Collectives", "NoCollectives", "Op", "TorchCollectives"]
+
+Op = Literal["sum", "avg", "min", "max"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+"""torch's reduction for each `Op`. An average is a sum that is divided here, because not every group can average."""
 
 _DRAIN_SECONDS = 0.1
 
 
-class Collectives(Ranks):
-    """Communication between the ranks of a job; what scripts ask of it beside these operations, `Ranks` has.
+class Collectives(ABC):
+    """Communication between the ranks of a job. Scripts use it through `Job`.
 
-    Before `init`, and in a job of one process, rank is 0, world_size is 1 and every operation is the identity: a loop
-    need not ask whether it runs alone.
+    Before `init`, and in a job of one process, rank is 0, world_size is 1 and every operation is the identity. So a
+    training loop need not check whether there are other ranks.
 
     Attributes:
-        steps: the step that each trainer of this process is in, for messages about a missing rank.
+        steps: the step of each trainer of this process, for messages about a missing rank. Trainers write to it.
     """
 
     def __init__(self) -> None:
@@ -39,16 +43,16 @@ class Collectives(Ranks):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This process's rank, 0 alone."""
+        """This process's rank."""
 
     @property
     @abstractmethod
     def world_size(self) -> int:
-        """Number of processes, 1 alone."""
+        """Number of ranks."""
 
     @abstractmethod
     def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
-        """Join the process group that `launch` describes; None stays alone. A group already formed is adopted.
+        """Join the process group that `launch` describes; None forms none. A group that exists is used.
 
         Raises:
             DistributedError: the ranks did not meet in time, or a group exists that does not fit.
@@ -56,47 +60,32 @@ class Collectives(Ranks):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
-        """Combine `tensor` over all ranks, in place, and return it: any tensor or view, of any declared dtype.
+        """Combine `tensor` over all ranks in place, and return it. It may be a view, and of any declared dtype.
 
-        `"avg"` takes floating-point tensors only. The average of values that the dtype holds is one, too: where the
-        dtype's range is smaller than fp32's, as fp16's is, each rank divides before the values are added, and otherwise
-        after it, which rounds once less.
+        `"avg"` takes floating-point tensors only. The average does not overflow if the values do not: ranks divide
+        before they add if the dtype's range is smaller than that of fp32, such as fp16's. Otherwise they divide after
+        adding, which rounds less.
         """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrite `tensor` with rank `src`'s, in place, and return it."""
+        """Overwrite `tensor` with that of rank `src` in place, and return it."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
 
     @abstractmethod
     def cpu_group(self) -> dist.ProcessGroup | None:
-        """The group that takes CPU tensors (sizes, positions, RNG states); None alone."""
-
-    def leave(self) -> None:
-        """Wait until every rank is done with the job.
-
-        Raises:
-            DistributedError: this rank is, and another is in a step that this one never began.
-        """
-        self.barrier()
-
-    def explain(self, error: BaseException) -> DistributedError | None:
-        """Which rank is missing and where it is, where `error` is that of a collective that has lost one; else None.
-
-        The other ranks learn that this one has failed.
-        """
-        return None
+        """Return the process group for CPU tensors; None without a job."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the process group, where `init` formed it."""
+        """Leave the process group if `init` formed it."""
 
 
 class NoCollectives(Collectives):
-    """The collectives of a backend without process groups: one process, for ever."""
+    """Collectives of a backend without process groups: there is always one process."""
 
     @property
     def rank(self) -> int:
@@ -114,11 +103,11 @@ class NoCollectives(Collectives):
             )
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
-        check_reduction(tensor, op)
+        _check_reduction(tensor, op)
         return tensor
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        check_source(src, 1)
+        _check_source(src, 1)
         return tensor
 
     def barrier(self) -> None:
@@ -136,12 +125,12 @@ class TorchCollectives(Collectives):
 
     Args:
         device: where this rank's tensors are.
-        backend: torch.distributed's backend for it, or a pair that serves the CPU too.
-        host: that for CPU tensors, of which a group is formed beside one that was adopted and takes none; None where
-            every group takes them.
-        records: environment variables by which torch or the vendor's library keeps a record of collectives; set while
-            a group that was formed here stands, where they are not. For records that cost time: `detailed`.
-        detailed: the same, where TORCH_DISTRIBUTED_DEBUG is DETAIL.
+        backend: torch.distributed's backend for the device, or a pair such as `"cpu:gloo,cuda:nccl"`.
+        host: torch.distributed's backend for CPU tensors. If the script's own group does not take them, a group of
+            this backend is formed. None if every group takes them.
+        records: environment variables that make torch or the vendor's library record collectives. Those that the user
+            has not set are set while a group that was formed here exists.
+        detailed: more of these, which cost time; set only if TORCH_DISTRIBUTED_DEBUG is DETAIL.
 
     Attributes:
         device: as given.
@@ -158,8 +147,7 @@ class TorchCollectives(Collectives):
     ) -> None:
         super().__init__()
         self.device = device
-        self._records = Records(records, detailed)
-        self._whereabouts: Whereabouts | None = None
+        self._records = _FlightRecords(records or {}, detailed or {})
         self._backend, self._host = backend, host
         self._host_group: dist.ProcessGroup | None = None
         self._entered: list[bool] = []  # one for each init that was not closed: whether it formed the group
@@ -177,7 +165,7 @@ class TorchCollectives(Collectives):
         if dist.is_initialized():
             self._check_fits(launch)
         elif launch is not None:
-            self._records.keep()
+            self._records.start()
             try:
                 dist.init_process_group(
                     self._backend,
@@ -187,50 +175,36 @@ class TorchCollectives(Collectives):
                     timeout=timeout,
                 )
             except (RuntimeError, ValueError) as error:
-                self._records.put_back()
+                self._records.stop()
                 raise DistributedError(
                     f"rank {launch.rank} of {launch.world_size} could not join the others at {launch.init_method}",
                     why=str(error).split("\n", 1)[0],
-                    remedy="see that every rank was started, that the address is right and its port is free",
+                    remedy="check that every rank was started, that the address is right and that its port is free",
                 ) from error
         self._entered.append(forms)
         needs_host = self._host is not None and self._host_group is None and dist.is_initialized()
         if needs_host and "cpu:" not in dist.get_backend_config():
             self._host_group = dist.new_group(backend=self._host, timeout=timeout)
-        if forms and self.world_size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            self.steps.clear()
-            self._whereabouts = Whereabouts(store, self.rank, self.world_size, self.steps)
-            self._timeout = timeout or dist.default_pg_timeout
-
-    def leave(self) -> None:
-        if self._whereabouts is not None and len(self._entered) == 1:
-            self._whereabouts.leave(self._timeout)
-        self.barrier()
-
-    def explain(self, error: BaseException) -> DistributedError | None:
-        return None if self._whereabouts is None else self._whereabouts.explain(error)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
-        check_reduction(tensor, op)
+        _check_reduction(tensor, op)
         if dist.is_initialized():
-            sent = dense(tensor)
-            # Divided here, because not every process group can.
-            early, late = divisors(sent.dtype, dist.get_world_size()) if op == "avg" else (1, 1)
+            sent = _dense(tensor)
+            early, late = _divisors(sent.dtype, dist.get_world_size()) if op == "avg" else (1, 1)
             if early != 1:
                 sent = sent / early
-            dist.all_reduce(sent, OPS[op])
+            dist.all_reduce(sent, _OPS[op])
             if late != 1:
                 sent.div_(late)
-            store(tensor, sent)
+            _store(tensor, sent)
         return tensor
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        check_source(src, self.world_size)
+        _check_source(src, self.world_size)
         if dist.is_initialized():
-            sent = dense(tensor)
+            sent = _dense(tensor)
             dist.broadcast(sent, src)
-            store(tensor, sent)
+            _store(tensor, sent)
         return tensor
 
     def barrier(self) -> None:
@@ -241,20 +215,17 @@ class TorchCollectives(Collectives):
         return self._host_group or (dist.group.WORLD if dist.is_initialized() else None)
 
     def close(self) -> None:
-        if self._whereabouts is not None and len(self._entered) == 1:
-            self._whereabouts.close()
-            self._whereabouts = None
         if self._host_group is not None and len(self._entered) == 1:
             dist.destroy_process_group(self._host_group)
             self._host_group = None
         if self._entered and self._entered.pop() and dist.is_initialized():
-            # A reduction begun in backward holds a Python object, which a thread of the group drops when it gets to
-            # it; if that is while the interpreter shuts down, the process aborts (pytorch#190489). Nothing tells when
-            # it was dropped, so give those threads time, once a job.
+            # A reduction that began in backward holds a Python object, which a thread of the group drops later. If
+            # that happens while the interpreter shuts down, the process aborts (pytorch#190489). Nothing reports when
+            # the object was dropped, so wait a little, once a job.
             time.sleep(_DRAIN_SECONDS)
             dist.destroy_process_group()
         if not self._entered:
-            self._records.put_back()
+            self._records.stop()
 
     def _check_fits(self, launch: Launch | None) -> None:
         formed = (dist.get_rank(), dist.get_world_size())
@@ -270,3 +241,51 @@ class TorchCollectives(Collectives):
                 f"the process group that exists ({config}) cannot reduce {self.device.type} tensors",
                 remedy=f"form it with backend={self._backend!r}, or let accel.distributed() form it",
             )
+
+
+class _FlightRecords:
+    """Environment variables that turn on records of collectives, set while a job runs unless the user has set them."""
+
+    def __init__(self, always: Mapping[str, str], detailed: Mapping[str, str]) -> None:
+        self._always, self._detailed = always, detailed
+        self._set: list[str] = []
+
+    def start(self) -> None:
+        """Set the variables; libraries read them when they form a group."""
+        wanted = {**self._always, **(self._detailed if get_debug_level() == DebugLevel.DETAIL else {})}
+        self._set = [name for name in wanted if name not in os.environ]
+        os.environ.update({name: wanted[name] for name in self._set})
+
+    def stop(self) -> None:
+        """Unset them."""
+        for name in self._set:
+            os.environ.pop(name, None)
+        self._set = []
+
+
+def _check_reduction(tensor: Tensor, op: str) -> None:
+    if op not in _OPS:
+        raise ConfigurationError(f"there is no reduction {op!r}", available=", ".join(_OPS))
+    if op == "avg" and not tensor.is_floating_point():
+        raise ConfigurationError(f"the average of {tensor.dtype} tensors is not defined", remedy="use 'sum'")
+
+
+def _check_source(src: int, world_size: int) -> None:
+    if not 0 <= src < world_size:
+        raise ConfigurationError(f"there is no rank {src}", available=f"ranks 0 to {world_size - 1}")
+
+
+def _divisors(dtype: torch.dtype, world_size: int) -> tuple[int, int]:
+    """Return the divisors of an average before and after values are added."""
+    narrow = torch.finfo(dtype).smallest_normal > torch.finfo(torch.float32).smallest_normal
+    return (world_size, 1) if narrow else (1, world_size)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return contiguous memory to communicate: gloo ignores strides and takes the memory from the first element on."""
+    return tensor.detach().contiguous()
+
+
+def _store(tensor: Tensor, sent: Tensor) -> None:
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(sent)

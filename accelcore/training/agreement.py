@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.roles.collectives import Collectives
+from accelcore.roles.gathering import gather
 from accelcore.training.differences import Differences
 
 __all__ = ["Agreement"]
@@ -60,7 +61,7 @@ class Agreement:
         text = json.dumps(said).encode()
         if self.all_equal(int.from_bytes(hashlib.sha256(text).digest()[:7], "big")):
             return
-        texts = self._collectives.gather(torch.frombuffer(bytearray(text + b"\n"), dtype=torch.uint8))
+        texts = gather(self._collectives, torch.frombuffer(bytearray(text + b"\n"), dtype=torch.uint8))
         differences = Differences([json.loads(line) for line in bytes(texts.tolist()).splitlines()])
         raise DistributedError(
             f"{differences.odd} of this job would not train what the others train",

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError
-from accelcore.roles.composition import Roles
 from accelcore.training.parts.extra import ExtraPart
 from accelcore.training.state import TrainingState, load, resume, save
 from accelcore.wording import kind_of
@@ -27,7 +27,7 @@ class Checkpointing(ABC):
 
     steps: int
     extra: dict[str, Any]
-    _backend: Roles
+    _backend: Backend
     _run: str
 
     @abstractmethod

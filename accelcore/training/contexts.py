@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from accelcore.roles.composition import Roles
+from accelcore.backend import Backend
 from accelcore.training.policy import Policy
 
 __all__ = ["Contexts"]
@@ -30,7 +30,7 @@ class Contexts:
     """
 
     # Nothing that is kept holds the trainer: such a cycle would hold the device's memory until it is collected.
-    def __init__(self, backend: Roles, policy: Policy, fp32: str | None) -> None:
+    def __init__(self, backend: Backend, policy: Policy, fp32: str | None) -> None:
         dtype = getattr(torch, policy.autocast) if policy.autocast else None
         self.make_region: Callable[[], Context] = partial(_autocast, backend, dtype, policy.table)
         self.region = self.make_region()
@@ -59,7 +59,7 @@ class _Reentrant:
         return self._entered.pop().__exit__(kind, error, traceback)
 
 
-def _autocast(backend: Roles, dtype: torch.dtype | None, table: str) -> Context:
+def _autocast(backend: Backend, dtype: torch.dtype | None, table: str) -> Context:
     return nullcontext() if dtype is None else backend.precision.autocast(dtype, table=table)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from accelcore.roles.notes import ranks
+from accelcore.wording import ranks
 
 __all__ = ["Differences"]
 

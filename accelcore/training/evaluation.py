@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelcore.roles.composition import Roles
+from accelcore.backend import Backend
 from accelcore.training.data_stream import Batches
 from accelcore.training.sharding import share_once
 
@@ -26,7 +26,7 @@ class Evaluation:
     """
 
     def __init__(
-        self, backend: Roles, model: nn.Module, make_region: Callable[[], AbstractContextManager[object]]
+        self, backend: Backend, model: nn.Module, make_region: Callable[[], AbstractContextManager[object]]
     ) -> None:
         self._backend, self._model, self._make_region = backend, model, make_region
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accelcore.backend import Backend
 from accelcore.roles.compiler import Compiled
-from accelcore.roles.composition import Roles
 from accelcore.training.captured import CapturedStep
 from accelcore.training.contexts import Contexts
 from accelcore.training.gradients import Gradients, PerTensor
@@ -38,7 +38,7 @@ class Plan:
         captured: captures steps (`Capture`); None where that was not asked for.
     """
 
-    backend: Roles
+    backend: Backend
     model: nn.Module
     optimizer: Optimizer
     options: TrainerOptions

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError
-from accelcore.roles.composition import Roles
 from accelcore.roles.scaler import LossScale, LossScaler, Scalers
 from accelcore.wording import did_you_mean, is_number
 
@@ -135,7 +135,7 @@ _ALIASES = {
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def preset_name(precision: object, backend: Roles) -> str | Policy:
+def preset_name(precision: object, backend: Backend) -> str | Policy:
     """Return the preset's name for any word for a precision; a `Policy` is returned as it is.
 
     Args:
@@ -165,7 +165,7 @@ def choose_policy(precision: object, loss_scale: float | str | LossScale | None)
     return policy if loss_scale is None else replace(policy, loss_scale=loss_scale)
 
 
-def autocast_dtype(dtype: torch.dtype | str, backend: Roles) -> torch.dtype | None:
+def autocast_dtype(dtype: torch.dtype | str, backend: Backend) -> torch.dtype | None:
     """Return the dtype of a word such as `"bf16"`; None if it is `"best"` and fp32 is fastest on the device.
 
     Raises:
@@ -182,7 +182,7 @@ def autocast_dtype(dtype: torch.dtype | str, backend: Roles) -> torch.dtype | No
     return _DTYPES[_canonical(dtype)]
 
 
-def fp32_mode(mode: str | None, backend: Roles) -> str | None:
+def fp32_mode(mode: str | None, backend: Backend) -> str | None:
     """Return `"ieee"`, `"fast"` or None for a trainer's option `fp32`.
 
     Raises:
@@ -210,7 +210,7 @@ def create_scaler(scalers: Scalers, policy: Policy) -> LossScaler:
     return scalers.create(init=float(policy.loss_scale), dynamic=False)
 
 
-def _fastest(backend: Roles) -> torch.dtype | None:
+def _fastest(backend: Backend) -> torch.dtype | None:
     """Return the first declared autocast dtype that the device has hardware for; None if fp32 is fastest."""
     dtypes: Iterable[torch.dtype] = (getattr(torch, name) for name in backend.capabilities.autocast_dtypes)
     return next(filter(backend.precision.has_units, dtypes), None)

@@ -7,14 +7,14 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.launchers import read_launch
-from accelcore.roles.composition import Roles
 
 __all__ = ["replicate"]
 
 
-def replicate(backend: Roles, module: nn.Module, **options: Any) -> nn.Module:
+def replicate(backend: Backend, module: nn.Module, **options: Any) -> nn.Module:
     """Move a module to the device, and let ranks average its gradients in backward; see `Backend.replicate`."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigurationError("the module has no parameter to train", remedy="look for requires_grad_(False)")

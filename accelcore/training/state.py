@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelcore.backend import Backend
 from accelcore.checkpoint import store
 from accelcore.checkpoint.finding import find
 from accelcore.checkpoint.manifest import MODEL, file_of
 from accelcore.errors import CheckpointError, ConfigurationError
-from accelcore.roles.composition import Roles
 from accelcore.training.agreement import Agreement
 from accelcore.training.checkpoint_files import SHARED, of_rank, read_saved
 from accelcore.training.parts.foreign import prepare_foreign
@@ -44,7 +44,7 @@ class TrainingState:
         sharded: by name, the parameters that are divided among the ranks.
     """
 
-    backend: Roles
+    backend: Backend
     parts: Sequence[Part]
     steps: int
     take_turn: Callable[[], None]
@@ -255,7 +255,7 @@ def _states(training: TrainingState, scope: str) -> dict[str, Any]:
     return {part.name: part.state() for part in training.parts if part.scope == scope}
 
 
-def _facts(backend: Roles, trainings: Trainings, run: str) -> dict[str, Any]:
+def _facts(backend: Backend, trainings: Trainings, run: str) -> dict[str, Any]:
     return {
         "run": run,
         "trainers": {name: training.steps for name, training in trainings.items()},
@@ -266,7 +266,7 @@ def _facts(backend: Roles, trainings: Trainings, run: str) -> dict[str, Any]:
     }
 
 
-def _agreement(trainings: Trainings) -> tuple[Roles, Agreement]:
+def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:
     """The backend and the job, which all these trainers share."""
     backend = next(iter(trainings.values())).backend
     return backend, Agreement(backend.collectives, backend.device)

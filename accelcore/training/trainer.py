@@ -11,9 +11,9 @@ from uuid import uuid4
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accelcore.backend import Backend
 from accelcore.errors import TrainingError
 from accelcore.roles.compiler import Compiled
-from accelcore.roles.composition import Roles
 from accelcore.training.checkpointing import Checkpointing
 from accelcore.training.clipping import Clipping
 from accelcore.training.data_stream import DataStreams
@@ -78,7 +78,7 @@ class Trainer(Reading, Checkpointing):
     """
 
     def __init__(
-        self, backend: Roles, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
+        self, backend: Backend, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
     ) -> None:
         given = complete(options)
         given["precision"] = preset_name(given["precision"], backend)

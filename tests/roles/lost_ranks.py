@@ -1,4 +1,4 @@
-"""One rank of a job that loses another, in a way that the argument names: for test_whereabouts.py."""
+"""One rank of a job that loses another, in a way that the argument names: for test_missing_ranks.py."""
 
 from __future__ import annotations
 

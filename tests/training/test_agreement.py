@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from accelcore.roles.notes import ranks
 from accelcore.training.differences import Differences
+from accelcore.wording import ranks
 
 SCRIPT = Path(__file__).with_name("agreement_ranks.py")
 

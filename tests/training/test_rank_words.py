@@ -57,16 +57,11 @@ def test_gather_takes_lists_of_which_some_may_be_empty(job):
         none, *refused, mixed, kinds = rank["refused lists"]
         assert "no rank has any rows" in none
         own = [
-            *(
-                f"a list cannot be gathered whose tensors are of different kinds: torch.float32 of shape {two}"
-                for two in ("(1,), and torch.float16 of shape (1,)", "(1, 0), and torch.float32 of shape (1, 1)")
-            ),
-            *(
-                f"{what} cannot be gathered: it is no tensor, and no list of tensors"
-                for what in ("a list with a float in it", "a NoneType", "a float", "a generator", "a str")
-            ),
+            *("torch.float32 of shape (1,), and torch.float16", "(1, 0), and torch.float32 of shape (1, 1)"),
+            *("a list with a float in it", "not a NoneType", "not a float", "not a generator", "not a str"),
         ]
-        assert refused == (own if number == 1 else ["rank 1 gave what cannot be gathered"] * len(own))
+        expected = own if number == 1 else ["rank 1"] * len(own)
+        assert all(value in said for value, said in zip(expected, refused, strict=True)), refused
         assert mixed == [1, 2, 1, 2], "a tensor on one rank, an empty list on another"
         assert "rows of different kinds" in kinds
 
@@ -77,11 +72,8 @@ def test_objects_are_gathered_and_what_cannot_be_sent_is_refused_by_all(job):
         for rank, mine in enumerate([[[], []], [[10.0], [11.0]], [[20.0, 22.0], [21.0, 23.0]]])
     ]
     assert [rank["objects"] for rank in job] == [repr(every)] * 3
-    assert [rank["no object"].split("\n")[0] for rank in job] == [
-        "rank 1 gave an object that cannot be sent to others",
-        "an object cannot be sent to other ranks",
-        "rank 1 gave an object that cannot be sent to others",
-    ]
+    for number, rank in enumerate(job):
+        assert ("an object cannot be sent" if number == 1 else "rank 1 gave") in rank["no object"]
 
 
 def test_mean_of_numbers_and_tensors(job):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.launchers import read_launch
-from accelcore.roles.composition import Roles
 from accelcore.training.fsdp_options import FSDP
 from accelcore.training.options import TrainerOptions
 from accelcore.training.strategies.alone import Alone
@@ -20,7 +20,7 @@ from accelcore.training.strategies.zero1 import Zero1
 __all__ = ["create_strategy"]
 
 _NONE = "none"
-_STRATEGIES: dict[str, Callable[[Roles, TrainerOptions], Strategy]] = {
+_STRATEGIES: dict[str, Callable[[Backend, TrainerOptions], Strategy]] = {
     "ddp": DDP,
     "combine_ddp": CombineDDP,
     "zero1": Zero1,
@@ -31,7 +31,7 @@ _STRATEGIES: dict[str, Callable[[Roles, TrainerOptions], Strategy]] = {
 _TAKES_COMM_DTYPE = ("combine_ddp", "zero1", "fsdp", "zero2", "zero3")
 
 
-def create_strategy(backend: Roles, options: TrainerOptions) -> Strategy:
+def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
     """The strategy that was asked for, which does nothing in a job of one process, whatever the backend declares.
 
     Raises:

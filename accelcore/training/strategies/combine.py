@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError
-from accelcore.roles.composition import Roles
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.strategies.exchanging import COMM_DTYPES, add_up, broadcast, share_buffers
@@ -25,7 +25,7 @@ class CombineDDP(Strategy):
     rank did not use costs nothing: which parameters received a gradient travels with the gradients.
     """
 
-    def __init__(self, backend: Roles, options: TrainerOptions) -> None:
+    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
         super().__init__(backend, options)
         self.divisor = backend.collectives.world_size
         name = options["comm_dtype"]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError, TrainingError
-from accelcore.roles.composition import Roles
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.policy import Policy
@@ -33,7 +33,7 @@ class DDP(Strategy):
     prefers_flat = False
     exchanges_in_backward = True
 
-    def __init__(self, backend: Roles, options: TrainerOptions) -> None:
+    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
         super().__init__(backend, options)
         self._device = backend.device
         self._hooks: list[Any] = []

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.shards import is_sharded
 from accelcore.precision.table import LOW_PRECISION
-from accelcore.roles.composition import Roles
 from accelcore.torch_internals import AnyBatchNorm
 from accelcore.training.fsdp_options import FSDP
 from accelcore.training.gradients import Gradients
@@ -40,7 +40,7 @@ class FullySharded(Strategy):
     exchanges_in_backward = True
     prefers_flat = False
 
-    def __init__(self, backend: Roles, options: TrainerOptions, sharding: FSDP) -> None:
+    def __init__(self, backend: Backend, options: TrainerOptions, sharding: FSDP) -> None:
         super().__init__(backend, options)
         self._modules: list[Any] = []
         self._hooks: list[Any] = []

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.roles.composition import Roles
+from accelcore.backend import Backend
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.policy import Policy
@@ -46,7 +46,7 @@ class Strategy(ABC):
     exchanges_in_backward: bool = False
     """Whether gradients travel while a backward pass runs."""
 
-    def __init__(self, backend: Roles, options: TrainerOptions) -> None:
+    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
         self.collectives = backend.collectives
 
     def check(self, model: nn.Module, policy: Policy) -> None:  # noqa: B027  # most can train any model

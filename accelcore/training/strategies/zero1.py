@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accelcore.backend import Backend
 from accelcore.errors import UnsupportedError
 from accelcore.optim.runs import Slot
-from accelcore.roles.composition import Roles
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.strategies.combine import CombineDDP
@@ -34,7 +34,7 @@ class Zero1(CombineDDP):
 
     divides_updates = True
 
-    def __init__(self, backend: Roles, options: TrainerOptions) -> None:
+    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
         super().__init__(backend, options)
         self._owners: dict[str, int] = {}
 

@@ -1,7 +1,7 @@
-"""The notes that the ranks of a job leave of where they are: for messages that have to name one.
+"""Notes about where each rank of a job is, for error messages that name a missing rank.
 
-Once a second each rank leaves a note in the job's store: the step that it is in, its last collective, by torch's flight
-recorder, and the line of the script. A thread of its own does so, and a training loop pays nothing.
+A thread of each rank writes a note to the job's store once a second: the step, the last collective, the line of the
+script. The training loop itself does nothing for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -20,33 +20,33 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # its types leave it out
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # missing in torch's types
 
-__all__ = ["BEAT", "Note", "Notes", "ranks"]
+__all__ = ["BEAT", "Note", "RankNotes", "line_of"]
 
 BEAT = 1.0
 """Seconds between two notes of a rank."""
 
 _SHORT = 64
-"""How many collectives a recorder may keep that is read each second; NCCL's keeps 2000, which takes 0.15 s."""
+"""Largest flight record that is read each second. NCCL's has 2000 entries, and reading it takes 0.15 s."""
 
-_formed = count()
+_jobs = count()
 _OURS = tuple(str(Path(folder).resolve()) for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _PYTHON = sysconfig.get_path("stdlib")
 
 
 @dataclass(frozen=True)
 class Note:
-    """Where a rank is.
+    """Place of a rank in the script.
 
     Attributes:
-        beat: which of the rank's notes this is.
-        steps: the step of each of its trainers.
-        number: how many collectives it has begun.
-        collective: the last of them; "" where nothing records them.
-        line: of the script.
-        done: whether it waits to leave the job.
-        failed: the error that has ended it, or "".
+        beat: number of this note.
+        steps: the step of each of the rank's trainers.
+        number: number of collectives that the rank has begun.
+        collective: the last of them; "" if nothing records them.
+        line: line of the script.
+        done: whether the rank waits to leave the job.
+        failed: the error that ended the rank, or "".
     """
 
     beat: int
@@ -59,7 +59,7 @@ class Note:
 
     @property
     def place(self) -> tuple[int, int]:
-        """How far the rank is, to be compared with another's."""
+        """Progress of the rank, to compare with other ranks."""
         return sum(self.steps), self.number
 
     def __str__(self) -> str:
@@ -74,55 +74,54 @@ class Note:
         return ", ".join(part for part in parts if part)
 
 
-class Notes:
-    """The notes of a job's ranks. Made in the thread that trains.
+class RankNotes:
+    """Writer of this rank's notes, and reader of all ranks'. Must be created in the thread that trains.
 
     Args:
-        store: the job's, of torch.distributed, which all ranks reach.
-        rank, world_size: this rank, and of how many.
-        steps: the step of each trainer of this rank, by its number; the trainers write to it.
+        store: torch.distributed's store of the job.
+        rank, world_size: this rank, and the number of ranks.
+        steps: the step of each trainer of this rank; the trainers write to it.
 
     Attributes:
-        done, failed: what this rank's next note says.
-        line: where an error ended what the rank did; "" while it goes on, and is looked for.
-        store: a part of the job's store.
+        done, failed: as in this rank's next note.
+        line: line at which an error ended the script; "" until then, and each note has the current line.
+        store: the job's store with a prefix, so that keys of several jobs of a process differ.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, steps: Mapping[int, int]) -> None:
-        self.store: Any = PrefixStore(f"whereabouts {next(_formed)}", store)
-        self.steps = steps
+        self.store: Any = PrefixStore(f"rank notes {next(_jobs)}", store)
         self.done, self.failed, self.line = False, "", ""
-        self._rank, self._world_size, self._beats = rank, world_size, 0
-        self._trains, self._reads_recorder = threading.get_ident(), _recorder_is_short()
+        self._rank, self._world_size, self._steps, self._beats = rank, world_size, steps, 0
+        self._training_thread, self._reads_record = threading.get_ident(), _record_is_short()
         self._stop = threading.Event()
         self.write()
-        self._thread = threading.Thread(target=self._write_each_second, name="accelcore: notes", daemon=True)
+        self._thread = threading.Thread(target=self._write_each_second, name="accelcore: rank notes", daemon=True)
         self._thread.start()
 
     def write(self) -> None:
-        """Leave a note now.
+        """Write a note now.
 
         Raises:
-            RuntimeError: the store is gone.
+            RuntimeError: the store does not answer.
         """
         self._beats += 1
-        number, collective = _last_collective() if self._reads_recorder else (0, "")
-        steps = list(self.steps.values())
-        line = self.line or _line(self._trains)
+        number, collective = _last_collective() if self._reads_record else (0, "")
+        line = self.line or _current_line(self._training_thread)
+        steps = list(self._steps.values())
         note = Note(self._beats, steps, number, collective, line, self.done, self.failed)
         self.store.set(f"rank {self._rank}", json.dumps(asdict(note)))
 
     def read(self) -> dict[int, Note]:
-        """The last note of each rank that has left one.
+        """Return the last note of each rank that has written one.
 
         Raises:
-            RuntimeError: the store is gone.
+            RuntimeError: the store does not answer.
         """
         keys = {rank: f"rank {rank}" for rank in range(self._world_size)}
         return {rank: Note(**json.loads(self.store.get(key))) for rank, key in keys.items() if self.store.check([key])}
 
     def close(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         self._stop.set()
         self._thread.join(5)
 
@@ -131,22 +130,24 @@ class Notes:
             try:
                 self.write()
             except RuntimeError:
-                return  # the store is gone, and with it the job
+                return  # the store has gone, and the job with it
 
 
-def ranks(numbers: Iterable[int]) -> str:
-    """Ranks as a text says them: `rank 1`, `ranks 0, 2 and 3`."""
-    *rest, last = map(str, sorted(numbers))
-    return f"ranks {', '.join(rest)} and {last}" if rest else f"rank {last}"
+def line_of(error: BaseException) -> str:
+    """Return the line of the script at which an error was raised, such as `train.py:12 in main`."""
+    frames = [
+        (frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_library(frame.f_code.co_filename)
+    ]
+    return _as_text(*frames[-1]) if frames else ""
 
 
-def _recorder_is_short() -> bool:
+def _record_is_short() -> bool:
     length = os.environ.get("TORCH_FR_BUFFER_SIZE", "")
     return length.isdecimal() and 0 < int(length) <= _SHORT
 
 
 def _last_collective() -> tuple[int, str]:
-    """The number and the name of the last that torch's flight recorder knows; of some libraries it knows none."""
+    """Return number and name of the last collective in torch's flight record; some libraries write none."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     entries = json.loads(dump()).get("entries", []) if dump is not None else []
     if not entries:
@@ -157,23 +158,15 @@ def _last_collective() -> tuple[int, str]:
     return last["record_id"] + 1, f"{last['profiling_name']}{of_what}, number {last['record_id'] + 1}"
 
 
-def line_of(error: BaseException) -> str:
-    """The line of the script at which an error was raised, as far as it got."""
-    frames = [
-        (frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_library(frame.f_code.co_filename)
-    ]
-    return _in_words(*frames[-1]) if frames else ""
-
-
-def _line(thread: int) -> str:
-    """The line of the script at which a thread is, behind what torch, Python and this package do for it."""
+def _current_line(thread: int) -> str:
+    """Return the line of the script that a thread executes, or from which it called a library."""
     frame = sys._current_frames().get(thread)
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else _in_words(frame, frame.f_lineno)
+    return "" if frame is None else _as_text(frame, frame.f_lineno)
 
 
-def _in_words(frame: FrameType, line: int) -> str:
+def _as_text(frame: FrameType, line: int) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}"
 
 
