@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from accelcore.roles.loss_scale import LossScale
     from accelcore.selection import installed, select
     from accelcore.training.activations import Recompute
-    from accelcore.training.checkpointing import Together
     from accelcore.training.fsdp_options import FSDP
     from accelcore.training.observers import Observer
     from accelcore.training.policy import Policy
+    from accelcore.training.saving import Together
     from accelcore.training.sharded_stream import ShardedStream
     from accelcore.training.trainer import Trainer
 
@@ -86,7 +86,7 @@ _HOMES = {
     "Probe": "probe",
     "Recompute": "training.activations",
     "ShardedStream": "training.sharded_stream",
-    "Together": "training.checkpointing",
+    "Together": "training.saving",
     "Trainer": "training.trainer",
     "hookimpl": "hookspecs",
     "installed": "selection",

@@ -1,4 +1,4 @@
-"""One training step: what is done with a micro-batch, and what at the end of a window."""
+"""One training step: forward and backward pass of each micro-batch, and the update at the end of a window."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.errors import TrainingError
+from accelcore.errors import DistributedError, TrainingError
 from accelcore.nested import detached
 from accelcore.optim.fused_kernels import FusedStep
 from accelcore.optim.optimizer import Optimizer as LateBound
@@ -19,8 +19,7 @@ from accelcore.training.clipping import Clipping, ClippingBy
 from accelcore.training.gradients import backward, first_not_finite
 from accelcore.training.losses import loss_of_model, no_loss, split_loss
 from accelcore.training.plan import Plan
-from accelcore.training.turns import Turn
-from accelcore.training.unable import half_updated, parted
+from accelcore.training.shared_parameters import SharedParameters
 from accelcore.training.window import Window
 
 __all__ = ["Step"]
@@ -29,18 +28,19 @@ logger = logging.getLogger("accelcore")
 
 
 class Step:
-    """Trains on micro-batches, and updates the parameters at the end of a window.
+    """Train on micro-batches, and update the parameters at the end of a window.
 
-    Everything it needs was bound when it was made: it walks neither the model nor the optimizer's groups.
+    Everything that a step needs is bound here. A step walks neither the model nor the optimizer's groups.
 
     Args:
-        plan: what the training is made of.
-        scaler, window: what it composes with that.
-        clip: clips the gradients; None: they are not clipped.
+        plan: the prepared training.
+        scaler: scales the loss.
+        window: counts and weighs micro-batches.
+        clip: clips the norm of the gradients; None does not clip it.
 
     Attributes:
-        overwrites: whether what the model returns, and gradients it gives, are memory that its next call writes anew.
-        failure: why no step can be made any more; None where one can.
+        overwrites: whether the model's next call overwrites the outputs and gradients of its last call.
+        failure: why the trainer can no longer train; None if it can.
     """
 
     def __init__(self, plan: Plan, *, scaler: LossScaler, window: Window, clip: Clipping | None) -> None:
@@ -49,40 +49,40 @@ class Step:
         self._region, self._arithmetic = plan.contexts.region, plan.contexts.arithmetic
         self._gradients, self._optimizer, self._strategy = plan.gradients, plan.optimizer, plan.strategy
         self._scaler, self._window, self._clip = scaler, window, clip
+        self._clip_by = None if plan.options["clip"] is None else ClippingBy(plan.options["clip"])
         self._find_bad = partial(first_not_finite, plan.gradients)
-        self._exposes = not isinstance(plan.optimizer, LateBound)  # others know nothing of slots
+        self._exposes = not isinstance(plan.optimizer, LateBound)  # torch's optimizers do not know of slots
         # A scaler that reads gradients may skip. A captured step has to be torch's, which checks what a graph bakes in.
         fused = plan.captured is None and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
         self._fused_step = FusedStep(plan.optimizer) if fused else None
         self._binding = getattr(plan.optimizer, "binding", None)
-        self._world_size = plan.backend.collectives.world_size
-        self.overwrites = plan.compiled is not None and plan.compiled.overwrites
-        self.failure: TrainingError | None = None
-        self._clip_by = None if plan.options["clip"] is None else ClippingBy(plan.options["clip"])
-        wanted = clip is not None or self._clip_by is not None or bool(plan.listeners.gradient_norm)
-        self._reads_gradients = wanted
-        self._turn = Turn([slot.parameter for slot in plan.gradients.slots])
+        self._job, self._world_size = plan.backend.collectives, plan.backend.collectives.world_size
+        self._reads_norm = clip is None and bool(plan.listeners.gradient_norm)
+        self._unscales = clip is not None or self._clip_by is not None or self._reads_norm
+        self._shared = SharedParameters([slot.parameter for slot in plan.gradients.slots])
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
+        self.overwrites = plan.compiled is not None and plan.compiled.overwrites
+        self.failure: TrainingError | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether there are gradients of a window."""
-        return self._turn.is_open
+        """Whether the parameters have gradients of an open window."""
+        return self._shared.is_open
 
-    def take_turn(self) -> None:
-        """See that the gradients on the parameters are this window's, and not another trainer's."""
-        self._turn.take()
+    def acquire_gradients(self) -> None:
+        """Put this trainer's gradients on the parameters, which other trainers may share."""
+        self._shared.acquire()
 
     def open(self) -> None:
-        """Clear what others left behind before a window, such as another trainer of a module that both train."""
-        self._turn.take()
-        if not self._turn.is_open:
+        """Open a window if none is open: clear gradients that others, such as another trainer, have left."""
+        self._shared.acquire()
+        if not self._shared.is_open:
             self._gradients.clear()
-            self._turn.is_open = True
+            self._shared.is_open = True
 
     def forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
-        """The loss of one micro-batch and what came beside it; its gradients are added to the window's."""
+        """Add the gradients of one micro-batch to the window's; return its loss and auxiliary outputs."""
         try:
             with self._region:
                 loss = self._loss(self._forward, batch)
@@ -97,15 +97,17 @@ class Step:
         return loss, None if aux is None else detached(aux)
 
     def launch(self, captured: CapturedStep, batch: Any) -> tuple[Tensor, Any, bool]:
-        """As `forward_backward`, `count` and `update`, as one graph: the loss, what came beside it, whether it closed
-        the window.
+        """Run `forward_backward`, `count` and `update` as one captured graph.
+
+        Returns:
+            The loss, the auxiliary outputs, and whether a window was closed.
         """
         first, last = self._window.micro == 0, self._window.is_last
-        self.open()  # not in a graph, which serves the later micro-batches of a window, too
+        self.open()  # not in the graph, which later micro-batches of a window replay
         try:
             loss, aux = captured(batch, self.forward_backward, self.work, first=first, last=last)
         except BaseException as error:
-            if self.is_open:  # else it was dropped where it was raised
+            if self.is_open:  # else `forward_backward` has dropped the window
                 self.drop(error)
             raise
         full = self.count()
@@ -114,7 +116,7 @@ class Step:
         return loss, aux, full
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, *, retain_graph: bool) -> None:
-        """Add the gradients of a loss, which have to outlast the next forward pass."""
+        """Add the gradients of a loss. They outlast the next forward pass."""
         try:
             self._add(loss, weight, outlast=True, retain_graph=retain_graph)
         except BaseException as error:
@@ -128,7 +130,7 @@ class Step:
         share = self._window.share(weight, self._strategy)
         scaled = self._scaler.scale(loss)
         self.open()
-        # What backward starts from. Multiplying the loss instead costs an operator here, and one in backward.
+        # The gradient that backward starts from. Multiplying the loss costs an operator here, and one in backward.
         start: Tensor | None
         if isinstance(share, Tensor):
             start = share.to(scaled.dtype).expand_as(scaled)
@@ -141,7 +143,7 @@ class Step:
             self._gradients.load_state(self._gradients.state())
 
     def count(self) -> bool:
-        """One micro-batch more; whether the window is full."""
+        """Count a micro-batch; return whether the window is full."""
         self._window.micro += 1
         if self._window.micro >= self._window.accumulate:
             return True
@@ -149,8 +151,8 @@ class Step:
         return False
 
     def update(self, *, full: bool) -> None:
-        """Update the parameters with the gradients of a window, a full one or a short one; the next one begins."""
-        self._turn.take()
+        """Update the parameters at the end of a window, full or short, and begin the next window."""
+        self._shared.acquire()
         try:
             self.work(full=full)
             self._strategy.sync_buffers()
@@ -160,56 +162,78 @@ class Step:
             raise
 
     def work(self, *, full: bool = True) -> None:
-        """What the device does in an update; captured steps record it."""
-        gradients, scaler = self._gradients, self._scaler
-        if getattr(self._optimizer, "binding", None) is not self._binding:
-            raise TrainingError(
-                "another trainer has bound this optimizer since",
-                why="an optimizer has one state, of what one trainer trains",
-                remedy="give each trainer an optimizer of its own",
-            )
+        """Update the parameters: the part of an update that runs on the device, and that a graph captures."""
+        gradients = self._gradients
+        self._check_binding()
         gradients.collect()
         self._strategy.reduce(gradients, exchanged=full)
-        if True not in gradients.received:
+        self._check_received()
+        gradients.grads_to_masters()
+        buffers = self._unscale_and_clip(full=full)
+        try:
+            self._step_optimizer(buffers)
+        finally:  # a hook of the optimizer may raise after the masters were updated
+            gradients.masters_to_params()
+        self._overflow = self._scaler.overflowed if self._listeners.overflow else None
+        self._scaler.update(self._find_bad)
+        gradients.clear()
+        self._window.forget_weights()
+
+    def _check_binding(self) -> None:
+        if getattr(self._optimizer, "binding", None) is not self._binding:
+            raise TrainingError(
+                "another trainer has bound this optimizer",
+                why="an optimizer has one state, of the parameters of one trainer",
+                remedy="give each trainer an optimizer of its own",
+            )
+
+    def _check_received(self) -> None:
+        if True not in self._gradients.received:
             raise TrainingError(
                 "no parameter received a gradient in this window",
                 why="there was no backward pass since the last update, or it reached no parameter of the optimizer",
                 remedy="call trainer.backward(loss) before trainer.update(), or look for frozen parameters",
             )
-        gradients.grads_to_masters()
-        correction = self._window.correction(self._strategy, full=full)
-        # Only for those who read them: for some it means to look at each.
-        read = self._reads_gradients or scaler.reads_gradients or correction is not None
-        buffers = gradients.buffers() if read else []
+
+    def _unscale_and_clip(self, *, full: bool) -> list[Tensor]:
+        """Return the gradients: weighted, and if they are clipped or observed, also unscaled and clipped.
+
+        The list is empty if nobody reads them, because `buffers` may have to look at each gradient.
+        """
+        gradients, strategy = self._gradients, self._strategy
+        correction = self._window.correction(strategy, full=full)
+        reads = self._unscales or self._scaler.reads_gradients or correction is not None
+        buffers = gradients.buffers() if reads else []
         if correction is not None:
             torch._foreach_mul_(buffers, correction)
         if self._exposes:
             gradients.expose()
-        self._norm = None
-        if self._reads_gradients:
-            scaler.unscale_(self._optimizer, buffers, self._strategy.agree)
+        if self._unscales:
+            self._scaler.unscale_(self._optimizer, buffers, strategy.agree)
             if self._clip is not None:
-                self._norm = self._clip(buffers, self._strategy.norm)
-            elif self._listeners.gradient_norm:
-                self._norm = self._strategy.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers))))
+                self._norm = self._clip(buffers, strategy.norm)
+            elif self._reads_norm:
+                self._norm = strategy.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers))))
             if self._clip_by is not None:
                 self._clip_by(gradients)
-        step = self._fused_step or partial(scaler.step, self._optimizer, buffers, self._strategy.agree)
+        return buffers
+
+    def _step_optimizer(self, buffers: list[Tensor]) -> None:
+        """Update the trained tensors, unless a gradient overflowed."""
+        step = self._fused_step or partial(self._scaler.step, self._optimizer, buffers, self._strategy.agree)
         try:
             with self._arithmetic:  # some optimizers multiply matrices
-                self._strategy.update(gradients, step)
+                self._strategy.update(self._gradients, step)
         except BaseException as error:
-            self.failure = half_updated(error)
+            self.give_up(
+                "its optimizer raised within a step, and may have updated a part of the parameters",
+                "make model, optimizer and trainer again, and resume from a checkpoint; in a job, on all ranks",
+                error,
+            )
             raise
-        finally:  # a hook may raise when the masters have been updated
-            gradients.masters_to_params()
-        self._overflow = scaler.overflowed if self._listeners.overflow else None
-        scaler.update(self._find_bad)
-        gradients.clear()
-        self._window.forget_weights()
 
     def tell(self, steps: int) -> None:
-        """Tell who wants to know what became of the window, the `steps`-th."""
+        """Call the observers after a window was closed, the `steps`-th."""
         for listener in self._listeners.gradient_norm:
             listener(self._norm)
         if self._overflow is not None:
@@ -219,25 +243,46 @@ class Step:
             listener(steps)
 
     def begin(self, *, opened: bool = False) -> None:
-        """A window begins, or one that was `opened` before goes on."""
-        self._turn.is_open = opened
+        """Begin a window, or continue one that was `opened` before."""
+        self._shared.is_open = opened
         if not opened:
             self._window.reset()
         self._strategy.micro(self._window.is_last)
 
     def check(self) -> None:
-        """Raise TrainingError where no step can be made any more."""
+        """Raise the failure of an earlier step, or DistributedError if the job has another number of ranks now."""
+        self.check_failure()
+        now = self._job.world_size
+        if now != self._world_size:
+            raise DistributedError(
+                f"this trainer was made in a job of {self._world_size}, and the job now has {now} ranks",
+                remedy="make the trainer, and use it, inside one `with accel.distributed():`",
+            )
+
+    def check_failure(self) -> None:
+        """Raise TrainingError if the trainer can no longer train."""
         if self.failure is not None:
             raise self.failure.with_traceback(None)
 
+    def give_up(self, what: str, remedy: str, error: BaseException) -> None:
+        """Let every later step raise, because of `error`."""
+        if self.failure is None:
+            why = f"{type(error).__name__}: {error}"
+            self.failure = TrainingError(f"this trainer cannot go on: {what}", why=why, remedy=remedy)
+            self.failure.__cause__ = error
+
     def drop(self, error: BaseException) -> None:
-        """Drop the window, because something in it failed: what there is of its gradients cannot be trusted."""
-        if self._world_size > 1 and self.failure is None:  # what this rank raises, the others need not raise
-            self.failure = parted(error)
+        """Drop the window because `error` was raised in it. In a job, no later step is possible."""
+        if self._world_size > 1:  # the other ranks need not have failed
+            self.give_up(
+                "a step failed on this rank of a job, and the other ranks may have continued without it",
+                "end the job and resume it from a checkpoint; accelcore run --max-restarts 3 does so",
+                error,
+            )
         self.discard()
 
     def discard(self) -> None:
-        """Drop the window: its gradients, and all that is known of it."""
+        """Drop the window and its gradients."""
         if self._window.accumulate > 1:
             logger.warning(
                 "a step failed, and its window is dropped: it had %d of %d micro-batches",
@@ -245,7 +290,7 @@ class Step:
                 self._window.accumulate,
             )
         self._strategy.abandon()
-        self._turn.take()
+        self._shared.acquire()
         self._gradients.clear()
         self._scaler.abandon()
         self.begin()

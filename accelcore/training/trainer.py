@@ -1,12 +1,12 @@
-"""The trainer: the user's object. What it does is done by the plan it makes and the step it composes."""
+"""The trainer: the object that `accel.trainer(...)` returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,22 +14,18 @@ from torch.optim import Optimizer
 from accelcore.backend import Backend
 from accelcore.errors import TrainingError
 from accelcore.roles.compiler import Compiled
-from accelcore.training.checkpointing import Checkpointing
 from accelcore.training.clipping import Clipping
-from accelcore.training.data_stream import DataStreams
+from accelcore.training.data_loop import DataLoop
+from accelcore.training.data_stream import Batches, DataStreams
 from accelcore.training.evaluation import Evaluation
-from accelcore.training.mistakes import check_arguments
 from accelcore.training.model_changes import ModelSnapshot
-from accelcore.training.options import TrainerOptions, check_values, complete
-from accelcore.training.parts.every import every_part
+from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete
 from accelcore.training.plan import Plan
 from accelcore.training.policy import create_scaler, fp32_mode, preset_name
-from accelcore.training.reading import Reading
+from accelcore.training.saving import Saver
 from accelcore.training.schedule import Schedule
 from accelcore.training.stages.order import Preparation
-from accelcore.training.state import TrainingState
 from accelcore.training.step import Step
-from accelcore.training.unable import half_restored, other_job
 from accelcore.training.window import Window
 
 if TYPE_CHECKING:
@@ -40,8 +36,8 @@ __all__ = ["Trainer"]
 _numbers = count()
 
 
-class Trainer(Reading, Checkpointing):
-    """Trains one model with one optimizer. Made by `accel.trainer(...)`.
+class Trainer:
+    """Train one model with one optimizer. Made by `accel.trainer(...)`.
 
     The whole loop::
 
@@ -49,32 +45,31 @@ class Trainer(Reading, Checkpointing):
             for batch in trainer.batches(loader):
                 loss = trainer(batch)
 
-    `trainer(batch)` is short for the three calls that a loop of one's own makes::
+    `trainer(batch)` is short for these calls, which a loop of your own can make::
 
         with trainer.autocast():
             loss = criterion(trainer.forward(inputs), targets)
         trainer.backward(loss)
         trainer.update()
 
-    A *window* is the `accumulate` micro-batches between two updates. Where something in a step raises, its window is
-    dropped, and the next one is right; in a job of several ranks, which may have parted, every later step raises.
+    A *window* is the `accumulate` micro-batches between two updates. If a step raises, its window is dropped, and the
+    next window starts clean. In a job of several ranks every later step raises, because the ranks may have diverged.
 
     Args:
         backend: where to train.
-        model: a bare module; it is moved to the device. The trainer wraps it, the module itself stays as it is.
-        optimizer: over parameters of `model`.
+        model: the bare module; it is moved to the device. The trainer wraps it and leaves the module itself as it is.
+        optimizer: an optimizer over parameters of `model`.
         options: see `TrainerOptions`.
 
     Attributes:
         model, optimizer, scheduler: as given.
-        scaler: the loss scaler; one that does nothing where none is needed.
+        scaler: the loss scaler; one that does nothing if none is needed.
+        saver: saves and restores this trainer; `Together` uses it.
         aux: what the last `loss` returned beside the scalar.
-        steps: windows closed so far.
-        extra: what `save(extra=...)` or `resume` was last given, empty at first; each checkpoint holds it.
 
     Raises:
-        ConfigurationError: arguments that contradict each other. Model and optimizer are then as they were.
-        UnsupportedError: the backend does not declare what is asked for; likewise.
+        ConfigurationError: arguments contradict each other. Model and optimizer are unchanged.
+        UnsupportedError: the backend does not declare what is asked for. Model and optimizer are unchanged.
     """
 
     def __init__(
@@ -87,55 +82,117 @@ class Trainer(Reading, Checkpointing):
         check_values(given)
         self._backend, self._options = backend, given
         self._schedule = Schedule(given["scheduler"], optimizer, given["schedule_by"])
-        self._plan = Plan(backend, model, optimizer, given)
-        self._preparation = Preparation(self._plan)
+        self._plan = plan = Plan(backend, model, optimizer, given)
+        self._preparation = Preparation(plan)
         self.model, self.optimizer, self.scheduler = model, optimizer, given["scheduler"]
-        self.scaler = create_scaler(backend.scaler, self._plan.policy)
+        self.scaler = create_scaler(backend.scaler, plan.policy)
         norm, flagged = given["clip_norm"], backend.capabilities.overflow_flag
         self._clip = None if norm is None else Clipping(norm, flagged=flagged)
         self._window = Window(
-            given["accumulate"], backend.device, divisor=self._plan.strategy.divisor, tensors_only=given["graph"]
+            given["accumulate"], backend.device, divisor=plan.strategy.divisor, tensors_only=given["graph"]
         )
         by_epoch = given["schedule_by"] == "epoch"
         self._streams = DataStreams(backend.runtime, backend.collectives, counts_epochs=by_epoch)
-        self._evaluation = Evaluation(backend, model, self._plan.contexts.make_region)
-        self._world_size = backend.collectives.world_size
-        self._run, self._number = uuid4().hex, next(_numbers)
+        self._data = DataLoop(self._streams, self._schedule)
+        self._evaluation = Evaluation(backend, model, plan.contexts.make_region)
+        self.saver = Saver(
+            plan, scaler=self.scaler, schedule=self._schedule, streams=self._streams, window=self._window
+        )
+        self._number = next(_numbers)
         self.aux: Any = None
-        self.extra, self.steps = {}, 0
-        self._compose()
-        self._step.begin()
+        self._prepared()
 
     def __repr__(self) -> str:
         optimizer = getattr(self.optimizer, "name", type(self.optimizer).__name__)
         return f"<Trainer of {type(self.model).__name__} by {optimizer} on {self._backend.device}, {self.steps} steps>"
 
     @property
-    def forward(self) -> Callable[..., Any]:
-        """The model to call in a loop of one's own: compiled and replicated as asked."""
-        if self._window.micro == 0 or self._window.is_last:
-            self._check_unchanged()
-        return self._plan.forward
-
-    @property
-    def compiled(self) -> Compiled | None:
-        """What became of `compile`; None where it was not asked for."""
-        return self._plan.compiled
-
-    @property
-    def skipped(self) -> int:
-        """Windows whose update was skipped because a gradient overflowed. Reading it waits for the device."""
-        return self.scaler.skipped
+    def steps(self) -> int:
+        """Number of windows closed so far."""
+        return self._window.steps
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches an update, as given."""
+        """Number of micro-batches of a window, as given."""
         return self._window.accumulate
 
+    @property
+    def skipped(self) -> int:
+        """Number of windows whose update was skipped because a gradient overflowed. Reading it waits for the device."""
+        return self.scaler.skipped
+
+    @property
+    def compiled(self) -> Compiled | None:
+        """Result of `compile`; None if it was not asked for."""
+        return self._plan.compiled
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Dict last given to `save(extra=...)` or read by `resume`, empty at first. Each checkpoint holds it."""
+        return self.saver.extra
+
+    @extra.setter
+    def extra(self, extra: dict[str, Any]) -> None:
+        self.saver.extra = extra
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of `batches` that is running or comes next, counted from 0. Setting it chooses the next epoch.
+
+        Under `schedule_by="epoch"` the script must also move the scheduler there, before it trains.
+        """
+        return self._data.epoch(self.steps)
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._data.move_to(epoch)
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Return the epochs that remain of `total`, counted from 0. If none remains, the log says so."""
+        return self._data.epochs(total)
+
+    def batches(self, loader: Iterable[Any], *, name: str = "train", shard: bool = True) -> Batches:
+        """Return the batches of one epoch: on the device, this rank's share. At the end a short window is flushed.
+
+        `len(trainer.batches(loader))` is the number of batches, for a progress bar or a schedule.
+
+        After a `resume` in mid-epoch the first call yields the rest of that epoch. It loads the earlier batches again
+        and drops them, so that random augmentation stays exact. A loader with `state_dict` and `load_state_dict`, such
+        as torchdata's StatefulDataLoader, restores its own state instead. The position counts the batches that were
+        yielded, so save after training on a batch.
+
+        An epoch that is left early, by `break` or an exception, has ended. To resume in the middle of an epoch, save
+        inside the loop.
+
+        Args:
+            loader: a DataLoader over a map-style or iterable dataset, or any iterable of batches. In a job of several
+                ranks a DataLoader with a plain sampler gets a `DistributedSampler`. Of an iterable, each rank gets
+                every `world_size`-th batch, and all ranks must read it in the same order; of a `ShardedStream`, each
+                rank gets its rows. All ranks get the same number of batches: with `drop_last=True` surplus rows are
+                left out, else some rows come twice.
+            name: name of the data stream. Each stream has a position of its own; only `"train"` is flushed.
+            shard: False if the loader already yields this rank's share.
+        """
+        return self._data.batches(loader, name=name, shard=shard, check=self._check_model, flush=self.flush)
+
+    def evaluate(self, loader: Iterable[Any]) -> Batches:
+        """Return the batches of `loader` to evaluate on: on the device, every row once over all ranks.
+
+        In the loop the model is in evaluation mode, under `no_grad` and autocast. After the loop its modes are
+        restored. Ranks may have different numbers of rows: combine results by `job.gather`, or add up sums. If the
+        loader does not shuffle, gathered results are in the order of its rows.
+
+        Args:
+            loader: every rank must call this. A DataLoader is divided by rows, whatever its sampler, into the same
+                number of batches for each rank. Anything else is divided by batches: some ranks may have one more, and
+                all must read it in the same order.
+        """
+        return self._evaluation.batches(loader)
+
     def __call__(self, batch: Any) -> Tensor:
-        """Train on one micro-batch; the loss, detached and unscaled. Does not wait for the device."""
+        """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device."""
         if self._window.micro == 0:
-            self._check_able()
+            self._step.check()
             self._begin()
             self._streams.check_first_batch()
         elif self._window.is_last:
@@ -154,32 +211,39 @@ class Trainer(Reading, Checkpointing):
             listener(loss)
         return loss
 
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """Model to call in a loop of your own: compiled and replicated as asked."""
+        if self._window.micro == 0 or self._window.is_last:
+            self._check_unchanged()
+        return self._plan.forward
+
     def autocast(self) -> AbstractContextManager[object]:
-        """The context of the forward pass and the loss."""
+        """Return the context for the forward pass and the loss."""
         return self._plan.contexts.make_region()
 
     def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, retain_graph: bool = False) -> None:
-        """Add the gradients of `loss`, one micro-batch's mean.
+        """Add the gradients of `loss`, the mean over one micro-batch.
 
         Args:
             loss: a scalar.
-            weight: over how many examples it is a mean; None where every micro-batch counts alike. Several losses of
-                one micro-batch, before one `update`, are added up, and have the same weight.
-            retain_graph: whether another loss of the same forward pass comes after this one.
+            weight: number of examples of the mean; None if every micro-batch counts alike. Several losses of one
+                micro-batch, before one `update`, are added up and must use the same weight.
+            retain_graph: whether another loss of the same forward pass follows.
 
         Raises:
-            TrainingError: `loss` is not a scalar tensor that depends on the parameters, or the model that made it is
-                not `trainer.forward` in a job of several ranks.
+            TrainingError: `loss` is not a scalar tensor that depends on the parameters; or, in a job of several ranks,
+                it was not computed by `trainer.forward`.
         """
-        self._check_able()
-        if not self._step.is_open:  # the forward pass may have gone around `forward`
+        self._step.check()
+        if not self._step.is_open:  # the forward pass may have bypassed `forward`
             self._begin()
             self._streams.check_first_batch()
         elif self._window.is_last:
             self._begin()
         if weight is None and self._options["weight"] is not None:
             raise TrainingError(
-                "this trainer weighs micro-batches, and backward was given no weight",
+                "backward was called without a weight, and this trainer was made with weight=",
                 remedy="call trainer.backward(loss, weight=...), or leave weight= out of accel.trainer(...)",
             )
         self._step.backward(loss, weight, retain_graph=retain_graph)
@@ -187,16 +251,16 @@ class Trainer(Reading, Checkpointing):
             listener(loss.detach())
 
     def update(self) -> bool:
-        """Count a micro-batch; at the end of a window, update the parameters. True when a window was closed."""
-        self._step.check()
+        """Count a micro-batch; at the end of a window, update the parameters. Return whether a window was closed."""
+        self._step.check_failure()
         if self._window.is_last:
             self._begin()
         return self._count()
 
     def flush(self) -> None:
-        """Close a window that is not full, as the mean of the micro-batches it has; nothing where there is none."""
+        """Close a window that is not full, as the mean of its micro-batches. Does nothing if no window is open."""
         if self._window.micro:
-            self._check_able()
+            self._step.check()
             self._begin()
             self._step.update(full=False)
             self._end_window()
@@ -211,61 +275,69 @@ class Trainer(Reading, Checkpointing):
             TrainingError: a window is open, or the trainer cannot follow the change.
             DistributedError: the ranks of the job have made different changes.
         """
-        self._check_able()
-        if self._within:
+        self._step.check()
+        if self._is_within_window:
             raise TrainingError(
                 f"refresh was called within a window, after {self._window.micro} of {self.accumulate} micro-batches",
                 why="the gradients of the window belong to the parameters that it began with",
                 remedy="change the model between two windows; trainer.flush() closes one, before the change",
             )
         self._preparation.repeat(self._snapshot.check_refreshable)
-        self._compose()
-        self._step.begin()
+        self._prepared()
 
-    def _state(self, *, saves: bool = False) -> TrainingState:
-        self._check_able()
-        self._snapshot.check_model()
-        self._streams.warn_if_unused(self.steps)
-        self._schedule.epochs_ended(self._streams["train"].epoch)
-        if saves:
-            self._schedule.check()
-        return TrainingState(
-            backend=self._backend,
-            parts=every_part(
-                self.model,
-                self.optimizer,
-                scaler=self.scaler,
-                scheduler=self.scheduler,
-                schedule_by=self._options["schedule_by"],
-                gradients=self._plan.gradients,
-                window=self._window,
-                streams=self._streams,
-                runtime=self._backend.runtime,
-                extra=self.extra,
-                strategy=self._plan.strategy,
-            ),
-            steps=self.steps,
-            take_turn=self._step.take_turn,
-            restored=self._restored,
-            give_up=self._give_up,
-            sharded=self._plan.strategy.sharded(self.model),
-        )
+    def save(self, folder: str | Path, *, keep: int | None = None, extra: Mapping[str, Any] | None = None) -> Path:
+        """Save a new checkpoint in `folder`, from which training resumes as if it had not stopped.
 
-    def _restored(self) -> None:
-        if self._plan.captured is not None:
-            self._plan.captured.forget()
-        self._schedule.restored(self._streams["train"].epoch)
-        self._step.begin(opened=self._window.micro > 0)
+        It holds the model, the optimizer, the loss scaler, the schedule, the position in the data, random states and
+        the gradients of an open window. It is written completely or not at all. In a job every rank must call this,
+        with a folder that all ranks share.
 
-    def _give_up(self, error: BaseException) -> None:
-        self._step.failure = half_restored(error)
+        Args:
+            folder: the folder of the run's checkpoints.
+            keep: delete all but the newest `keep` checkpoints of this run afterwards; None deletes nothing.
+            extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It
+                becomes `trainer.extra`, which later saves keep. In a job the one of rank 0 is saved.
+        """
+        return self.saver.save(folder, keep=keep, extra=extra)
 
-    def _compose(self) -> None:
+    def resume(self, folder: str | Path) -> Path | None:
+        """Resume from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
+
+        Returns:
+            The checkpoint, or None if there is none.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or belongs to another model. It is raised on all ranks, and the
+                trainer is unchanged. If a hook or class of yours raises while the state is restored, the trainer can no
+                longer train, on any rank.
+        """
+        return self.saver.resume(folder)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Load what another program has saved: the model, and the optimizer's state if the file has it.
+
+        Args:
+            path: a file of `torch.save` (`.pth`, `.pt`, Lightning's `.ckpt`) or of safetensors, or a folder of
+                accelerate's. It is read without running code (`weights_only`). Every rank reads it.
+
+        Returns:
+            The rest of the file, such as its epoch, to use as you like: `trainer.epoch = rest["epoch"] + 1`,
+            `trainer.scheduler.load_state_dict(rest["scheduler"])`.
+
+        Raises:
+            CheckpointError: the file cannot be read or does not fit. The trainer is unchanged.
+        """
+        return self.saver.load(path)
+
+    def _prepared(self) -> None:
+        """Take over what the stages have made of the model and the optimizer."""
         self._snapshot = ModelSnapshot(self.model, self.optimizer, self._plan.strategy.rest)
         self._step = Step(self._plan, scaler=self.scaler, window=self._window, clip=self._clip)
+        self.saver.step, self.saver.snapshot = self._step, self._snapshot
+        self._step.begin()
 
     @property
-    def _within(self) -> bool:
+    def _is_within_window(self) -> bool:
         return self._window.micro > 0 or self._step.is_open
 
     def _begin(self) -> None:
@@ -274,13 +346,14 @@ class Trainer(Reading, Checkpointing):
         self._backend.collectives.steps[self._number] = self.steps + 1
 
     def _check_model(self) -> None:
+        self._step.check()
         self._snapshot.check_model()
 
     def _check_unchanged(self) -> None:
         try:
             self._snapshot.check()
         except TrainingError:
-            if self._within:
+            if self._is_within_window:
                 self._step.discard()
             raise
 
@@ -292,12 +365,6 @@ class Trainer(Reading, Checkpointing):
         return full
 
     def _end_window(self) -> None:
-        self.steps += 1
+        self._window.steps += 1
         self._schedule.window_ended()
-        self._step.tell(self.steps)
-
-    def _check_able(self) -> None:
-        self._step.check()
-        world_size = self._backend.collectives.world_size
-        if world_size != self._world_size:
-            raise other_job(self._world_size, world_size)
+        self._step.tell(self._window.steps)

@@ -29,12 +29,13 @@ class Window:
 
     Attributes:
         micro: micro-batches it has.
+        steps: number of windows closed so far.
     """
 
     def __init__(self, accumulate: int, device: torch.device, *, divisor: int = 1, tensors_only: bool = False) -> None:
         self.accumulate, self.divisor = accumulate, divisor
         self._device, self._tensors_only = device, tensors_only
-        self.micro = 0
+        self.micro = self.steps = 0
         self._weighted: bool | None = None  # not known before the first backward pass
         self._unit: float | None = None
         self._total: Tensor | None = None  # one memory for all windows: captured steps add to it

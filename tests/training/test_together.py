@@ -208,14 +208,14 @@ def test_what_cannot_be_saved_together_is_refused(accel, tmp_path):
         accelcore.Together(trainer, second)
     for trainers, says in (
         ({}, "no trainers"),
-        ({"g": trainer.model}, "g is a Sequential, and no trainer"),
+        ({"g": trainer.model}, "g is a Sequential"),
         ({"g": trainer, "d": trainer}, "under two names"),
         ({"g": trainer, "G": second}, "differ in case only"),
         ({"a/b": trainer}, r"'a/b' cannot be a trainer's name\n  why: it becomes the name of a folder"),
     ):
         with pytest.raises(accelcore.ConfigurationError, match=says):
             accelcore.Together(**trainers)
-    with pytest.raises(accelcore.ConfigurationError, match="is no dict"):
+    with pytest.raises(accelcore.ConfigurationError, match="extra=.*dict"):
         accelcore.Together(a=trainer).save(tmp_path, extra=[1])
 
 
@@ -224,7 +224,7 @@ def test_what_is_no_folder_is_refused(accel, tmp_path):
     (tmp_path / "file").touch()
     for saver in (trainer, accelcore.Together(a=trainer)):
         for act in (saver.save, saver.resume):
-            with pytest.raises(accelcore.ConfigurationError, match="None is no path"):
+            with pytest.raises(accelcore.ConfigurationError, match="None.*path"):
                 act(None)
         for folder in (tmp_path / "file", tmp_path / "file" / "below"):
             with pytest.raises(accelcore.CheckpointError, match=r"file is a file\n  what to do: give a folder$"):

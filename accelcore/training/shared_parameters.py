@@ -1,8 +1,8 @@
-"""Trainers that share parameters take turns: whose gradients lie on the parameters now.
+"""Keep the gradients of trainers apart that share parameters.
 
-The loss of one trainer may run through what another trains, as a GAN's generator's through the critic. Its backward
-pass would add to the other's gradients, where that has a window open; so those are set aside meanwhile. Where no other
-window is open this costs a comparison.
+The loss of one trainer may run through the model of another, as a GAN's generator loss runs through the critic. Its
+backward pass would add to the gradients that the other trainer has accumulated in an open window. Those are set aside
+meanwhile. If no other window is open, this costs one comparison.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor
 
-__all__ = ["Turn"]
+__all__ = ["SharedParameters"]
 
 
 class _Thread(threading.local):
-    """Each thread trains for itself."""
+    """Each thread trains on its own."""
 
-    holder: ReferenceType[Turn] | None = None
+    holder: ReferenceType[SharedParameters] | None = None
 
 
 _thread = _Thread()
 
 
-class Turn:
-    """One trainer's right to the `grad` of its parameters.
+class SharedParameters:
+    """Parameters of one trainer, whose `grad` other trainers may use between its calls.
 
     Attributes:
-        is_open: whether it has gradients of a window, which have to outlast the turns of others.
+        is_open: whether the gradients belong to an open window and must outlast the use by other trainers.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -37,8 +37,8 @@ class Turn:
         self._aside: list[Tensor | None] | None = None
         self.is_open = False
 
-    def take(self) -> None:
-        """Put this trainer's gradients on the parameters, as they were when its last turn ended."""
+    def acquire(self) -> None:
+        """Put this trainer's gradients on the parameters, as it left them."""
         holder = None if _thread.holder is None else _thread.holder()
         if holder is self:
             return
