@@ -1,4 +1,4 @@
-"""Ascend's apex on any device: `from accelcore.apex import amp, optimizers, parallel`, and the script as it was."""
+"""Ascend's apex on any device, for scripts that import `amp`, `optimizers` and `parallel` from it."""
 
 from __future__ import annotations
 

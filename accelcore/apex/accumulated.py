@@ -1,7 +1,7 @@
-"""The gradients of what one optimizer trains, from one backward pass to the next, and to its step.
+"""Gradients of one optimizer's parameters, accumulated over backward passes until its step.
 
-They are exchanged and unscaled after each backward pass, and added to those of passes before it, in fp32 masters where
-there are any; so a step may come after several losses, each with a scale of its own.
+After each backward pass they are exchanged, unscaled, and added to the gradients of earlier passes, in fp32 masters if
+there are any. So a step may follow several losses, each with its own scale.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from accelcore.optim.runs import Slot
 from accelcore.training.gradients import first_not_finite
 from accelcore.training.options import complete
 from accelcore.training.plan import Plan
-from accelcore.training.policy import Policy
 from accelcore.training.stages.bind import Bind
 from accelcore.training.stages.flatten import Flatten
 from accelcore.training.strategies.alone import Alone
@@ -34,19 +33,19 @@ __all__ = ["Accumulated"]
 
 
 class Accumulated:
-    """What an optimizer trains, and the gradients that its next step will take.
+    """Parameters of an optimizer, and the gradients for its next step.
 
     Args:
-        backend: where it trains.
-        models: of which it trains parameters.
+        backend: the device's.
+        models: those with the parameters.
         optimizer: of accelcore or of torch.
         properties: of `amp.initialize`.
 
     Attributes:
-        has_masters: whether some of it are fp32 masters.
+        has_masters: whether some parameters have fp32 masters.
 
     Raises:
-        AccelError: it cannot be trained so; nothing has been changed.
+        AccelError: the optimizer cannot be used so; nothing has changed.
     """
 
     has_masters: bool
@@ -54,55 +53,51 @@ class Accumulated:
     def __init__(
         self, backend: Backend, models: Sequence[nn.Module], optimizer: Optimizer, properties: Properties
     ) -> None:
-        self._exchanges, dtype = properties.combine_ddp, properties.cast_model_type
+        self._exchanges = properties.combine_ddp
         options = complete(
             {"flat": properties.combine_grad or None, "parallel": "combine_ddp" if self._exchanges else None}
         )
         self._models, self._optimizer = models, optimizer
         self._plan = plan = Plan(backend, nn.Module(), optimizer, options)
-        plan.policy = Policy(
-            model_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
-            masters=properties.master_weights,
-            keep_batchnorm_fp32=dtype is not None and properties.keep_batchnorm_fp32,
-        )
+        plan.policy = properties.policy
         plan.strategy = create_strategy(backend, options) if self._exchanges else Alone(backend, options)
         self._stages = (Flatten(), Bind())
-        self._scaled_by: tuple[AmpScaler, int] | None = None  # by what a delayed pass left them scaled
-        self._before: list[Tensor | None] = []  # those of earlier passes, by slot
+        self._scaled_by: tuple[AmpScaler, int] | None = None  # the scale that a delayed pass has left
+        self._before: list[Tensor | None] = []  # gradients of earlier passes, by slot
         self._exposed: list[Tensor | None] = []
         self._check()
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """What is trained."""
+        """The trained parameters, each with its master."""
         return self._plan.gradients.slots
 
     @property
     def masters(self) -> list[Tensor]:
-        """What the optimizer updates, in the order of its groups: fp32 masters, or the parameters themselves."""
+        """The tensors that the optimizer updates, in the order of its groups: fp32 masters, or the parameters."""
         self._plan.gradients.refresh()
         trained = {id(slot.parameter): slot.trained for slot in self.slots}
         return [trained.get(id(member), member) for member in self._members()]
 
     @property
     def are_scaled(self) -> bool:
-        """Whether a pass has left them scaled, for the next to unscale."""
+        """Whether a pass has left the gradients scaled, so that the next pass unscales them."""
         return self._scaled_by is not None
 
     @property
     def missed_a_pass(self) -> bool:
-        """Whether there are gradients of parameters, of which their masters have received nothing."""
+        """Whether parameters have gradients that their masters have not received."""
         return not self._exposed and any(
             slot.trained.grad is None and slot.parameter.grad is not None for slot in self.slots
         )
 
     @property
     def are_none(self) -> bool:
-        """Whether nothing of what is trained has a gradient."""
+        """Whether no parameter has a gradient."""
         return all(slot.trained.grad is None for slot in self.slots)
 
     def bind(self) -> None:
-        """Let the optimizer train what there is now, with the parameters of rank 0 where ranks exchange gradients."""
+        """Bind the optimizer to its present parameters; if ranks exchange gradients, with rank 0's values."""
         plan = self._plan
         for stage in self._stages:
             stage.apply(plan)
@@ -115,10 +110,10 @@ class Accumulated:
         self._seen = self._look()
 
     def begin(self, scaler: AmpScaler) -> None:
-        """A backward pass begins, of a loss that this scaler has scaled.
+        """Begin a backward pass of a loss that this scaler has scaled.
 
         Raises:
-            AmpError: there are gradients that another scaler, or another scale, has scaled.
+            AmpError: gradients have the scale of another scaler, or an earlier scale.
         """
         if self._scaled_by is not None:
             if self._scaled_by != (scaler, scaler.passes):
@@ -133,17 +128,17 @@ class Accumulated:
             self._check()
             self.bind()
         before = [held.get(id(slot.parameter)) for slot in self.slots]
-        # What is laid flat, and what masters have, is memory that this pass will write to.
+        # This pass will write to the memory of flat gradients and of masters' gradients.
         reused = self._is_flat or self.has_masters
         self._before = [each.clone() if each is not None and reused else each for each in before]
         self._clear()
 
     def delay(self, scaler: AmpScaler) -> None:
-        """The backward pass is over, and its gradients stay as they are, scaled."""
+        """End a backward pass, and leave its gradients scaled."""
         self._scaled_by = (scaler, scaler.passes)
 
     def end(self, scaler: AmpScaler) -> None:
-        """The backward pass is over: exchange its gradients, unscale them, add those of earlier passes."""
+        """End a backward pass: exchange its gradients, unscale them, add the gradients of earlier passes."""
         gradients, strategy = self._plan.gradients, self._plan.strategy
         for slot, before in zip(self.slots, self._before, strict=True):
             if before is not None and slot.parameter.grad is None:
@@ -158,7 +153,7 @@ class Accumulated:
         self._before, self._scaled_by = [], None
 
     def take_replaced(self) -> None:
-        """Where a script has put other gradients in place of those in flat memory, take them into it."""
+        """Copy gradients into flat memory if the script has replaced them by others."""
         now = [slot.trained.grad for slot in self.slots]
         if not self._is_flat or all(a is b for a, b in zip(now, self._exposed or [None] * len(now), strict=True)):
             return
@@ -171,26 +166,26 @@ class Accumulated:
         self._add(wanted)
 
     def buffers(self) -> list[Tensor]:
-        """All of them, unscaled, in whatever memory they are."""
+        """Return all unscaled gradients, one tensor for each piece of memory."""
         self.take_replaced()
         return self._plan.gradients.buffers()
 
     def first_not_finite(self) -> str | None:
-        """The name of the first parameter whose gradient has an inf or NaN in it. Waits for the device."""
+        """Return the name of the first parameter whose gradient has an inf or NaN. Waits for the device."""
         return first_not_finite(self._plan.gradients)
 
     def updated(self) -> None:
-        """What is trained was updated, or a step skipped: give parameters their masters' values, ranks the buffers."""
+        """After a step: give parameters their masters' values, and all ranks the same buffers."""
         self._plan.gradients.masters_to_params()
         self._plan.strategy.sync_buffers()
 
     def drop(self) -> None:
-        """Forget all of them, those of earlier passes, too."""
+        """Drop all gradients, also of earlier passes."""
         self._before, self._scaled_by = [], None
         self._clear()
 
     def set_to_zero(self) -> None:
-        """Forget their values; a parameter that has a gradient keeps one, of zeros."""
+        """Set all gradients to zero; None stays None."""
         self._before, self._scaled_by = [], None
         for slot in self.slots:
             for gradient in (slot.parameter.grad, slot.trained.grad):
@@ -222,12 +217,12 @@ class Accumulated:
         return chain.from_iterable(self._plan.groups())
 
     def _look(self) -> list[tuple[Any, ...]]:
-        """By what it is noticed that parameters were added, frozen, or given other memory."""
+        """Return what changes if parameters are added, frozen, or get other memory."""
         return [(id(member), member.requires_grad, member.data_ptr()) for member in self._members()]
 
 
 def _container(models: Iterable[nn.Module], trained: Iterable[Tensor]) -> nn.Module:
-    """A module of the models that have a part in what is trained, and of the parameters that are in none of them."""
+    """Return a module of the models with trained parameters, and of the trained parameters in no model."""
     container, strays = nn.Module(), {id(parameter): parameter for parameter in trained}
     for number, model in enumerate(models):
         if not strays.keys().isdisjoint(map(id, model.parameters())):
@@ -236,6 +231,6 @@ def _container(models: Iterable[nn.Module], trained: Iterable[Tensor]) -> nn.Mod
         strays.pop(id(parameter), None)
     for number, stray in enumerate(strays.values()):
         if not isinstance(stray, nn.Parameter):
-            raise AmpError("an optimizer trains a tensor that is no nn.Parameter", remedy="make it one")
+            raise AmpError("an optimizer trains a tensor that is not an nn.Parameter", remedy="make it an nn.Parameter")
         container.register_parameter(f"of_no_model_{number}", stray)
     return container

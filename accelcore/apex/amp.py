@@ -1,4 +1,4 @@
-"""apex.amp on any device: mixed precision for scripts that say `amp.initialize` and `amp.scale_loss`.
+"""apex.amp on any device: mixed precision for scripts that call `amp.initialize` and `amp.scale_loss`.
 
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0)
     ...
@@ -6,7 +6,7 @@
         scaled_loss.backward()
     optimizer.step()
 
-The page on apex says what differs from apex itself.
+docs/apex.md lists the differences from apex.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.apex import casts
 from accelcore.apex.initialize import initialize
 from accelcore.apex.prepared import is_prepared, prepared_of
-from accelcore.apex.state import listed
+from accelcore.apex.state import casts_suspended, leave_o1, listed
 from accelcore.apex.state import state as _amp_state
 from accelcore.errors import AmpError, CheckpointError
 from accelcore.precision.registration import (
@@ -66,23 +65,23 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """A context that yields the loss, in fp32 and scaled, to call `backward()` on.
+    """Yield the scaled loss, in fp32, to call `backward()` on inside this context.
 
-    When it is left, the gradients are unscaled, in fp32, and added to those of passes before it; and where one of them
-    has overflowed, each of the optimizers skips its next step, once.
+    On leaving, the gradients are unscaled in fp32, and added to the gradients of earlier passes. If one of them has
+    overflowed, each of the optimizers skips its next step, once.
 
     Args:
-        loss: of any shape, and dtype.
-        optimizers: all those that train a parameter which this loss reaches.
-        loss_id: which of the scales is this loss's.
+        loss: of any shape and dtype.
+        optimizers: all optimizers of parameters that this loss depends on.
+        loss_id: the index of the loss scale.
         model: not used, as in apex.
-        delay_unscale: leave the gradients scaled, and let the next pass unscale the sum: for all but the last pass of
-            an accumulation.
-        delay_overflow_check: leave it to the next pass of this `loss_id` to consider an overflow of this one.
+        delay_unscale: leave the gradients scaled; the next pass unscales the sum. For all but the last pass of an
+            accumulation.
+        delay_overflow_check: let the next pass of this `loss_id` handle an overflow of this one.
 
     Raises:
-        AmpError: `initialize` was not called, an optimizer was not given to it, there is no such `loss_id`, or
-            gradients are scaled by something else. A RuntimeError, too.
+        AmpError: `initialize` was not called, or not with this optimizer; there is no such `loss_id`; the gradients
+            have another scale. It is a RuntimeError, too.
     """
     if _amp_state.enabled is None:
         raise AmpError("amp.scale_loss before amp.initialize", remedy="call amp.initialize(model, optimizer) first")
@@ -94,12 +93,12 @@ def scale_loss(
         raise AmpError(
             f"there is no loss_id={loss_id!r}",
             available=f"0 to {len(scalers) - 1}",
-            remedy="say num_losses in initialize",
+            remedy="pass num_losses to amp.initialize",
         )
     scaler, trained = scalers[loss_id], [prepared_of(each) for each in listed(optimizers, Optimizer, "optimizer")]
     for each in trained:
         each.gradients.begin(scaler)
-    with casts.suspended():
+    with casts_suspended():
         try:
             yield scaler.scale(loss)
             if delay_unscale:
@@ -116,14 +115,14 @@ def scale_loss(
                 each.drop()
             raise
     for each in trained:
-        each.found(found, scaler)
+        each.record_overflow(found, scaler)
 
 
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
-    """The loss scales, as apex writes them: `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 12}}`.
+    """Return the loss scales in apex's format: `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 12}}`.
 
     Args:
-        destination: a mapping to put them into.
+        destination: a mapping to write them to.
     """
     state: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
     for number, scaler in enumerate(_amp_state.loss_scalers):
@@ -132,17 +131,18 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
-    """Go on with saved loss scales, after `initialize`. What has no counterpart here is dropped, and that is said.
+    """Load saved loss scales, after `initialize`. If their number differs, a warning is logged.
 
     Raises:
-        CheckpointError: they are not as `state_dict` writes them.
+        CheckpointError: the state does not have the format of `state_dict`.
     """
     scalers = _amp_state.loss_scalers
     names = [f"{_PREFIX}{number}" for number in range(len(scalers))]
     strange = [name for name in state if not name.startswith(_PREFIX)]
     if strange:
         raise CheckpointError(
-            f"the state of amp has {', '.join(map(str, strange))}", available=f"{_PREFIX}0 and its like"
+            f"the state of amp has unknown entries: {', '.join(map(str, strange))}",
+            available=f"{_PREFIX}0, {_PREFIX}1, ...",
         )
     if len(state) != len(scalers):
         logger.warning("the saved state of amp has %d loss scales, and this run %d", len(state), len(scalers))
@@ -152,9 +152,9 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """What an optimizer updates, one after the other: fp32 masters where there are any, else the parameters.
+    """Yield the tensors that an optimizer updates: fp32 masters if it has them, else the parameters.
 
-    Clip these, as in `clip_grad_norm_(amp.master_params(optimizer), 1.0)`.
+    Clip these: `clip_grad_norm_(amp.master_params(optimizer), 1.0)`.
     """
     if is_prepared(optimizer):
         yield from prepared_of(optimizer).gradients.masters
@@ -164,14 +164,14 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def disable_casts() -> AbstractContextManager[None]:
-    """A context in which O1 casts nothing."""
-    return casts.suspended()
+    """Return a context in which O1 casts nothing."""
+    return casts_suspended()
 
 
 def reset() -> None:
-    """Forget `initialize`: O1 ends, and there are no loss scales. apex has no such function.
+    """Undo `initialize`: O1 ends, and the loss scales are gone. apex has no such function.
 
-    Models and optimizers stay as they are. `accelcore.precision.reset()` takes out the kernels and registrations.
+    Models and optimizers stay as they are. `accelcore.precision.reset()` removes kernels and registrations.
     """
-    casts.leave()
+    leave_o1()
     _amp_state.enabled, _amp_state.loss_scalers = None, []

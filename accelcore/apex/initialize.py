@@ -1,4 +1,4 @@
-"""`amp.initialize`: models and optimizers made ready, all checked before anything is changed."""
+"""`amp.initialize`: prepare models and optimizers. All arguments are checked before anything changes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from accelcore.apex import casts
 from accelcore.apex.accumulated import Accumulated
-from accelcore.apex.backends import backend_of
+from accelcore.apex.devices import backend_of, choose_routes_again
 from accelcore.apex.levels import Properties, resolve
 from accelcore.apex.loss_scaling import AmpScaler
 from accelcore.apex.prepared import Prepared, is_prepared
-from accelcore.apex.routes import settle
-from accelcore.apex.state import listed, state
+from accelcore.apex.state import enter_o1, listed, state
 from accelcore.backend import Backend
 from accelcore.errors import AmpError, UnsupportedError
 from accelcore.precision.casting import CastBoundary, FP32StateDict, hold
@@ -55,46 +53,47 @@ def initialize(
     user_cast_preferred: bool | None = None,
     check_combined_tensors: bool | None = None,
 ) -> Any:
-    """Prepare models and optimizers for mixed precision, on the device that the models are on.
+    """Prepare models and optimizers for mixed precision, on the device of the models.
 
-    The models are changed in place: cast, with hooks on their `forward`. The optimizers get other `step`, `zero_grad`
-    and `add_param_group`, and `clip_optimizer_grad_norm_fused(max_norm, norm_type=2)`, which clips the gradients of all
-    they train together, in place and unscaled, and returns their norm. O1 begins here, in this thread, for all that is
-    computed on the device, and ends with `reset()`.
+    The models are changed in place: cast, with hooks on their `forward`. The optimizers get another `step` and
+    `zero_grad`, and a method `clip_optimizer_grad_norm_fused(max_norm, norm_type=2)`. That method clips the unscaled
+    gradients of all the optimizer's parameters together, in place, and returns their norm. At O1, this thread casts
+    everything that it computes on the device, until `reset()`.
 
-    An argument that is None leaves what the level says. O0: models in fp32, a loss scale of 1. O1: operators cast by
-    table O1, dynamic scale. O2: models in fp16 but for BatchNorm, fp32 masters, dynamic scale. O3: models in fp16, no
+    An argument that is None keeps the level's default. O0: models in fp32, a loss scale of 1. O1: operators cast by
+    table O1, dynamic scale. O2: models in fp16 except BatchNorm, fp32 masters, dynamic scale. O3: models in fp16, no
     masters, a loss scale of 1.
 
     Args:
-        models: one, or a list; not yet wrapped for several ranks, and in fp32.
-        optimizers: one, or a list, over parameters of the models; None to evaluate.
-        enabled: False leaves everything as it is, and `scale_loss` the loss.
+        models: one, or a list; in fp32, and not yet wrapped for several ranks.
+        optimizers: one, or a list, over parameters of the models; None for evaluation.
+        enabled: if False, nothing changes, and `scale_loss` yields the loss itself.
         opt_level: `"O0"` to `"O3"`.
-        cast_model_type: dtype that models are held in, and their floating-point inputs cast to.
-        patch_torch_functions: False at O1: no operator is cast.
-        keep_batchnorm_fp32: True, False, or as words.
+        cast_model_type: dtype of the models and of their floating-point inputs.
+        patch_torch_functions: if False at O1, no operator is cast.
+        keep_batchnorm_fp32: True, False, or one of these as a string.
         master_weights: whether parameters in low precision have fp32 masters, which the optimizer updates.
-        loss_scale: a number, or one as a word, or `"dynamic"`.
-        cast_model_outputs: dtype of what the models return; None: fp32 where models are cast, else as it comes.
-        num_losses: how many scales there are; see `loss_id` of `scale_loss`.
-        verbosity: 0 says nothing of skipped steps.
-        dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window: where a dynamic scale starts, and
-            how it moves: up after `scale_window` clean passes in a row, down after an overflow.
-        min_loss_scale, max_loss_scale: between these it stays. None is 2**-24.
-        combine_grad: lay parameters and gradients into one piece of memory each. None: where that is faster.
+        loss_scale: a number, a number as a string, or `"dynamic"`.
+        cast_model_outputs: dtype of the models' outputs. None: fp32 if models are cast, else unchanged.
+        num_losses: the number of loss scales; see `loss_id` of `scale_loss`.
+        verbosity: if 0, skipped steps are not logged.
+        dynamic_init_scale: the first value of a dynamic scale.
+        scale_growth_factor, scale_window: the scale is multiplied after so many passes without overflow in a row.
+        scale_backoff_factor: the scale is multiplied by it after an overflow.
+        min_loss_scale, max_loss_scale: bounds of a dynamic scale. None is 2**-24.
+        combine_grad: hold parameters and gradients in one piece of memory each. None: if that is faster.
         combine_ddp: exchange gradients in `scale_loss`, instead of in a wrapper around the model; implies combine_grad.
             Ranks get the parameters of rank 0 here, and its buffers after each step.
-        ddp_replica_count: into how many pieces apex divides what it exchanges. Here it is exchanged at once.
-        user_cast_preferred: registered functions come before table O1 in any case.
-        check_combined_tensors: whether gradients are still where they were laid is looked at in any case.
+        ddp_replica_count: ignored. apex divides the exchange into so many pieces; here it is one piece.
+        user_cast_preferred: ignored. Registered functions always take precedence over table O1.
+        check_combined_tensors: ignored. Gradients outside of their flat memory are always detected.
 
     Returns:
         The models; or models and optimizers; each as it was given, one or a list.
 
     Raises:
-        AmpError: arguments contradict each other, a model is wrapped or in low precision, an optimizer comes for the
-            second time. A RuntimeError, too. Models and optimizers are then as they were.
+        AmpError: arguments contradict each other, a model is wrapped or in low precision, or an optimizer was given
+            before. It is a RuntimeError, too. Models and optimizers are then unchanged.
         UnsupportedError: the device's backend does not declare what the level needs.
     """
     if not enabled:
@@ -129,21 +128,21 @@ def initialize(
     _check_declared(backend, properties)
     for optimizer in all_optimizers:
         _check_optimizer(optimizer)
-        settle(optimizer, backend)
+        choose_routes_again(optimizer, backend)
     if properties.combine_ddp:
         _join(backend)
-    scalers = [AmpScaler(backend, properties.loss_scale) for _ in range(num_losses)]
-    flagged, talks = backend.capabilities.overflow_flag, verbosity > 0
+    scalers = [AmpScaler(backend, properties.policy) for _ in range(num_losses)]
+    flagged, warns = backend.capabilities.overflow_flag, verbosity > 0
     prepared = [
-        Prepared(each, Accumulated(backend, all_models, each, properties), flagged=flagged, talks=talks)
+        Prepared(each, Accumulated(backend, all_models, each, properties), flagged=flagged, warns=warns)
         for each in all_optimizers
     ]
     for model in all_models:
         _cast(model, properties)
     for each in prepared:
-        each.put_on()
-    if properties.patches:
-        casts.enter(backend)
+        each.install()
+    if properties.policy.autocast:
+        enter_o1(backend)
     state.enabled, state.loss_scalers = True, scalers
     if verbosity > 0:
         logger.info("amp: %s on %s", properties, backend.device)
@@ -158,48 +157,47 @@ def _check_models(models: Iterable[nn.Module]) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise AmpError(
                 f"a model is wrapped in {type(model).__name__}",
-                remedy="wrap what amp.initialize has returned; or say combine_ddp=True, and wrap nothing",
+                remedy="wrap the model that amp.initialize returns; or use combine_ddp=True, without a wrapper",
             )
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.dtype in LOW_PRECISION:
                 raise AmpError(
-                    f"{name} is {tensor.dtype} already", remedy="give models in fp32, and let the level cast them"
+                    f"{name} is {tensor.dtype} already",
+                    remedy="give models in fp32; the level decides about casts",
                 )
 
 
 def _check_declared(backend: Backend, properties: Properties) -> None:
-    """Raise UnsupportedError for a level that the backend cannot have."""
-    if properties.patches:
+    """Raise UnsupportedError if the backend does not declare what the level needs."""
+    if properties.policy.autocast:
         backend.autocast(torch.float16, table="O1")
-    dtype = properties.cast_model_type
-    declared = backend.capabilities.model_dtypes
-    if dtype is not None and str(dtype).removeprefix("torch.") not in declared:
-        raise UnsupportedError(f"{backend.name} trains no model in {dtype}", available=", ".join(declared))
+    dtype, declared = properties.policy.model_dtype, backend.capabilities.model_dtypes
+    if dtype is not None and dtype not in declared:
+        raise UnsupportedError(f"{backend.name} does not train models in {dtype}", available=", ".join(declared))
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
     if is_prepared(optimizer):
         raise AmpError(
-            f"this {type(optimizer).__name__} was given to amp.initialize before",
+            f"this {type(optimizer).__name__} was given to amp.initialize before, and is prepared already",
             remedy="give each optimizer once: amp.initialize([model, other], [optimizer, another])",
         )
 
 
 def _join(backend: Backend) -> None:
-    """Use the process group that the script has formed."""
+    """Use the script's process group."""
     if not dist.is_initialized():
         raise AmpError(
-            "combine_ddp=True, and there is no process group",
+            "combine_ddp=True needs a process group, and there is no process group",
             remedy="call torch.distributed.init_process_group before amp.initialize",
         )
     backend.collectives.init(None)
 
 
 def _cast(model: nn.Module, properties: Properties) -> None:
-    dtype, outputs = properties.cast_model_type, properties.cast_model_outputs
+    dtype, outputs = properties.model_dtype, properties.cast_model_outputs
     if dtype is not None:
-        hold(model, dtype, keep_batchnorm_fp32=properties.keep_batchnorm_fp32)
-        outputs = outputs or torch.float32
+        hold(model, dtype, keep_batchnorm_fp32=properties.policy.keep_batchnorm_fp32)
     if dtype is not None or outputs is not None:
         CastBoundary(model, inputs=dtype, outputs=outputs)
     if dtype in LOW_PRECISION:

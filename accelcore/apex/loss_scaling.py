@@ -1,4 +1,4 @@
-"""One loss scaler as apex has it: it unscales after each backward pass, and optimizers step later, by themselves."""
+"""Loss scaler with apex's behaviour: it unscales after each backward pass; optimizers step later."""
 
 from __future__ import annotations
 
@@ -22,51 +22,50 @@ logger = logging.getLogger("accelcore")
 
 
 class AmpScaler:
-    """The scale of one of a script's losses.
+    """Loss scale of one of a script's losses.
 
     Args:
-        backend: of the device that losses are on.
-        loss_scale: a number for a static scale, or how a dynamic one moves.
+        backend: the device of the losses.
+        policy: has the loss scale.
 
     Attributes:
-        dynamic: whether it looks for overflows, and moves.
-        passes: backward passes that moved it, or could have.
-        trusts_kernels: whether an optimizer's kernel may skip an overflowed step by itself.
+        dynamic: whether the scale follows overflows.
+        passes: the number of backward passes that have moved the scale, or could have.
+        trusts_kernels: whether an optimizer's kernel may skip an overflowed step.
     """
 
-    # A script that sets what apex's scalers have besides, such as `_scale_seq_len`, gets an error, and not nothing.
+    # To set another attribute of apex's scalers, such as `_scale_seq_len`, raises an error instead of doing nothing.
     __slots__ = ("_scaler", "_unchecked", "dynamic", "passes", "trusts_kernels")
 
-    def __init__(self, backend: Backend, loss_scale: float | LossScale) -> None:
-        self.dynamic = isinstance(loss_scale, LossScale)
-        wanted = None if loss_scale == 1.0 else loss_scale
-        self._scaler: LossScaler = create_scaler(backend.scaler, Policy(loss_scale=wanted))
+    def __init__(self, backend: Backend, policy: Policy) -> None:
+        self.dynamic = isinstance(policy.loss_scale, LossScale)
+        self._scaler: LossScaler = create_scaler(backend.scaler, policy)
         self.trusts_kernels = bool(getattr(self._scaler, "trusts_kernels", False))
-        self._scaler.takes_fp16 = True  # where there are no masters, as at O3; others are unscaled in fp32
+        self._scaler.takes_fp16 = True  # without masters, as at O3; masters are unscaled in fp32
         self.passes = 0
         self._unchecked: Tensor | None = None
 
     def loss_scale(self) -> float:
-        """The scale now. Where it is dynamic, this waits for the device."""
+        """Return the scale. If it is dynamic, this waits for the device."""
         return float(self._scaler.state_dict().get("scale", 1.0))
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on, in fp32."""
+        """Return the scaled loss, in fp32, to call backward on."""
         return self._scaler.scale(loss.float())
 
     def unscale(self, optimizer: Optimizer, gradients: list[Tensor], agree: Agree) -> None:
-        """Divide the gradients of an optimizer's parameters by the scale, in place, and look at them."""
+        """Divide an optimizer's gradients by the scale, in place, and look for overflows."""
         self._scaler.unscale_(optimizer, gradients, lambda found: self._with_unchecked(agree(found)))
 
     def close(self, find_bad: FindBad, *, delay: bool) -> Tensor | None:
-        """The backward pass is over, and the gradients of all its optimizers are unscaled.
+        """End a backward pass, after the gradients of all its optimizers are unscaled.
 
         Args:
-            find_bad: names the first parameter whose gradient is not finite.
-            delay: leave it to the next pass to consider what was found in this one.
+            find_bad: returns the name of the first parameter whose gradient is not finite.
+            delay: whether the next pass handles an overflow of this one.
 
         Returns:
-            1.0 where a gradient overflowed; None where nobody looked.
+            A tensor that is 1.0 if a gradient overflowed; None if overflows are not checked.
         """
         found = self._scaler.overflowed
         if delay:
@@ -79,19 +78,19 @@ class AmpScaler:
         return found
 
     def abandon(self) -> None:
-        """Forget a backward pass that failed."""
+        """Forget the overflow of a backward pass that failed."""
         self._scaler.abandon()
 
     def state(self) -> dict[str, Any]:
-        """Its state as apex writes it."""
+        """Return the state in apex's format."""
         state = self._scaler.state_dict()
         return {"loss_scale": state.get("scale", 1.0), "unskipped": state.get("_growth_tracker", 0)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state as apex writes it. A static scale stays as it is here, and that is said.
+        """Load a state in apex's format. A static scale is kept, with a warning if the saved one differs.
 
         Raises:
-            CheckpointError: it is no such state.
+            CheckpointError: the state has another format.
         """
         if set(state) != {"loss_scale", "unskipped"}:
             raise CheckpointError(
@@ -102,7 +101,9 @@ class AmpScaler:
             self._scaler.load_state_dict(state)
         elif state["loss_scale"] != self.loss_scale():
             logger.warning(
-                "the saved loss scale %g is dropped: this run has loss_scale=%g", state["loss_scale"], self.loss_scale()
+                "saved loss scale %g is not used: this run has loss_scale=%g",
+                state["loss_scale"],
+                self.loss_scale(),
             )
 
     def _with_unchecked(self, found: Tensor) -> Tensor:

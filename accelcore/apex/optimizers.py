@@ -1,14 +1,14 @@
-"""apex.optimizers on any device: Ascend's names, resolved to the fastest correct implementation there.
+"""apex.optimizers on any device: Ascend's names for the fastest correct implementation on that device.
 
-The device is that of the parameters. An optimizer that was made before its model was moved takes the routes of the new
-device in `amp.initialize`.
+The device is the parameters' device. If a model is moved after its optimizer was created, `amp.initialize` chooses the
+implementation again.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from accelcore.apex.routes import Parameters, create
+from accelcore.apex.devices import Parameters, create_optimizer
 from accelcore.errors import UnsupportedError
 from accelcore.optim.optimizer import Optimizer
 
@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 _REFUSED = {
-    "FusedLAMB": "its Lamb corrects the bias of the moments and clips by a global norm, which Ascend's does not; "
-    "Ascend's, and this, is NpuFusedLamb",
-    "FusedMixedPrecisionLamb": "its Lamb corrects the bias of the moments and clips by a global norm; Ascend's, and "
-    "this, is NpuFusedLamb",
+    "FusedLAMB": "its Lamb corrects the bias of the moments and clips by a global norm; Ascend's Lamb, NpuFusedLamb, "
+    "does neither",
+    "FusedMixedPrecisionLamb": "its Lamb corrects the bias of the moments and clips by a global norm; Ascend's "
+    "Lamb, NpuFusedLamb, does neither",
     "FusedNovoGrad": "no backend has a NovoGrad",
 }
 
@@ -46,7 +46,7 @@ def NpuFusedSGD(  # noqa: N802  # Ascend's name, as those below
     nesterov: bool = False,
 ) -> Optimizer:
     """`torch.optim.SGD`."""
-    return create(
+    return create_optimizer(
         "sgd", params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
     )
 
@@ -60,7 +60,7 @@ def NpuFusedAdam(  # noqa: N802
     amsgrad: bool = False,
 ) -> Optimizer:
     """`torch.optim.Adam`."""
-    return create("adam", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    return create_optimizer("adam", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
 def NpuFusedAdamW(  # noqa: N802
@@ -72,7 +72,7 @@ def NpuFusedAdamW(  # noqa: N802
     amsgrad: bool = False,
 ) -> Optimizer:
     """`torch.optim.AdamW`."""
-    return create("adamw", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    return create_optimizer("adamw", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
 def NpuFusedAdamP(  # noqa: N802
@@ -85,16 +85,16 @@ def NpuFusedAdamP(  # noqa: N802
     wd_ratio: float = 0.1,
     nesterov: bool = False,
 ) -> Optimizer:
-    """AdamP, as the page on optimizers has it."""
+    """AdamP, as in docs/optimizers.md."""
     projection = {"delta": delta, "wd_ratio": wd_ratio, "nesterov": nesterov}
-    return create("adamp", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **projection)
+    return create_optimizer("adamp", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **projection)
 
 
 def NpuFusedAdadelta(  # noqa: N802
     params: Parameters, lr: float = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0
 ) -> Optimizer:
     """`torch.optim.Adadelta`."""
-    return create("adadelta", params, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay)
+    return create_optimizer("adadelta", params, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay)
 
 
 def NpuFusedLamb(  # noqa: N802
@@ -106,9 +106,9 @@ def NpuFusedLamb(  # noqa: N802
     adam: bool = False,
     use_global_grad_norm: bool = False,
 ) -> Optimizer:
-    """Ascend's Lamb: no bias correction, norms of parameters cut off at 10. Not NVIDIA's FusedLAMB."""
+    """Ascend's Lamb: no bias correction, norms of parameters at most 10. It differs from NVIDIA's FusedLAMB."""
     norms = {"adam": adam, "use_global_grad_norm": use_global_grad_norm}
-    return create("lamb", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **norms)
+    return create_optimizer("lamb", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **norms)
 
 
 Lamb = NpuFusedLamb
@@ -130,7 +130,7 @@ def NpuFusedBertAdam(  # noqa: N802
 
     A `max_grad_norm` > 0 clips the gradients of each group together.
     """
-    return create(
+    return create_optimizer(
         "bertadam",
         params,
         lr=lr,
@@ -156,7 +156,7 @@ def NpuFusedRMSprop(  # noqa: N802
 ) -> Optimizer:
     """`torch.optim.RMSprop`."""
     moving = {"alpha": alpha, "momentum": momentum, "centered": centered}
-    return create("rmsprop", params, lr=lr, eps=eps, weight_decay=weight_decay, **moving)
+    return create_optimizer("rmsprop", params, lr=lr, eps=eps, weight_decay=weight_decay, **moving)
 
 
 def NpuFusedRMSpropTF(  # noqa: N802
@@ -170,8 +170,8 @@ def NpuFusedRMSpropTF(  # noqa: N802
     decoupled_decay: bool = False,
     lr_in_momentum: bool = True,
 ) -> Optimizer:
-    """TensorFlow's RMSprop, whose mean square starts at 1, as in torch_npu; that of Ascend's apex starts at 0."""
-    return create(
+    """TensorFlow's RMSprop. Its mean square starts at 1, as in torch_npu; in Ascend's apex it starts at 0."""
+    return create_optimizer(
         "rmsproptf",
         params,
         lr=lr,
@@ -196,7 +196,7 @@ def FusedAdam(  # noqa: N802
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> Optimizer:
-    """NVIDIA's: `torch.optim.AdamW`, or with `adam_w_mode=False` `torch.optim.Adam`.
+    """NVIDIA's FusedAdam: `torch.optim.AdamW`, or with `adam_w_mode=False` `torch.optim.Adam`.
 
     Raises:
         UnsupportedError: `bias_correction=False`.
@@ -204,7 +204,7 @@ def FusedAdam(  # noqa: N802
     if not bias_correction:
         raise UnsupportedError("FusedAdam without bias_correction", remedy="leave it out, or take NpuFusedBertAdam")
     name = "adamw" if adam_w_mode else "adam"
-    return create(name, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    return create_optimizer(name, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
 def FusedSGD(  # noqa: N802
@@ -218,7 +218,7 @@ def FusedSGD(  # noqa: N802
     materialize_master_grads: bool = True,
     set_grad_none: bool = False,
 ) -> Optimizer:
-    """NVIDIA's: `torch.optim.SGD`.
+    """NVIDIA's FusedSGD: `torch.optim.SGD`.
 
     Raises:
         UnsupportedError: `wd_after_momentum=True`.
@@ -236,17 +236,17 @@ def FusedAdagrad(  # noqa: N802
     set_grad_none: bool = True,
     adagrad_w_mode: bool = False,
 ) -> Optimizer:
-    """NVIDIA's: `torch.optim.Adagrad`.
+    """NVIDIA's FusedAdagrad: `torch.optim.Adagrad`.
 
     Raises:
         UnsupportedError: `adagrad_w_mode=True`.
     """
     if adagrad_w_mode:
         raise UnsupportedError("FusedAdagrad with adagrad_w_mode", remedy="leave it out")
-    return create("adagrad", params, lr=lr, eps=eps, weight_decay=weight_decay)
+    return create_optimizer("adagrad", params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
 def __getattr__(name: str) -> Any:
     if name in _REFUSED:
-        raise UnsupportedError(f"apex.optimizers.{name} is not here", why=_REFUSED[name])
+        raise UnsupportedError(f"accelcore.apex has no optimizers.{name}", why=_REFUSED[name])
     raise AttributeError(f"accelcore.apex.optimizers has no {name!r}, only {', '.join(__all__)}")

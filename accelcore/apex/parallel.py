@@ -1,4 +1,4 @@
-"""apex.parallel on any device: torch's own, under the names and arguments that scripts have."""
+"""apex.parallel on any device: torch's own classes, under apex's names and arguments."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _DEFAULTS = {"allreduce_always_fp32": False, "gradient_average": True}
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
-    """torch's DistributedDataParallel, of a model that `amp.initialize` has returned.
+    """torch's DistributedDataParallel, for a model that `amp.initialize` has returned.
 
     Args:
         module: the model, on this rank's device.
-        options: apex's. Those that only concern speed are taken and mean nothing here.
+        options: of apex. Options that only concern speed are ignored.
 
     Raises:
         UnsupportedError: an option that would give other gradients.
@@ -44,7 +44,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             if name not in _ONLY_SPEED and (name not in _DEFAULTS or value != _DEFAULTS[name]):
                 raise UnsupportedError(
                     f"apex.parallel.DistributedDataParallel with {name}={value!r}",
-                    why="torch's DistributedDataParallel, which this is, averages gradients in their own dtype",
+                    why="this is torch's DistributedDataParallel, which averages gradients in their own dtype",
                     remedy="leave it out, or use torch.nn.parallel.DistributedDataParallel and its options",
                 )
         device = next(module.parameters()).device
@@ -58,12 +58,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 def convert_syncbn_model(
     module: nn.Module, process_group: ProcessGroup | None = None, channel_last: bool = False
 ) -> nn.Module:
-    """Put torch's SyncBatchNorm in place of every BatchNorm, before the optimizer is made; torch wants it on a GPU.
+    """Replace every BatchNorm by torch's SyncBatchNorm; call it before the optimizer is made. torch needs a GPU for it.
 
     Args:
         module: a model.
-        process_group: over which ranks statistics are taken; None for all.
-        channel_last: not used: torch looks at the inputs.
+        process_group: the ranks that share statistics; None for all.
+        channel_last: ignored: torch reads it from the inputs.
     """
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
     return converted

@@ -1,4 +1,4 @@
-"""An optimizer as `amp.initialize` returns it: its own methods, with apex's meaning, and those that apex adds."""
+"""Optimizer methods with apex's meaning, which `amp.initialize` puts on an optimizer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from accelcore.apex import casts
 from accelcore.apex.accumulated import Accumulated
 from accelcore.apex.loss_scaling import AmpScaler
+from accelcore.apex.state import casts_suspended
 from accelcore.errors import AmpError, ConfigurationError
 from accelcore.roles.loss_scaler import SkippingOptimizer
 from accelcore.training.clipping import Clipping
@@ -26,63 +26,67 @@ logger = logging.getLogger("accelcore")
 
 
 class Prepared:
-    """What `amp.initialize` makes of an optimizer.
+    """Optimizer that `amp.initialize` has prepared: its gradients, overflows and methods.
 
     Args:
         optimizer: of accelcore or of torch.
-        gradients: of what it trains.
+        gradients: the gradients of its parameters.
         flagged: whether the device reports overflows by a flag.
-        talks: whether it says that it skips a step.
+        warns: whether a skipped step is logged.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: Accumulated, *, flagged: bool, talks: bool) -> None:
+    def __init__(self, optimizer: Optimizer, gradients: Accumulated, *, flagged: bool, warns: bool) -> None:
         self.gradients, self._optimizer = gradients, optimizer
-        self._flagged, self._talks = flagged, talks
-        self._found: Tensor | None = None  # 1.0 where the next step is to be skipped
-        self._finders: list[AmpScaler] = []
+        self._flagged, self._warns = flagged, warns
+        self._overflow: Tensor | None = None  # 1.0 if the next step is to be skipped
+        self._scalers: list[AmpScaler] = []  # those that checked for overflows since the last step
 
-    def put_on(self) -> None:
-        """Bind the optimizer to what it trains, and put the methods on it."""
+    def install(self) -> None:
+        """Bind the optimizer to its parameters or masters, and replace its methods."""
         self.gradients.bind()
         optimizer: Any = self._optimizer
         optimizer._amp_stash = self
         step, zero_grad = optimizer.step, optimizer.zero_grad
 
-        # Functions, because torch's schedules wrap `step.__func__`.
+        # Functions, because torch's schedulers wrap `step.__func__`.
         @wraps(step)
         def new_step(_: Optimizer, closure: Any = None) -> Any:
             return self._step(step, closure)
 
         @wraps(zero_grad)
         def new_zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
-            self._zero_grad(zero_grad, set_to_none)
+            zero_grad(set_to_none)
+            if set_to_none:
+                self.gradients.drop()
+            else:
+                self.gradients.set_to_zero()
 
         optimizer.step, optimizer.zero_grad = MethodType(new_step, optimizer), MethodType(new_zero_grad, optimizer)
         optimizer.clip_optimizer_grad_norm_fused = self.clip
 
-    def found(self, overflow: Tensor | None, scaler: AmpScaler) -> None:
-        """Skip the next step where a scaler has found an overflow."""
+    def record_overflow(self, overflow: Tensor | None, scaler: AmpScaler) -> None:
+        """Skip the next step if a scaler has found an overflow; None means that it did not check."""
         if overflow is not None:
-            self._found = overflow if self._found is None else torch.maximum(self._found, overflow)
-            self._finders.append(scaler)
+            self._overflow = overflow if self._overflow is None else torch.maximum(self._overflow, overflow)
+            self._scalers.append(scaler)
 
     def drop(self) -> None:
-        """A backward pass failed: no gradient can be trusted, nor what was found in earlier ones."""
+        """Drop all gradients and overflows, after a backward pass that failed."""
         self.gradients.drop()
-        self._found, self._finders = None, []
+        self._overflow, self._scalers = None, []
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all that the optimizer trains together, in place.
+        """Clip the gradients of all the optimizer's parameters together, in place.
 
         Args:
             max_norm: the largest norm.
-            norm_type: which norm it is.
+            norm_type: the p of the p-norm.
 
         Returns:
-            The norm they had.
+            The norm before clipping.
 
         Raises:
-            ConfigurationError: there are no gradients. A ValueError, too.
+            ConfigurationError: there are no gradients. It is a ValueError, too.
         """
         if self.gradients.are_none:
             raise ConfigurationError("there are no gradients to clip", remedy="clip after the `with amp.scale_loss`")
@@ -90,10 +94,10 @@ class Prepared:
             return clip_grad_norm_(self.gradients.masters, max_norm, norm_type)
         return Clipping(float(max_norm), flagged=self._flagged)(self.gradients.buffers(), lambda norm: norm)
 
-    def _step(self, inner: Callable[[], Any], closure: Any) -> Any:
-        """Update what is trained, unless a gradient overflowed; `inner`: the optimizer's own step."""
+    def _step(self, step: Callable[[], Any], closure: Any) -> Any:
+        """Update the parameters unless a gradient overflowed; `step` is the optimizer's own method."""
         if getattr(self._optimizer, "skips", False):
-            return inner()
+            return step()
         if closure is not None:
             raise AmpError(
                 "an optimizer that amp.initialize returned was given a closure",
@@ -101,34 +105,34 @@ class Prepared:
                 remedy="call step() after `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`",
             )
         self._check_can_step()
-        with casts.suspended():
-            result = self._update(inner)
+        with casts_suspended():
+            result = self._update(step)
             self.gradients.updated()
         if self.gradients.has_masters:
-            self.gradients.drop()  # model.zero_grad() would not see those of the masters
+            self.gradients.drop()  # model.zero_grad() does not reach the masters' gradients
         return result
 
-    def _update(self, inner: Callable[[], Any]) -> Any:
+    def _update(self, step: Callable[[], Any]) -> Any:
         optimizer: Any = self._optimizer
         self.gradients.take_replaced()
-        found, finders = self._found, self._finders
-        self._found, self._finders = None, []
+        overflow, scalers = self._overflow, self._scalers
+        self._overflow, self._scalers = None, []
         if isinstance(optimizer, SkippingOptimizer) and self.gradients.are_none:
-            optimizer.skip()  # as torch's optimizers, which pass over what has no gradient
+            optimizer.skip()  # as torch's optimizers do without gradients
             return None
-        if found is None:
-            return inner()
-        if getattr(optimizer, "_step_supports_amp_scaling", False) and all(each.trusts_kernels for each in finders):
-            optimizer.grad_scale, optimizer.found_inf = None, found
+        if overflow is None:
+            return step()
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and all(each.trusts_kernels for each in scalers):
+            optimizer.grad_scale, optimizer.found_inf = None, overflow
             try:
-                return inner()
+                return step()
             finally:
                 del optimizer.grad_scale, optimizer.found_inf
-        if not found.item():
-            return inner()
-        if self._talks:
-            scales = ", ".join(f"{each.loss_scale():g}" for each in dict.fromkeys(finders))
-            logger.warning("a gradient overflowed: this step is skipped, and the loss scale is %s now", scales)
+        if not overflow.item():
+            return step()
+        if self._warns:
+            scales = ", ".join(f"{each.loss_scale():g}" for each in dict.fromkeys(scalers))
+            logger.warning("a gradient overflowed: this step is skipped, and the loss scale is now %s", scales)
         if isinstance(optimizer, SkippingOptimizer):
             optimizer.skip()
         return None
@@ -141,30 +145,22 @@ class Prepared:
             )
         if self.gradients.missed_a_pass:
             raise AmpError(
-                "parameters have gradients, and their fp32 masters have none",
-                why="a backward pass ran outside of `with amp.scale_loss(...)`, which gives the masters theirs",
-                remedy="call backward inside of it, also where no scale is needed",
+                "parameters have gradients, but their fp32 masters have none",
+                why="a backward pass ran outside of `with amp.scale_loss(...)`, which gives masters their gradients",
+                remedy="call backward inside of it, even if no scale is needed",
             )
-
-    def _zero_grad(self, inner: Callable[[bool], None], set_to_none: bool) -> None:
-        """Drop all gradients, or set them to zero; `inner`: the optimizer's own method."""
-        inner(set_to_none)
-        if set_to_none:
-            self.gradients.drop()
-        else:
-            self.gradients.set_to_zero()
 
 
 def is_prepared(optimizer: Optimizer) -> bool:
-    """Whether `amp.initialize` has returned this optimizer."""
+    """Return whether `amp.initialize` has prepared this optimizer."""
     return isinstance(getattr(optimizer, "_amp_stash", None), Prepared)
 
 
 def prepared_of(optimizer: Optimizer) -> Prepared:
-    """What `amp.initialize` made of an optimizer.
+    """Return the `Prepared` of an optimizer.
 
     Raises:
-        AmpError: it never saw it.
+        AmpError: `amp.initialize` has not prepared it.
     """
     prepared = getattr(optimizer, "_amp_stash", None)
     if not isinstance(prepared, Prepared):

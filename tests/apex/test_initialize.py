@@ -89,8 +89,8 @@ def test_what_is_held_and_cast(level, options, weight, norm, seen, out):
 
 
 REFUSED = [
-    ({"opt_level": "O4"}, "no optimization level"),
-    ({"opt_level": "o1"}, "no optimization level"),
+    ({"opt_level": "O4"}, "opt_level='O4'"),
+    ({"opt_level": "o1"}, "opt_level='o1'"),
     ({"opt_level": "O1", "cast_model_type": torch.float16}, "at O1"),
     ({"opt_level": "O1", "keep_batchnorm_fp32": True}, "at O1"),
     ({"opt_level": "O1", "master_weights": False}, "at O1"),
@@ -100,9 +100,9 @@ REFUSED = [
     ({"opt_level": "O3", "combine_ddp": True}, "at O3"),
     ({"opt_level": "O2", "combine_ddp": True}, "no process group"),
     ({"opt_level": "O2", "combine_ddp": True, "combine_grad": False}, "combine_grad=False"),
-    ({"opt_level": "O2", "keep_batchnorm_fp32": "yes"}, "neither yes nor no"),
-    ({"opt_level": "O2", "cast_model_type": torch.int8}, "no floating-point dtype"),
-    ({"opt_level": "O2", "cast_model_outputs": "float32"}, "no floating-point dtype"),
+    ({"opt_level": "O2", "keep_batchnorm_fp32": "yes"}, "keep_batchnorm_fp32='yes'"),
+    ({"opt_level": "O2", "cast_model_type": torch.int8}, "floating-point dtype"),
+    ({"opt_level": "O2", "cast_model_outputs": "float32"}, "floating-point dtype"),
     ({"loss_scale": "static"}, "not a loss scale"),
     ({"loss_scale": 0}, "not a loss scale"),
     ({"loss_scale": True}, "not a loss scale"),

@@ -1,1 +1,1 @@
-"""A folder to put on a script's path: all there is in it is a module that is called apex."""
+"""Folder for a script's path. It contains only a module with the name apex."""

@@ -1,4 +1,4 @@
-"""What a script finds as `apex` under `accelcore run --apex`, and nowhere else."""
+"""Module that a script imports as `apex` under `accelcore run --apex`, and nowhere else."""
 
 from __future__ import annotations
 
