@@ -26,7 +26,7 @@ class Capabilities:
         sync_batchnorm: BatchNorm can take its statistics over all ranks (`trainer(..., sync_batchnorm=True)`).
         streams: work can be queued on side streams (`runtime.side_stream`).
         graphs: a whole step can be captured and launched as one (`trainer(..., graph=True)`).
-        pinned_memory: host memory can be pinned for faster transfers (`runtime.pin`).
+        pinned_memory: pinning host memory makes transfers faster (`Tensor.pin_memory`, `accel.loading()`).
         overflow_flag: the device reports overflow by a flag, and the scaler skips a step for which it was raised, even
             where all gradients are finite.
     """

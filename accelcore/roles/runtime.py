@@ -1,4 +1,4 @@
-"""Runtime: the device itself, its random numbers, its memory, and the way onto it."""
+"""Runtime: the device, its random numbers, memory and transfers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ __all__ = ["Memory", "Runtime", "TorchRuntime", "host_rng_state", "set_host_rng_
 
 T = TypeVar("T")
 
-_ALIKE = 'seed(same="everywhere")'  # in the place of a state: that the host's was the device's, too
+_ALIKE = 'seed(same="everywhere")'  # key of a state that says that the host drew for the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Memory:
     """Memory figures in bytes.
 
     Attributes:
-        used: held now, by this process's tensors on a device, or by the process on a CPU.
-        peak: the most that was held at one time since the process started.
-        total: what the device has.
+        used: memory in use: that of this process's tensors on a device, or of the whole process on a CPU.
+        peak: the largest `used` since the process started.
+        total: memory of the device.
     """
 
     used: int
@@ -40,9 +40,12 @@ class Memory:
 
 
 class Runtime(ABC):
-    """One device of this process."""
+    """One device of this process: its queue of work, random numbers, memory and transfers."""
 
-    device: torch.device
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device, with its index if there are several."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -50,88 +53,78 @@ class Runtime(ABC):
 
     @abstractmethod
     def seed(self, n: int, *, deterministic: bool = False, same: Literal["everywhere"] | None = None) -> None:
-        """Seed the random generators of Python, torch, the device, and NumPy where it is loaded.
+        """Seed the random generators of Python, torch, the device, and NumPy if it is loaded.
 
         Args:
             n: the seed.
-            deterministic: also makes torch refuse operators that have no deterministic implementation, for the rest
-                of the process.
-            same: with `"everywhere"`, what is drawn on this kind of device and on the host is drawn on the host, and
-                is the same on every device: slow, and for comparing two of them. So it is in the whole process until
-                it is seeded without. What has to draw by itself raises UnsupportedError, such as a captured graph.
+            deterministic: if true, torch refuses operators without a deterministic implementation for the rest of the
+                process.
+            same: with `"everywhere"`, the host draws all random numbers, so that every kind of device gets the same
+                ones. This is slow, for comparing devices. It applies to the whole process until `seed` is called
+                without it. What must draw on the device, such as a captured graph, raises UnsupportedError.
 
         Raises:
-            ConfigurationError: `same` is anything else.
+            ConfigurationError: `same` has another value.
         """
 
     @abstractmethod
     def rng_state(self) -> dict[str, Tensor]:
-        """The state of every generator that `seed` seeds, as CPU tensors."""
+        """Return the state of every generator that `seed` seeds, as CPU tensors."""
 
     @abstractmethod
     def set_rng_state(self, state: Mapping[str, Tensor]) -> list[str]:
-        """Put `rng_state` back; returns the names of states that another kind of device wrote and this one has no
-        generator for.
-        """
+        """Restore `rng_state`. Return the names of states for which this device has no generator."""
 
     @abstractmethod
     def memory(self) -> Memory:
-        """How much memory is used."""
+        """Return how much memory is used."""
 
-    @abstractmethod
+    @final
     def to_device(self, batch: T) -> T:
-        """A batch with its tensors on the device.
+        """Return a batch with its tensors on the device.
 
-        A tensor, anything with a `to` method, or dicts, lists, tuples and dataclasses of these. What else is in it
-        stays as it is; tensors already there are not copied.
+        Args:
+            batch: a tensor, an object with a `to` method, or dicts, lists, tuples and dataclasses of these. Others
+                in it are kept. Tensors that are already on the device are not copied.
         """
-
-    def tune(self) -> None:  # noqa: B027  # most devices have nothing to tune
-        """Let the device try out which kernels are fastest for each shape, where it can: for batches of few shapes.
-
-        It is the process's setting. Results may then differ in their last bits from run to run.
-        """
+        return moved(batch, self.device)
 
     def prefetch(self, batch: T) -> Callable[[], T]:
-        """Begin to move a batch, and return a function that gives it, for use by the work queued from then on.
+        """Begin to move a batch, and return a function that returns it for the work queued afterwards.
 
-        Where transfers can overlap work, those from pinned memory do.
+        Transfers from pinned memory overlap other work if the device can do so.
         """
         moved = self.to_device(batch)
         return lambda: moved
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """A context whose work runs beside the work queued before it, and after which all later work waits for it.
+        """Return a context whose work runs after the work queued before it, on another stream; later work waits for it.
 
         Raises:
             UnsupportedError: the backend declares no `streams`.
         """
-        raise UnsupportedError(f"there are no side streams on {self.device}", remedy="queue the work as it comes")
+        raise UnsupportedError(f"there are no side streams on {self.device}", remedy="queue the work without one")
 
     def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Record the work that `work` queues, without doing it: what it returned, and a function that does it.
+        """Record the work that `work` queues without running it; return its result and a function that runs it.
 
-        What it returned is the recording's own memory, which each launch overwrites.
+        The result is memory of the recording, which each run overwrites.
 
         Raises:
             UnsupportedError: the backend declares no `graphs`.
         """
-        raise UnsupportedError(f"there are no graphs on {self.device}", remedy="queue the work as it comes")
-
-    def pin(self, tensor: Tensor) -> Tensor:
-        """A copy of a CPU tensor in pinned memory, from which `to_device` transfers while the host goes on.
-
-        Raises:
-            UnsupportedError: the backend declares no `pinned_memory`.
-        """
-        raise UnsupportedError(f"there is no pinned memory for {self.device}", remedy="transfer it as it is")
+        raise UnsupportedError(f"there are no graphs on {self.device}", remedy="queue the work without one")
 
 
 class TorchRuntime(Runtime):
-    """A device whose host is its only source of random numbers and whose transfers are plain copies."""
+    """Device without a random generator of its own, whose transfers are plain copies."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._device = device
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def synchronize(self) -> None:
         torch.get_device_module(self.device).synchronize(self.device)
@@ -139,14 +132,14 @@ class TorchRuntime(Runtime):
     def seed(self, n: int, *, deterministic: bool = False, same: Literal["everywhere"] | None = None) -> None:
         if same not in (None, "everywhere"):
             raise ConfigurationError(
-                f"same={same!r} is nowhere that random numbers can be the same",
-                available='None, and "everywhere"',
+                f'same={same!r} must be None or "everywhere"',
                 remedy='give same="everywhere" to compare devices, or leave it out',
             )
+        kind = self.device.type
         if same is None:
             draw_on_device()
         else:
-            draw_on_host(self.device.type)
+            draw_on_host(kind)
         random.seed(n)
         torch.manual_seed(n)
         if "numpy" in sys.modules:
@@ -165,12 +158,9 @@ class TorchRuntime(Runtime):
         total: int = module.get_device_properties(self.device).total_memory
         return Memory(module.memory_allocated(self.device), module.max_memory_allocated(self.device), total)
 
-    def to_device(self, batch: T) -> T:
-        return moved(batch, self.device)
-
 
 def host_rng_state() -> dict[str, Tensor]:
-    """The generators of torch's CPU, of Python's `random`, and of NumPy where it is loaded, as tensors."""
+    """Return the state of torch's CPU generator, of Python's `random`, and of NumPy if it is loaded, as tensors."""
     version, words, gauss = random.getstate()
     state = {
         "torch": torch.get_rng_state(),
@@ -185,7 +175,7 @@ def host_rng_state() -> dict[str, Tensor]:
 
 
 def set_host_rng_state(state: Mapping[str, Tensor]) -> list[str]:
-    """Put `host_rng_state` back; returns the names it has no generator for."""
+    """Restore `host_rng_state`. Return the names of states without a generator."""
     unknown = set(state)
     if {"torch", "python", "python_gauss"} - unknown:
         raise CheckpointError("the saved random state lacks the generators of torch or of Python")

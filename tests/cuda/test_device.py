@@ -164,7 +164,7 @@ def test_use_after_a_fork_is_refused(run_python):
         accel = accelcore.select("cuda")
         torch.ones(3, device=accel.device)
         uses = [accel.runtime.synchronize, accel.runtime.memory, accel.runtime.rng_state, lambda: accel.runtime.seed(1),
-                lambda: accel.runtime.to_device(torch.ones(1)), lambda: accel.runtime.pin(torch.ones(1)),
+                lambda: accel.runtime.to_device(torch.ones(1)), lambda: accel.device,
                 lambda: accelcore.select("cuda")]
         child = os.fork()
         if child == 0:

@@ -212,23 +212,11 @@ def test_pinned_batches_arrive_without_waiting(accel, workers):
 
 
 def test_a_pinned_batch_moves_on_a_side_stream(accel):
-    pinned = accel.runtime.pin(torch.arange(2.0**20))
+    pinned = torch.arange(2.0**20).pin_memory()
     with no_waiting(), accel.runtime.side_stream():
         moved = accel.runtime.to_device(pinned)
     doubled = moved * 2  # the later work waits for the side stream
     assert torch.equal(doubled.cpu(), torch.arange(2.0**20) * 2)
-
-
-def test_pinning_is_for_this_device(accel, run_python):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    script = """
-        import accelcore, torch
-        accel = accelcore.select("cuda:1")
-        assert accel.runtime.pin(torch.ones(4)).is_pinned()
-        print(torch._C._cuda_hasPrimaryContext(0))
-    """
-    assert run_python(script).strip() == "False", "it made a context on GPU 0"
 
 
 def test_training_holds_no_more_memory_from_step_to_step(accel):

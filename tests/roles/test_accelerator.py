@@ -115,13 +115,11 @@ def test_what_was_there_already_is_not_the_transfers(queue, recorded):
 
 
 def test_a_device_without_streams_prefetches_and_refuses_streams(queue, recorded):
-    runtime = AcceleratorRuntime(DEVICE, streams=False, pinned_memory=False)
+    runtime = AcceleratorRuntime(DEVICE, streams=False)
     assert runtime.prefetch({"a": T})()["a"].device == DEVICE
     assert queue.streams == 0
     with pytest.raises(UnsupportedError, match="no side streams on meta"):
         runtime.side_stream()
-    with pytest.raises(UnsupportedError, match="no pinned memory for meta"):
-        runtime.pin(T)
 
 
 def test_the_runtimes_own_device_is_waited_for(queue):

@@ -119,7 +119,6 @@ def test_a_device_that_is_nearly_one():
 def test_a_script_asks_for_what_helps_here_without_a_branch(accel):
     data = torch.arange(6.0)
     assert [len(batch) for batch in torch.utils.data.DataLoader(data, 4, **accel.loading())] == [4, 2]
-    accel.runtime.tune()
 
 
 def test_a_backend_lives_in_a_config(accel):

@@ -121,7 +121,6 @@ def test_a_backend_that_was_made_before_a_fork_is_refused_after_it(gpus):
         lambda: runtime.seed(1),
         lambda: runtime.set_rng_state({}),
         lambda: runtime.to_device(torch.ones(1)),
-        lambda: runtime.pin(torch.ones(1)),
         lambda: runtime.prefetch(torch.ones(1)),
         lambda: runtime.capture(lambda: None),
     ]

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 import torch_npu
-from torch import Tensor
 
 from accelcore.errors import BackendUnavailableError
 from accelcore.roles.accelerator import AcceleratorRuntime
-from accelcore.roles.runtime import Memory
 
 __all__ = ["NpuRuntime", "refuse_fork"]
-
-T = TypeVar("T")
 
 
 class NpuRuntime(AcceleratorRuntime):
@@ -35,8 +30,8 @@ class NpuRuntime(AcceleratorRuntime):
 
     def __init__(self, device: torch.device) -> None:
         refuse_fork()
-        super().__init__(device)
         self._process = os.getpid()
+        super().__init__(device)
         torch_npu.npu.set_device(device)
         # Autograd asks every device that was ever current for its stream, and torch_npu aborts where there is none yet.
         torch_npu.npu.current_stream(device)
@@ -44,43 +39,16 @@ class NpuRuntime(AcceleratorRuntime):
         torch_npu.npu.set_compile_mode(jit_compile=self.settings["jit_compile"])
         torch_npu.npu.config.allow_internal_format = self.settings["allow_internal_format"]
 
-    def synchronize(self) -> None:
-        self._check_process()
-        torch_npu.npu.synchronize(self.device)
-
-    def seed(self, n: int, *, deterministic: bool = False, same: Literal["everywhere"] | None = None) -> None:
-        self._check_process()
-        if deterministic:
-            os.environ["HCCL_DETERMINISTIC"] = "true"  # hccl reads it when a group is formed
-        super().seed(n, deterministic=deterministic, same=same)
-
-    def rng_state(self) -> dict[str, Tensor]:
-        self._check_process()
-        return super().rng_state()
-
-    def set_rng_state(self, state: Mapping[str, Tensor]) -> list[str]:
-        self._check_process()
-        return super().set_rng_state(state)
-
-    def memory(self) -> Memory:
-        self._check_process()
-        return super().memory()
-
-    def to_device(self, batch: T) -> T:
-        self._check_process()
-        return super().to_device(batch)
-
-    def side_stream(self) -> AbstractContextManager[object]:
-        self._check_process()
-        return super().side_stream()
-
-    def pin(self, tensor: Tensor) -> Tensor:
-        self._check_process()
-        return super().pin(tensor)
-
-    def _check_process(self) -> None:
+    @property
+    def device(self) -> torch.device:
         if os.getpid() != self._process:
             raise _forked()
+        return super().device
+
+    def seed(self, n: int, *, deterministic: bool = False, same: Literal["everywhere"] | None = None) -> None:
+        super().seed(n, deterministic=deterministic, same=same)
+        if deterministic:
+            os.environ["HCCL_DETERMINISTIC"] = "true"  # hccl reads it when a group is formed
 
 
 def refuse_fork() -> None:

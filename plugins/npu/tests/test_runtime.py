@@ -88,7 +88,7 @@ def test_to_device_moves_what_is_in_a_batch(accel):
         inputs: torch.Tensor
         name: str
 
-    moved = accel.runtime.to_device({"a": torch.ones(2), "b": [Batch(accel.runtime.pin(torch.ones(1)), "x")], "c": 3})
+    moved = accel.runtime.to_device({"a": torch.ones(2), "b": [Batch(torch.ones(1).pin_memory(), "x")], "c": 3})
     assert (moved["a"].device, moved["b"][0].inputs.device) == (accel.device, accel.device)
     assert (moved["b"][0].name, moved["c"]) == ("x", 3)
 
@@ -159,7 +159,6 @@ actions = {
     "rng_state": accel.runtime.rng_state,
     "set_rng_state": lambda: accel.runtime.set_rng_state({}),
     "side_stream": accel.runtime.side_stream,
-    "pin": lambda: accel.runtime.pin(torch.ones(1)),
 }
 
 
@@ -187,7 +186,7 @@ def test_use_after_fork_is_refused_with_what_to_do(run):
     result = run("-c", FORKED)
     assert result.returncode == 0, result.stderr
     lines = [line.split("|") for line in result.stdout.splitlines() if "|" in line]
-    assert len(lines) == 9
+    assert len(lines) == 8
     for what, error, why, remedy in lines:
         assert error == "BackendUnavailableError", what
         assert "fork" in why

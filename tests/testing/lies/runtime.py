@@ -66,7 +66,7 @@ def unknown_random_state_in_silence(backend):
 def silent_cpu_tensor(backend):
     """Its device is another than the host, and tensors stay on the host."""
     backend = replaced(backend, "runtime", to_device=lambda honest, batch: batch)
-    backend.runtime.device = torch.device("meta")
+    backend.runtime._device = torch.device("meta")
     return backend
 
 
@@ -78,13 +78,6 @@ def memory_that_is_always_nothing(backend):
 @lie("TestRuntime.test_side_stream", says="unexpected success: side streams")
 def side_stream_that_is_not_declared(backend):
     return replaced(backend, "runtime", side_stream=lambda honest: nullcontext())
-
-
-@lie("TestRuntime.test_pinned_memory", says="it is not pinned")
-def pinned_memory_that_is_not_pinned(backend):
-    backend = replaced(backend, "runtime", pin=lambda honest, tensor: tensor)
-    backend = declaring(backend, pinned_memory=True)
-    return _Strange(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
 
 
 @lie("TestRuntime.test_no_needless_copy", says="it was copied")
@@ -141,11 +134,6 @@ def graph_that_is_a_stub(backend):
 @lie("TestRuntime.test_capture", says="unexpected success: graphs")
 def graph_that_is_not_declared(backend):
     return replaced(backend, "runtime", capture=lambda honest, work: (work(), work))
-
-
-@lie("TestRuntime.test_tune", says="it changed how exactly is computed")
-def tuning_that_rounds(backend):
-    return replaced(backend, "runtime", tune=lambda honest: torch.set_float32_matmul_precision("medium"))
 
 
 class _Strange(Backend):

@@ -55,7 +55,7 @@ class _NeverMoves(Backend):
 def model_that_is_never_moved(backend):
     """Its device is another than the host, and everything stays on the host."""
     backend = replaced(backend, "runtime", to_device=lambda honest, batch: batch)
-    backend.runtime.device = torch.device("meta")
+    backend.runtime._device = torch.device("meta")
     return _NeverMoves(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
 
 
@@ -225,15 +225,3 @@ def outputs_in_low_precision(backend):
             return made
 
     return Half(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
-
-
-@lie("TestTraining.test_losses_with_scales_of_their_own", says="another fell")
-def losses_that_share_a_scale(backend):
-    class Shared(Backend):
-        def trainer(self, model, optimizer, **options):
-            made = super().trainer(model, optimizer, **options)
-            honest = made.backward
-            made.backward = lambda loss, **named: honest(loss, **{**named, "scale": named.get("scale") and "one"})
-            return made
-
-    return Shared(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
