@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import accelcore
 from accelcore.optim.memory import lay_flat
-from accelcore.optim.optimizer import Optimizer
+from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.runs import Slot
 from benchmarks.paired import Samples, compare, sample
 from benchmarks.report import Goal, Row, Table
@@ -240,10 +240,10 @@ class _Cases:
         self.routes[case] = {**route, "kernels": _kernels(optimizer.step)}
 
 
-def _bind_flat(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> None:
+def _bind_flat(optimizer: RoutedOptimizer, weights: Sequence[nn.Parameter]) -> None:
     """Bind it as a trainer does that lays its model flat, and has gathered the gradients."""
     (memory,) = lay_flat([Slot(str(number), 0, weight, weight) for number, weight in enumerate(weights)])
-    memory.gather()
+    memory.collect()
     optimizer.bind(memory.runs(memory.values, memory.gradients))
 
 

@@ -18,7 +18,7 @@ from accelcore.apex.levels import Properties
 from accelcore.apex.loss_scaling import AmpScaler
 from accelcore.backend import Backend
 from accelcore.errors import AmpError
-from accelcore.optim.optimizer import Optimizer as LateBound
+from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.runs import Slot
 from accelcore.training.gradients import first_not_finite
 from accelcore.training.options import complete
@@ -104,7 +104,7 @@ class Accumulated:
         if self._exchanges:
             plan.strategy.replicate(plan.model, plan.gradients)
             plan.gradients.refresh()
-        runs = self._optimizer.bound if isinstance(self._optimizer, LateBound) else None
+        runs = self._optimizer.bound if isinstance(self._optimizer, RoutedOptimizer) else None
         self._is_flat = bool(plan.options["flat"]) or any(run.memory is not None for run in runs or ())
         self.has_masters = any(slot.trained is not slot.parameter for slot in self.slots)
         self._seen = self._look()

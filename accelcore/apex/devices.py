@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accelcore.backend import Backend
 from accelcore.errors import AmpError
-from accelcore.optim.optimizer import Optimizer
+from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.roles.optimizers import Optimizers
 from accelcore.selection import select
 
@@ -42,7 +42,7 @@ def backend_of(tensors: Iterable[Tensor]) -> Backend:
     return _selected(str(next(iter(devices))))
 
 
-def create_optimizer(name: str, params: Parameters, **options: Any) -> Optimizer:
+def create_optimizer(name: str, params: Parameters, **options: Any) -> RoutedOptimizer:
     """Create an optimizer of the registry, on the device of its parameters."""
     given = list(params)
     backend = backend_of(_tensors(given))

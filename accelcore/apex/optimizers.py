@@ -10,7 +10,7 @@ from typing import Any
 
 from accelcore.apex.devices import Parameters, create_optimizer
 from accelcore.errors import UnsupportedError
-from accelcore.optim.optimizer import Optimizer
+from accelcore.optim.optimizer import RoutedOptimizer
 
 __all__ = [
     "FusedAdagrad",
@@ -44,7 +44,7 @@ def NpuFusedSGD(  # noqa: N802  # Ascend's name, as those below
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
-) -> Optimizer:
+) -> RoutedOptimizer:
     """`torch.optim.SGD`."""
     return create_optimizer(
         "sgd", params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
@@ -58,7 +58,7 @@ def NpuFusedAdam(  # noqa: N802
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     amsgrad: bool = False,
-) -> Optimizer:
+) -> RoutedOptimizer:
     """`torch.optim.Adam`."""
     return create_optimizer("adam", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
@@ -70,7 +70,7 @@ def NpuFusedAdamW(  # noqa: N802
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     amsgrad: bool = False,
-) -> Optimizer:
+) -> RoutedOptimizer:
     """`torch.optim.AdamW`."""
     return create_optimizer("adamw", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
@@ -84,7 +84,7 @@ def NpuFusedAdamP(  # noqa: N802
     delta: float = 0.1,
     wd_ratio: float = 0.1,
     nesterov: bool = False,
-) -> Optimizer:
+) -> RoutedOptimizer:
     """AdamP, as in docs/optimizers.md."""
     projection = {"delta": delta, "wd_ratio": wd_ratio, "nesterov": nesterov}
     return create_optimizer("adamp", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **projection)
@@ -92,7 +92,7 @@ def NpuFusedAdamP(  # noqa: N802
 
 def NpuFusedAdadelta(  # noqa: N802
     params: Parameters, lr: float = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0
-) -> Optimizer:
+) -> RoutedOptimizer:
     """`torch.optim.Adadelta`."""
     return create_optimizer("adadelta", params, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay)
 
@@ -105,7 +105,7 @@ def NpuFusedLamb(  # noqa: N802
     weight_decay: float = 0.0,
     adam: bool = False,
     use_global_grad_norm: bool = False,
-) -> Optimizer:
+) -> RoutedOptimizer:
     """Ascend's Lamb: no bias correction, norms of parameters at most 10. It differs from NVIDIA's FusedLAMB."""
     norms = {"adam": adam, "use_global_grad_norm": use_global_grad_norm}
     return create_optimizer("lamb", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **norms)
@@ -125,7 +125,7 @@ def NpuFusedBertAdam(  # noqa: N802
     e: float = 1e-6,
     weight_decay: float = 0.01,
     max_grad_norm: float = -1,
-) -> Optimizer:
+) -> RoutedOptimizer:
     """BertAdam with the defaults of Ascend's apex, b2=0.99 and max_grad_norm=-1, which are not torch_npu's.
 
     A `max_grad_norm` > 0 clips the gradients of each group together.
@@ -153,7 +153,7 @@ def NpuFusedRMSprop(  # noqa: N802
     weight_decay: float = 0.0,
     momentum: float = 0.0,
     centered: bool = False,
-) -> Optimizer:
+) -> RoutedOptimizer:
     """`torch.optim.RMSprop`."""
     moving = {"alpha": alpha, "momentum": momentum, "centered": centered}
     return create_optimizer("rmsprop", params, lr=lr, eps=eps, weight_decay=weight_decay, **moving)
@@ -169,7 +169,7 @@ def NpuFusedRMSpropTF(  # noqa: N802
     centered: bool = False,
     decoupled_decay: bool = False,
     lr_in_momentum: bool = True,
-) -> Optimizer:
+) -> RoutedOptimizer:
     """TensorFlow's RMSprop. Its mean square starts at 1, as in torch_npu; in Ascend's apex it starts at 0."""
     return create_optimizer(
         "rmsproptf",
@@ -195,7 +195,7 @@ def FusedAdam(  # noqa: N802
     weight_decay: float = 0.0,
     amsgrad: bool = False,
     set_grad_none: bool = True,
-) -> Optimizer:
+) -> RoutedOptimizer:
     """NVIDIA's FusedAdam: `torch.optim.AdamW`, or with `adam_w_mode=False` `torch.optim.Adam`.
 
     Raises:
@@ -217,7 +217,7 @@ def FusedSGD(  # noqa: N802
     wd_after_momentum: bool = False,
     materialize_master_grads: bool = True,
     set_grad_none: bool = False,
-) -> Optimizer:
+) -> RoutedOptimizer:
     """NVIDIA's FusedSGD: `torch.optim.SGD`.
 
     Raises:
@@ -235,7 +235,7 @@ def FusedAdagrad(  # noqa: N802
     weight_decay: float = 0.0,
     set_grad_none: bool = True,
     adagrad_w_mode: bool = False,
-) -> Optimizer:
+) -> RoutedOptimizer:
     """NVIDIA's FusedAdagrad: `torch.optim.Adagrad`.
 
     Raises:

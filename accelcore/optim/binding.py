@@ -1,7 +1,8 @@
-"""What an optimizer is bound to: the runs that its engine updates, made right before each step."""
+"""Bindings: what an optimizer updates, and its state by parameter."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -9,68 +10,109 @@ from typing import Any
 from torch import Tensor, optim
 
 from accelcore.errors import TrainingError
-from accelcore.optim.groups import alike
-from accelcore.optim.runs import Run
-from accelcore.optim.slot_state import Entry, by_parameter, divide, pour
+from accelcore.optim.engine import as_engine, equal_groups
+from accelcore.optim.formulas import FORMULAS
+from accelcore.optim.memory import FlatMemory, lay_flat
+from accelcore.optim.runs import Run, Slot
+from accelcore.optim.slot_state import Entry, by_parameter, divide, load_state
 
-__all__ = ["Binding"]
+__all__ = ["Binding", "GroupBinding", "RunBinding", "updated_together"]
 
 Groups = Sequence[dict[str, Any]]
 
 
-class Binding:
-    """The runs that an engine updates, and their state, which is seen and loaded by parameter.
+class Binding(ABC):
+    """What an engine updates.
 
-    A run is divided, and its state with it, where its parameters part: when only some of them receive a gradient, or
-    when the options of their groups are no longer equal.
+    Attributes:
+        on_leaves: whether this may be a parameter that requires gradients, so that updates need `torch.no_grad()`.
+    """
+
+    on_leaves = True
+
+    @property
+    @abstractmethod
+    def state(self) -> dict[Tensor, Any]:
+        """The state by parameter."""
+
+    @abstractmethod
+    def prepare(self, groups: Groups) -> None:
+        """Give the engine the current options and gradients. Called before each update."""
+
+    def is_outdated(self, groups: Groups) -> bool:
+        """Return whether the parameters have changed, so that the optimizer must choose its route again."""
+        return False
+
+
+class RunBinding(Binding):
+    """Binding to runs. Whoever makes it sets the gradients before each step.
+
+    A run is divided, and its state with it, if only some of its parameters receive a gradient, or if the options of
+    their groups differ.
 
     Args:
         engine: computes the updates.
         runs: what it trains.
-        groups: the optimizer's own, which hold the model's parameters.
+        groups: the optimizer's own groups, which hold the model's parameters.
         entries: the state to begin with, by parameter.
+        in_part: whether other processes update a part of the runs, so that a step may find no gradient here.
 
     Attributes:
-        runs: as they are divided now.
+        runs: the runs, as they are divided now.
     """
 
     def __init__(
-        self, engine: optim.Optimizer, runs: Sequence[Run], groups: Groups, entries: Mapping[Tensor, Entry]
+        self,
+        engine: optim.Optimizer,
+        runs: Sequence[Run],
+        groups: Groups,
+        entries: Mapping[Tensor, Entry],
+        *,
+        in_part: bool,
     ) -> None:
-        self._engine, self.runs = engine, runs
+        self._engine, self.runs, self._in_part = engine, runs, in_part
+        self._place_runs = as_engine(engine).place_runs
         self._sizes = [len(group["params"]) for group in groups]
-        self._pour(entries)
+        self.on_leaves = any(run.value.requires_grad for run in runs)
+        self.load_state(entries)
 
+    @property
     def state(self) -> dict[Tensor, Entry]:
-        """The state by parameter, also of those that are not trained now, such as frozen ones."""
         return by_parameter(self.runs, self._engine.state) | self._not_trained
 
-    def load(self, entries: Mapping[Tensor, Entry]) -> None:
-        """Have this state, by parameter, in place of what there is."""
+    def load_state(self, entries: Mapping[Tensor, Entry]) -> None:
+        """Replace the state."""
         self._engine.state.clear()
-        self._pour(entries)
+        self.runs = load_state(entries, self.runs, self._engine)
+        trained = {slot.parameter for run in self.runs for slot in run.slots}
+        self._not_trained = {parameter: entry for parameter, entry in entries.items() if parameter not in trained}
+        self._place()
 
-    def follow(self, groups: Groups) -> None:
-        """Give the engine the options of the optimizer's groups, as they are now.
+    def prepare(self, groups: Groups) -> None:
+        self._refresh_options(groups)
+        self._refresh_gradients()
+        if not self._in_part and all(run.value.grad is None for run in self.runs):
+            raise TrainingError(
+                "this optimizer found no gradient in a step",
+                why="a trainer has bound it, and collects the gradients of flat parameters and masters itself",
+                remedy="call trainer.backward(loss) and trainer.update(), or make an optimizer without a trainer",
+            )
 
-        Raises:
-            TrainingError: parameters were added to them.
-        """
+    def _refresh_options(self, groups: Groups) -> None:
         if [len(group["params"]) for group in groups] != self._sizes:
             raise TrainingError(
-                "parameters were added to the optimizer since it was bound", remedy="let the trainer that bound it step"
+                "parameters were added to the optimizer after a trainer had bound it", remedy="let that trainer step it"
             )
         for group, engine_group in zip(groups, self._engine.param_groups, strict=True):
             values = engine_group["params"]
             engine_group.update(group)
             engine_group["params"] = values
         if self._spanning:
-            firsts = alike(groups)
+            firsts = equal_groups(groups)
             if any(firsts[number] != firsts[run.group] for run in self._spanning for number in run.groups):
                 self._divide(lambda run: [slot.group for slot in run.slots])
 
-    def present(self) -> None:
-        """Give each stretch of flat memory its gradient, or none; divide those of which only a part has one."""
+    def _refresh_gradients(self) -> None:
         mixed = False
         for run in self._stretches:
             received = run.received
@@ -83,16 +125,10 @@ class Binding:
                 mixed = True
         if mixed:
             self._divide(lambda run: run.received)
-            self.present()
-
-    def _pour(self, entries: Mapping[Tensor, Entry]) -> None:
-        self.runs = pour(entries, self.runs, self._engine)
-        trained = {slot.parameter for run in self.runs for slot in run.slots}
-        self._not_trained = {parameter: entry for parameter, entry in entries.items() if parameter not in trained}
-        self._place()
+            self._refresh_gradients()
 
     def _divide(self, trait: Callable[[Run], Sequence[int]]) -> None:
-        """Divide each run where the trait of a slot differs from that of the one before it."""
+        """Divide each run between neighbours of which the trait differs."""
         self.runs = list(chain.from_iterable(self._parts(run, trait(run)) for run in self.runs))
         self._place()
 
@@ -105,11 +141,77 @@ class Binding:
         return parts
 
     def _place(self) -> None:
-        """Give the engine's groups the runs, as they are now."""
+        """Give the runs to the engine's groups."""
         self._stretches = [run for run in self.runs if run.memory is not None]
         self._spanning = [run for run in self.runs if len(run.groups) > 1]
         for number, group in enumerate(self._engine.param_groups):
             group["params"] = [run.value for run in self.runs if run.group == number]
-        place = getattr(self._engine, "place_runs", None)
-        if place is not None:
-            place(self.runs)
+        self._place_runs(self.runs)
+
+
+class GroupBinding(Binding):
+    """Binding to the parameters in the optimizer's own groups, for a loop without a trainer.
+
+    The state that it begins with is loaded in the first step: until then a trainer may bind the optimizer to masters,
+    which are more exact. Flat memory, if the route needs it, is laid out in the first step too.
+
+    Args:
+        name: the optimizer's name in the registry.
+        engine: computes the updates.
+        groups: the optimizer's own.
+        entries: the state to begin with, by parameter, in place of the engine's.
+        flat: whether the engine updates flat memory only.
+    """
+
+    def __init__(
+        self, name: str, engine: optim.Optimizer, groups: list[dict[str, Any]], entries: dict[Tensor, Entry], flat: bool
+    ) -> None:
+        self._name, self._engine, self._waiting, self._is_flat = name, engine, entries, flat
+        # Shared dictionaries, so that a changed option needs no copy.
+        engine.param_groups[:] = [dict(group) for group in groups] if flat else groups
+        self._replaced, self._layouts = as_engine(engine).replaced, _layouts(groups)
+        self._memories: list[FlatMemory] = []
+        self._flat: RunBinding | None = None
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        if self._flat is not None:
+            return self._flat.state
+        return self._engine.state | self._waiting if self._waiting else self._engine.state
+
+    def is_outdated(self, groups: Groups) -> bool:
+        return self._replaced() and self._layouts != _layouts(groups)
+
+    def prepare(self, groups: Groups) -> None:
+        if self._is_flat:
+            for memory in self._memories:
+                memory.refresh()
+            if self._flat is None:
+                self._memories = lay_flat(_slots(groups), updated_together(self._name, groups))
+                runs = list(chain.from_iterable(each.runs(each.values, each.gradients) for each in self._memories))
+                self._flat = RunBinding(self._engine, runs, groups, self.state, in_part=True)
+                self.on_leaves = False
+            for memory in self._memories:
+                memory.collect()
+            self._flat.prepare(groups)
+        elif self._waiting:
+            load_state(self._waiting, [Run([slot], slot.parameter) for slot in _slots(groups)], self._engine)
+            self._waiting = {}
+
+
+def updated_together(name: str, groups: Groups) -> Sequence[int]:
+    """Return for each group the number of the first group with which the optimizer `name` may update it as one."""
+    formula = FORMULAS.get(name)
+    return range(len(groups)) if formula is None or formula.by_group else equal_groups(groups)
+
+
+def _slots(groups: Groups) -> list[Slot]:
+    return [
+        Slot(str(number), number, parameter, parameter)
+        for number, group in enumerate(groups)
+        for parameter in group["params"]
+    ]
+
+
+def _layouts(groups: Groups) -> list[tuple[Any, ...]]:
+    return [(p.dtype, p.device, p.stride()) for group in groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""A formula as a route of its own over flat memory: what the routes of all such formulas share."""
+"""Formulas over flat memory: one call of the arithmetic for many parameters, alone or compiled."""
 
 from __future__ import annotations
 
@@ -9,28 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.optim.formulas.formula import Formula
+from accelcore.optim.formulas import FORMULAS
+from accelcore.optim.formulas.formula import Formula, FusibleFormula, Number, Numbers, State
 from accelcore.optim.runs import Run
-from accelcore.optim.stepping import Updating
 
-__all__ = ["FlatRoute", "Number", "Numbers", "State"]
+__all__ = ["FLAT_FORMULAS", "FlatFormula"]
 
-Number = float | Tensor
-Numbers = dict[str, Any]
-"""By name: numbers, switches, and None for what is left out."""
-
-State = dict[str, Tensor]
 Compile = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-class FlatRoute(Updating, Formula):
-    """A formula whose arithmetic is for 1-D tensors that stand for many parameters. Put it before the formula's class.
+class FlatFormula(FusibleFormula):
+    """Mixin that calls a formula's arithmetic once for each run of flat memory. Put it before the formula's class.
 
     Args:
         params, arguments, options: for the formula's class.
-        asynchronous: whether updates are counted on the device, so that the host waits for nothing even where a kernel
-            decides to skip, and a graph can be captured. Otherwise the host counts, and can skip by not calling.
-        compile: makes one kernel, or few, of the arithmetic, such as `torch.compile`; None leaves it as it is.
+        asynchronous: whether updates are counted on the device. The host then never waits, also if a step may be
+            skipped, and a graph can be captured. Otherwise the host counts, and skips by not calling.
+        compile: compiles the arithmetic, such as `torch.compile`; None leaves it as it is.
     """
 
     def __init__(
@@ -38,7 +33,7 @@ class FlatRoute(Updating, Formula):
         params: Any,
         *arguments: Any,
         asynchronous: bool = False,
-        compile: Compile | None = None,  # torch's word
+        compile: Compile | None = None,  # named as in torch
         **options: Any,
     ) -> None:
         super().__init__(params, *arguments, **options)
@@ -48,29 +43,15 @@ class FlatRoute(Updating, Formula):
         self._parts: dict[Tensor, Any] = {}
         self._tensors: dict[float, Tensor] = {}
 
-    def parts_of(self, run: Run) -> Any:
-        """What the arithmetic has to know of the parameters of a run; None where it treats each element alike."""
-        return None
-
-    def numbers(self, group: dict[str, Any], step: Number) -> Numbers:
-        """What the arithmetic computes with, for tensors of this group in their update number `step`, in float64."""
-        raise NotImplementedError
-
-    @staticmethod
-    def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: Any) -> None:
-        """Update a run and its state in place; the gaps between parameters stay zero."""
-        raise NotImplementedError
-
     def place_runs(self, runs: Sequence[Run]) -> None:
-        """Learn which parameters are in each run."""
-        with torch.device("cpu"):  # whatever the default device is: a loop over parameters is many launches there
+        with torch.device("cpu"):  # also if the default device is another: these are many small operations
             self._parts = {run.value: self.parts_of(run) for run in runs}
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         present = [[value for value in group["params"] if value.grad is not None] for group in self.param_groups]
         gradients: list[list[Any]] = [[value.grad for value in values] for values in present]
         unscale = None if grad_scale is None else 1 / grad_scale
-        if unscale is not None and type(self).factors is not Formula.factors:  # which go by the norms of gradients
+        if unscale is not None and type(self).factors is not Formula.factors:  # these need norms of unscaled gradients
             gradients = [[gradient * unscale for gradient in group] for group in gradients]
             unscale = None
         factors = self.factors(gradients)
@@ -82,7 +63,7 @@ class FlatRoute(Updating, Formula):
         self, group: dict[str, Any], value: Tensor, gradient: Tensor, factor: Tensor | None, found_inf: Tensor | None
     ) -> None:
         entry = self.entry(group, value)
-        numbers = self.numbers(group, self._count(entry, found_inf))
+        numbers = self.coefficients(group, self._count(entry, found_inf))
         parts = self._parts.get(value)
         advance = _advance
         if self._compile is not None:
@@ -94,28 +75,28 @@ class FlatRoute(Updating, Formula):
         advance(self.arithmetic, numbers, parts, value, gradient, state, factor, found_inf, negative)
 
     def _count(self, entry: dict[str, Any], found_inf: Tensor | None) -> Number:
-        """Count this update, if it is one; the number of all."""
+        """Count this update, if it is not skipped. Return the number of updates."""
         step: Tensor = entry["step"]
         if self.counts_on_device:
             step.add_(1 if found_inf is None else 1 - found_inf)
             return step.double()
-        assert found_inf is None, "nobody skips here but the host"
+        assert found_inf is None, "only the host skips if it counts"
         return step.add_(1).item()
 
     def _program(self, key: Any) -> Callable[..., None]:
-        """The compiled arithmetic for runs of this kind, which differ in sizes and numbers only."""
+        """Return the compiled arithmetic for runs that differ in sizes and numbers only."""
         if key not in self._compiled:
             assert self._compile is not None
-            # A copy of the code, because torch.compile counts by the code how often it compiled, and gives up at 8.
+            # A copy of the code, because torch.compile counts compilations by code object, and gives up at 8.
             self._compiled[key] = self._compile(FunctionType(_advance.__code__.replace(), globals()))
         return self._compiled[key]
 
     def _tensor(self, number: Any) -> Any:
-        """A number as a tensor on the host, which torch.compile takes as an argument."""
+        """Return a number as a tensor on the host, so that torch.compile does not bake it in."""
         if not isinstance(number, float | int) or isinstance(number, bool):
             return number
         if number not in self._tensors:
-            if len(self._tensors) >= 100:  # schedules, which set another number each time
+            if len(self._tensors) >= 100:  # a schedule sets another number in each step
                 self._tensors.clear()
             self._tensors[number] = torch.tensor(number, dtype=torch.float64, device="cpu")
         return self._tensors[number]
@@ -140,7 +121,7 @@ def _advance(
     if negative:
         gradient = -gradient
     kept = {"value": value, **state}
-    # Copies, where an update may be skipped: the kernel that a compiler makes of this has none.
+    # Copies if the update may be skipped; a compiled kernel has none.
     found = {name: tensor.to(exact, copy=found_inf is not None) for name, tensor in kept.items()}
     arithmetic(numbers, found["value"], gradient, {name: found[name] for name in state}, parts)
     for name, tensor in kept.items():
@@ -148,3 +129,11 @@ def _advance(
             found[name] = tensor.where(found_inf != 0, found[name])
         if found[name] is not tensor:
             tensor.copy_(found[name])
+
+
+FLAT_FORMULAS: dict[str, Callable[..., FlatFormula]] = {
+    name: type(f"Flat{kind.__name__}", (FlatFormula, kind), {})
+    for name, kind in FORMULAS.items()
+    if issubclass(kind, FusibleFormula)
+}
+"""The formulas that can be computed over flat memory, by the registry's name."""

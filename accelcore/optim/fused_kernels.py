@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from accelcore.errors import TrainingError
-from accelcore.optim.groups import merged
+from accelcore.optim.engine import Engine, has_hooks, merged
 
-__all__ = ["FUSED_KERNELS", "FusedKernel", "FusedStep"]
+__all__ = ["FUSED", "FusedStep"]
 
 Entry = dict[str, Any]
 
@@ -195,7 +194,7 @@ class SGDKernel(FusedKernel):
         )
 
 
-FUSED_KERNELS: dict[type[Optimizer], type[FusedKernel]] = {
+_KERNELS: dict[type[Optimizer], type[FusedKernel]] = {
     torch.optim.Adagrad: AdagradKernel,
     torch.optim.Adam: AdamKernel,
     torch.optim.AdamW: AdamKernel,
@@ -203,8 +202,48 @@ FUSED_KERNELS: dict[type[Optimizer], type[FusedKernel]] = {
 }
 """The kernel of each class of `torch.optim` that has one."""
 
-_STEPS = {kind: kind.step for kind in FUSED_KERNELS}
+_STEPS = {kind: kind.step for kind in _KERNELS}
 """Their `step`, to detect one that is replaced later."""
+
+
+class _Fused(Engine, Optimizer):
+    """Subclasses put this before the torch class whose options they have."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, fused=True, **options)  # type: ignore[call-arg]  # torch's class comes next
+        self._kernel = _kernel_of(type(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._kernel = _kernel_of(type(self))
+
+    def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
+        self._kernel.update(self, found_inf, grad_scale)
+
+
+class FusedAdagrad(_Fused, torch.optim.Adagrad):
+    """torch's Adagrad by its fused kernel."""
+
+
+class FusedAdam(_Fused, torch.optim.Adam):
+    """torch's Adam by its fused kernel."""
+
+
+class FusedAdamW(_Fused, torch.optim.AdamW):
+    """torch's AdamW by its fused kernel."""
+
+
+class FusedSGD(_Fused, torch.optim.SGD):
+    """torch's SGD by its fused kernel."""
+
+
+FUSED: dict[str, type[torch.optim.Optimizer]] = {
+    "adagrad": FusedAdagrad,
+    "adam": FusedAdam,
+    "adamw": FusedAdamW,
+    "sgd": FusedSGD,
+}
+"""By the registry's name."""
 
 
 class FusedStep:
@@ -220,14 +259,14 @@ class FusedStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer
-        self._kernel = FUSED_KERNELS[type(optimizer)]()
+        self._kernel = _KERNELS[type(optimizer)]()
         self._class_step = type(optimizer).step
 
     @staticmethod
     def serves(optimizer: Optimizer) -> bool:
         """Return whether torch's own class made the optimizer, of plain floating-point parameters."""
         kind = type(optimizer)
-        if kind not in FUSED_KERNELS:
+        if kind not in _KERNELS:
             return False
         as_imported = _STEPS[kind]
         # torch wraps the step of a class once, when the first optimizer of it is made.
@@ -253,13 +292,13 @@ class FusedStep:
         return bool(
             (replaced is not None and not (notes and getattr(optimizer, "_opt_called", False)))
             or type(optimizer).step is not self._class_step
-            or optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-            or torch_optimizer._global_optimizer_pre_hooks
-            or torch_optimizer._global_optimizer_post_hooks
-            or torch._C._autograd._profiler_enabled()
+            or has_hooks(optimizer)
             or not all(map(_is_fused, optimizer.param_groups))
         )
+
+
+def _kernel_of(kind: type[Optimizer]) -> FusedKernel:
+    return next(_KERNELS[base] for base in kind.__mro__ if base in _KERNELS)()
 
 
 def _is_fused(group: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 from weakref import ReferenceType, finalize, ref
 
@@ -12,18 +13,40 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from accelcore.errors import TrainingError
-from accelcore.optim.layout import Layout
 
-__all__ = ["GradientMemory"]
+__all__ = ["GradientMemory", "Layout"]
+
+_ALIGNMENT = 512
+"""Bytes. What allocators of accelerators align a tensor to, and a multiple of a CPU's cache line."""
 
 _LARGE = 1 << 16
 """Elements from which on a gradient is taken in by itself: calling what does that costs little beside copying it."""
 
 
+class Layout:
+    """Where each of several tensors lies in one piece of memory, in elements."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        unit = _ALIGNMENT // tensors[0].element_size()
+        self.shapes = [tensor.shape for tensor in tensors]
+        self.strides = [tensor.stride() for tensor in tensors]
+        sizes = [-(-tensor.numel() // unit) * unit for tensor in tensors]
+        self.offsets = [0, *accumulate(sizes)]
+        """Where each begins, and after the last where all end."""
+
+    def views(self, memory: Tensor, first: int = 0, last: int | None = None) -> list[Tensor]:
+        """The tensors `first` to `last` (not included) as views of `memory`, which begins with the first of them."""
+        begin = self.offsets[first]
+        return [
+            memory.as_strided(self.shapes[number], self.strides[number], memory.storage_offset() + offset - begin)
+            for number, offset in list(enumerate(self.offsets[:-1]))[first:last]
+        ]
+
+
 class GradientMemory:
     """The gradients of parameters of one dtype and device in one piece of memory.
 
-    Backward leaves gradients where it likes; `gather` copies them into the piece. So a gradient that is None stays
+    Backward leaves gradients where it likes; `collect` copies them into the piece. So a gradient that is None stays
     that, which an optimizer tells from zero. Large ones are taken in during `backward`, each as soon as it is there:
     it is in the cache then, and the next has its memory.
 
@@ -73,7 +96,7 @@ class GradientMemory:
         """Whether the parameters still have the dtype, device and strides that it was laid out for."""
         return self._kinds == self._look()
 
-    def gather(self) -> None:
+    def collect(self) -> None:
         """Copy the gradients into their piece; zeros where there is none."""
         gradients = [parameter.grad for parameter in self.parameters]
         self.received = received = [gradient is not None for gradient in gradients]

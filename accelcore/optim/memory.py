@@ -42,7 +42,7 @@ class FlatMemory(GradientMemory):
         self._places = [_own_storage(view) for view in self.layout.views(self.values)]
         self._take_in(range(len(slots)))
 
-    def follow(self) -> bool:
+    def refresh(self) -> bool:
         """Take in what was given other memory since: by `model.to`, `load_state_dict(assign=True)`, another trainer.
 
         Returns:

@@ -12,15 +12,18 @@ import torch
 from torch.optim import Optimizer
 
 from accelcore.errors import ConfigurationError, PluginError
-from accelcore.optim.formulas import FORMULAS
+from accelcore.optim.engine import Engine
+from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.memory import unfit
 from accelcore.wording import did_you_mean
 
-__all__ = ["Choice", "Factory", "Memory", "Request", "Route", "choose"]
+__all__ = ["Choice", "Factory", "Memory", "Request", "Route", "choose", "formula_routes"]
 
 Factory = Callable[..., Optimizer]
 Memory = Literal["tensors", "any", "flat"]
 """What a route can be given: the tensor of each parameter; also 1-D tensors of many parameters; only the latter."""
+
+_FORMULA_PRIORITY = -20
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,12 @@ class Route:
                 why="the factory that a route is registered with has to return a torch.optim.Optimizer",
                 remedy="tell its author, or take another route",
             )
+        if hasattr(engine, "place_runs") and not isinstance(engine, Engine):
+            raise PluginError(
+                f"route {self.name!r} of optimizer {request.name!r} made a {type(engine).__name__}, which is no Engine",
+                why="only the place_runs of an accelcore.optim.engine.Engine is called",
+                remedy="derive it from Engine",
+            )
         return engine
 
 
@@ -122,6 +131,11 @@ def choose(routes: Sequence[Route], request: Request) -> tuple[Choice, ...]:
             taken = reason is None
             choices.append(Choice(route.name, taken, reason or ""))
     return tuple(choices)
+
+
+def formula_routes() -> dict[str, list[Route]]:
+    """By the name of each optimizer that has a formula, its route."""
+    return {name: [_formula_route(name, kind)] for name, kind in FORMULAS.items()}
 
 
 def _options(factory: Factory) -> list[str]:
@@ -149,3 +163,18 @@ def _by_element(route: Route, name: str) -> bool:
     """Whether a route treats each element alike, whatever parameter it belongs to."""
     formula = FORMULAS.get(name)
     return route.memory == "any" and (formula is None or (formula.by_element and not formula.by_group))
+
+
+def _formula_route(name: str, kind: type[Formula]) -> Route:
+    def supports(request: Request) -> str | None:
+        for switch in ("fused", "foreach"):
+            if switch in request.options:
+                return f"say route=... instead of {switch}="
+        for switch in ("capturable", "differentiable"):
+            if any(request.values(switch, False)):
+                return f"the formula is not {switch}"
+        if not kind.by_element and any(parameter.is_complex() for parameter in request.parameters):
+            return f"{name} is not defined for complex parameters"
+        return None
+
+    return Route("formula", kind, _FORMULA_PRIORITY, "any" if kind.by_element else "tensors", supports)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from accelcore.optim.runs import Run
 
-__all__ = ["Channels", "Segments", "channels_of", "parameters_of"]
+__all__ = ["Channels", "Rows", "Segments", "Whole", "channels_of", "parameters_of"]
 
 _WIDTH = 128
 """The most numbers that a level of the tree adds up in a row; also the most elements of a leaf."""
@@ -66,40 +66,78 @@ class Segments:
         return values.index_select(0, self.owners)
 
 
+@dataclass(frozen=True)
+class Whole:
+    """Counterpart of `Segments` for a tensor that is one segment. Sums are along the last dimension."""
+
+    def sum(self, elements: Tensor) -> Tensor:
+        return elements.sum(-1, keepdim=True)
+
+    def norm(self, elements: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(elements)
+        return norm
+
+    def multiply(self, elements: Tensor, factors: Tensor, *, elsewhere: float) -> Tensor:
+        return elements * factors
+
+    def spread(self, values: Tensor) -> Tensor:
+        return values
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Counterpart of `Segments` for a tensor whose rows, by its first dimension, are the segments."""
+
+    rows: int
+
+    def sum(self, elements: Tensor) -> Tensor:
+        return elements.reshape(self.rows, -1).sum(-1)
+
+    def multiply(self, elements: Tensor, factors: Tensor, *, elsewhere: float) -> Tensor:
+        return elements * factors.view(-1, *[1] * (elements.dim() - 1))
+
+
 class Channels(NamedTuple):
-    """The channels of the parameters of a run that have several dimensions: what one index of the first leads to.
+    """Channels of parameters with several dimensions: the slices along the first dimension.
 
     Attributes:
-        segments: the channels, in the run.
+        segments: the channels, in the run or parameter.
         parameters: the parameters, in the list of all channels.
         channel_roots: for each channel, 1 / √(its elements).
         parameter_roots: for each parameter, 1 / √(its elements).
     """
 
-    segments: Segments
-    parameters: Segments
-    channel_roots: Tensor
-    parameter_roots: Tensor
+    segments: Segments | Rows
+    parameters: Segments | Whole
+    channel_roots: Tensor | float
+    parameter_roots: Tensor | float
 
     @property
-    def structure(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What a compiled kernel is made for: all but how many there are."""
-        return self.segments.structure, self.parameters.structure
+    def structure(self) -> tuple[Any, ...]:
+        """Return what a compiled kernel is specialised for: everything but the numbers of segments."""
+        return tuple(getattr(part, "structure", None) for part in (self.segments, self.parameters))
 
 
-def parameters_of(run: Run) -> Segments:
-    """The parameters of a run, a stretch of flat memory."""
+def parameters_of(run: Run | Tensor) -> Segments | Whole:
+    """Return the parameters of a run of flat memory, or the one parameter."""
+    if isinstance(run, Tensor):
+        return Whole()
     begins, size = _begins(run), run.value.numel()
     grain = math.gcd(_WIDTH, size, *begins)  # memory is aligned, and gaps are zero
     members = [torch.arange(begin // grain, end // grain)[None] for begin, end in pairwise([*begins, size])]
     return _segments(members, size // grain, grain, run.value.device)
 
 
-def channels_of(run: Run) -> Channels | None:
-    """The channels of those parameters of a run that have two dimensions or more, and elements; None without such.
+def channels_of(run: Run | Tensor) -> Channels | None:
+    """Return the channels of the parameters with elements and two dimensions or more; None if there are none.
 
     They take about 8 bytes a leaf. A leaf is one element, unless all channels begin at multiples of a power of 2.
     """
+    if isinstance(run, Tensor):
+        if run.dim() < 2 or not run.numel():
+            return None
+        rows = run.shape[0]
+        return Channels(Rows(rows), Whole(), (run.numel() // rows) ** -0.5, run.numel() ** -0.5)
     parts = [
         (begin, part)
         for begin, part in zip(_begins(run), run.parts(run.value), strict=True)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accelcore.optim.formulas import Formula
+from accelcore.optim.engine import as_engine
 from accelcore.optim.runs import Run, Slot
 from accelcore.optim.shards import as_shard, shard, shard_of
 
-__all__ = ["COUNTERS", "Entry", "by_parameter", "divide", "pour"]
+__all__ = ["COUNTERS", "SWITCHES", "Entry", "by_parameter", "divide", "load_state", "read_options", "read_state"]
+
+logger = logging.getLogger("accelcore")
 
 Entry = dict[str, Any]
 
 COUNTERS = ("step", "eta", "mu", "mu_product")
-"""State of torch's optimizers that belongs to a parameter as a whole, a scalar, and not to its elements."""
+"""Scalars in the state of torch's optimizers: one for a parameter, not for each of its elements."""
+
+SWITCHES = ("foreach", "fused", "capturable", "differentiable", "param_names", "state_dtype")
+"""Options of a group that say how an update is computed, not what it computes: loading state leaves them alone."""
 
 
 def by_parameter(runs: Iterable[Run], state: Mapping[Tensor, Entry]) -> dict[Tensor, Entry]:
@@ -34,12 +42,13 @@ def by_parameter(runs: Iterable[Run], state: Mapping[Tensor, Entry]) -> dict[Ten
     return entries
 
 
-def pour(entries: Mapping[Tensor, Entry], runs: Sequence[Run], optimizer: Optimizer) -> list[Run]:
-    """Put state that is held by parameter into an optimizer of these runs.
+def load_state(entries: Mapping[Tensor, Entry], runs: Sequence[Run], optimizer: Optimizer) -> list[Run]:
+    """Load state that is given by parameter into an optimizer of these runs.
 
     Returns:
-        The runs, split where parameters that lie side by side have another history.
+        The runs, split between parameters with different histories.
     """
+    engine = as_engine(optimizer)
     divided = []
     for whole in runs:
         histories = [_history(entries.get(slot.parameter, {})) for slot in whole.slots]
@@ -48,13 +57,11 @@ def pour(entries: Mapping[Tensor, Entry], runs: Sequence[Run], optimizer: Optimi
             divided.append(run)
             if histories[run.first - whole.first]:
                 group = optimizer.param_groups[run.group]
-                formula = optimizer if isinstance(optimizer, Formula) else None
-                counts_there = group.get("fused") or group.get("capturable") or (formula and formula.counts_on_device)
-                # Where each step is counted: by a kernel on the device, else on the host, which need not wait for it.
+                counts_there = group.get("fused") or group.get("capturable") or engine.counts_on_device
+                # The host counts unless a kernel does on the device: then the host need not wait for it.
                 place = run.value.device if counts_there else torch.device("cpu")
-                dtype = formula.state_dtype(group, run.value) if formula else run.value.dtype
                 own = [_own(entries[slot.parameter], slot) for slot in run.slots]
-                optimizer.state[run.value] = _poured(own, run, dtype, place)
+                optimizer.state[run.value] = _of_run(own, run, engine.state_dtype(group, run.value), place)
     return divided
 
 
@@ -69,6 +76,39 @@ def divide(run: Run, parts: Sequence[Run], state: MutableMapping[Tensor, Entry])
                 else value
                 for key, value in entry.items()
             }
+
+
+def read_state(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, shaped: bool) -> dict[Tensor, Entry]:
+    """The state in a `state_dict` under the parameters of these groups, sharing no tensor with it.
+
+    Args:
+        saved: the `state_dict`.
+        groups: the parameter groups of the optimizer that takes it over.
+        shaped: whether every tensor in it, but the counts, must have the shape of its parameter.
+
+    Raises:
+        ValueError: it has other groups, or other parameters in them.
+    """
+    saved_groups = saved["param_groups"]
+    if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
+        raise ValueError("the state has other parameter groups, or groups of another size, than this optimizer")
+    parameters = chain.from_iterable(group["params"] for group in groups)
+    numbers = [(number, group) for group in saved_groups for number in group["params"]]
+    entries: dict[Tensor, Entry] = {}
+    for (number, group), parameter in zip(numbers, parameters, strict=True):
+        if number in saved["state"]:
+            entries[parameter] = _as_torch_writes(saved["state"][number], group)
+            if shaped:
+                _check_shapes(parameter, entries[parameter])
+    if any(map(_lacks_its_count, entries.values())):
+        logger.warning("the state has moments, and counts no updates: a schedule starts over")
+    return entries
+
+
+def read_options(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """Give groups the hyperparameters in a `state_dict`."""
+    for group, saved_group in zip(groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in saved_group.items() if key not in ("params", "step", *SWITCHES)})
 
 
 def _seen(run: Run, key: str, value: Any) -> Sequence[Any]:
@@ -97,19 +137,41 @@ def _own(entry: Entry, slot: Slot) -> Entry:
     }
 
 
-def _poured(entries: Sequence[Entry], run: Run, dtype: torch.dtype, place: torch.device) -> Entry:
+def _of_run(entries: Sequence[Entry], run: Run, dtype: torch.dtype, place: torch.device) -> Entry:
     """The entry of a run, whose state is kept in `dtype`, and its number of steps at `place`."""
-    poured: Entry = {}
+    entry: Entry = {}
     for key, value in entries[0].items():
         if key == "step":
-            poured[key] = torch.as_tensor(value).detach().to(place, torch.float32, copy=True)
+            entry[key] = torch.as_tensor(value).detach().to(place, torch.float32, copy=True)
         elif not isinstance(value, Tensor):
-            poured[key] = value
+            entry[key] = value
         elif key in COUNTERS or value.shape != shard(run.slots[0].trained).shape:
-            poured[key] = value.detach().to(run.value.device, copy=True)
+            entry[key] = value.detach().to(run.value.device, copy=True)
         else:
             # Dense in a file, or of another precision: it takes the layout of what is updated.
             tensor = torch.zeros_like(run.value, dtype=dtype if value.is_floating_point() else value.dtype)
             torch._foreach_copy_(run.parts(tensor), [entry[key] for entry in entries])
-            poured[key] = tensor
-    return poured
+            entry[key] = tensor
+    return entry
+
+
+def _as_torch_writes(entry: Entry, group: Mapping[str, Any]) -> Entry:
+    """Steps are a plain number in torch_npu and older versions of torch; NVIDIA's apex counts them in the group."""
+    taken = {key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in entry.items()}
+    steps = taken.get("step", group.get("step") if "exp_avg" in taken else None)
+    if isinstance(steps, int | float):
+        taken["step"] = torch.tensor(steps, dtype=torch.float32)
+    return taken
+
+
+def _lacks_its_count(entry: Entry) -> bool:
+    return "exp_avg" in entry and not entry.get("step", 1) and bool(entry["exp_avg"].any())
+
+
+def _check_shapes(parameter: Tensor, entry: Entry) -> None:
+    """Raise ValueError for state of another parameter's shape."""
+    for key, value in entry.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+            raise ValueError(
+                f"the state {key!r} has shape {tuple(value.shape)}, and its parameter {tuple(parameter.shape)}"
+            )

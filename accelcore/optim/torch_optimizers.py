@@ -12,9 +12,8 @@ from torch import Tensor
 
 from accelcore.known_faults import FP16_EPSILON
 from accelcore.optim.formulas import FORMULAS
-from accelcore.optim.formulas.checks import not_negative
-from accelcore.optim.formulas.formula import STATE_DTYPES
-from accelcore.optim.fused import FUSED
+from accelcore.optim.formulas.formula import STATE_DTYPES, not_negative
+from accelcore.optim.fused_kernels import FUSED
 from accelcore.roles.optimizers import Memory, Optimizers, Request
 
 __all__ = ["register_torch_optimizers"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -12,13 +13,12 @@ import torch
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.known_faults import KnownFault
-from accelcore.optim.formula_route import formula_routes
-from accelcore.optim.known_class import name_of, request_of
-from accelcore.optim.optimizer import Optimizer
-from accelcore.optim.route import Choice, Factory, Memory, Request, Route, choose
+from accelcore.optim.optimizer import RoutedOptimizer
+from accelcore.optim.route import Choice, Factory, Memory, Request, Route, choose, formula_routes
+from accelcore.optim.slot_state import SWITCHES
 from accelcore.wording import did_you_mean
 
-__all__ = ["Choice", "Factory", "Memory", "Optimizers", "Request"]
+__all__ = ["Choice", "Factory", "Memory", "Optimizers", "Request", "name_of"]
 
 Parameters = Iterable[Any]
 
@@ -128,7 +128,7 @@ class Optimizers:
         lr: float | torch.Tensor | None = None,
         route: str = "auto",
         **options: Any,
-    ) -> Optimizer:
+    ) -> RoutedOptimizer:
         """Create an optimizer. No state is allocated before its first step, except by torch's Adagrad.
 
         The route is taken for the parameters as they are now, so that what no route supports is refused here; and once
@@ -156,7 +156,7 @@ class Optimizers:
             options["lr"] = lr
         overrides = tuple({**group, "params": None} if _is_group(group) else {} for group in groups)
         request = Request(name, options, tuple(_parameters(groups)), overrides, route)
-        return Optimizer(request, groups, self._choose)
+        return RoutedOptimizer(request, groups, self._choose)
 
     def fastest(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The same optimizer by its fastest route here: for one that somebody else's factory has made.
@@ -164,13 +164,13 @@ class Optimizers:
         It takes over groups, options and state. Make schedules from what is returned. One whose class is not torch's
         own is returned as it is, and the log says so.
         """
-        if isinstance(optimizer, Optimizer):
+        if isinstance(optimizer, RoutedOptimizer):
             return optimizer
         name = name_of(type(optimizer))
         if name is None or name not in self._routes:
             logger.warning("%s goes on as it is: no other route to it is known here", type(optimizer).__name__)
             return optimizer
-        groups, options = request_of(optimizer)
+        groups, options = _request_of(optimizer)
         made = self.create(name, groups, **options)
         if optimizer.state:
             made.load_state_dict(optimizer.state_dict())
@@ -200,6 +200,24 @@ class Optimizers:
                 ),
             )
         return choose(self._routes[request.name], request)
+
+
+def name_of(kind: type) -> str | None:
+    """The registry's name of a class of `torch.optim`; None for any other, also one that is derived from them."""
+    is_torchs = issubclass(kind, torch.optim.Optimizer) and kind.__module__.partition(".")[0] == "torch"
+    return kind.__name__.lower() if is_torchs and kind is not torch.optim.Optimizer else None
+
+
+def _request_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The groups and options with which the like of an optimizer of torch's is made."""
+    takes = inspect.signature(type(optimizer)).parameters  # a class may write more into its groups than it takes
+
+    def chosen(options: dict[str, Any]) -> dict[str, Any]:
+        left_out = {*SWITCHES, *(optimizer.defaults.keys() - takes.keys())}
+        kept = {key: value for key, value in options.items() if key not in left_out}
+        return {**kept, "differentiable": True} if options.get("differentiable") else kept
+
+    return [chosen(group) for group in optimizer.param_groups], chosen(optimizer.defaults)
 
 
 def _refuse_switches(request: Request, routes: list[str]) -> None:

@@ -131,7 +131,7 @@ class PerTensor(Gradients):
         if not self.memories or not all(memory.fits for memory in self.memories):
             self.memories[:] = [GradientMemory([slot.parameter for slot in alike]) for alike in by_kind(self.slots)]
         for memory in self.memories:
-            memory.gather()
+            memory.collect()
         for memory in self.memories:
             mean(memory.pack())
         for memory in self.memories:
@@ -163,12 +163,12 @@ class Flat(Gradients):
 
     def refresh(self) -> None:
         for memory in self._memories:
-            memory.follow()
+            memory.refresh()
 
     def collect(self) -> None:
         self.refresh()
         for memory in self._memories:
-            memory.gather()
+            memory.collect()
         self._read_received()
 
     def reduce(self, mean: Callable[[Tensor], None]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from accelcore.errors import DistributedError, TrainingError
 from accelcore.nested import detached
 from accelcore.optim.fused_kernels import FusedStep
-from accelcore.optim.optimizer import Optimizer as LateBound
+from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.roles.scaler import LossScaler
 from accelcore.training.captured import CapturedStep
 from accelcore.training.clipping import Clipping, ClippingBy
@@ -51,7 +51,7 @@ class Step:
         self._scaler, self._window, self._clip = scaler, window, clip
         self._clip_by = None if plan.options["clip"] is None else ClippingBy(plan.options["clip"])
         self._find_bad = partial(first_not_finite, plan.gradients)
-        self._exposes = not isinstance(plan.optimizer, LateBound)  # torch's optimizers do not know of slots
+        self._exposes = not isinstance(plan.optimizer, RoutedOptimizer)  # torch's optimizers do not know of slots
         # A scaler that reads gradients may skip. A captured step has to be torch's, which checks what a graph bakes in.
         fused = plan.captured is None and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
         self._fused_step = FusedStep(plan.optimizer) if fused else None

@@ -117,7 +117,7 @@ def _bound(name: str, shapes: Sequence[tuple[int, ...]], device: Device) -> Any:
     else:
         memories = lay_flat(slots)
         for memory in memories:
-            memory.gather()
+            memory.collect()
         optimizer.bind([run for memory in memories for run in memory.runs(memory.values, memory.gradients)])
     for _ in range(3):  # compiles
         optimizer.step()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accelcore.optim.flat_formulas import FLAT_FORMULAS
+from accelcore.optim.flat_route import FLAT_FORMULAS
 from accelcore.optim.memory import lay_flat
 from accelcore.optim.runs import Slot
 from accelcore.optim.segments import channels_of, parameters_of

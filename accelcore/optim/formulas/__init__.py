@@ -1,11 +1,10 @@
-"""Formulas: one file for each optimizer, the reference of all routes to it."""
+"""Formulas: one file for each optimizer, the reference of all routes to it. Kernels and routes are elsewhere."""
 
 from __future__ import annotations
 
 from accelcore.optim.formulas.adadelta import Adadelta
-from accelcore.optim.formulas.adam import Adam
+from accelcore.optim.formulas.adam import Adam, AdamW
 from accelcore.optim.formulas.adamp import AdamP
-from accelcore.optim.formulas.adamw import AdamW
 from accelcore.optim.formulas.bertadam import BertAdam
 from accelcore.optim.formulas.formula import Formula
 from accelcore.optim.formulas.lamb import Lamb

@@ -7,12 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.optim.formulas.formula import Formula
+from accelcore.optim.formulas.formula import (
+    FusibleFormula,
+    Number,
+    Numbers,
+    State,
+    decay,
+    moving_average,
+    options,
+    plus_decay,
+)
 
 __all__ = ["Adadelta"]
 
 
-class Adadelta(Formula, torch.optim.Adadelta):
+class Adadelta(FusibleFormula, torch.optim.Adadelta):
     """p = p - lr · δ, with δ = √(a + eps) / √(v + eps) · g, and a and v the running means of δ² and g².
 
     Weight decay is added to the gradient first. Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012); as
@@ -22,12 +31,14 @@ class Adadelta(Formula, torch.optim.Adadelta):
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         return {"square_avg": 0.0, "acc_delta": 0.0}
 
-    def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
-        rho, eps = group["rho"], group["eps"]
+    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
+        return options(group, "lr", "eps", "weight_decay") | decay("rho", group["rho"])
+
+    @staticmethod
+    def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: None) -> None:
         square, steps = state["square_avg"], state["acc_delta"]
-        if group["weight_decay"]:
-            gradient = gradient.add(value, alpha=group["weight_decay"])
-        square.mul_(rho).addcmul_(gradient, gradient, value=1 - rho)
-        delta = (steps + eps).sqrt_().div_((square + eps).sqrt_()).mul_(gradient)
-        steps.mul_(rho).addcmul_(delta, delta, value=1 - rho)
-        value.sub_(delta * group["lr"])
+        gradient = plus_decay(n, value, gradient)
+        moving_average(square, n, "rho", gradient * gradient)
+        delta = (steps + n["eps"]).sqrt_().div_((square + n["eps"]).sqrt_()).mul_(gradient)
+        moving_average(steps, n, "rho", delta * delta)
+        value.sub_(delta * n["lr"])

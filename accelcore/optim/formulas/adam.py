@@ -1,4 +1,4 @@
-"""Adam, and the direction that it and AdamW go."""
+"""Adam and AdamW."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accelcore.optim.formulas.formula import Formula
 
-__all__ = ["Adam", "adam_direction", "adam_state"]
+__all__ = ["Adam", "AdamW"]
 
 
 class Adam(Formula, torch.optim.Adam):
@@ -19,23 +19,38 @@ class Adam(Formula, torch.optim.Adam):
     """
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return adam_state(group)
+        return _state(group)
 
     def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
         if group["decoupled_weight_decay"]:
             value.mul_(1 - group["lr"] * group["weight_decay"])
         elif group["weight_decay"]:
             gradient = gradient.add(value, alpha=group["weight_decay"])
-        value.sub_(adam_direction(group, gradient, state) * group["lr"])
+        value.sub_(_direction(group, gradient, state) * group["lr"])
 
 
-def adam_state(group: dict[str, Any]) -> dict[str, float]:
-    """Both moments, and the largest second one with amsgrad."""
+class AdamW(Formula, torch.optim.AdamW):
+    """p = p·(1 - lr·weight_decay) - lr · m̂ / (√v̂ + eps), with m̂ and v̂ corrected for their start at zero.
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019); as torch.optim.AdamW, whose options
+    it has.
+    """
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return _state(group)
+
+    def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+        value.mul_(1 - group["lr"] * group["weight_decay"])
+        value.sub_(_direction(group, gradient, state) * group["lr"])
+
+
+def _state(group: dict[str, Any]) -> dict[str, float]:
+    """Return both moments, and with amsgrad the largest second one."""
     return dict.fromkeys(("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])), 0.0)
 
 
-def adam_direction(group: dict[str, Any], gradient: Tensor, state: dict[str, Any]) -> Tensor:
-    """m̂ / (√v̂ + eps), after both moments took in the gradient."""
+def _direction(group: dict[str, Any], gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    """Update both moments and return m̂ / (√v̂ + eps)."""
     beta1, beta2 = group["betas"]
     mean, square, updates = state["exp_avg"], state["exp_avg_sq"], state["step"].item()
     mean.lerp_(gradient, 1 - beta1)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelcore.optim.formulas.checks import fractions, not_negative
-from accelcore.optim.formulas.formula import Formula
+from accelcore.optim.formulas.formula import (
+    FusibleFormula,
+    Number,
+    Numbers,
+    State,
+    decay,
+    fractions,
+    moments,
+    not_negative,
+    options,
+)
+from accelcore.optim.runs import Run
+from accelcore.optim.segments import Channels, channels_of
 
 __all__ = ["AdamP"]
 
 
-class AdamP(Formula):
+class AdamP(FusibleFormula):
     """Adam, with the update d of a weight projected onto what is orthogonal to it, where its gradient nearly is.
 
     d = m / (√v̂ + eps), or with Nesterov's momentum (b1 · m + (1 - b1) · g) / (√v̂ + eps). A parameter p of two or more
@@ -70,32 +80,50 @@ class AdamP(Formula):
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
-    def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
-        (beta1, beta2), lr, eps = group["betas"], group["lr"], group["eps"]
-        mean, square, updates = state["exp_avg"], state["exp_avg_sq"], state["step"].item()
-        mean.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        update = torch.lerp(gradient, mean, beta1) if group["nesterov"] else mean
-        update = update / (square / (1 - beta2**updates)).sqrt_().add_(eps)
-        share: float | Tensor = 1.0
-        if value.dim() > 1 and value.numel():
-            update, projected = _projected(update, value, gradient, group["delta"], eps)
-            share = torch.where(projected, group["wd_ratio"], torch.ones_like(projected, dtype=value.dtype))
-        if group["weight_decay"]:
-            value.mul_(1 - lr * group["weight_decay"] * share)
-        value.sub_(update * (lr / (1 - beta1**updates)))
+    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
+        beta1, beta2 = group["betas"]
+        numbers = options(group, "lr", "eps", "weight_decay", "nesterov", "delta", "wd_ratio")
+        corrections = {"mean_gain": 1 / (1 - beta1**step), "root_gain": (1 - beta2**step) ** -0.5}
+        return numbers | decay("beta1", beta1) | decay("beta2", beta2) | corrections
+
+    @staticmethod
+    def parts_of(value: Tensor | Run) -> Channels | None:
+        return channels_of(value)
+
+    @staticmethod
+    def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: Channels | None) -> None:
+        mean, square = moments(n, gradient, state)
+        if n["nesterov"]:
+            mean = mean * n["beta1"] + gradient * n["1 - beta1"]
+        update = mean / (square.sqrt() * n["root_gain"]).add_(n["eps"])
+        decayed = value
+        if parts is not None:
+            projected, tangents = _projection(n, value, gradient, update, parts)
+            update = update - parts.segments.multiply(value, tangents, elsewhere=0.0)
+            if n["weight_decay"] is not None:
+                shares = (torch.ones_like(tangents) * n["wd_ratio"]).where(projected, 1.0)
+                decayed = parts.segments.multiply(value, shares, elsewhere=1.0)
+        if n["weight_decay"] is not None:
+            value.sub_(decayed * n["weight_decay"] * n["lr"])
+        value.sub_(update * n["mean_gain"] * n["lr"])
 
 
-def _projected(update: Tensor, value: Tensor, gradient: Tensor, delta: float, eps: float) -> tuple[Tensor, Tensor]:
-    """The update, projected where it should be, and whether it was. The host decides nothing, and need not wait."""
-    result, already = update, torch.zeros((), dtype=torch.bool, device=value.device)
-    for rows in (value.shape[0], 1):
-        weights, slopes, steps = (tensor.reshape(rows, -1) for tensor in (value, gradient, update))
-        lengths = weights.norm(dim=1, keepdim=True).add_(eps)
-        cosines = (weights * slopes).sum(1).abs() / (slopes.norm(dim=1).add_(eps) * lengths[:, 0])
-        orthogonal = (cosines.max() < delta / math.sqrt(weights.shape[1])) & ~already
-        units = weights / lengths
-        tangent = steps - units * (units * steps).sum(1, keepdim=True)
-        result = tangent.view(value.shape).where(orthogonal, result)
-        already = already | orthogonal
-    return result, already
+def _projection(n: Numbers, value: Tensor, gradient: Tensor, update: Tensor, parts: Channels) -> tuple[Tensor, Tensor]:
+    """Return for each channel whether the update is projected, and how much of the weight is taken from it."""
+    segments, parameters, eps = parts.segments, parts.parameters, n["eps"]
+    pairs = ((value, value), (gradient, gradient), (value, gradient), (value, update))
+    by_channel = torch.stack([segments.sum(one * other) for one, other in pairs])
+    by_parameter = parameters.sum(by_channel)
+
+    def compare(sums: Tensor, roots: Tensor | float) -> tuple[Tensor, Tensor]:
+        """Return whether gradient and weight are nearly orthogonal, and how much of the weight is in the update."""
+        weights, slopes, common, along = sums
+        lengths = weights.sqrt().add_(eps)
+        cosines = common.abs() / (slopes.sqrt().add_(eps) * lengths)
+        return cosines < roots * n["delta"], along / (lengths * lengths)
+
+    orthogonal, tangents = compare(by_channel, parts.channel_roots)
+    whole, tangent = compare(by_parameter, parts.parameter_roots)
+    each = parameters.sum(orthogonal.logical_not().to(tangents.dtype)) == 0
+    each, whole, tangent = (parameters.spread(value) for value in (each, whole, tangent))
+    return each | whole, tangents.where(each, tangent.where(whole, 0.0))

@@ -9,14 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.optim.formulas.checks import fractions, not_negative
-from accelcore.optim.formulas.formula import Formula
-from accelcore.optim.formulas.norms import norm_of
+from accelcore.optim.formulas.formula import (
+    FusibleFormula,
+    Number,
+    Numbers,
+    State,
+    decay,
+    fractions,
+    moments,
+    norm_of,
+    not_negative,
+    options,
+    plus_decay,
+)
 
-__all__ = ["BertAdam", "schedule_factor"]
+__all__ = ["BertAdam"]
 
 
-class BertAdam(Formula):
+class BertAdam(FusibleFormula):
     """p = p - lr · s · (m / (√v + e) + weight_decay · p), with a schedule s and no correction of m and v.
 
     s is 1 unless `t_total` is set. x is the number of updates before this one, divided by t_total. Below `warmup`
@@ -66,7 +76,7 @@ class BertAdam(Formula):
         if warmup != -1:
             fractions(warmup=warmup)
         if schedule not in _SCHEDULES:
-            raise ValueError(f"there is no schedule {schedule!r}, only {', '.join(_SCHEDULES)}")
+            raise ValueError(f"schedule={schedule!r} is unknown; available: {', '.join(_SCHEDULES)}")
         defaults = {
             "lr": lr,
             "warmup": warmup,
@@ -90,25 +100,24 @@ class BertAdam(Formula):
             for limit, group_gradients in zip(limits, gradients, strict=True)
         ]
 
-    def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
-        mean.lerp_(gradient, 1 - group["b1"])
-        square.mul_(group["b2"]).addcmul_(gradient, gradient, value=1 - group["b2"])
-        update = mean / square.sqrt().add_(group["e"])
-        if group["weight_decay"]:
-            update.add_(value, alpha=group["weight_decay"])
-        value.sub_(update * (group["lr"] * schedule_factor(group, state["step"]).item()))
+    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
+        numbers = options(group, "lr", "weight_decay", "e") | decay("beta1", group["b1"]) | decay("beta2", group["b2"])
+        return numbers | {"schedule": None if group["t_total"] == -1 else _schedule_factor(group, step)}
+
+    @staticmethod
+    def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: None) -> None:
+        mean, square = moments(n, gradient, state)
+        update = plus_decay(n, value, mean / square.sqrt().add_(n["e"]))
+        value.sub_(update * n["lr"] if n["schedule"] is None else update * n["schedule"] * n["lr"])
 
 
-def schedule_factor(group: dict[str, Any], updates: float | Tensor) -> Tensor:
-    """What the learning rate of a group is multiplied by in an update; `updates`: their number, this one included.
+def _schedule_factor(group: dict[str, Any], updates: Number) -> Tensor:
+    """Return the factor of the learning rate in update number `updates`, counted from 1.
 
-    In float64, where `updates` is, so that no host waits for a number that is counted on a device.
+    It is float64 and on the device of `updates`, so that the host does not wait for a number counted on the device.
     """
     place = updates.device if isinstance(updates, Tensor) else "cpu"  # and not the default device
     updates = torch.as_tensor(updates, dtype=torch.float64, device=place)
-    if group["t_total"] == -1:
-        return torch.ones_like(updates)
     progress, warmup = (updates - 1) / group["t_total"], group["warmup"]
     return torch.where(progress < warmup, progress / warmup, _SCHEDULES[group["schedule"]](progress, warmup))
 

@@ -1,50 +1,69 @@
-"""What all formulas share: options, state, and the way of a step."""
+"""Formula: the base of the optimizers in this folder, and what they share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError
-from accelcore.optim.formulas.checks import not_negative
-from accelcore.optim.stepping import loss_by
+from accelcore.optim.engine import Engine
+from accelcore.optim.runs import Run
 
-__all__ = ["STATE_DTYPES", "Formula"]
+__all__ = [
+    "STATE_DTYPES",
+    "Formula",
+    "FusibleFormula",
+    "Number",
+    "Numbers",
+    "State",
+    "decay",
+    "fractions",
+    "moments",
+    "moving_average",
+    "norm_of",
+    "not_negative",
+    "options",
+    "plus_decay",
+]
 
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""What `state_dtype` can be. None: the parameter's dtype, and float32 for parameters of low precision."""
+"""Values of `state_dtype`. None: the parameter's dtype, and float32 for parameters of low precision."""
+
+Number = float | Tensor
+Numbers = dict[str, Any]
+"""By name: numbers, switches, and None for a term that is left out."""
+State = dict[str, Tensor]
 
 
-class Formula(torch.optim.Optimizer):
+class Formula(Engine, torch.optim.Optimizer):
     """An optimizer as its formula says: the reference of every route, and the fallback on every device.
 
-    A subclass has the options, says what state there is, and computes the update of one tensor. A route with a kernel
-    of its own can subclass that again, and replace `step` by its kernel.
+    A subclass has the options, names the state, and computes the update of one tensor. A route with a kernel can
+    subclass that, and replace `update`.
 
-    State has torch's keys: `step`, a float32 scalar, where updates are counted; the rest in the shape and
-    strides of the tensor. Arithmetic and state are float32 where a parameter has lower precision. Complex parameters
-    are treated as pairs of real numbers, as in torch.
+    State has torch's keys: `step`, a float32 scalar, if updates are counted; the rest in the shape and strides of the
+    tensor. Arithmetic and state are float32 if a parameter has lower precision. Complex parameters are treated as
+    pairs of real numbers, as in torch.
 
     Args:
         params: parameters or groups.
-        state_dtype: `"float32"` or `"bfloat16"`, in which the state is kept whatever the parameter is; None decides.
+        state_dtype: `"float32"` or `"bfloat16"`, the dtype of the state whatever the parameter's; None: see above.
         arguments, options: for the constructor that comes next.
 
     Attributes:
-        by_element: whether it treats each element alike, so that a 1-D tensor may stand for many parameters.
-        by_group: whether it looks at the parameters of a group together, so that groups with equal options must be
-            told apart.
+        by_element: whether it treats each element alike, so that a 1-D tensor may hold many parameters.
+        by_group: whether it looks at the parameters of a group together, so that groups with equal options must not
+            be merged.
         counts: whether the state counts the updates.
-        counts_on_device: whether it does where the tensor is, and not on the host.
     """
 
     by_element = True
     by_group = False
     counts = True
-    counts_on_device = False
+    keeps_shapes = True
 
     def __init__(self, params: Any, *arguments: Any, state_dtype: str | None = None, **options: Any) -> None:
         super().__init__(params, *arguments, **options)
@@ -57,7 +76,7 @@ class Formula(torch.optim.Optimizer):
             _check_state_dtype(group)
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """Names of the state that a tensor of this group has beside `step`, and the value each starts with."""
+        """Return the names of the state of a tensor of this group, except `step`, and the value each starts with."""
         raise NotImplementedError
 
     def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
@@ -65,16 +84,15 @@ class Formula(torch.optim.Optimizer):
         raise NotImplementedError
 
     def factors(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor | None]:
-        """For each group, given the gradients in each: what they are multiplied by first; None for nothing."""
+        """Return for each group what its gradients are multiplied by first, or None."""
         return [None] * len(gradients)
 
     def state_dtype(self, group: dict[str, Any], value: Tensor) -> torch.dtype:
-        """In what the state of a tensor is kept."""
         name = group.get("state_dtype")
         return _exact(value.dtype) if name is None else STATE_DTYPES[name]
 
     def entry(self, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
-        """The state of a tensor, made where there is none yet."""
+        """Return the state of a tensor. Create what is missing."""
         starts = self.initial_state(group)
         if not starts and not self.counts:
             return {}
@@ -88,17 +106,13 @@ class Formula(torch.optim.Optimizer):
                 entry[name] = torch.full_like(value, number, dtype=self.state_dtype(group, value))
         return entry
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every tensor that has a gradient."""
-        loss = loss_by(closure)
+    def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         present = [[value for value in group["params"] if value.grad is not None] for group in self.param_groups]
         gradients = [[_dense(value.grad) for value in values] for values in present]
         factors = self.factors(gradients)
         for group, values, group_gradients, factor in zip(self.param_groups, present, gradients, factors, strict=True):
             for value, gradient in zip(values, group_gradients, strict=True):
                 self._update(group, value, gradient, factor)
-        return loss
 
     def _update(self, group: dict[str, Any], value: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
         entry = self.entry(group, value)
@@ -114,12 +128,95 @@ class Formula(torch.optim.Optimizer):
         exactly = {name: tensor.to(exact) for name, tensor in kept.items()}
         state = {name: _real(tensor) for name, tensor in exactly.items()}
         self.compute(group, _real(result), _real(gradient), state | {"step": entry.get("step")})
-        # What was exact enough was not copied, and is there already.
+        # A tensor that was exact enough was not copied, and is updated already.
         if result is not value:
             value.copy_(result)
         for name, tensor in kept.items():
             if exactly[name] is not tensor:
                 tensor.copy_(exactly[name])
+
+
+class FusibleFormula(Formula):
+    """Formula whose `arithmetic` serves one parameter as well as a run of flat memory, alone or compiled.
+
+    A compiler gets its numbers as tensors without dimensions, so that another learning rate needs no other program.
+    Therefore `arithmetic` only multiplies by numbers or adds them. What depends on several numbers is computed in
+    `coefficients`, on the host and in float64.
+    """
+
+    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
+        """Return the numbers of the arithmetic for tensors of this group in their update number `step`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: Any) -> None:
+        """Update a tensor and its state in place. Gaps between the parameters of a run must stay zero.
+
+        Args:
+            n: as `coefficients` returned it.
+            value, gradient, state: of one parameter, or of a run of flat memory.
+            parts: computes norms of each parameter or of its channels: what `parts_of` returned.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def parts_of(value: Tensor | Run) -> Any:
+        """Return what `arithmetic` needs to tell parameters apart; None if it treats each element alike."""
+        return None
+
+    def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+        numbers = self.coefficients(group, state["step"].item())
+        self.arithmetic(numbers, value, gradient, state, self.parts_of(value))
+
+
+def options(group: dict[str, Any], *names: str) -> Numbers:
+    """Return options by these names; None for a weight decay or momentum of 0, which is left out of the arithmetic."""
+    absent = ("weight_decay", "momentum")
+    return {name: None if name in absent and not group[name] else group[name] for name in names}
+
+
+def decay(name: str, value: float) -> Numbers:
+    """Return the two numbers of a moving average."""
+    return {name: value, f"1 - {name}": 1 - value}
+
+
+def moving_average(mean: Tensor, n: Numbers, name: str, new: Tensor) -> Tensor:
+    """Update an average in place by the numbers of `decay(name, ...)`, and return it."""
+    return mean.mul_(n[name]).add_(new * n[f"1 - {name}"])
+
+
+def moments(n: Numbers, gradient: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    """Update both moments by the decays "beta1" and "beta2", and return them."""
+    mean = moving_average(state["exp_avg"], n, "beta1", gradient)
+    return mean, moving_average(state["exp_avg_sq"], n, "beta2", gradient * gradient)
+
+
+def plus_decay(n: Numbers, value: Tensor, tensor: Tensor) -> Tensor:
+    """Return a gradient or update plus the weight decay."""
+    return tensor if n["weight_decay"] is None else tensor + value * n["weight_decay"]
+
+
+def norm_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the L2 norm of all elements, in float32 or more exact, on the first one's device; 0 of none."""
+    norms = [torch.linalg.vector_norm(t, dtype=_exact(t.dtype)) for t in tensors]
+    if not norms:
+        return torch.zeros(())
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total
+
+
+def not_negative(**values: float) -> None:
+    """Raise ValueError for a value below 0, or one that is not a number."""
+    for name, value in values.items():
+        if not value >= 0:  # true of nan, too
+            raise ValueError(f"{name}={value} is out of range: it must be 0 or more")
+
+
+def fractions(**values: float) -> None:
+    """Raise ValueError for a value that is not at least 0 and below 1."""
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name}={value} is out of range: it must be at least 0 and below 1")
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
@@ -129,14 +226,14 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 def _dense(gradient: Tensor) -> Tensor:
     if gradient.layout is not torch.strided:
         raise TrainingError(
-            "a gradient is sparse, and the formula computes with dense ones",
-            remedy="make the embedding with sparse=False, or take an optimizer that updates sparsely",
+            "a gradient is sparse, and the formula needs dense ones",
+            remedy="make the embedding with sparse=False, or choose an optimizer that supports sparse gradients",
         )
     return gradient
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers."""
+    """Return a complex tensor as pairs of real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -145,6 +242,6 @@ def _check_state_dtype(group: dict[str, Any]) -> None:
     if name is None:
         return
     if name not in STATE_DTYPES:
-        raise ValueError(f"there is no state_dtype {name!r}, only {', '.join(STATE_DTYPES)}")
+        raise ValueError(f"state_dtype={name!r} is unknown; available: {', '.join(STATE_DTYPES)}")
     if any(value.is_complex() for value in group["params"]):
         raise ValueError(f"the state of a complex parameter is complex, and cannot be {name}")

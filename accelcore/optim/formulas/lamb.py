@@ -1,4 +1,4 @@
-"""Lamb as Ascend's apex has it: the step of each tensor in proportion to the tensor."""
+"""Lamb in the form of Ascend's apex: the step of each parameter in proportion to its norm."""
 
 from __future__ import annotations
 
@@ -8,17 +8,29 @@ from typing import Any
 
 from torch import Tensor
 
-from accelcore.optim.formulas.checks import fractions, not_negative
-from accelcore.optim.formulas.formula import Formula
-from accelcore.optim.formulas.norms import norm_of
+from accelcore.optim.formulas.formula import (
+    FusibleFormula,
+    Number,
+    Numbers,
+    State,
+    decay,
+    fractions,
+    moments,
+    norm_of,
+    not_negative,
+    options,
+    plus_decay,
+)
+from accelcore.optim.runs import Run
+from accelcore.optim.segments import Segments, Whole, parameters_of
 
-__all__ = ["LARGEST_NORM", "Lamb"]
+__all__ = ["Lamb"]
 
-LARGEST_NORM = 10.0
+_LARGEST_NORM = 10.0
 """Norms of a parameter above this count as this."""
 
 
-class Lamb(Formula):
+class Lamb(FusibleFormula):
     """p = p - lr · min(‖p‖, 10) / ‖u‖ · u, where u = m / (√v + eps) + weight_decay · p.
 
     The ratio is 1 where either norm is 0. Source: You et al., "Large Batch Optimization for Deep Learning" (2020), in
@@ -72,15 +84,20 @@ class Lamb(Formula):
         factor = 1 / norm_of(chain.from_iterable(gradients)).clamp(min=1.0) if any(wanted) else None
         return [factor if wants else None for wants in wanted]
 
-    def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
         beta1, beta2 = group["betas"]
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
-        mean.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        update = mean / square.sqrt().add_(group["eps"])
-        if group["weight_decay"]:
-            update.add_(value, alpha=group["weight_decay"])
-        if not group["adam"]:
-            norm, length = value.norm().clamp(max=LARGEST_NORM), update.norm()
-            update *= (norm / length).where((norm > 0) & (length > 0), 1.0)
-        value.sub_(update * group["lr"])
+        return options(group, "lr", "weight_decay", "eps", "adam") | decay("beta1", beta1) | decay("beta2", beta2)
+
+    @staticmethod
+    def parts_of(value: Tensor | Run) -> Segments | Whole:
+        return parameters_of(value)
+
+    @staticmethod
+    def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: Segments | Whole) -> None:
+        mean, square = moments(n, gradient, state)
+        update = plus_decay(n, value, mean / square.sqrt().add_(n["eps"]))
+        if not n["adam"]:
+            norms, lengths = parts.norm(value).clamp(max=_LARGEST_NORM), parts.norm(update)
+            ratios = (norms / lengths).where((norms > 0) & (lengths > 0), 1.0)
+            update = parts.multiply(update, ratios, elsewhere=0.0)
+        value.sub_(update * n["lr"])

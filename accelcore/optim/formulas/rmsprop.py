@@ -1,4 +1,4 @@
-"""RMSprop, and the mean square that it and RMSpropTF divide by."""
+"""RMSprop, and what RMSpropTF shares with it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.optim.formulas.formula import Formula
+from accelcore.optim.formulas.formula import (
+    FusibleFormula,
+    Number,
+    Numbers,
+    State,
+    decay,
+    moving_average,
+    options,
+    plus_decay,
+)
 
-__all__ = ["RMSprop", "rmsprop_square", "rmsprop_state"]
+__all__ = ["RMSprop", "mean_square", "rmsprop_coefficients", "rmsprop_state"]
 
 
-class RMSprop(Formula, torch.optim.RMSprop):
+class RMSprop(FusibleFormula, torch.optim.RMSprop):
     """p = p - lr · g / (√v + eps), with v the running mean of g²; centered: of the variance of g, v - ḡ².
 
     Weight decay is added to the gradient first. With momentum, p = p - lr · b, with b = momentum · b + g / (√v + eps).
@@ -23,27 +32,33 @@ class RMSprop(Formula, torch.optim.RMSprop):
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         return rmsprop_state(group, square=0.0)
 
-    def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
-        if group["weight_decay"]:
-            gradient = gradient.add(value, alpha=group["weight_decay"])
-        update = gradient / rmsprop_square(group, gradient, state).sqrt().add_(group["eps"])
-        if group["momentum"]:
-            update = state["momentum_buffer"].mul_(group["momentum"]).add_(update)
-        value.sub_(update * group["lr"])
+    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
+        return rmsprop_coefficients(group)
+
+    @staticmethod
+    def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: None) -> None:
+        gradient = plus_decay(n, value, gradient)
+        update = gradient / mean_square(n, gradient, state).sqrt().add_(n["eps"])
+        if n["momentum"] is not None:
+            update = state["momentum_buffer"].mul_(n["momentum"]).add_(update)
+        value.sub_(update * n["lr"])
 
 
 def rmsprop_state(group: dict[str, Any], *, square: float) -> dict[str, float]:
-    """The mean square, which starts as `square`; a buffer with momentum, the mean gradient where centered."""
+    """Return the state: the mean square, which starts as `square`, the buffer of momentum, the mean gradient."""
     buffer = {"momentum_buffer": 0.0} if group["momentum"] else {}
     return {"square_avg": square} | buffer | ({"grad_avg": 0.0} if group["centered"] else {})
 
 
-def rmsprop_square(group: dict[str, Any], gradient: Tensor, state: dict[str, Any]) -> Tensor:
-    """v, or v - ḡ² where centered, after both took in the gradient."""
-    alpha = group["alpha"]
-    square: Tensor = state["square_avg"]
-    square.mul_(alpha).addcmul_(gradient, gradient, value=1 - alpha)
-    if not group["centered"]:
+def rmsprop_coefficients(group: dict[str, Any]) -> Numbers:
+    """Return the numbers that RMSprop and RMSpropTF share."""
+    return options(group, "lr", "eps", "weight_decay", "momentum", "centered") | decay("alpha", group["alpha"])
+
+
+def mean_square(n: Numbers, gradient: Tensor, state: State) -> Tensor:
+    """Update the averages, and return v, or v - ḡ² if centered."""
+    square = moving_average(state["square_avg"], n, "alpha", gradient * gradient)
+    if not n["centered"]:
         return square
-    mean = state["grad_avg"].lerp_(gradient, 1 - alpha)
-    return square.addcmul(mean, mean, value=-1)
+    mean = moving_average(state["grad_avg"], n, "alpha", gradient)
+    return square - mean * mean

@@ -1,4 +1,4 @@
-"""RMSprop as TensorFlow has it."""
+"""RMSprop in the form of TensorFlow."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ from typing import Any
 
 from torch import Tensor
 
-from accelcore.optim.formulas.checks import not_negative
-from accelcore.optim.formulas.formula import Formula
-from accelcore.optim.formulas.rmsprop import rmsprop_square, rmsprop_state
+from accelcore.optim.formulas.formula import (
+    FusibleFormula,
+    Number,
+    Numbers,
+    State,
+    not_negative,
+    options,
+    plus_decay,
+)
+from accelcore.optim.formulas.rmsprop import mean_square, rmsprop_coefficients, rmsprop_state
 
 __all__ = ["RMSpropTF"]
 
 
-class RMSpropTF(Formula):
+class RMSpropTF(FusibleFormula):
     """p = p - lr · g / √(v + eps), with v the running mean of g², which starts at 1; centered: v - ḡ².
 
     With momentum, b = momentum · b + lr · g / √(v + eps) and p = p - b, so that a change of lr does not reach back.
@@ -65,13 +72,18 @@ class RMSpropTF(Formula):
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         return rmsprop_state(group, square=1.0)
 
-    def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
-        if group["weight_decay"] and group["decoupled_decay"]:
-            value.mul_(1 - group["weight_decay"])
-        elif group["weight_decay"]:
-            gradient = gradient.add(value, alpha=group["weight_decay"])
-        update = gradient / rmsprop_square(group, gradient, state).add(group["eps"]).sqrt_()
-        if group["momentum"]:
-            buffer = state["momentum_buffer"].mul_(group["momentum"])
-            update = buffer.add_(update * group["lr"] if group["lr_in_momentum"] else update)
-        value.sub_(update if group["momentum"] and group["lr_in_momentum"] else update * group["lr"])
+    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
+        return rmsprop_coefficients(group) | options(group, "decoupled_decay", "lr_in_momentum")
+
+    @staticmethod
+    def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: None) -> None:
+        if n["weight_decay"] is not None and n["decoupled_decay"]:
+            value.sub_(value * n["weight_decay"])
+        else:
+            gradient = plus_decay(n, value, gradient)
+        update = gradient / (mean_square(n, gradient, state) + n["eps"]).sqrt_()
+        early = n["momentum"] is not None and n["lr_in_momentum"]
+        update = update * n["lr"] if early else update
+        if n["momentum"] is not None:
+            update = state["momentum_buffer"].mul_(n["momentum"]).add_(update)
+        value.sub_(update if early else update * n["lr"])

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError
-from accelcore.optim.optimizer import Optimizer as LateBound
-from accelcore.optim.saved import SWITCHES
-from accelcore.optim.slot_state import COUNTERS
+from accelcore.optim.optimizer import RoutedOptimizer
+from accelcore.optim.slot_state import COUNTERS, SWITCHES
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.kept import Kept, check_shapes
 from accelcore.training.parts.part import Change, Saved, table
@@ -91,8 +90,8 @@ class OptimizerPart:
         entries = table(tree["state"], "optimizer state")
         if strange := [name for name in entries if name not in numbers]:
             raise _another(f"it has a state of {strange[0]!r}, which this one does not train")
-        engine = self._optimizer.engine if isinstance(self._optimizer, LateBound) else self._optimizer
-        shaped = isinstance(self._optimizer, LateBound) and self._optimizer.keeps_shapes
+        engine = self._optimizer.engine if isinstance(self._optimizer, RoutedOptimizer) else self._optimizer
+        shaped = isinstance(self._optimizer, RoutedOptimizer) and self._optimizer.keeps_shapes
         for group, options in zip(self._optimizer.param_groups, groups, strict=True):
             strict = shaped or bool(group.get("fused"))
             keeps, first = Kept(type(engine), options), None
@@ -117,14 +116,14 @@ class OptimizerPart:
 
         def load(whole: dict[str, Any]) -> None:
             self._optimizer.load_state_dict(whole)
-            if not isinstance(self._optimizer, LateBound):
+            if not isinstance(self._optimizer, RoutedOptimizer):
                 _lay_out_as_parameters(self._optimizer)
 
         return Change(lambda: load(state), lambda: put_back(load, before, self._optimizer.state_dict))
 
     def _kind(self) -> str:
         optimizer = self._optimizer
-        return optimizer.name if isinstance(optimizer, LateBound) else type(optimizer).__name__.lower()
+        return optimizer.name if isinstance(optimizer, RoutedOptimizer) else type(optimizer).__name__.lower()
 
     def _members(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[id(parameter)] for parameter in group["params"]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from accelcore.errors import UnsupportedError
-from accelcore.optim.optimizer import Optimizer
-from accelcore.optim.stepping import needs_closure
+from accelcore.optim.engine import needs_closure
+from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.training.gradients import runs
 from accelcore.training.plan import Plan
 
@@ -18,7 +18,7 @@ class Bind:
 
     def check(self, plan: Plan) -> None:
         optimizer = plan.optimizer
-        if optimizer.needs_closure if isinstance(optimizer, Optimizer) else needs_closure(optimizer):
+        if optimizer.needs_closure if isinstance(optimizer, RoutedOptimizer) else needs_closure(optimizer):
             raise UnsupportedError(
                 f"a trainer cannot step {getattr(optimizer, 'name', type(optimizer).__name__)}",
                 why="it computes the loss of one batch more than once in a step, and a trainer's step is over by then",
@@ -26,7 +26,7 @@ class Bind:
             )
 
     def apply(self, plan: Plan) -> None:
-        if isinstance(plan.optimizer, Optimizer):
+        if isinstance(plan.optimizer, RoutedOptimizer):
             plan.optimizer.bind(runs(plan.gradients), in_part=plan.strategy.divides_updates)
             return
         trained = {id(slot.parameter): slot.trained for slot in plan.gradients.slots}

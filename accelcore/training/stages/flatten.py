@@ -7,7 +7,7 @@ from torch import Tensor
 
 from accelcore.errors import ConfigurationError
 from accelcore.optim.memory import unfit
-from accelcore.optim.optimizer import Optimizer
+from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.runs import Slot
 from accelcore.precision.table import LOW_PRECISION
 from accelcore.training.gradients import Flat, Gradients, PerTensor
@@ -33,7 +33,7 @@ class Flatten:
             raise ConfigurationError(f"flat={flat!r} is neither yes nor no", available="True, False, or None to choose")
         if flat and reason is not None:
             raise ConfigurationError(f"flat=True cannot be done: {reason}", remedy="leave flat out")
-        if isinstance(plan.optimizer, Optimizer):  # refuses now what no route can update
+        if isinstance(plan.optimizer, RoutedOptimizer):  # refuses now what no route can update
             plan.optimizer.route_for(
                 _dtypes(plan), flat=flat is not False and reason is None, sharded=plan.strategy.shards
             )
@@ -41,7 +41,7 @@ class Flatten:
     def apply(self, plan: Plan) -> None:
         plan.gradients.refresh()
         slots = _slots(plan)
-        together = plan.optimizer.together if isinstance(plan.optimizer, Optimizer) else ()
+        together = plan.optimizer.together if isinstance(plan.optimizer, RoutedOptimizer) else ()
         gradients: Gradients
         if plan.strategy.shards:
             gradients = ShardedGradients(slots)
@@ -84,7 +84,7 @@ def _lies_flat(plan: Plan) -> bool:
     flat, trained, optimizer = plan.options["flat"], _trained(plan), plan.optimizer
     if flat is not None:
         return flat
-    if not isinstance(optimizer, Optimizer) or unfit(trained) is not None:
+    if not isinstance(optimizer, RoutedOptimizer) or unfit(trained) is not None:
         return False
     route = optimizer.route_for(_dtypes(plan), flat=True)
     sparse = any(getattr(module, "sparse", False) is True for module in plan.model.modules())  # torch's embeddings

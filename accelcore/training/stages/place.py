@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import ConfigurationError
-from accelcore.optim.optimizer import Optimizer
+from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.training.plan import Plan
 
 __all__ = ["Place"]
@@ -35,7 +35,7 @@ class Place:
             return
         plan.model.to(plan.backend.device)
         optimizer = plan.optimizer
-        if not isinstance(optimizer, Optimizer) and _has_state_elsewhere(optimizer, plan.backend.device):
+        if not isinstance(optimizer, RoutedOptimizer) and _has_state_elsewhere(optimizer, plan.backend.device):
             optimizer.load_state_dict(optimizer.state_dict())
 
 

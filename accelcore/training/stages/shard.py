@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from accelcore.errors import ConfigurationError
-from accelcore.optim.optimizer import Optimizer
+from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.shards import as_shard, shard_of
 from accelcore.training.plan import Plan
 from accelcore.training.strategies.choose import create_strategy
@@ -51,7 +51,7 @@ def _train_instead(optimizer: Any, shards: dict[Tensor, Tensor]) -> None:
         for held, entry in optimizer.state.items()
         if held in shards
     }
-    if isinstance(optimizer, Optimizer):
+    if isinstance(optimizer, RoutedOptimizer):
         optimizer.replace(shards, entries)
         return
     for group in optimizer.param_groups:

@@ -13,7 +13,6 @@ from torch.profiler import record_function
 from accelcore.errors import TrainingError
 from accelcore.optim.formulas import Formula
 from accelcore.optim.runs import Run
-from accelcore.optim.stepping import Updating
 from accelcore_cpu.table import Found, Member, Table
 
 __all__ = ["Native"]
@@ -21,7 +20,7 @@ __all__ = ["Native"]
 _NOTHING = nullcontext()
 
 
-class Native(Updating, Formula):
+class Native(Formula):
     """A formula by a kernel. Subclasses put this before the formula whose options, checks and state they have.
 
     Gradients are read where backward left them. Where a step is given a `grad_scale` they are divided by it in memory,

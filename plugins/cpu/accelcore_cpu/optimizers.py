@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from accelcore.optim.formulas.adadelta import Adadelta
-from accelcore.optim.formulas.adam import Adam
+from accelcore.optim.formulas.adam import Adam, AdamW
 from accelcore.optim.formulas.adamp import AdamP
-from accelcore.optim.formulas.adamw import AdamW
 from accelcore.optim.formulas.bertadam import BertAdam
 from accelcore.optim.formulas.lamb import Lamb
 from accelcore.optim.formulas.rmsprop import RMSprop

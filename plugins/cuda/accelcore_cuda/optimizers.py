@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.optim.flat_formulas import FLAT_FORMULAS
+from accelcore.optim.flat_route import FLAT_FORMULAS
 from accelcore.optim.torch_optimizers import register_torch_optimizers
 from accelcore.roles.optimizers import Optimizers, Request
 

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.torch_version import TorchVersion
 
 import accelcore
-from accelcore.optim.flat_formulas import FLAT_FORMULAS
-from accelcore.optim.layout import Layout
+from accelcore.optim.flat_route import FLAT_FORMULAS
+from accelcore.optim.gradient_memory import Layout
 from accelcore.optim.runs import Run, Slot
 
 FUSED = ("adagrad", "adam", "adamw", "sgd")

@@ -9,10 +9,8 @@ kept right; so they take the place of the combined tensors. Options, checks and 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from accelcore.optim.formulas import Formula
@@ -29,20 +27,13 @@ class FusedFormula(Formula):
 
     vendor: type
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every run that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         self._combine()
         with warnings.catch_warnings():
             # torch says once that the `add_(number, tensor)` of some of these classes is deprecated.
             warnings.filterwarnings("ignore", "This overload of add", UserWarning)
             for index in range(len(self.param_groups)):
                 self.vendor._group_step(self, index)  # type: ignore[attr-defined]  # torch_npu is untyped
-        return loss
 
     def _combine(self) -> None:
         """Set what torch_npu's `_group_step` reads: for each group a list; there one entry a dtype, here one a run."""

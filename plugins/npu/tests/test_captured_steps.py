@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import accelcore
 from accelcore.errors import TrainingError, UnsupportedError
-from accelcore.optim.flat_formulas import FLAT_FORMULAS
+from accelcore.optim.flat_route import FLAT_FORMULAS
 from accelcore.roles.accelerator import AcceleratorRuntime
 from accelcore.testing.oracles import batches, network, weights
 from accelcore.testing.training import loss_of
