@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from accelcore.roles.loss_scale import LossScale
     from accelcore.selection import installed, select
     from accelcore.training.activations import Recompute
-    from accelcore.training.fsdp_options import FSDP
     from accelcore.training.observers import Observer
+    from accelcore.training.options import FSDP
     from accelcore.training.policy import Policy
     from accelcore.training.saving import Together
     from accelcore.training.sharded_stream import ShardedStream
@@ -78,7 +78,7 @@ _HOMES = {
     "API": "hookspecs",
     "Backend": "backend",
     "Capabilities": "capabilities",
-    "FSDP": "training.fsdp_options",
+    "FSDP": "training.options",
     "KnownFault": "known_faults",
     "LossScale": "roles.loss_scale",
     "Observer": "training.observers",

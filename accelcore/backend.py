@@ -111,7 +111,7 @@ class Backend:
         Raises:
             UnsupportedError: the job has several ranks and the backend does not declare `"ddp"`.
         """
-        from accelcore.training.replicate import replicate
+        from accelcore.training.strategies.ddp import replicate
 
         return replicate(self, module, **options)
 

@@ -7,6 +7,7 @@ there are any. So a step may follow several losses, each with its own scale.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,9 +26,13 @@ from accelcore.training.options import complete
 from accelcore.training.plan import Plan
 from accelcore.training.stages.bind import Bind
 from accelcore.training.stages.flatten import Flatten
-from accelcore.training.strategies.alone import Alone
 from accelcore.training.strategies.choose import create_strategy
-from accelcore.training.strategies.exchanging import add_up
+from accelcore.training.strategies.strategy import (
+    SingleProcess,
+    all_reduce_gradients,
+    any_overflow,
+    broadcast_buffers,
+)
 
 __all__ = ["Accumulated"]
 
@@ -60,7 +65,7 @@ class Accumulated:
         self._models, self._optimizer = models, optimizer
         self._plan = plan = Plan(backend, nn.Module(), optimizer, options)
         plan.policy = properties.policy
-        plan.strategy = create_strategy(backend, options) if self._exchanges else Alone(backend, options)
+        plan.strategy = create_strategy(backend, options) if self._exchanges else SingleProcess(backend, options)
         self._stages = (Flatten(), Bind())
         self._scaled_by: tuple[AmpScaler, int] | None = None  # the scale that a delayed pass has left
         self._before: list[Tensor | None] = []  # gradients of earlier passes, by slot
@@ -145,9 +150,9 @@ class Accumulated:
                 slot.parameter.grad = torch.zeros_like(slot.parameter)
         gradients.collect()
         if strategy.divisor > 1 and getattr(self._optimizer, "combine_ddp", True):
-            add_up(self._plan.backend.collectives, gradients, divisor=strategy.divisor)
+            all_reduce_gradients(self._plan.backend.collectives, gradients, divisor=strategy.divisor)
         gradients.grads_to_masters()
-        scaler.unscale(self._optimizer, gradients.buffers(), strategy.agree)
+        scaler.unscale(self._optimizer, gradients.buffers(), partial(any_overflow, strategy))
         self._expose()
         self._add(self._before)
         self._before, self._scaled_by = [], None
@@ -177,7 +182,8 @@ class Accumulated:
     def updated(self) -> None:
         """After a step: give parameters their masters' values, and all ranks the same buffers."""
         self._plan.gradients.masters_to_params()
-        self._plan.strategy.sync_buffers()
+        if self._exchanges:
+            broadcast_buffers(self._plan.backend.collectives, self._plan.model)
 
     def drop(self) -> None:
         """Drop all gradients, also of earlier passes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
@@ -14,17 +15,47 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelcore.errors import ConfigurationError
 from accelcore.roles.scaler import LossScale
 from accelcore.training.activations import Recompute
-from accelcore.training.fsdp_options import FSDP
-from accelcore.training.modules import Parts
+from accelcore.training.modules import Parts, check_parts
 from accelcore.training.observers import Observer
 from accelcore.training.policy import Policy
 from accelcore.training.schedule import ScheduleBy
 from accelcore.wording import did_you_mean, is_number, is_whole, kind_of
 
-__all__ = ["DEFAULTS", "Loss", "TrainerOptions", "Weight", "check_arguments", "check_values", "complete"]
+__all__ = ["DEFAULTS", "FSDP", "Loss", "TrainerOptions", "Weight", "check_arguments", "check_values", "complete"]
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], "float | Tensor"]
+
+
+@dataclass(frozen=True)
+class FSDP:
+    """Options of `parallel=FSDP(...)`: torch's `fully_shard` divides parameters, gradients and optimizer state.
+
+    The parameters of a *group* are gathered and freed together. Each module that `wrap` chooses is a group; the rest of
+    the model is one more. A module that shares a parameter with the rest of the model belongs to the rest. All ranks
+    must run a group, or none; otherwise they deadlock.
+
+    Attributes:
+        wrap: the modules that are groups: a type of module, a tuple of types, or a function of a module that returns
+            True. None: the items of each `nn.ModuleList`, such as the blocks of a transformer.
+        reshard_after_forward: True: a group is freed after its forward pass, and gathered again for its backward pass
+            (ZeRO-3). False: it stays gathered until then (ZeRO-2). The group of the model itself always stays.
+        cpu_offload: whether shards, gradients and optimizer state stay in host memory; the optimizer then runs there.
+
+    Raises:
+        ConfigurationError: `wrap` is not a choice of modules, or another option is not a bool.
+    """
+
+    wrap: Parts | None = None
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        if self.wrap is not None:
+            check_parts(self.wrap, "wrap")
+        for name in ("reshard_after_forward", "cpu_offload"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not True or False")
 
 
 class TrainerOptions(TypedDict, total=False):

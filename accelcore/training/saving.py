@@ -20,6 +20,7 @@ from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
 from accelcore.training.state import TrainingState, load, resume, save
 from accelcore.training.step import Step
+from accelcore.training.strategies.strategy import sharded_parameters
 from accelcore.training.window import Window
 from accelcore.wording import kind_of
 
@@ -109,7 +110,7 @@ class Saver:
             take_turn=self.step.acquire_gradients,
             restored=self._restored,
             give_up=self._give_up,
-            sharded=plan.strategy.sharded(plan.model),
+            sharded=sharded_parameters(plan.strategy, plan.model),
         )
 
     def _restored(self) -> None:

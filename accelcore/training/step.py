@@ -20,6 +20,7 @@ from accelcore.training.gradients import backward, first_not_finite
 from accelcore.training.losses import loss_of_model, no_loss, split_loss
 from accelcore.training.plan import Plan
 from accelcore.training.shared_parameters import SharedParameters
+from accelcore.training.strategies.strategy import any_overflow, broadcast_buffers, whole_norm
 from accelcore.training.window import Window
 
 __all__ = ["Step"]
@@ -50,6 +51,8 @@ class Step:
         self._gradients, self._optimizer, self._strategy = plan.gradients, plan.optimizer, plan.strategy
         self._scaler, self._window, self._clip = scaler, window, clip
         self._clip_by = None if plan.options["clip"] is None else ClippingBy(plan.options["clip"])
+        self._model, self._whole_norm = plan.model, partial(whole_norm, plan.strategy)
+        self._any_overflow = partial(any_overflow, plan.strategy)
         self._find_bad = partial(first_not_finite, plan.gradients)
         self._exposes = not isinstance(plan.optimizer, RoutedOptimizer)  # torch's optimizers do not know of slots
         # A scaler that reads gradients may skip. A captured step has to be torch's, which checks what a graph bakes in.
@@ -138,7 +141,7 @@ class Step:
             start = None if share is None else torch.full_like(scaled, share)
         with self._arithmetic:
             backward(self._gradients, scaled, start, retain_graph=retain_graph)
-        self._strategy.exchange(last=self._window.is_last)
+        self._strategy.after_backward(last=self._window.is_last)
         if self.overwrites and outlast:
             self._gradients.load_state(self._gradients.state())
 
@@ -147,7 +150,7 @@ class Step:
         self._window.micro += 1
         if self._window.micro >= self._window.accumulate:
             return True
-        self._strategy.micro(self._window.is_last)
+        self._strategy.before_forward(self._window.is_last)
         return False
 
     def update(self, *, full: bool) -> None:
@@ -155,7 +158,8 @@ class Step:
         self._shared.acquire()
         try:
             self.work(full=full)
-            self._strategy.sync_buffers()
+            if self._world_size > 1:
+                broadcast_buffers(self._job, self._model)
             self.begin()
         except BaseException as error:
             self.drop(error)
@@ -166,7 +170,7 @@ class Step:
         gradients = self._gradients
         self._check_binding()
         gradients.collect()
-        self._strategy.reduce(gradients, exchanged=full)
+        self._strategy.reduce(gradients, full=full)
         self._check_received()
         gradients.grads_to_masters()
         buffers = self._unscale_and_clip(full=full)
@@ -200,8 +204,8 @@ class Step:
 
         The list is empty if nobody reads them, because `buffers` may have to look at each gradient.
         """
-        gradients, strategy = self._gradients, self._strategy
-        correction = self._window.correction(strategy, full=full)
+        gradients = self._gradients
+        correction = self._window.correction(self._strategy, full=full)
         reads = self._unscales or self._scaler.reads_gradients or correction is not None
         buffers = gradients.buffers() if reads else []
         if correction is not None:
@@ -209,18 +213,18 @@ class Step:
         if self._exposes:
             gradients.expose()
         if self._unscales:
-            self._scaler.unscale_(self._optimizer, buffers, strategy.agree)
+            self._scaler.unscale_(self._optimizer, buffers, self._any_overflow)
             if self._clip is not None:
-                self._norm = self._clip(buffers, strategy.norm)
+                self._norm = self._clip(buffers, self._whole_norm)
             elif self._reads_norm:
-                self._norm = strategy.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers))))
+                self._norm = self._whole_norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers))))
             if self._clip_by is not None:
                 self._clip_by(gradients)
         return buffers
 
     def _step_optimizer(self, buffers: list[Tensor]) -> None:
         """Update the trained tensors, unless a gradient overflowed."""
-        step = self._fused_step or partial(self._scaler.step, self._optimizer, buffers, self._strategy.agree)
+        step = self._fused_step or partial(self._scaler.step, self._optimizer, buffers, self._any_overflow)
         try:
             with self._arithmetic:  # some optimizers multiply matrices
                 self._strategy.update(self._gradients, step)
@@ -247,7 +251,7 @@ class Step:
         self._shared.is_open = opened
         if not opened:
             self._window.reset()
-        self._strategy.micro(self._window.is_last)
+        self._strategy.before_forward(self._window.is_last)
 
     def check(self) -> None:
         """Raise the failure of an earlier step, or DistributedError if the job has another number of ranks now."""
@@ -289,7 +293,7 @@ class Step:
                 min(self._window.micro, self._window.accumulate),
                 self._window.accumulate,
             )
-        self._strategy.abandon()
+        self._strategy.reset()
         self._shared.acquire()
         self._gradients.clear()
         self._scaler.abandon()

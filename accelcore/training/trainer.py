@@ -331,7 +331,7 @@ class Trainer:
 
     def _prepared(self) -> None:
         """Take over what the stages have made of the model and the optimizer."""
-        self._snapshot = ModelSnapshot(self.model, self.optimizer, self._plan.strategy.rest)
+        self._snapshot = ModelSnapshot(self.model, self.optimizer, self._plan.strategy.reset)
         self._step = Step(self._plan, scaler=self.scaler, window=self._window, clip=self._clip)
         self.saver.step, self.saver.snapshot = self._step, self._snapshot
         self._step.begin()

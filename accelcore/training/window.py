@@ -70,7 +70,7 @@ class Window:
             return self._share_again(weight)
         given, weight = weight, self._checked(weight)
         if self._unit is None:  # near 1 are the shares that leave a loss scale what it is
-            unit = float(strategy.mean(weight.clone()))
+            unit = float(strategy.collectives.all_reduce(weight.clone(), "avg"))
             self._unit = unit if 0 < unit < math.inf else 1.0
         if self._total is None:
             self._total = torch.zeros((), device=self._device)
@@ -84,7 +84,7 @@ class Window:
         """What the gradients of a window, their mean over ranks, are multiplied by; None for 1."""
         if self._weighted:
             assert self._total is not None
-            total = strategy.mean(self._total.clone())
+            total = strategy.collectives.all_reduce(self._total.clone(), "avg")
             return torch.where(total > 0, total.reciprocal(), 0.0)
         return None if full else self.accumulate / self.micro
 

@@ -140,7 +140,7 @@ def test_each_rank_holds_its_share_and_trains_plain_tensors(job):
     [
         ("flat", "each rank has shards"),
         ("graph", "graph"),
-        ("clip", "would see this rank's shards alone"),
+        ("clip", "only this rank's shards"),
         ("lamb", "it looks at each parameter as a whole"),
         ("bertadam", "it looks at each parameter as a whole"),
         ("offload", "cpu_offload=True with a loss scale"),

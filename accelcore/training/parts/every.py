@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,7 @@ from accelcore.training.parts.optimizer import OptimizerPart, OwnStatePart
 from accelcore.training.parts.part import Part
 from accelcore.training.parts.progress import DataStreamsPart, RandomPart, SchedulePart, WindowPart
 from accelcore.training.parts.scales import ScalerPart
-from accelcore.training.strategies.strategy import Strategy
+from accelcore.training.strategies.strategy import Strategy, owns
 from accelcore.training.window import Window
 
 __all__ = ["every_part"]
@@ -40,7 +41,8 @@ def every_part(
     strategy: Strategy,
 ) -> Sequence[Part]:
     """What a checkpoint is made of. A new kind of state is one more of these."""
-    of_optimizer = OptimizerPart(model, optimizer, gradients, owns=strategy.owns, divided=strategy.divides_updates)
+    is_own, divided = partial(owns, strategy), strategy.owners is not None
+    of_optimizer = OptimizerPart(model, optimizer, gradients, owns=is_own, divided=divided)
     return [
         ModelPart(model, gradients),
         MastersPart(model, gradients),

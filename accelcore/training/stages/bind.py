@@ -27,7 +27,7 @@ class Bind:
 
     def apply(self, plan: Plan) -> None:
         if isinstance(plan.optimizer, RoutedOptimizer):
-            plan.optimizer.bind(runs(plan.gradients), in_part=plan.strategy.divides_updates)
+            plan.optimizer.bind(runs(plan.gradients), in_part=plan.strategy.owners is not None)
             return
         trained = {id(slot.parameter): slot.trained for slot in plan.gradients.slots}
         members, state = plan.groups(), plan.optimizer.state

@@ -49,7 +49,7 @@ class Cast:
         if policy.model_dtype is not None:
             dtype = getattr(torch, policy.model_dtype)
             # Shards stay exact: they are the masters, and low precision is what they are gathered in.
-            whole = not (plan.strategy.shards and policy.masters)
+            whole = not (plan.strategy.layout == "shards" and policy.masters)
             hold(plan.model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32, parameters=whole)
             if dtype in LOW_PRECISION:
                 self._drop(self._state_dict)

@@ -35,7 +35,7 @@ class Flatten:
             raise ConfigurationError(f"flat=True cannot be done: {reason}", remedy="leave flat out")
         if isinstance(plan.optimizer, RoutedOptimizer):  # refuses now what no route can update
             plan.optimizer.route_for(
-                _dtypes(plan), flat=flat is not False and reason is None, sharded=plan.strategy.shards
+                _dtypes(plan), flat=flat is not False and reason is None, sharded=plan.strategy.layout == "shards"
             )
 
     def apply(self, plan: Plan) -> None:
@@ -43,7 +43,7 @@ class Flatten:
         slots = _slots(plan)
         together = plan.optimizer.together if isinstance(plan.optimizer, RoutedOptimizer) else ()
         gradients: Gradients
-        if plan.strategy.shards:
+        if plan.strategy.layout == "shards":
             gradients = ShardedGradients(slots)
         else:
             gradients = Flat(slots, together) if slots and _lies_flat(plan) else PerTensor(slots)
@@ -58,7 +58,7 @@ def _trained(plan: Plan) -> list[Tensor]:
 
 def _unfit(plan: Plan) -> str | None:
     """Why what is trained cannot lie flat; None where it can."""
-    return "each rank has shards of the parameters" if plan.strategy.shards else unfit(_trained(plan))
+    return "each rank has shards of the parameters" if plan.strategy.layout == "shards" else unfit(_trained(plan))
 
 
 def _slots(plan: Plan) -> list[Slot]:
@@ -90,6 +90,6 @@ def _lies_flat(plan: Plan) -> bool:
     sparse = any(getattr(module, "sparse", False) is True for module in plan.model.modules())  # torch's embeddings
     if route.memory != "any" or sparse:
         return route.memory == "flat"
-    if plan.strategy.prefers_flat is not None:
-        return plan.strategy.prefers_flat
+    if plan.strategy.layout == "tensors":
+        return False
     return not route.scattered and sum(parameter.numel() for parameter in trained) < _WORTH * len(trained)

@@ -16,8 +16,7 @@ from accelcore.training.stages.flatten import Flatten
 from accelcore.training.stages.observe import Observe
 from accelcore.training.stages.place import Place
 from accelcore.training.stages.recompute import Recomputing
-from accelcore.training.stages.replicate import Replicate
-from accelcore.training.stages.shard import Shard
+from accelcore.training.stages.shard import Replicate, Shard
 from accelcore.training.stages.sync_batchnorm import SyncStatistics
 
 __all__ = ["Preparation"]
@@ -43,7 +42,7 @@ class Preparation:
         Args:
             check: raises for a change that cannot be followed.
         """
-        self._plan.strategy.rest()
+        self._plan.strategy.reset()
         self._check_together("trainer.refresh()", check)
         self._apply()
 

@@ -31,7 +31,7 @@ class Place:
             )
 
     def apply(self, plan: Plan) -> None:
-        if plan.strategy.shards:  # moved part by part when it is divided: the device need not hold all of it
+        if plan.strategy.layout == "shards":  # moves part by part: the device need not hold all of it
             return
         plan.model.to(plan.backend.device)
         optimizer = plan.optimizer

@@ -1,4 +1,4 @@
-"""Shard: the ranks of a job divide the model among themselves, where their strategy does that."""
+"""Shard and Replicate: what the strategy does to the model, before and after the optimizer is bound."""
 
 from __future__ import annotations
 
@@ -11,26 +11,22 @@ from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.shards import as_shard, shard_of
 from accelcore.training.plan import Plan
 from accelcore.training.strategies.choose import create_strategy
-from accelcore.training.strategies.strategy import Strategy
 
-__all__ = ["Shard"]
+__all__ = ["Replicate", "Shard"]
 
 
 class Shard:
-    """Chooses the strategy, and lets the optimizer train shards in place of the parameters they were cut from."""
+    """Create the strategy, divide the model, and let the optimizer train shards in place of whole parameters."""
 
     def check(self, plan: Plan) -> None:
-        before: Strategy | None = getattr(plan, "strategy", None)
-        plan.strategy = create_strategy(plan.backend, plan.options)
-        if before is not None:
-            plan.strategy.take_over(before)
-        plan.strategy.check(plan.model, plan.policy)
-        plan.strategy.check_optimizer(plan.optimizer)
-        if plan.strategy.shards and plan.options["clip"] is not None:
+        if not hasattr(plan, "strategy"):  # `trainer.refresh()` keeps it
+            plan.strategy = create_strategy(plan.backend, plan.options)
+        plan.strategy.check(plan.model, plan.optimizer, plan.policy)
+        if plan.strategy.layout == "shards" and plan.options["clip"] is not None:
             raise ConfigurationError(
-                "clip= and a model that is divided among the ranks",
-                why="the function would see this rank's shards alone, and each rank would clip by norms of its own",
-                remedy='say clip_norm=, which is computed over all ranks, or parallel="ddp"',
+                "clip= with a model that is divided among the ranks",
+                why="the function would see only this rank's shards, and each rank would clip by other norms",
+                remedy='set clip_norm=, which is computed over all ranks, or choose parallel="ddp"',
             )
 
     def apply(self, plan: Plan) -> None:
@@ -44,8 +40,19 @@ class Shard:
             _train_instead(plan.optimizer, shards)
 
 
+class Replicate:
+    """Give all ranks rank 0's parameters, and let the strategy wrap the model."""
+
+    def check(self, plan: Plan) -> None:
+        pass  # `Shard` checked the strategy
+
+    def apply(self, plan: Plan) -> None:
+        plan.forward = plan.strategy.replicate(plan.model, plan.gradients)
+        plan.gradients.refresh()  # masters of parameters that rank 0 has overwritten
+
+
 def _train_instead(optimizer: Any, shards: dict[Tensor, Tensor]) -> None:
-    """Let an optimizer train shards in place of the parameters they were cut from, and take its state along."""
+    """Let an optimizer train shards in place of whole parameters, with shards of its state."""
     entries = {
         shards.get(held, held): {key: _cut(value, shards[held]) for key, value in entry.items()}
         for held, entry in optimizer.state.items()

@@ -1,4 +1,4 @@
-"""Which strategy a trainer has."""
+"""Choosing the strategy of a trainer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from functools import partial
 from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.launchers import read_launch
-from accelcore.training.fsdp_options import FSDP
-from accelcore.training.options import TrainerOptions
-from accelcore.training.strategies.alone import Alone
+from accelcore.training.options import FSDP, TrainerOptions
 from accelcore.training.strategies.combine import CombineDDP
 from accelcore.training.strategies.ddp import DDP
 from accelcore.training.strategies.fsdp import FullySharded
-from accelcore.training.strategies.strategy import Strategy
+from accelcore.training.strategies.strategy import SingleProcess, Strategy
 from accelcore.training.strategies.zero1 import Zero1
 
 __all__ = ["create_strategy"]
@@ -28,15 +26,15 @@ _STRATEGIES: dict[str, Callable[[Backend, TrainerOptions], Strategy]] = {
     "zero2": partial(FullySharded, sharding=FSDP(reshard_after_forward=False)),
     "zero3": partial(FullySharded, sharding=FSDP()),
 }
-_TAKES_COMM_DTYPE = ("combine_ddp", "zero1", "fsdp", "zero2", "zero3")
+_WITH_COMM_DTYPE = [name for name in _STRATEGIES if name != "ddp"]
 
 
 def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
-    """The strategy that was asked for, which does nothing in a job of one process, whatever the backend declares.
+    """Create the strategy of `parallel=`; in a job of one process always `SingleProcess`.
 
     Raises:
-        UnsupportedError: there is none of that name, or the backend does not declare it, for a job of several.
-        ConfigurationError: `"none"` in a job of several ranks; an option that is another strategy's.
+        UnsupportedError: the name is unknown, or the backend does not declare it, in a job of several ranks.
+        ConfigurationError: `"none"` in a job of several ranks; an option of another strategy.
         DistributedError: a launcher started several ranks, and they have not met.
     """
     asked, declared = options["parallel"], backend.capabilities.parallel
@@ -51,26 +49,26 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
             available=", ".join(f"parallel={strategy!r}" for strategy in offered),
             remedy="choose one of those, or leave parallel out for a job of one process",
         )
-    if options["comm_dtype"] is not None and name not in _TAKES_COMM_DTYPE:
+    if options["comm_dtype"] is not None and name not in _WITH_COMM_DTYPE:
         raise ConfigurationError(
             f"comm_dtype={options['comm_dtype']!r} with parallel={name!r}",
-            remedy=f"it is for parallel={' or '.join(map(repr, _TAKES_COMM_DTYPE))}",
+            remedy=f"it is for parallel={' or '.join(map(repr, _WITH_COMM_DTYPE))}",
         )
     if world_size == 1:
         launch = read_launch()
         if name != _NONE and launch is not None and launch.world_size > 1:
             raise DistributedError(
                 f"a launcher started {launch.world_size} ranks, and they have not met",
-                why="each would train alone, on all the data, and save over the others",
-                remedy="make and use the trainer inside `with accel.distributed():`; where the processes are meant to "
-                f'be independent, say parallel="{_NONE}"',
+                why="each would train alone, on all the data, and overwrite the others' checkpoints",
+                remedy="make and use the trainer inside `with accel.distributed():`; if the processes are meant to "
+                f'be independent, set parallel="{_NONE}"',
             )
-        return Alone(backend, options)
+        return SingleProcess(backend, options)
     if name is None or name == _NONE:
         raise ConfigurationError(
             f"a job of {world_size} ranks, and parallel={name!r}",
-            why="every rank would train a model of its own, on its own share of the data",
+            why="every rank would train its own model, on its own share of the data",
             available=", ".join(f'parallel="{strategy}"' for strategy in offered if strategy != _NONE),
-            remedy="say which, or leave accel.distributed() out to run independent processes",
+            remedy="choose one, or leave accel.distributed() out to run independent processes",
         )
     return FullySharded(backend, options, asked) if isinstance(asked, FSDP) else _STRATEGIES[name](backend, options)
