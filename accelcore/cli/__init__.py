@@ -1,7 +1,7 @@
-"""The command line. Neither torch nor a plugin is imported before a command needs it; torch never, in this process.
+"""The command line. This process never imports torch, and a plugin only if a command needs it.
 
-Here is what every command has in common: a user's mistake is one message on stderr and exit code 64, a traceback is
-shown only with `--debug`, and a reader that closes early, as `head` does, is not an error.
+For every command, a user's mistake is one message on stderr and exit code 64. `--debug` adds the traceback. A reader
+that closes early, like `head`, is not an error.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ USAGE = 64
 """Exit code of an invalid request; `sysexits.h` calls it EX_USAGE. 1 and 2 belong to doctor's findings."""
 
 ROLES = ("backend", "precision", "scaler", "optimizers", "collectives", "compiler", "runtime", "training", "parallel")
-"""The parts of the conformance suite: the backend as a whole, its six roles, training end to end."""
+"""Parts of the conformance suite: the backend as a whole, its six roles, training end to end."""
 
 _INTERRUPTED = 130
 
 
 @dataclass
 class Settings:
-    """What holds for every command."""
+    """Settings of every command."""
 
     debug: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return the exit code."""
     import click
 
     from accelcore.cli.commands import app
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return _INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more when it ends, which must not fail in its turn.
+        # The interpreter flushes stdout again at exit; that must not fail, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return int(code or 0)

@@ -39,7 +39,7 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Fault:
-    """The error that `select()` would raise; its `type` is empty if the process would end or block instead."""
+    """Error that `select()` would raise; its `type` is empty if the process would end or block instead."""
 
     type: str
     what: str
@@ -50,7 +50,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class SelectionPreview:
-    """What `select()` would do with the present environment, found without creating a backend.
+    """Choice that `select()` would make in the present environment, found without creating a backend.
 
     Attributes:
         request: the text of the request; `"auto"` if ACCEL_DEVICE is not set.
@@ -76,7 +76,7 @@ class Answers:
     Attributes:
         candidates: the backends, without hooks; of an error only its text is kept.
         extensions: the extensions, without hooks.
-        selection: what `select()` would do, if that was asked.
+        selection: the choice of `select()`, if that was asked.
     """
 
     candidates: tuple[Candidate, ...] = ()

@@ -1,7 +1,7 @@
-"""Child processes, followed to their end: they may crash, exit, hang, or leave other processes behind.
+"""Child processes that may crash, exit, hang, or leave other processes behind.
 
-One that runs a module of this package sees the same packages as this process, in the same order, and no more: the
-working directory, which `python -m` would put first, could hold a file with a package's name.
+A child that runs a module of this package has the `sys.path` of this process. `python -m` would put the working
+directory first, which could hold a file with a package's name.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LOOK = 0.2  # seconds between looks at a file that shows progress
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child process ended, and what it wrote.
+    """End and output of a child process.
 
     Attributes:
-        status: its exit code; below 0 the signal that ended it; None where it did not end in time, and was killed.
-        limit: how many seconds it was given, in all or after the last sign of progress.
-        seconds: how many it took.
+        status: its exit code; below 0 the signal that ended it; None if it was killed after the time limit.
+        limit: the time limit in seconds, in all or after the last progress.
+        seconds: the seconds it took.
     """
 
     status: int | None
@@ -45,7 +45,7 @@ class Ended:
 
     @property
     def signal(self) -> str:
-        """The name of the signal that ended it; empty where none did."""
+        """The name of the signal that ended it, or an empty string."""
         if self.status is None or self.status >= 0:
             return ""
         try:
@@ -55,7 +55,7 @@ class Ended:
 
     @property
     def where(self) -> str:
-        """The Python line it was at, from the dump that `faulthandler` leaves: `" in File ..."`, or empty."""
+        """The Python line it was at, from `faulthandler`: `" in File ..."`, or an empty string."""
         written = self.stderr.splitlines()
         for line, following in pairwise(written):
             if line.startswith("Current thread") and following.startswith("  File"):
@@ -64,7 +64,7 @@ class Ended:
 
 
 def call(module: str, *arguments: str, environ: Mapping[str, str], limit: float) -> Ended:
-    """Call `main()` of a module of this package in a Python of its own, for at most `limit` seconds."""
+    """Call `main()` of a module of this package in a child process, for at most `limit` seconds."""
     isolated = ["-I"] if sys.flags.isolated else []
     command = [sys.executable, *isolated, "-X", "faulthandler", "-c", _CALL.format(module=module)]
     return run([*command, "\n".join(sys.path), *arguments], environ=environ, limit=limit)
@@ -79,24 +79,22 @@ def run(
     progress: Path | None = None,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Ended:
-    """Run a command for at most `limit` seconds; however this ends, by Ctrl-C too, the child is gone.
-
-    So is all that it started in its process group.
+    """Run a command for at most `limit` seconds, then kill its process group. Ctrl-C kills it, too.
 
     Args:
-        command: a program of this package's.
+        command: a program of this package.
         environ: its environment.
         limit: seconds.
-        folder: where it runs; None is this process's.
+        folder: its working directory; None means this process's.
         progress: a file; whenever it has grown, the child has `limit` seconds more.
-        on_progress: called then.
+        on_progress: called when it has grown.
     """
     start = time.perf_counter()
-    # Files, not pipes: a process that the child leaves behind would keep a pipe open, and this one waiting.
+    # Files, not pipes: a process that the child leaves behind would keep a pipe open, and this process waiting.
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr, exceptions_for_signals():
         child = subprocess.Popen(  # noqa: S603  # this Python, on a module of this package
             command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-            start_new_session=True,  # a group of its own, which can be ended whole
+            start_new_session=True,  # a new process group, which can be killed as a whole
         )  # fmt: skip
         try:
             status = _wait(child, limit, progress, on_progress)
@@ -125,7 +123,7 @@ def _wait(
 
 @contextmanager
 def exceptions_for_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise, as Ctrl-C does: by default they end this process and leave its child."""
+    """Let SIGTERM and SIGHUP raise, as Ctrl-C does. By default they end this process and not its child."""
     replaced = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     for number in replaced:
         signal.signal(number, _exit)

@@ -1,4 +1,4 @@
-"""The commands and their options: what `--help` and shell completion know. Each imports its work when it is run."""
+"""The commands and their options. Each command imports its implementation when it runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SEVERAL_MACHINES = {
     "--master-port": ("PORT", "A port that is free there."),
     "--local-addr": ("HOST", "The address of this machine, if torch does not find the right one."),
 }
-"""torchrun's options that `accelcore run` hands on as they are."""
+"""Options of torchrun that `accelcore run` passes through."""
 
 
 def _debug(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -33,28 +33,28 @@ def _debug(context: click.Context, parameter: click.Parameter, value: bool) -> N
 
 
 def common(command: F) -> F:
-    """Give a command the options that all have."""
-    # Eager: known before another option turns out to be a mistake.
+    """Add the options of every command."""
+    # Eager: read before another option raises.
     return click.option(
         "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_debug, help="Show tracebacks of errors."
     )(command)
 
 
 def timeout(default: int, help: str) -> Callable[[F], F]:
-    """An option `--timeout`, in seconds."""
+    """Add an option `--timeout`, in seconds."""
     seconds = click.IntRange(min=1, max=86400)
     return click.option("--timeout", metavar="SECONDS", type=seconds, default=default, show_default=True, help=help)
 
 
 def several_machines(command: F) -> F:
-    """Give a command torchrun's options for several machines."""
+    """Add torchrun's options for several machines."""
     for name, (metavar, text) in reversed(_SEVERAL_MACHINES.items()):
         command = click.option(name, metavar=metavar, help=f"{text} (torchrun's)")(command)
     return command
 
 
 def devices(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """The installed backends whose names begin so, for completion."""
+    """Complete the names of installed backends."""
     from importlib.metadata import entry_points
 
     from accelcore.plugins import BACKENDS
@@ -97,10 +97,10 @@ def app() -> None:
 @timeout(60, help="How long one trial of --deep may take.")
 @common
 def doctor(as_json: bool, deep: bool, timeout: int) -> int:
-    """Say which backends work here, why the others do not, and what to do.
+    """Report which backends work here, why the others do not, and what to do.
 
-    Looks at plugins and package metadata only: no torch, no device. With --deep, torch is imported and every usable
-    backend multiplies two small matrices, each in a process of its own, so that a crash or a hang is reported.
+    Asks plugins and reads package metadata; imports no torch and touches no device. With --deep, child processes import
+    torch and multiply two small matrices on every usable backend, so that a crash or a hang is reported.
 
     \b
     Exit code:
@@ -180,7 +180,7 @@ def run(
     """Run a script, or with -m a module, on the device of your choice.
 
     Options of accelcore go before SCRIPT, the script's own after it. With one rank this process becomes the script,
-    with its exit code and its signals. If one of several ranks dies, all end, and a sentence says which was the first.
+    with its exit code and its signals. If one of several ranks fails, all end, and the last line names the first.
 
     \b
     Examples:
@@ -211,7 +211,7 @@ def run(
 
 @app.group()
 def verify() -> None:
-    """Prove that a backend keeps its promises.
+    """Test whether a backend works as it declares.
 
     \b
     Examples:
@@ -228,15 +228,15 @@ def verify() -> None:
     metavar="ROLE",
     type=click.Choice(ROLES),
     multiple=True,
-    help="Look at this part only: backend, training, or one of the six roles. May be given again.",
+    help="Test only this part: backend, training, or one of the six roles. May be given several times.",
 )
 @timeout(300, help="How long one test may take.")
 @common
 def verify_backend(name: str, as_json: bool, only: tuple[str, ...], timeout: int) -> int:
     """Run the conformance suite on the backend NAME, and print its scorecard.
 
-    What the backend declares is tested; what it does not declare must be refused with UnsupportedError. A test that
-    crashes or hangs has failed, and the others go on. Needs pytest: pip install 'accelcore[testing]'.
+    Declared features are tested; other features must be refused with UnsupportedError. A test that crashes or hangs has
+    failed, and the other tests still run. Needs pytest: pip install 'accelcore[testing]'.
 
     \b
     Exit code:
@@ -264,17 +264,23 @@ def verify_backend(name: str, as_json: bool, only: tuple[str, ...], timeout: int
 
 @app.command()
 @click.option(
-    "--backend", metavar="NAME", shell_complete=devices, help="Also show what torch's own autocast does there."
+    "--backend",
+    metavar="NAME",
+    shell_complete=devices,
+    help="Also show the operators of torch's own autocast on this backend.",
 )
 @click.option(
-    "--diff", metavar="NAME", shell_complete=devices, help="Only what torch's own does differently on these two."
+    "--diff",
+    metavar="NAME",
+    shell_complete=devices,
+    help="Show only the differences between --backend and this backend.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @common
 def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
     """Show the op table O1: which operator runs in which dtype under autocast, on every device.
 
-    torch's own tables are another for each device. What a device has that does not work here is read from torch.
+    torch has a different table for each device. The table of a device that does not work here is read from torch.
 
     \b
     Examples:
@@ -294,15 +300,17 @@ def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
 
 
 @app.command()
-@click.option("--trainer", metavar="NAME", help="Whose model, where several trainers were saved together.")
+@click.option(
+    "--trainer", metavar="NAME", help="The trainer whose model to write, if several trainers were saved together."
+)
 @click.argument("checkpoint", type=click.Path())
 @click.argument("file", type=click.Path())
 @common
 def export(trainer: str | None, checkpoint: str, file: str) -> None:
     """Write the model of a checkpoint to one safetensors file.
 
-    CHECKPOINT is a checkpoint, or a folder of them, of which the newest is taken; several ranks may have saved it in
-    pieces. FILE is replaced when the new one is complete.
+    CHECKPOINT is a checkpoint, or a folder of checkpoints, of which the newest is used. Several ranks may have saved it
+    in pieces. FILE is replaced when the new one is complete.
 
     \b
     Examples:
@@ -319,7 +327,7 @@ def export(trainer: str | None, checkpoint: str, file: str) -> None:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @common
 def completion(shell: str) -> None:
-    """Print what makes your shell complete accelcore's commands, options and devices.
+    """Print the script with which your shell completes accelcore's commands, options and devices.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""What `accelcore doctor` finds out, as data: its fields are the fields of the JSON."""
+"""Results of `accelcore doctor` as data, with the field names of the JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accelcore.probe import Probe
 __all__ = ["BROKEN", "NOTHING_USABLE", "USABLE", "Backend", "Diagnosis", "Extension", "InstalledFault", "diagnose"]
 
 SCHEMA = 1
-"""Version of the JSON. A new field does not change it; a field that goes or means something else does."""
+"""Version of the JSON. It changes if a field is removed or changes its meaning, not if one is added."""
 
 USABLE, BROKEN, NOTHING_USABLE = 0, 1, 2
 
@@ -34,7 +34,7 @@ _VARIABLES = (
     "ACCEL_PROBE_TIMEOUT",
     *JOB_VARIABLES,
     VARIABLE,
-    # What changes a process from outside: threads, compilers, where code is found. None of them holds a secret.
+    # Variables that affect threads, compilers and the search for code. None of them holds a secret.
     "OMP_NUM_THREADS",
     "OMP_WAIT_POLICY",
     "CXX",
@@ -49,8 +49,8 @@ class Backend:
 
     Attributes:
         state: `"usable"`, `"unusable"` (it answered, and cannot work here) or `"broken"` (it gave no valid answer).
-        versions: the vendor's distributions that the plugin names; None where one is not installed.
-        misfits: what the plugin's and the vendor's distributions require and do not have.
+        versions: the vendor's distributions that the plugin names; None if one is not installed.
+        misfits: unmet requirements of the plugin's and the vendor's distributions.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Extension:
-    """One installed extension: `"loads"` or `"broken"`; its misfits are what it requires and does not have."""
+    """One installed extension: its state is `"loads"` or `"broken"`."""
 
     name: str
     state: str
@@ -78,7 +78,7 @@ class Extension:
 
 @dataclass(frozen=True)
 class InstalledFault:
-    """A `KnownFault` of the installed version; `backend` is whose it is, empty where every backend has it."""
+    """A `KnownFault` of an installed version; `backend` is empty if it concerns every backend."""
 
     backend: str
     kernel: str
@@ -92,18 +92,18 @@ class InstalledFault:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that doctor found.
+    """All results.
 
     Attributes:
-        versions: Python, accelcore, torch, and what accelcore is made with; None where one is not installed.
+        versions: Python, accelcore, torch and other requirements; None if one is not installed.
         platform: the system, the machine, the C library, the number of cores.
-        misfits: what accelcore itself requires and does not have.
-        environment: the variables that matter here; None where one is not set.
+        misfits: unmet requirements of accelcore itself.
+        environment: the relevant variables; None if one is not set.
         autoload: the entry points that `import torch` calls.
-        crash: how all plugins, asked together, ended their process, where none does so alone; empty otherwise.
-        advice: what nothing above is the place for.
-        faults: the kernels that are known to be wrong in the installed versions, of backends that can be used.
-        deep: None without `--deep`.
+        crash: how all plugins together ended their process, if no plugin does so alone; otherwise empty.
+        advice: further notes.
+        faults: known kernel bugs of the installed versions, for usable backends.
+        deep: the trials of `--deep`, or None.
     """
 
     versions: dict[str, str | None]
@@ -123,7 +123,7 @@ class Diagnosis:
 
     @property
     def broken(self) -> list[str]:
-        """The names of everything broken, for people."""
+        """The names of everything that is broken."""
         names = [f"backend {backend.name}" for backend in self.backends if backend.state == "broken"]
         names += [f"extension {extension.name}" for extension in self.extensions if extension.state == "broken"]
         names += ["all plugins together"] if self.crash else []
@@ -138,7 +138,7 @@ class Diagnosis:
 
     @property
     def usable(self) -> list[str]:
-        """The names of the backends that can be used, as far as is known."""
+        """The names of the usable backends; with `--deep` of those whose trial works."""
         names = [backend.name for backend in self.backends if backend.state == "usable"]
         if self.deep is not None:
             works = {trial.name for trial in self.deep.backends if trial.outcome == "works"}
@@ -147,19 +147,19 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """0, 1 or 2; that nothing is usable says more than that something is broken."""
+        """The exit code 0, 1 or 2; that no backend is usable matters more than that something is broken."""
         if not self.usable:
             return NOTHING_USABLE
         return BROKEN if self.broken else USABLE
 
     def as_json(self) -> dict[str, Any]:
-        """The fields, and what they come to."""
+        """Return the fields and the verdict."""
         verdict = {"exit_code": self.exit_code, "usable": self.usable, "broken": self.broken}
         return {"schema": self.schema, **verdict, **{k: v for k, v in asdict(self).items() if k != "schema"}}
 
 
 def diagnose(deep_timeout: float | None = None) -> Diagnosis:
-    """Ask every plugin and read the metadata; with a number of seconds, also try everything for so long each."""
+    """Ask every plugin and read the metadata; with a timeout in seconds, also run the trials of `--deep`."""
     answers, crash = ask_plugins()
     assert answers.selection is not None, "it was asked for"
     candidates = answers.candidates
@@ -243,5 +243,5 @@ def _advice(found: Sequence[Autoload], candidates: Sequence[Candidate]) -> Itera
     for autoload, candidate in of_unusable_backends(found, candidates):
         yield (
             f"import torch loads {autoload}, although {candidate.name} is not usable here ({candidate.probe.reason}); "
-            f"where that makes import torch fail, set {VARIABLE}=0 or start the script with accelcore run"
+            f"if that makes import torch fail, set {VARIABLE}=0 or start the script with accelcore run"
         )

@@ -22,7 +22,7 @@ _LONGEST = 300  # characters of an error's first line
 
 
 def main() -> None:
-    """Run torch's launcher on the arguments, which are those of `torch.distributed.run`."""
+    """Run torch's launcher on the arguments of `torch.distributed.run`."""
     arguments = run.parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]
     if arguments.max_restarts == 0:  # with restarts, torch says in a line what each of them is for
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_news)
@@ -60,7 +60,7 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[str, int]:
 
 
 def _order(failure: ProcessFailure) -> tuple[int, float]:
-    """Sort key: ranks that failed by themselves, then those that lost another rank, then those the launcher ended."""
+    """Sort ranks that failed by themselves first, then ranks that lost another rank, then ranks that were ended."""
     if isinstance(failure.message, dict):
         # The file's own time, because torch records whole seconds.
         lost = str(failure.message["message"]).startswith("DistributedError")

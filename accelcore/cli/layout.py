@@ -1,4 +1,4 @@
-"""How a diagnosis looks: as JSON, as plain lines for a pipe, and as the same lines with colours on a terminal."""
+"""Print a diagnosis: as JSON, as plain lines for a pipe, or as the same lines with colours on a terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WORDS = {"unusable": "not usable"}
 
 @dataclass(frozen=True)
 class Line:
-    """A line: how far it is indented, and its pieces, each with rich's name of a style or none."""
+    """A line: its indentation, and pieces of text, each with the name of a rich style or an empty one."""
 
     indent: int
     pieces: tuple[tuple[str, str], ...]
@@ -44,7 +44,7 @@ class Line:
 
 
 def show(diagnosis: Diagnosis, *, as_json: bool = False) -> None:
-    """Print it to stdout; rich is imported only where that is a terminal."""
+    """Print a diagnosis to stdout; rich is imported only for a terminal."""
     if as_json:
         sys.stdout.write(json.dumps(diagnosis.as_json(), indent=2) + "\n")
     elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
@@ -62,7 +62,7 @@ def show(diagnosis: Diagnosis, *, as_json: bool = False) -> None:
 
 
 def lines(diagnosis: Diagnosis) -> Iterator[Line]:
-    """Everything but what is of no use to a reader, such as distributions that are not installed."""
+    """Yield the lines of a diagnosis, without details such as distributions that are not installed."""
     versions = (f"{name} {version or 'not installed'}" for name, version in diagnosis.versions.items())
     yield _line(0, (", ".join(versions), "bold"))
     yield _line(0, (f"{diagnosis.platform}, {diagnosis.executable}", "dim"))
@@ -80,7 +80,7 @@ def lines(diagnosis: Diagnosis) -> Iterator[Line]:
     yield from _headed("select()")
     yield from _selection(diagnosis.selection)
     if diagnosis.deep is not None:
-        yield from _headed("deep: each in a process of its own")
+        yield from _headed("deep: each in a child process")
         trials = (diagnosis.deep.torch, *diagnosis.deep.backends)
         for label, trial in zip(("import torch", *(f"backend {t.name}" for t in trials[1:])), trials, strict=True):
             yield from _trial(label, trial)
@@ -95,7 +95,7 @@ def lines(diagnosis: Diagnosis) -> Iterator[Line]:
         for autoload in diagnosis.autoload:
             yield _line(2, (str(autoload), ""))
     if diagnosis.faults:
-        yield from _headed("known wrong kernels in the installed versions")
+        yield from _headed("known kernel bugs in the installed versions")
         for fault in diagnosis.faults:
             whose = f", {fault.backend}" if fault.backend else ""
             yield _line(2, (fault.kernel, "bold"), (f"  {fault.package} {fault.installed}{whose}", ""))
@@ -184,5 +184,5 @@ def _line(indent: int, *pieces: tuple[str, str]) -> Line:
 
 
 def _printable(text: str) -> str:
-    """A plugin's words may hold anything; what would move the cursor or break a line is shown instead of done."""
+    """Escape characters of a plugin's text that would move the cursor or break a line."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -1,4 +1,4 @@
-"""`accelcore precision`: the op table O1, and what torch's own autocast intercepts on which device."""
+"""`accelcore precision`: the op table O1, and the operators of torch's own autocast on each device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationE
 
 __all__ = ["OpTables", "ask", "main", "show"]
 
-_UNKNOWN = "by torch"  # an operator of a device that does not work here, where its backend would know
+_UNKNOWN = "by torch"  # for an operator of a device that does not work here; only its backend knows more
 _LIMIT = 300  # seconds; torch is imported, and a device may be slow to start
 
 
@@ -24,8 +24,8 @@ class OpTables:
 
     Attributes:
         o1: each operator's treatment, by its name without overload.
-        torch: for each backend asked for its `operators`, such as `"aten::mm"`, their `source`, and perhaps its `own`.
-        diff: whether only what two of them do differently is of interest.
+        torch: for each backend its `operators`, such as `"aten::mm"`, their `source`, and perhaps its `own` treatments.
+        diff: whether to show only the differences between two backends.
     """
 
     o1: dict[str, str]
@@ -33,7 +33,7 @@ class OpTables:
     diff: bool
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """Operator, treatment under O1, and for each backend whether torch's own autocast intercepts it."""
+        """Yield operator, treatment under O1, and for each backend whether torch's own autocast intercepts it."""
         listed = {name: {_base(operator) for operator in table["operators"]} for name, table in self.torch.items()}
         own = {name: treatment for table in self.torch.values() for name, treatment in table.get("own", {}).items()}
         known = {**own, **self.o1}
@@ -45,7 +45,7 @@ class OpTables:
                 yield (name, known.get(name, _UNKNOWN), *cells)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for programs."""
+        """Return the tables for JSON."""
         result: dict[str, Any] = {"schema": 1, "o1": self.o1, "torch": self.torch}
         if self.diff:
             (one, first), (two, second) = ((name, set(table["operators"])) for name, table in self.torch.items())
@@ -54,15 +54,15 @@ class OpTables:
 
 
 def ask(backend: str | None, diff: str | None) -> OpTables:
-    """Find the tables.
+    """Find the tables in a child process.
 
     Args:
-        backend: a backend whose own table of torch's to show beside O1.
-        diff: another, to compare it with.
+        backend: a backend whose table of torch to show beside O1.
+        diff: another backend to compare it with.
 
     Raises:
         ConfigurationError: torch knows no autocast of such a device.
-        PluginError: the process that was to find them ended otherwise.
+        PluginError: the child process failed.
     """
     if diff is not None and backend in (None, diff):
         raise ConfigurationError("--diff compares two backends", remedy="give --backend another one, such as cpu")
@@ -82,7 +82,7 @@ def ask(backend: str | None, diff: str | None) -> OpTables:
 
 
 def show(tables: OpTables) -> None:
-    """Print it to stdout; rich is imported only where that is a terminal."""
+    """Print the tables to stdout; rich is imported only for a terminal."""
     head = ("operator", "O1", *(f"torch on {name}" for name in tables.torch))
     rows = list(tables.rows())
     if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
@@ -113,7 +113,7 @@ def _base(operator: str) -> str:
 
 
 def main() -> int:
-    """Print O1's table, and torch's own for each backend that the arguments name: the child, which imports torch."""
+    """Print O1's table, and torch's own for each backend in the arguments: the child process."""
     answer: dict[str, Any] = {}
     try:
         answer["torch"] = {name: _torchs_table(name) for name in sys.argv[1:]}
@@ -128,7 +128,7 @@ def main() -> int:
 
 
 def _torchs_table(name: str) -> dict[str, Any]:
-    """Return the operators that torch's autocast intercepts there, from the device or from torch alone."""
+    """Return the operators that torch's autocast intercepts on a backend, from the device or from torch alone."""
     from accelcore.selection import select
 
     try:

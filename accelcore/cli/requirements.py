@@ -1,4 +1,4 @@
-"""Whether installed distributions fit together: what each requires, by its metadata, against what is installed."""
+"""Unmet requirements of installed distributions, by their metadata."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Misfit:
     """A requirement that is not met, or cannot be read.
 
     Attributes:
-        distribution: who requires it.
-        requirement: what it requires, as in its metadata but without the marker; empty where that cannot be read.
-        installed: the version that is installed; None where none is.
+        distribution: the distribution that has the requirement.
+        requirement: the requirement as in its metadata, without the marker; empty if it cannot be read.
+        installed: the installed version; None if nothing is installed.
     """
 
     distribution: str
@@ -30,17 +30,17 @@ class Misfit:
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a distribution; None where it is not installed, or its metadata does not say."""
+    """Return the version of a distribution; None if it is not installed, or its metadata has no version."""
     try:
         return version(name)
-    except (PackageNotFoundError, ValueError, KeyError):  # ValueError: an empty name, or metadata that is no text
+    except (PackageNotFoundError, ValueError, KeyError):  # ValueError: an empty name, or metadata that is not text
         return None
 
 
 def misfits(names: Iterable[str]) -> tuple[Misfit, ...]:
-    """What the distributions of these names require and do not have; a name that is not installed requires nothing.
+    """Return the unmet requirements of the named distributions; one that is not installed has none.
 
-    An empty name is that of a distribution which does not tell its own.
+    An empty name stands for a distribution whose metadata has no name.
     """
     found: list[Misfit] = []
     for name in dict.fromkeys(names):
@@ -54,11 +54,11 @@ def misfits(names: Iterable[str]) -> tuple[Misfit, ...]:
 
 
 def _of(name: str, owner: Distribution) -> Iterator[Misfit]:
-    # Here, because it takes a third as long as all else that doctor imports, and not every command needs it.
+    # Imported here, because it is slow to import, and not every command needs it.
     from packaging.requirements import Requirement
     from packaging.version import Version
 
-    if not owner.version:  # an empty file, as an interrupted installation leaves it
+    if not owner.version:  # an empty file, after an interrupted installation
         raise ValueError(name)
     label = f"{name} {owner.version}"
     for text in owner.requires or ():
@@ -68,7 +68,7 @@ def _of(name: str, owner: Distribution) -> Iterator[Misfit]:
                 continue
             requirement.marker = None
             has = installed_version(requirement.name)
-            # With prereleases: what is installed was wanted.
+            # An installed prerelease counts: somebody chose it.
             if has is not None and requirement.specifier.contains(Version(has), prereleases=True):
                 continue
         except (ValueError, KeyError):  # packaging's own errors are these
@@ -84,5 +84,5 @@ def _of(name: str, owner: Distribution) -> Iterator[Misfit]:
 
 
 def _unreadable(name: str, reason: str) -> Misfit:
-    remedy = f"pip install --force-reinstall {shlex.quote(name)}" if name else "install it anew"
+    remedy = f"pip install --force-reinstall {shlex.quote(name)}" if name else "install it again"
     return Misfit(name, "", None, reason, remedy)

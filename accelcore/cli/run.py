@@ -131,9 +131,9 @@ def _check_machines(machines: Mapping[str, str], environ: Mapping[str, str]) -> 
         if not any(option in machines for option in options) and not any(name in environ for name in variables):
             raise ConfigurationError(
                 f"{' and '.join(machines)} without {' or '.join(options)}",
-                why="a job of several machines needs their number, where they meet, and the number of this machine",
-                remedy="for example --nnodes 2 --node-rank 0 --rdzv-endpoint HOST:PORT, alike on each machine but for "
-                "--node-rank; with --rdzv-backend c10d torch numbers the machines",
+                why="a job of several machines needs their number, a meeting point, and the number of this machine",
+                remedy="give --nnodes 2 --node-rank 0 --rdzv-endpoint HOST:PORT; another --node-rank on each machine; "
+                "with --rdzv-backend c10d, torch numbers the machines",
             )
 
 

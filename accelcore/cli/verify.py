@@ -1,6 +1,6 @@
-"""`accelcore verify backend NAME`: the conformance suite in a process of its own, and its scorecard.
+"""`accelcore verify backend NAME`: run the conformance suite in a child process, and print its scorecard.
 
-The process may crash or hang in the middle of a test: that test has failed, and another process goes on behind it.
+If the process crashes or hangs, the test in which it did has failed, and another process runs the tests after it.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ __all__ = ["OUTCOMES", "Scorecard", "Verdict", "show", "verify"]
 
 OUTCOMES = ("passed", "failed", "not declared", "not tried")
 
-_SUITE = "accelcore.testing.suite"  # as the child imports it: a path could be of another accelcore than the child's
+_SUITE = "accelcore.testing.suite"  # as the child imports it: a path could belong to another installation
 _DONE = (0, 1, 5)  # pytest's codes: all passed, some failed, nothing left to run
-_ENDS = "The process that used the backend ends in order."
-_TAIL = 2000  # characters of what a process wrote last, or
-_CRASH, _BEFORE = "Fatal Python error", 500  # from there on, with as many before it
+_ENDS = "The process that used the backend ends without a crash."
+_TAIL = 2000  # last characters of a process's output, or
+_CRASH, _BEFORE = "Fatal Python error", 500  # if there is a crash, from there on, with so many before it
 _SHOWN = 12  # lines of a failure in text
 _COLORS = {"passed": "green", "failed": "red", "not declared": "yellow", "not tried": "yellow"}
 
 
 @dataclass
 class Verdict:
-    """What became of one test.
+    """Outcome of one test.
 
     Attributes:
-        role: the role it is about, or `"backend"`, or `"training"`.
+        role: the role that it tests, or `"backend"`, or `"training"`.
         name, case: the test's name, and its parameters.
-        what: what it asks, in a sentence.
+        what: the property that it tests, in a sentence.
         outcome: one of `OUTCOMES`.
-        why: the reason, where it did not pass.
-        seconds: how long it took.
+        why: the reason, if it did not pass.
+        seconds: its duration.
         where: file and line of each call on the way to the failure, from the test down.
-        traceback: as pytest shows it, where it failed.
+        traceback: pytest's, if it failed.
     """
 
     role: str
@@ -70,7 +70,7 @@ class Verdict:
 
 @dataclass
 class Scorecard:
-    """What the suite found out about one backend.
+    """Outcomes of the suite for one backend.
 
     Attributes:
         backend: its name, index, device, capabilities, whether it is emulated, and torch's version.
@@ -87,11 +87,11 @@ class Scorecard:
         return "failed" not in outcomes and "passed" in outcomes
 
     def counts(self, role: str | None = None) -> Counter[str]:
-        """How many tests of a role, or of all, had each outcome."""
+        """Count the outcomes of a role's tests, or of all tests."""
         return Counter(verdict.outcome for verdict in self.verdicts if role in (None, verdict.role))
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for programs."""
+        """Return the scorecard for JSON."""
         roles = {role: {outcome: self.counts(role)[outcome] for outcome in OUTCOMES} for role in ROLES}
         return {
             "schema": 1,
@@ -107,12 +107,12 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300) -> Sco
 
     Args:
         name: `NAME` or `NAME:INDEX`.
-        roles: those to look at; all of them where none is named.
+        roles: the roles to test; empty for all.
         timeout: seconds that one test may take.
 
     Raises:
-        ConfigurationError: no such name, or pytest is not installed.
-        AccelError: by its own word the backend cannot be used here.
+        ConfigurationError: the name is not one backend, or pytest is not installed.
+        AccelError: the backend's plugin reports that it cannot be used here.
         PluginError: the suite could not be run to its end.
     """
     choices = parse(name, "backend")
@@ -143,7 +143,11 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300) -> Sco
                     card.verdicts.append(Verdict("backend", "end", "", _ENDS, "failed", why))
                 return card
             if open_id is None or len(entries) == before:
-                raise PluginError(f"the suite could not be run on {name}", why=why, remedy="see the above")
+                raise PluginError(
+                    f"the suite could not be run on {name}",
+                    why=why,
+                    remedy="read that output; accelcore doctor --deep tries the backend alone",
+                )
             end = {"event": "end", "id": open_id, "outcome": "failed", "why": why, "seconds": 0.0}
             with report.open("a", encoding="utf-8") as file:
                 file.write("\n" + json.dumps(end) + "\n")
@@ -212,14 +216,14 @@ class _Progress:
 def _run(
     name: str, classes: Sequence[str], report: Path, timeout: float, on_progress: Callable[[], None]
 ) -> tuple[Ended, str]:
-    """One process of pytest, for `timeout` seconds a test; how it ended, and the last it wrote."""
+    """Run one process of pytest, for `timeout` seconds a test; return its end and its last output."""
     command = [
         sys.executable, "-X", "faulthandler", "-m", "pytest", "--pyargs", *classes,
         "-p", "accelcore.testing.report", "--accelcore-backend", name, "--accelcore-report", str(report),
-        # Nobody else's configuration, plugins and caches.
+        # Without the user's configuration, plugins and caches.
         "-c", os.devnull, f"--rootdir={report.parent}", "--noconftest", "-p", "no:cacheprovider", "-q", "--tb=short",
     ]  # fmt: skip
-    # The suite makes jobs of its own; as a rank of another job it would wait for ranks that never come.
+    # The suite forms its own jobs; as a rank of another job it would wait for ranks that never come.
     environ = {name: value for name, value in outside_any_job(os.environ).items() if not name.startswith("PYTEST_")}
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     ended = child.run(
@@ -254,7 +258,7 @@ def _backend(report: Path) -> dict[str, Any]:
 
 
 def _count(report: Path) -> int:
-    """How many tests there are; 0 while nobody knows."""
+    """Return how many tests there are; 0 before they are collected."""
     return next((line["count"] for line in _lines(report) if line["event"] == "collected"), 0)
 
 

@@ -1,4 +1,4 @@
-"""The conformance suite: what a backend promises, as tests that its authors run.
+"""Conformance suite: tests that the author of a backend runs.
 
 A test module of two statements runs all of it::
 
@@ -9,11 +9,11 @@ A test module of two statements runs all of it::
     def accel():
         return accelcore.select("mydevice")
 
-What `accel.capabilities` declares is tested. What it does not declare must raise `UnsupportedError`: then the test is
-skipped as "not declared", and where it works all the same, it fails. `accelcore verify backend mydevice` runs the same
-tests without a test module and prints a scorecard.
+Everything that `accel.capabilities` declares is tested. Other features must raise `UnsupportedError`: the test is then
+skipped as "not declared"; if the feature works all the same, the test fails. `accelcore verify backend mydevice` runs
+the same tests without a test module and prints a scorecard.
 
-Several ranks are processes of their own, which select the backend by its name; so it must be installed.
+Ranks are child processes that select the backend by its name, so it must be installed.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ if "torch" in sys.modules:
 
 
 class TestBackend:
-    """The device is where it says it is, and the declaration can be read."""
+    """The device, its plugin and its declaration."""
 
     def test_probe_is_light(self, accel: Backend) -> None:
-        """The probe says that the device works, and imports no torch to find out."""
+        """The probe reports that the device works, without importing torch."""
         result = subprocess.run(  # noqa: S603  # this Python, on a program of this file
             [sys.executable, "-c", _PROBE, accel.name], capture_output=True, text=True, timeout=120
         )
@@ -53,14 +53,14 @@ class TestBackend:
         assert twin.optimizers is not accel.optimizers, "two backends share one registry of optimizers"
 
     def test_travels(self, accel: Backend) -> None:
-        """A backend can live in a config: copied with it, it is itself; pickled, it is the same device again."""
+        """A copied backend is the same object; an unpickled one has the same device."""
         assert copy.deepcopy({"accel": accel})["accel"] is accel, "a copy is another backend"
         twin = pickle.loads(pickle.dumps(accel))  # noqa: S301  # pickled here
         assert isinstance(twin, Backend), "what is unpickled is no backend"
         assert (twin.name, twin.device) == (accel.name, accel.device)
 
     def test_loading(self, accel: Backend) -> None:
-        """A loader for this device pins its batches where that is declared, and reads them as they are."""
+        """A loader for this device pins its batches if that is declared, and does not change them."""
         rows = torch.arange(4.0)
         batches = list(torch.utils.data.DataLoader(rows, batch_size=2, **accel.loading()))  # type: ignore[arg-type]
         pinned = [batch.is_pinned() for batch in batches]
@@ -88,7 +88,7 @@ class TestBackend:
         assert settings() == before
 
     def test_declaration_is_readable(self, accel: Backend) -> None:
-        """What is declared are words that the suite has a test for, each said once."""
+        """The declaration holds only words that the suite has a test for, each once."""
         declaration = accel.capabilities
         assert isinstance(declaration, Capabilities)
         for field in dataclasses.fields(declaration):
@@ -110,7 +110,7 @@ class TestBackend:
         assert "float32" in declaration.model_dtypes, "fp32 is what everything else is compared with"
 
     def test_tensors_are_on_the_device(self, accel: Backend) -> None:
-        """A tensor made on `accel.device` is there, and so is what is computed from it."""
+        """A tensor made on `accel.device` is on that device, and so are results computed from it."""
         assert isinstance(accel.device, torch.device)
         ones = torch.ones(3, device=accel.device)
         assert ones.device == accel.device, f"asked for {accel.device}, the tensor is on {ones.device}"

@@ -40,7 +40,7 @@ class TestCollectives:
             assert job.cpu_group() is None
 
     def test_nonsense_is_refused(self, accel: Backend) -> None:
-        """A reduction or a rank that does not exist is an error, alone too, where it would otherwise go unnoticed."""
+        """A reduction or a rank that does not exist is an error, also in one process."""
         ones = torch.ones(2, device=accel.device)
         with pytest.raises(ConfigurationError):
             accel.collectives.all_reduce(ones, "no such reduction")  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ class TestCollectives:
             accel.collectives.broadcast(ones, 1)
 
     def test_process_groups(self, accel: Backend) -> None:
-        """A backend without process groups refuses a job of several ranks; one with them runs it."""
+        """A backend with process groups runs a job of several ranks; another refuses it."""
         if accel.capabilities.process_groups:
             found = two_ranks(accel, "collectives")
             assert [(rank["rank"], rank["world_size"]) for rank in found] == [(0, 2), (1, 2)]
@@ -87,14 +87,14 @@ class TestCollectives:
         [("large", [3.0]), ("integers", [2**41 + 1]), ("inf", [True]), ("parameter", [3.0])],
     )
     def test_all_reduce(self, accel: Backend, what: str, expected: list[float]) -> None:
-        """all_reduce adds up long tensors, parameters, 64-bit integers exactly, and hides no inf."""
+        """all_reduce sums long tensors, parameters and 64-bit integers exactly, and keeps inf."""
         for rank in _job(accel):
             assert rank[what] == expected, "all_reduce gave something else than the sum over all ranks"
 
     @pytest.mark.parametrize("kind", VIEWS)
     @pytest.mark.parametrize("operation", OPERATIONS)
     def test_views(self, accel: Backend, operation: str, kind: str) -> None:
-        """Every operation changes every kind of view in place, to what all ranks have together, and nothing else."""
+        """Every operation changes every kind of view in place, to the same result on all ranks, and nothing else."""
         bases = [base_of(rank) for rank in range(2)]
         together = _together(operation, *(VIEWS[kind](base.double()) for base in bases))
         for rank, base in zip(_job(accel), bases, strict=True):
@@ -117,7 +117,7 @@ class TestCollectives:
             assert average == pytest.approx([1.5, 6e4], rel=bound), "the average is none"
 
     def test_broadcast(self, accel: Backend) -> None:
-        """broadcast gives every rank the tensor of the one that is named, integers exactly."""
+        """broadcast gives every rank the tensor of the named rank, integers exactly."""
         for rank in _job(accel):
             assert rank["broadcast"] == [[1.0], [2.0], [2**40 + 1]], "it is another rank's tensor"
 
@@ -129,7 +129,7 @@ class TestCollectives:
             )
 
     def test_words(self, accel: Backend) -> None:
-        """A rank knows whether it is the main one and its number on its host, and takes means over ranks."""
+        """A rank knows whether it is the main rank, and its local rank; means are over ranks."""
         for number, rank in enumerate(_job(accel)):
             assert rank["words"] == [number == 0, number, 1.5, [1.5, -1.5]], "a rank is not what it says, or a mean"
 
@@ -142,12 +142,12 @@ class TestCollectives:
             assert rank["weight"] == [[1.0, 1.0]], "the ranks' parameters are apart"
 
     def test_barrier(self, accel: Backend) -> None:
-        """No rank leaves a barrier before every rank has come to it."""
+        """No rank leaves a barrier before every rank has reached it."""
         first, _ = _job(accel)
         assert first["waited"], "a rank left the barrier before the other had come"
 
     def test_job_is_closed(self, accel: Backend) -> None:
-        """Behind `distributed()` the process group that it formed is gone, and another can be formed."""
+        """After `distributed()` the process group that it formed is destroyed, and another can be formed."""
         assert [rank["open"] for rank in _job(accel)] == [False, False]
 
     def test_cpu_group(self, accel: Backend) -> None:
@@ -156,7 +156,7 @@ class TestCollectives:
 
 
 def _together(operation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """What both ranks should have."""
+    """Return the tensor that both ranks should have."""
     if operation == "broadcast":
         return second
     both = torch.stack([first, second])

@@ -1,4 +1,4 @@
-"""Conformance of the compiler role: a compiled module is the same module, and a failure is no end of the run."""
+"""Conformance of the compiler role: a compiled module computes the same, and a failed compilation runs eagerly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Shifted(torch.nn.Module):
 
 
 class TestCompiler:
-    """compile, and what becomes of it."""
+    """Compiled modules against eager ones."""
 
     def test_compiled_is_the_same(self, accel: Backend) -> None:
         """A compiled module gives the outputs and gradients of the eager one, in the very same parameters."""
@@ -58,7 +58,7 @@ class TestCompiler:
             assert compiled.compiled or compiled.reason, "it runs eagerly, and does not say why"
 
     def test_compiled_follows_its_module(self, accel: Backend) -> None:
-        """What becomes of the module later counts: its mode, weights, buffers; as do shapes and named arguments."""
+        """A compiled module follows later changes of mode, weights and buffers, new shapes and named arguments."""
         with declared(bool(accel.capabilities.compilers), "a compiler"):
             module, reference = _Shifted().to(accel.device), _Shifted()
             compiled = accel.compiler.compile(module, {})
@@ -72,7 +72,7 @@ class TestCompiler:
                 assert error(buffer, expected) < 1e-4, "a buffer of the module did not follow"
 
     def test_backward_is_outside_autocast(self, accel: Backend) -> None:
-        """What is fp32 in an eager backward is fp32 in a compiled one, though forward ran under autocast."""
+        """A compiled backward computes in the dtypes of the eager one, also if forward ran under autocast."""
         known = accel.capabilities
         with declared(bool(known.compilers) and bool(known.autocast_dtypes), "a compiler under autocast"):
             module, reference = (ExactHead(accel.device.type).to(accel.device) for _ in range(2))
@@ -88,7 +88,7 @@ class TestCompiler:
 
     @pytest.mark.parametrize(("precision", "dtype"), _AUTOCAST)
     def test_training_is_eager(self, accel: Backend, precision: str, dtype: str) -> None:
-        """A head that forward computes in fp32, because its gradients overflow fp16, does not when it is compiled."""
+        """A head that disables autocast, because its gradients overflow fp16, does not overflow when compiled."""
         known = accel.capabilities
         with declared(
             bool(known.compilers) and dtype in known.autocast_dtypes, f"a compiler under autocast to {dtype}"
@@ -109,7 +109,7 @@ class TestCompiler:
             assert error(torch.tensor(compiled), torch.tensor(eager)) < 8 * eps(getattr(torch, dtype))
 
     def test_every_compiler_is_there(self, accel: Backend) -> None:
-        """Each compiler that is declared can be asked for by `{"backend": name}`, and computes what the module does."""
+        """Each declared compiler can be chosen by `{"backend": name}`, and computes what the module does."""
         for name in accel.capabilities.compilers:
             module, reference, ((rows, _),) = network().to(accel.device), network(), batches(1)
             try:
@@ -120,7 +120,7 @@ class TestCompiler:
             assert compiled.compiled or compiled.reason, f"{name} runs eagerly, and does not say why"
 
     def test_failure_falls_back_once(self, accel: Backend, caplog: pytest.LogCaptureFixture) -> None:
-        """Where compilation fails the module runs eagerly, with the right result, one report and the reason."""
+        """If compilation fails, the module runs eagerly, with the right result, one report and the reason."""
         with declared(bool(accel.capabilities.compilers), "a compiler"):
             module, reference = network().to(accel.device), network()
             with caplog.at_level(logging.WARNING, logger="accelcore"):
@@ -141,7 +141,7 @@ class TestCompiler:
             accel.compiler.compile(network().to(accel.device), {"no_such_option": True})
 
     def test_errors_of_the_model_pass(self, accel: Backend) -> None:
-        """An error of the model's own is the user's to see, and no reason to fall back."""
+        """An error of the model itself reaches the user, instead of a fallback."""
 
         class Wrong(torch.nn.Module):
             def forward(self, rows: torch.Tensor) -> torch.Tensor:

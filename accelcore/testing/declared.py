@@ -1,4 +1,4 @@
-"""Both directions of a declaration: what is declared must work, what is not must be refused."""
+"""Both directions of a declaration: declared features must work, others must be refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
     "declared",
 ]
 
-# What the suite knows to test. A declaration may name nothing else: nobody could rely on it.
+# Words that the suite can test. A declaration may contain no others.
 LOW_PRECISION = ("bfloat16", "float16")
 MODEL_DTYPES = ("float32", "float64", "bfloat16", "float16")
 TABLES = ("torch", "O1")
@@ -30,20 +30,20 @@ SHARDING = ("fsdp", "zero2", "zero3")
 DIVIDING = ("zero1", *SHARDING)
 STRATEGIES = ("none", "ddp", "combine_ddp", *DIVIDING)
 MOST_BITS = 16
-"""So many bits of a fraction are looked at."""
+"""Number of fraction bits that are tested."""
 FAST_FP32 = {"tf32": (10, 10), "hf32": (10, 12), "bf16": (7, 7), "fp32": (MOST_BITS, MOST_BITS)}
 """Formats behind `fp32="fast"`: how many bits of their fraction the factors of a product keep, at least and at most."""
 
 NOT_DECLARED = "not declared, and refused: "
-"""How the reason of a skipped test begins, where a backend refused what it does not declare."""
+"""Beginning of the skip reason if a backend refused a feature that it does not declare."""
 
 
 @contextmanager
 def declared(condition: bool, what: str) -> Iterator[None]:
-    """Run a block that asks a backend for `what`, which it declares where `condition` holds.
+    """Run a block that asks a backend for `what`, which it declares if `condition` holds.
 
-    Where it does not hold, the block must raise `UnsupportedError`: the test is then skipped. Any other end is a
-    failure, an unexpected success too: a declaration that nobody can rely on is worth nothing.
+    If it does not hold, the block must raise `UnsupportedError`, and the test is skipped. Any other end fails the
+    test, also a success: users could not rely on the declaration.
     """
     if condition:
         yield

@@ -24,9 +24,9 @@ _SECONDS = 180
 
 
 def two_ranks(accel: Backend, part: str) -> list[dict[str, Any]]:
-    """What each of two ranks found in a part of the job: `"collectives"`, or a strategy's name.
+    """Return what each of two ranks found in a part of the job: `"collectives"`, or a strategy's name.
 
-    Skips where there are fewer than two devices and ranks cannot share one.
+    Skip the test if there are fewer than two devices and ranks cannot share one.
     """
     probe = accelcore.installed()[accel.name]
     if probe.exclusive and probe.count < 2:
@@ -39,7 +39,7 @@ def two_ranks(accel: Backend, part: str) -> list[dict[str, Any]]:
 
 @cache
 def _run(name: str, exclusive: bool) -> list[dict[str, Any]] | str:
-    environ = outside_any_job(os.environ)  # this job is its own
+    environ = outside_any_job(os.environ)  # a new job
     environ.pop("ACCEL_DEVICE", None)
     with tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
         processes = []
@@ -60,7 +60,7 @@ def _run(name: str, exclusive: bool) -> list[dict[str, Any]] | str:
                     codes.append(process.wait(_SECONDS))
                 except subprocess.TimeoutExpired:
                     codes.append(f"no end within {_SECONDS} seconds")
-        finally:  # also where the tests are interrupted
+        finally:  # also if the tests are interrupted
             for process in processes:
                 process.kill()
                 process.wait()

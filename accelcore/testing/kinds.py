@@ -1,4 +1,4 @@
-"""Of what kinds batches and tensors come: every container, every view."""
+"""Batches in every kind of container, and every kind of view."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Record:
 
 
 class Named(dict[str, Any]):
-    """A dict of a user's own."""
+    """A user's dict class."""
 
 
 class Encoding(UserDict[str, Any]):
     """A batch that moves itself."""
 
     def to(self, device: torch.device) -> Encoding:
-        """The batch on a device."""
+        """Return the batch on a device."""
         return Encoding({name: tensor.to(device) for name, tensor in self.items()})
 
 
@@ -85,7 +85,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
-    """The tensors of a batch of one of the kinds, those that belong on the device."""
+    """Return the tensors of a batch that belong on the device."""
     if isinstance(batch, Tensor):
         return [batch]
     if isinstance(batch, PackedSequence):
@@ -94,7 +94,7 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 
 def described(batch: Any) -> Any:
-    """What a batch of one of the kinds is, without where it is: types, names, values, in their order."""
+    """Return the types, names and values of a batch in order, without its device."""
     if isinstance(batch, Tensor):
         return str(batch.dtype), batch.tolist()
     names = list(batch) if isinstance(batch, Mapping) else None

@@ -1,4 +1,4 @@
-"""Conformance of apex's levels: what is in which dtype at O0 to O3, and that a run moves between them."""
+"""Conformance of apex's levels: the dtypes at O0 to O3, and checkpoints that move between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ of_dtypes = pytest.mark.parametrize("dtype", LOW_PRECISION)
 
 
 class LevelTests:
-    """O0, O1, O2 and O3, in each low precision that the backend declares for it."""
+    """Levels O0 to O3, in each low precision that the backend declares for them."""
 
     @pytest.mark.parametrize("flat", [False, True], ids=["by tensor", "flat"])
     @of_dtypes
@@ -53,7 +53,7 @@ class LevelTests:
     @of_levels
     @pytest.mark.parametrize("before", LEVELS)
     def test_a_run_moves_between_levels(self, accel: Backend, before: str, level: str, tmp_path: Path) -> None:
-        """A checkpoint of one level is resumed at another: the same answers, to within rounding, and it goes on."""
+        """A checkpoint of one level resumes at another with the same outputs, up to rounding, and trains on."""
         offered = all(_offers(accel, each, "float16") for each in (before, level))
         with declared(offered, f"{before} and {level} in float16"):
             first = _train(accel, before, None)[0]
@@ -101,7 +101,7 @@ def _made(accel: Backend, precision: Any, flat: bool | None) -> Any:
 
 
 def _train(accel: Backend, precision: Any, flat: bool | None) -> tuple[Any, list[float], Any, dict[str, Any], Any]:
-    """A trainer that has learned, its losses, and the dtypes of the first layer's outputs, of gradients, of outputs."""
+    """Return a trained trainer, its losses, and the dtypes of first layer, gradients and outputs."""
     trainer = _made(accel, precision, flat)
     seen, gradients, losses = [], {}, []
     hooks = [trainer.model[0].register_forward_hook(lambda module, given, output: seen.append(output.dtype))]

@@ -36,7 +36,7 @@ def _ones(x: Tensor, *shape: int) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In fp32, or in float64 as the oracle's are."""
+    """Return a tensor in fp32, or in float64 for the oracle."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -121,7 +121,7 @@ def _backward(result: Tensor) -> None:
 
 
 class OpTables:
-    """Which operators autocast intercepts, and that those of O1 are the same on every device."""
+    """Operators that autocast intercepts, and their dtypes under O1, which are the same on every device."""
 
     @pytest.mark.parametrize("table", TABLES)
     def test_tables(self, accel: Backend, table: str) -> None:
@@ -146,10 +146,10 @@ class OpTables:
             accel.autocast(table="no such table")
 
     def test_o1_is_whole(self, accel: Backend) -> None:
-        """O1 says of each operator that torch's autocast intercepts on this device what becomes of it."""
+        """O1 has a treatment for each operator that torch's autocast intercepts on this device."""
         with declared(_has_o1(accel), "the autocast table O1"):
             with accel.autocast(table="O1"):
-                pass  # it is torch's table that is asked for, whatever O1 adds
+                pass  # below, torch's table is asked for, whatever O1 adds
             known = accel.precision.table("torch")
             bases = {operator.split("::")[1].split(".")[0] for operator in known}
             unknown = bases - O1.keys() - accel.precision.treatments().keys()
@@ -194,7 +194,7 @@ class OpTables:
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
     def test_o1_is_computed_anew(self, accel: Backend, use_reentrant: bool) -> None:
-        """What activation checkpointing computes anew in the backward pass goes by the table of the forward pass."""
+        """Activation checkpointing recomputes under the table of the forward pass."""
         with declared(_has_o1(accel), "the autocast table O1"):
             seen: list[torch.dtype] = []
 
@@ -216,7 +216,7 @@ class OpTables:
             assert torch.equal(direct, again), "a checkpointed part has another gradient"
 
     def test_o1_ends(self, accel: Backend) -> None:
-        """O1 ends with its region, and where one by torch's table, or one that is not enabled, is within it."""
+        """O1 ends with its region, and is suspended in an inner region that is disabled or uses torch's table."""
         with declared(_has_o1(accel), "the autocast table O1"):
             kind, names = accel.device.type, accel.capabilities.autocast_dtypes
             low = getattr(torch, (*names, "bfloat16")[0])

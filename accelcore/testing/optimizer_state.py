@@ -1,4 +1,4 @@
-"""Conformance of what optimizers remember: its layout, its precision, and that it can be moved."""
+"""Conformance of the optimizer state: its layout, its precision, and moving it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["StateOfOptimizers", "on_host", "routes_of", "state_error", "with_rat
 
 
 def with_rate(options: dict[str, Any]) -> dict[str, Any]:
-    """Options with the suite's learning rate."""
+    """Return options with the suite's learning rate."""
     return {"lr": LR, **options}
 
 
 def on_host(name: str, options: dict[str, Any]) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """The oracle in float64, and its parameters."""
+    """Return the oracle in float64, and its parameters."""
     members = parameters(torch.device("cpu"), torch.float64)
     return oracle(name, members, **with_rate(options)), members
 
@@ -32,21 +32,21 @@ def on_host(name: str, options: dict[str, Any]) -> tuple[torch.optim.Optimizer, 
 def routes_of(
     accel: Backend, name: str, options: dict[str, Any]
 ) -> Iterator[tuple[str, torch.optim.Optimizer, list[nn.Parameter]]]:
-    """Every route that takes the request, with its optimizer and the parameters of that."""
+    """Yield every route that takes the request, with its optimizer and the optimizer's parameters."""
     taken = 0
     for choice in accel.optimizers.explain(name, **with_rate(options)):
         members = parameters(accel.device)
         try:
             optimizer = accel.optimizers.create(name, members, route=choice.route, **with_rate(options))
         except UnsupportedError:
-            continue  # this route says that it is not for these options
+            continue  # this route does not take these options
         taken += 1
         yield choice.route, optimizer, members
     assert taken, f"no route to {name} takes {options}"
 
 
 def state_error(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> float:
-    """How far the states are apart, in what both of them keep."""
+    """Return the largest error between the states, of the entries that both have."""
     states, expected_states = found.state_dict()["state"], expected.state_dict()["state"]
     return max(
         (
@@ -163,7 +163,7 @@ class StateOfOptimizers:
 
     @pytest.mark.parametrize("name", NINE)
     def test_state_dtype(self, accel: Backend, name: str) -> None:
-        """`state_dtype` says in what the state is kept, and what is loaded is kept so, too."""
+        """`state_dtype` is the dtype of the state, also of loaded state."""
         options = {**with_rate(ORACLES[name][1][-1]), **({"momentum": 0.7} if name == "sgd" else {})}
 
         def found(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 
 from accelcore import AccelError, Backend, ConfigurationError, UnsupportedError
 from accelcore.testing.declared import MODEL_DTYPES, declared
-from accelcore.testing.launches import Launches
 from accelcore.testing.optimizer_state import StateOfOptimizers, on_host, routes_of, state_error, with_rate
 from accelcore.testing.options import EVERY, LR, NINE, ORACLES, STEPS, oracle, parameters, step, taken_by
-from accelcore.testing.oracles import eps, error, weights
+from accelcore.testing.oracles import Launches, eps, error, weights
 
 __all__ = ["TestOptimizers"]
 
 
 def _launches(accel: Backend, make: Callable[..., torch.optim.Optimizer], count: int) -> list[str]:
-    """What one step of `count` parameters launches, once the optimizer has its state."""
+    """Return the operators that one step of `count` parameters launches, after the first steps."""
     members = [nn.Parameter(torch.ones(8, device=accel.device)) for _ in range(count)]
     optimizer, launches = make(members), Launches(accel.device)
     for number in range(3):
@@ -98,7 +97,7 @@ class TestOptimizers(StateOfOptimizers):
                 assert max(map(error, members, expected)) < 2e-5, f"route {route} steps otherwise with a closure"
 
     def test_nine(self, accel: Backend) -> None:
-        """The optimizers that there are on every device are here, and their formulas."""
+        """The nine optimizers of every device are registered, with their formulas."""
         for name in NINE:
             assert name in accel.optimizers.names(), f"{name} is missing, which every registry has from the start"
             routes = [choice.route for choice in accel.optimizers.explain(name, lr=LR)]
@@ -106,7 +105,7 @@ class TestOptimizers(StateOfOptimizers):
 
     @pytest.mark.parametrize("name", EVERY)
     def test_no_gradient_is_no_update(self, accel: Backend, name: str) -> None:
-        """A parameter whose gradient is None stays as it is, and takes part once it has one."""
+        """A parameter without gradient does not change, and is updated when it has one."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             options = with_rate(ORACLES[name][1][-1])
             members = parameters(accel.device)
@@ -126,7 +125,7 @@ class TestOptimizers(StateOfOptimizers):
 
     @pytest.mark.parametrize("name", EVERY)
     def test_native(self, accel: Backend, name: str) -> None:
-        """A native optimizer launches kernels of its own, as many for many parameters as for few."""
+        """A native optimizer launches its own kernels, and their number does not grow with the parameters."""
         if name in accel.capabilities.native_optimizers:
             make = partial(accel.optimizers.create, name, lr=LR)
             few, many = (_launches(accel, make, count) for count in (4, 32))
@@ -140,7 +139,7 @@ class TestOptimizers(StateOfOptimizers):
             accel.optimizers.create(name, parameters(accel.device), lr=LR, route="fused")
 
     def test_every_native_is_there(self, accel: Backend) -> None:
-        """Every optimizer that is declared native can be made, and updates its parameters; torch need not have it."""
+        """Every optimizer that is declared native can be created, and updates its parameters."""
         for name in accel.capabilities.native_optimizers:
             members = parameters(accel.device)[:2]
             try:
@@ -154,7 +153,7 @@ class TestOptimizers(StateOfOptimizers):
     @pytest.mark.parametrize("dtype", MODEL_DTYPES)
     @pytest.mark.parametrize("name", ["sgd", "adamw"])
     def test_model_dtypes(self, accel: Backend, name: str, dtype: str) -> None:
-        """Parameters of every model dtype that is declared are updated, all their elements."""
+        """All elements of parameters of every declared model dtype are updated."""
         if dtype not in accel.capabilities.model_dtypes:
             pytest.skip(f"not declared: models in {dtype}; the training part sees that the trainer refuses them")
         kind: torch.dtype = getattr(torch, dtype)
@@ -178,7 +177,7 @@ class TestOptimizers(StateOfOptimizers):
 
     @pytest.mark.parametrize("name", ["sgd", "adamw"])
     def test_changes_between_steps(self, accel: Backend, name: str) -> None:
-        """A step takes hyperparameters and weights as they are then: a schedule, a checkpoint may have set them."""
+        """A step uses the current hyperparameters and weights, which a schedule or a checkpoint may have set."""
 
         def train(optimizer: torch.optim.Optimizer, members: list[nn.Parameter]) -> None:
             for number in range(4):
@@ -198,7 +197,7 @@ class TestOptimizers(StateOfOptimizers):
         assert max(map(error, found, expected)) < 2e-5, "it steps by what was set when it was made"
 
     def test_explain(self, accel: Backend) -> None:
-        """For every optimizer exactly one route would be taken, and the others say why not."""
+        """For every optimizer exactly one route is chosen, and the others have a reason."""
         assert {"sgd", "adamw"} <= set(accel.optimizers.names()), "every backend can at least run torch's loops"
         for name in accel.optimizers.names():
             options = {"lr": LR} if name in ORACLES else {}

@@ -1,4 +1,4 @@
-"""The oracles of optimizers: torch.optim's classes and four more, every option that changes what they compute."""
+"""Oracles of optimizers: torch.optim's classes and four more, with every option that changes the result."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "wd_ratio": {"wd_ratio": 0.5, "weight_decay": 0.1, "delta": 3.0},
     "weight_decay": {"weight_decay": 0.1},
 }
-"""A value of each option that is not its default, with what shows it in an optimizer that has that option, too."""
+"""A value of each option that is not its default, with other options under which it has an effect."""
 
 _CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {  # with several of its options together
     "adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1, "rho": 0.8}),
@@ -90,16 +90,16 @@ _MORE: dict[str, list[dict[str, Any]]] = {
         {"max_grad_norm": -1.0},
     ],
 }
-"""Values that have to be seen too, of options that have more than two that differ."""
+"""More values of options that have more than two."""
 
 
 def taken_by(kind: Any) -> set[str]:
-    """The options that an oracle takes."""
+    """Return the options that an oracle takes."""
     return set(getattr(kind, "options", None) or inspect.signature(kind).parameters)
 
 
 def options_of(name: str) -> dict[str, dict[str, Any]]:
-    """What to give the oracle of that name to see each of its options."""
+    """Return the options that show each option of an oracle."""
     taken = taken_by(_CLASSES[name][0])
     return {
         option: {key: value for key, value in OPTIONS[option].items() if key in taken}
@@ -112,11 +112,11 @@ ORACLES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     name: (kind, [{}, *options_of(name).values(), *_MORE.get(name, []), together])
     for name, (kind, together) in _CLASSES.items()
 }
-"""The oracle for each name, and the options it is compared with: none, each alone, several together (last)."""
+"""The oracle for each name, and the options of the comparison: none, each alone, several together (last)."""
 
 
 def oracle(name: str, members: Any, **options: Any) -> torch.optim.Optimizer:
-    """The oracle of that name; torch's by the plainest of its loops."""
+    """Create the oracle of that name; torch's classes use their plain loop."""
     kind = ORACLES[name][0]
     made: torch.optim.Optimizer = kind(
         members, **({"foreach": False} if "foreach" in taken_by(kind) else {}), **options
@@ -131,7 +131,7 @@ NINE = ("adadelta", "adam", "adamp", "adamw", "bertadam", "lamb", "rmsprop", "rm
 
 
 def parameters(device: torch.device, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """Parameters of several shapes: a matrix, a vector, a scalar, a strided one; the same each time."""
+    """Return parameters of several shapes: a matrix, a vector, a scalar, a strided one; the same each time."""
     generator = torch.Generator().manual_seed(5)
     image = torch.randn(2, 3, 4, 4, generator=generator).contiguous(memory_format=torch.channels_last)
     start = [torch.randn(6, 5, generator=generator), torch.randn(7, generator=generator), torch.tensor(0.5), image]
@@ -139,14 +139,14 @@ def parameters(device: torch.device, dtype: torch.dtype = torch.float32) -> list
 
 
 def gradients(number: int) -> list[Tensor]:
-    """Gradients of the `number`-th step, on the CPU: large in the first, so that its maxima outlast the others."""
+    """Return the gradients of the `number`-th step, on the CPU: the first are the largest."""
     generator = torch.Generator().manual_seed(100 + number)
     size = 3.0 if number == 0 else 0.5
     return [size * torch.randn(tensor.shape, generator=generator) for tensor in parameters(torch.device("cpu"))]
 
 
 def step(optimizer: torch.optim.Optimizer, members: list[nn.Parameter], number: int, *, without: int = -1) -> None:
-    """One step with the gradients of that number; the parameter `without` has none."""
+    """Make one step with the gradients of that number; the parameter `without` has none."""
     for index, (parameter, gradient) in enumerate(zip(members, gradients(number), strict=False)):
         parameter.grad = None
         if index != without:  # with the strides that autograd would give it

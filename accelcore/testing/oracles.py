@@ -1,23 +1,42 @@
-"""What the suite compares with: plain torch on the CPU, most of it in float64. None of it is accelcore's own code."""
+"""Reference models and results in plain torch on the CPU, mostly in float64, without accelcore's code; overflow and
+launches on a device.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ExactHead", "Stateful", "batches", "buffers", "eps", "error", "evaluated", "network", "weights"]
+__all__ = [
+    "ExactHead",
+    "Launches",
+    "Stateful",
+    "batches",
+    "buffers",
+    "eps",
+    "error",
+    "evaluated",
+    "network",
+    "overflow",
+    "spoil",
+    "weights",
+]
 
 
 def eps(dtype: torch.dtype) -> float:
-    """The distance from 1 to the next number in `dtype`."""
+    """Return the distance from 1 to the next number in `dtype`."""
     return torch.finfo(dtype).eps
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest expected value; inf where shapes or finiteness differ."""
+    """Return the largest difference relative to the largest expected value; inf if shapes or finiteness differ."""
     if found.shape != expected.shape:
         return float("inf")
     found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
@@ -28,18 +47,17 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def network(*, dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
-    """A small classifier of 8 features into 4 classes, the same for the same seed, on the CPU."""
+    """Return a small classifier of 8 features into 4 classes, the same for the same seed, on the CPU."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 4))
 
 
 class Stateful(nn.Module):
-    """The classifier of `network` with every kind of state that a model may have, all of which its answers depend on.
+    """Classifier of `network` with every kind of state that a model may have, and outputs that depend on all of it.
 
-    Running statistics of two batch norms, a buffer that is updated in forward and is in no `state_dict`, a weight that
-    two layers share, a convolution, dropout, a parameter that is frozen. The same for the same seed, on
-    the CPU.
+    Running statistics of two batch norms, a non-persistent buffer that forward updates, a weight that two layers
+    share, a convolution, dropout, a frozen parameter. The same for the same seed, on the CPU.
     """
 
     shift: Tensor
@@ -58,7 +76,7 @@ class Stateful(nn.Module):
         self.register_buffer("shift", torch.zeros(16), persistent=False)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Logits of 4 classes."""
+        """Return logits of 4 classes."""
         image = self.entry(rows).view(-1, 4, 2, 2)
         hidden = self.norm(nn.functional.gelu(self.image_norm(self.image(image))).flatten(1))
         hidden = nn.functional.gelu(self.first(hidden))
@@ -70,7 +88,7 @@ class Stateful(nn.Module):
 
 
 class ExactHead(nn.Module):
-    """A classifier whose last layer asks for fp32 also under autocast, as one whose gradients overflow fp16 does.
+    """Classifier whose last layer disables autocast, because its gradients overflow fp16.
 
     The same each time, on the CPU.
     """
@@ -84,7 +102,7 @@ class ExactHead(nn.Module):
         self._exact = partial(torch.autocast, device_type, enabled=False)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Logits of 4 classes, in fp32."""
+        """Return logits of 4 classes, in fp32."""
         hidden = torch.relu(self.body(rows))
         with self._exact():
             logits: Tensor = self.head(hidden.float())
@@ -92,12 +110,12 @@ class ExactHead(nn.Module):
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all buffers by name, those in no `state_dict`, too, on the CPU in float64."""
+    """Return copies of all buffers by name, also non-persistent ones, on the CPU in float64."""
     return {name: buffer.detach().cpu().double().clone() for name, buffer in model.named_buffers()}
 
 
 def evaluated(model: nn.Module, device: torch.device) -> Tensor:
-    """The logits of a model in evaluation, on data that was not trained on, on the CPU in float64."""
+    """Return the logits of a model in evaluation on unseen data, on the CPU in float64."""
     training, dtype = model.training, next(model.parameters()).dtype
     model.eval()
     with torch.no_grad():
@@ -107,13 +125,41 @@ def evaluated(model: nn.Module, device: torch.device) -> Tensor:
 
 
 def batches(count: int, rows: int = 16, *, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and classes that can be learned, on the CPU."""
+    """Return inputs and classes that can be learned, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, rows, 8, generator=generator)
     return [(rows_, rows_[:, :4].argmax(1)) for rows_ in inputs]
 
 
 def weights(model: nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    """Copies of all parameters, on the CPU in float64."""
+    """Return copies of all parameters, on the CPU in float64."""
     parameters: Sequence[Tensor] = list(model.parameters() if isinstance(model, nn.Module) else model)
     return [parameter.detach().cpu().double().clone() for parameter in parameters]
+
+
+def overflow(device: torch.device) -> Tensor:
+    """Compute a number too large for fp32: inf, or the largest number and the overflow flag on a device that clamps."""
+    largest = torch.full((), torch.finfo(torch.float32).max, device=device)
+    return largest * largest
+
+
+def spoil(parameter: nn.Parameter, value: float, element: int = -1) -> None:
+    """Make an element of a gradient inf, -inf or NaN, by arithmetic of the device."""
+    assert parameter.grad is not None
+    found = overflow(parameter.device)
+    parameter.grad[element] = found - found if math.isnan(value) else math.copysign(1.0, value) * found
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the names of the operators that compute on a device, without the host's."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self._kind = device.type
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, Tensor) and leaf.device.type == self._kind for leaf in leaves):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))

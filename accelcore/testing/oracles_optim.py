@@ -1,7 +1,7 @@
-"""The four optimizers that torch does not have, written out from their sources: what the suite compares with.
+"""Reference implementations of the four optimizers that torch does not have, written from their sources.
 
-They are plain and slow, go row by row where the formula does, and share no code with accelcore's own. What each
-computes is said in accelcore/optim/formulas; tests compare these with the packages that the sources are.
+They are plain and slow, and share no code with accelcore's own. accelcore/optim/formulas documents what each computes;
+tests compare these with the packages of the sources.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["AdamP", "BertAdam", "Lamb", "RMSpropTF"]
 
 
 class _Plain(torch.optim.Optimizer):
-    """One parameter after the other, each by `updated`.
+    """Optimizer that updates one parameter after the other by `updated`.
 
     Attributes:
         options: with their defaults.
@@ -29,15 +29,15 @@ class _Plain(torch.optim.Optimizer):
         super().__init__(params, {**self.options, **options})
 
     def start(self, o: dict[str, Any]) -> dict[str, float]:
-        """What the state begins with."""
+        """Return the initial value of each entry of the state."""
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def updated(self, p: Tensor, g: Tensor, s: dict[str, Any], o: dict[str, Any]) -> Any:
-        """The new value of a parameter `p` with gradient `g`, state `s` and options `o`."""
+        """Return the new value of a parameter `p` with gradient `g`, state `s` and options `o`."""
         raise NotImplementedError
 
     def prepared(self, gradients: list[list[Tensor]]) -> list[list[Tensor]]:
-        """The gradients of each group, after what concerns several at once."""
+        """Return the gradients of each group, after steps that concern several parameters."""
         return gradients
 
     @torch.no_grad()

@@ -21,9 +21,9 @@ __all__ = ["TestParallel"]
 
 @cache
 def by_hand(accumulate: int) -> nn.Module:
-    """The model of rank 0 where two ranks train in one process, in float64.
+    """Train two ranks in one process, in float64, and return the model of rank 0.
 
-    Gradients are averaged by hand, and stay None where neither rank has one; buffers are those of rank 0.
+    Gradients are averaged by hand, and stay None if neither rank has one. Buffers are from rank 0.
     """
     models = [Partly(seed=0).double() for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.5) for model in models]
@@ -48,7 +48,7 @@ def by_hand(accumulate: int) -> nn.Module:
 
 
 def found_by(accel: Backend, strategy: str, variant: str) -> list[dict[str, Any]]:
-    """What both ranks have after their training."""
+    """Return what both ranks have after their training."""
     if strategy not in accel.capabilities.parallel or not accel.capabilities.process_groups:
         pytest.skip(f"not declared: parallel={strategy!r}; another test sees that it is refused")
     if variant not in variants_of(strategy):
@@ -62,7 +62,7 @@ class TestParallel:
 
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_two_ranks_train_one_model(self, accel: Backend, strategy: str, variant: str) -> None:
-        """Both ranks end with the weights of one process that averages their gradients; None is no zero."""
+        """Both ranks end with the weights of one process that averages their gradients. None is not zero."""
         first, second = found_by(accel, strategy, variant)
         assert first["weights"] == second["weights"], "the ranks trained apart"
         accumulate = VARIANTS[variant].get("accumulate", 1)

@@ -25,15 +25,15 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a row and a c
 
 
 def _convolve(a: Tensor, b: Tensor) -> Tensor:
-    """The product of two matrices as a convolution."""
+    """Multiply two matrices as a convolution."""
     return conv2d(a.t()[None, :, None, :], b.t()[:, :, None, None])[0, :, 0, :].t()
 
 
 def _bits_kept(device: torch.device, multiply: Callable[[Tensor, Tensor], Tensor]) -> int:
-    """How many bits of the fraction of its fp32 factors a product keeps, up to `MOST_BITS`.
+    """Return how many fraction bits of its fp32 factors a product keeps, up to `MOST_BITS`.
 
-    Row k is 1 + 2**-k and 1 in turn, and is multiplied by 1 and -1 in turn: what is left is 32 * 2**-k, or nothing
-    where the format has fewer than k bits. Whichever way the device adds it up, fp32 holds every sum exactly.
+    Row k is 1 + 2**-k and 1 in turn, and is multiplied by 1 and -1 in turn: the result is 32 * 2**-k, or 0 if
+    the format has fewer than k bits. Whichever way the device adds it up, fp32 holds every sum exactly.
     """
     exponents = torch.arange(1, 65).clamp(max=MOST_BITS).float()
     rows = torch.ones(64, 64)
@@ -55,7 +55,7 @@ def _torchs_setting(value: str) -> Iterator[None]:
 
 
 class TestPrecision(OpTables):
-    """autocast, its tables, and the exactness of fp32 matrix products."""
+    """Autocast, its tables, and the exactness of fp32 matrix products."""
 
     @pytest.mark.parametrize("name", LOW_PRECISION)
     def test_autocast_computes_in_its_dtype(self, accel: Backend, name: str) -> None:
@@ -73,7 +73,7 @@ class TestPrecision(OpTables):
     @pytest.mark.parametrize("operator", sorted(OPERATORS))
     @pytest.mark.parametrize("name", LOW_PRECISION)
     def test_autocast_reaches(self, accel: Backend, name: str, operator: str) -> None:
-        """Linear layers, batched products and convolutions round and compute as a matrix product does."""
+        """Linear layers, batched products and convolutions round and compute like a matrix product."""
         dtype = getattr(torch, name)
         with declared(name in accel.capabilities.autocast_dtypes, f"autocast to {name}"):
             row = torch.tensor([[1 + eps(dtype) / 4, 1.0]], device=accel.device)
@@ -84,7 +84,7 @@ class TestPrecision(OpTables):
 
     @pytest.mark.parametrize("name", LOW_PRECISION)
     def test_autocast_keeps_losses_exact(self, accel: Backend, name: str) -> None:
-        """Softmax and loss of fp32 logits stay fp32: they are no operators for low precision."""
+        """Softmax and loss of fp32 logits stay fp32 under autocast."""
         with declared(name in accel.capabilities.autocast_dtypes, f"autocast to {name}"):
             logits, classes = torch.linspace(-4, 4, 60).reshape(6, 10), torch.arange(6)
             with accel.autocast(getattr(torch, name)):
@@ -119,7 +119,7 @@ class TestPrecision(OpTables):
             assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients)
 
     def test_preferred_dtype_comes_first(self, accel: Backend) -> None:
-        """autocast without a dtype takes the first that is declared."""
+        """Autocast without a dtype takes the first declared one."""
         names = accel.capabilities.autocast_dtypes
         with declared(bool(names), "autocast"):
             matrix = torch.ones(2, 2, device=accel.device)
@@ -127,7 +127,7 @@ class TestPrecision(OpTables):
                 assert (matrix @ matrix).dtype == getattr(torch, names[0])
 
     def test_autocast_is_entered_again(self, accel: Backend) -> None:
-        """One context serves many steps: when it was left, by an error, too, it can be entered again."""
+        """One context serves many steps: it can be entered again, also after an error."""
         with declared(bool(accel.capabilities.autocast_dtypes), "autocast"):
             matrix, context = torch.ones(2, 2, device=accel.device), accel.autocast()
             with pytest.raises(ZeroDivisionError), context:
@@ -160,26 +160,26 @@ class TestPrecision(OpTables):
             assert (matrix @ matrix).dtype == torch.float32
 
     def test_disabled_autocast_asks_for_nothing(self, accel: Backend) -> None:
-        """A script may say `enabled=False` on a device without low precision."""
+        """`enabled=False` works on a device without low precision."""
         matrix = torch.ones(2, 2, device=accel.device)
         with accel.autocast(enabled=False):
             assert (matrix @ matrix).dtype == torch.float32
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
     def test_autocast_refuses_other_dtypes(self, accel: Backend, dtype: torch.dtype) -> None:
-        """autocast is for low precision: any dtype that is not declared is refused."""
+        """Autocast refuses any dtype that is not declared."""
         with declared(False, f"autocast to {dtype}"):
             accel.autocast(dtype)
 
     def test_ieee_fp32(self, accel: Backend) -> None:
-        """Under `fp32="ieee"` products and convolutions keep their factors whole, whatever was set outside."""
+        """Under `fp32="ieee"` products and convolutions keep all bits, whatever was set outside."""
         with _torchs_setting("medium"):
             with accel.precision.fp32("ieee"):
                 bits, of_convolution = (_bits_kept(accel.device, multiply) for multiply in (torch.mm, _convolve))
             assert bits == of_convolution == MOST_BITS, f"a product kept {bits} bits, a convolution {of_convolution}"
 
     def test_fp32_is_accurate(self, accel: Backend) -> None:
-        """Large fp32 products are as exact as fp32 allows, also in `fp32="fast"` where that is declared exact."""
+        """Large fp32 products are as exact as fp32 allows, also in `fp32="fast"` if that is declared exact."""
         generator = torch.Generator().manual_seed(0)
         a, b = torch.randn(64, 256, generator=generator), torch.randn(256, 64, generator=generator)
         for mode in ("ieee", "fast") if accel.capabilities.fast_fp32 == "fp32" else ("ieee",):
@@ -190,7 +190,7 @@ class TestPrecision(OpTables):
             assert found < 2e-6, f"a product of fp32={mode!r} is off by {found:.0e}"
 
     def test_fast_fp32(self, accel: Backend) -> None:
-        """Under `fp32="fast"` the factors of a product keep as much of their fraction as the declared format has."""
+        """Under `fp32="fast"` the factors of a product keep as many bits as the declared format has."""
         declared_format = accel.capabilities.fast_fp32
         with declared(declared_format is not None, "fp32='fast'"), accel.precision.fp32("fast"):
             bits = _bits_kept(accel.device, torch.mm)
@@ -201,7 +201,7 @@ class TestPrecision(OpTables):
         assert least <= bits <= most, f"{declared_format} keeps {least} to {most} bits, and a product kept {bits}"
 
     def test_fp32_modes_nest(self, accel: Backend) -> None:
-        """Leaving a mode, by an error, too, gives back the one around it."""
+        """Leaving a mode, also by an error, restores the outer one."""
         with declared(accel.capabilities.fast_fp32 is not None, "fp32='fast'"):
             outside = _bits_kept(accel.device, torch.mm)
             with accel.precision.fp32("fast"):
@@ -222,13 +222,13 @@ class TestPrecision(OpTables):
 
     @pytest.mark.parametrize("before", ["medium", "highest"])
     def test_fp32_is_put_back_after_an_error(self, accel: Backend, before: str) -> None:
-        """torch's own setting is the process's: an error inside must not leave it changed."""
+        """torch's own setting, which is the process's, is restored after an error."""
         with _torchs_setting(before):
             with pytest.raises(ZeroDivisionError), accel.precision.fp32("ieee"):
                 raise ZeroDivisionError
             assert torch.get_float32_matmul_precision() == before, "torch's setting was not put back"
 
     def test_unknown_fp32_mode(self, accel: Backend) -> None:
-        """A mode that does not exist is refused, when it is asked for and not in the first step."""
+        """A mode that does not exist is refused at once."""
         with pytest.raises(UnsupportedError):
             accel.precision.fp32("no such mode")

@@ -1,6 +1,6 @@
-"""One rank of the suite's job of two: `python -m accelcore.testing.ranks NAME FOLDER`, started by `job.py`.
+"""Program of one rank of the suite's job of two: `python -m accelcore.testing.ranks NAME FOLDER`, by `job.py`.
 
-Each rank writes what it found to FOLDER/RANK.json, and judges nothing: that is for the tests that started it.
+Each rank writes its results to FOLDER/RANK.json; the tests that started it judge them.
 """
 
 from __future__ import annotations
@@ -89,30 +89,30 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
 
 
 def _low(job: Any, tensor: torch.Tensor) -> list[list[float]]:
-    """The sum over ranks of the first element, and the average of both."""
+    """Return the sum over ranks of the first element, and the average of both."""
     return [job.all_reduce(tensor[:1].clone()).tolist(), job.all_reduce(tensor.clone(), "avg").tolist()]
 
 
 def reduced(accel: accelcore.Backend) -> list[str]:
-    """The dtypes below fp32 that gradients come in, as far as they are declared."""
+    """Return the declared low-precision dtypes that gradients may have."""
     known = accel.capabilities
     return [name for name in LOW_PRECISION if name in (*known.model_dtypes, *known.autocast_dtypes)]
 
 
 def base_of(rank: int) -> torch.Tensor:
-    """The matrix of which each rank reduces views: on neither rank always the larger one."""
+    """Return the matrix of which a rank reduces views; neither rank's is larger everywhere."""
     signs = torch.tensor([1.0, -1.0]).repeat(12) * (1 - 2 * rank)
     return ((torch.arange(24.0) + 1) * (rank + 1) * signs).reshape(4, 6)
 
 
 def share(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A rank's batches: its half of each."""
+    """Return a rank's half of each batch."""
     part = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
     return [(rows[part], classes[part]) for rows, classes in batches(STEPS, ROWS)]
 
 
 class Partly(Stateful):
-    """The model that is trained: one of its layers goes unused in some batches, another in all."""
+    """Model with a layer that some batches do not use, and another that none uses."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed=seed)
@@ -121,18 +121,18 @@ class Partly(Stateful):
             self.sometimes, self.never = nn.Linear(4, 4), nn.Linear(2, 2)
 
     def forward(self, rows: torch.Tensor, use: bool = False) -> torch.Tensor:
-        """Logits; `use`: through the layer that may go unused."""
+        """Return logits; with `use`, through the layer that some batches do not use."""
         logits = super().forward(rows)
         return logits + self.sometimes(logits) if use else logits
 
 
 def uses(rank: int, number: int) -> bool:
-    """Rank 0 uses the layer in its first batch, rank 1 in every other."""
+    """Return whether a rank uses the layer: rank 0 in its first batch, rank 1 in every second one."""
     return number == 0 if rank == 0 else number % 2 == 1
 
 
 def _replicated(accel: accelcore.Backend, job: Any) -> dict[str, Any]:
-    """The gradient that a rank has of a replica, of which each has seen its own rows."""
+    """Return a rank's gradient and weight of a replica, after backward on the rank's own rows."""
     module = nn.Linear(2, 1, bias=False)
     nn.init.constant_(module.weight, 1.0 + job.rank)
     rows = torch.full((1, 2), 1.0 + job.rank, device=accel.device)
@@ -148,16 +148,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "short": {"accumulate": 3},
     "flat": {"accumulate": 2, "flat": True},
 }
-"""Ways in which two ranks train one model, by name."""
+"""Options of the trainer with which two ranks train one model, by name."""
 
 
 def variants_of(strategy: str) -> dict[str, dict[str, Any]]:
-    """Those that there are under a strategy: shards do not lie flat."""
+    """Return the variants that a strategy supports: sharded parameters cannot be flat."""
     return {name: options for name, options in VARIANTS.items() if strategy not in SHARDING or "flat" not in options}
 
 
 def _trained(accel: accelcore.Backend, job: Any, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What a rank has after `STEPS` micro-batches; ranks start apart, and must not stay so."""
+    """Return what a rank has after `STEPS` micro-batches. Ranks start with different weights."""
     model = Partly(seed=job.rank)
     optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.5)
     trainer = accel.trainer(model, optimizer, parallel=strategy, **options)
@@ -189,7 +189,7 @@ def _trained(accel: accelcore.Backend, job: Any, strategy: str, options: dict[st
 
 
 def _statistics(accel: accelcore.Backend, job: Any) -> list[float] | None:
-    """The means that a BatchNorm over ranks has after it saw `share`'s first rows; None where it is refused."""
+    """Return the means of a BatchNorm over ranks after `share`'s first rows; None if it is refused."""
     strategies = [strategy for strategy in accel.capabilities.parallel if strategy != "none"]
     rows = accel.runtime.to_device(share(job.rank)[0][0])
     model = nn.Sequential(nn.BatchNorm1d(rows.shape[1], momentum=1.0))
@@ -209,7 +209,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Form the job, do everything that the backend declares, and write down what came of it."""
+    """Form the job, do everything that the backend declares, and write the results."""
     name, folder = sys.argv[1], Path(sys.argv[2])
     rank = int(os.environ["ACCEL_TEST_RANK"])
     accel = accelcore.select(name)

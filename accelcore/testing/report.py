@@ -1,7 +1,7 @@
-"""A pytest plugin that writes down, line by line, what becomes of each test of the suite.
+"""Pytest plugin that writes a line when each test of the suite begins and ends.
 
-`accelcore verify` starts it in a process of its own. A line is on disk before the next test begins: where a backend
-takes the process down, the lines tell which test it was, and the next process goes on behind it.
+`accelcore verify` starts it in a child process. If a backend crashes the process, the lines tell in which test, and the
+next process continues with the test after it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _END = pytest.StashKey[dict[str, Any]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The backend to verify, and where to write."""
+    """Add the options: the backend to verify, and the file of the report."""
     parser.addoption("--accelcore-backend", required=True)
     parser.addoption("--accelcore-report", required=True, type=Path)
 
 
 @pytest.fixture
 def accel(request: pytest.FixtureRequest) -> accelcore.Backend:
-    """The backend that was asked for, selected as a user would."""
+    """Select the backend as a user would."""
     return accelcore.select(request.config.getoption("--accelcore-backend"))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Say what is verified."""
+    """Write which backend is verified."""
     try:
         backend = accelcore.select(session.config.getoption("--accelcore-backend"))
     except accelcore.AccelError as error:
@@ -56,24 +56,24 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Say how many tests there are, and leave out what an earlier process has begun."""
+    """Write how many tests there are, and leave out those that an earlier process has begun."""
     _write(config, event="collected", count=len(items))
     begun = set()
     for line in config.getoption("--accelcore-report").read_text("utf-8").splitlines():
-        with suppress(ValueError):  # one that was killed may have written half a line
+        with suppress(ValueError):  # a process that was killed may have written half a line
             begun.add(json.loads(line).get("id"))
     items[:] = [item for item in items if item.nodeid not in begun]
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Say that all tests were run: a process may end with a good exit code in the middle of them."""
+    """Write that all tests were run: a process may end early with a good exit code."""
     if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         _write(session.config, event="done")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Say that a test begins, and how it ended: behind its teardown, in which a backend may crash too."""
+    """Write that a test begins, and after its teardown how it ended."""
     _write(item.config, event="begin", id=item.nodeid, **_described(item))
     result = yield
     _write(item.config, event="end", id=item.nodeid, **item.stash[_END])
@@ -82,7 +82,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Keep how a test ended: its call, or what failed before or after it."""
+    """Keep the outcome of a test's call, setup or teardown."""
     report: pytest.TestReport = yield
     if report.when == "call" or not report.passed:
         outcome, why = _judged(report)
@@ -117,7 +117,7 @@ def _judged(report: pytest.TestReport) -> tuple[str, str]:
 
 
 def _places(report: pytest.TestReport) -> list[str]:
-    """File and line of each call on the way to what failed, from the test down."""
+    """Return file and line of each call on the way to the failure, from the test down."""
     entries = getattr(getattr(report.longrepr, "reprtraceback", None), "reprentries", [])
     places = [getattr(entry, "reprfileloc", None) for entry in entries]
     crash = getattr(report.longrepr, "reprcrash", None)

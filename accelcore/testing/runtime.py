@@ -1,4 +1,4 @@
-"""Conformance of the runtime role: the device, its random numbers, its memory, the way onto it."""
+"""Conformance of the runtime role: the device's random numbers, memory and transfers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEBIBYTE = 2**20
 
 
 def draw(accel: Backend) -> list[Any]:
-    """Numbers from every generator that a training script draws from."""
+    """Draw numbers from every generator that a training script uses."""
     ones = torch.ones(64, device=accel.device)
     return [
         torch.randn(8, device=accel.device).cpu().tolist(),
@@ -31,7 +31,7 @@ def draw(accel: Backend) -> list[Any]:
 
 
 def _numpy() -> list[float]:
-    """A number of NumPy's generator, which scripts and data sets draw from where NumPy is installed."""
+    """Draw a number from NumPy's generator, if NumPy is installed."""
     if find_spec("numpy") is None:
         return []
     import numpy
@@ -40,7 +40,7 @@ def _numpy() -> list[float]:
 
 
 def _busy(accel: Backend) -> Any:
-    """An event behind as much queued work as it takes to see the device behind its host, if that can be seen."""
+    """Return an event after enough queued work that the device is behind its host, if that is possible."""
     module = torch.get_device_module(accel.device)
     matrix = torch.ones(1024, 1024, device=accel.device) / 1024
     event = module.Event()
@@ -53,7 +53,7 @@ def _busy(accel: Backend) -> Any:
     return event
 
 
-# Of seed 7, torch's generator of the host, a Mersenne Twister, first gives 8 that are below a half or not; then these.
+# With seed 7, torch's generator of the host, a Mersenne Twister, first gives 8 numbers below a half or not; then these.
 _BELOW_HALF = [True, True, False, False, False, False, True, False]
 _BEHIND = [0.763043, 0.759357, 0.063021, 0.057556]
 
@@ -62,7 +62,7 @@ class TestRuntime:
     """Seeds, random states, memory, transfers."""
 
     def test_seed(self, accel: Backend) -> None:
-        """The same seed gives the same numbers on the device and the host, another seed gives others."""
+        """The same seed gives the same numbers on the device and the host; another seed gives others."""
         accel.runtime.seed(1)
         first = draw(accel)
         assert draw(accel) != first
@@ -85,7 +85,7 @@ class TestRuntime:
             torch.use_deterministic_algorithms(before)
 
     def test_same_seed_everywhere(self, accel: Backend) -> None:
-        """`same="everywhere"` gives the numbers that all devices have, in any dtype; without, its own again."""
+        """`same="everywhere"` gives the same numbers as on all devices, in any dtype."""
 
         def drawn() -> list[Any]:
             return [torch.rand(8, device=accel.device).cpu().tolist(), *draw(accel)]
@@ -115,7 +115,7 @@ class TestRuntime:
         assert drawn() == own, "a seed without it does not give the device's own numbers"
 
     def test_random_state_replays(self, accel: Backend) -> None:
-        """Putting a saved random state back repeats the numbers drawn since, on the device and the host."""
+        """Restoring a random state repeats the numbers drawn since, on the device and the host."""
         accel.runtime.seed(3)
         draw(accel)
         state = accel.runtime.rng_state()
@@ -126,7 +126,7 @@ class TestRuntime:
             assert draw(accel) == expected, "a state that was put back does not repeat the numbers drawn since"
 
     def test_random_state_can_be_saved(self, accel: Backend) -> None:
-        """A random state is CPU tensors by name, and neither drawing nor another one changes it."""
+        """A random state is CPU tensors by name, and drawing numbers does not change it."""
         state = accel.runtime.rng_state()
         assert state
         assert all(isinstance(name, str) for name in state)
@@ -137,7 +137,7 @@ class TestRuntime:
         assert all(torch.equal(value, before[name]) for name, value in state.items())
 
     def test_random_state_of_another_device(self, accel: Backend) -> None:
-        """What another kind of device saved is reported by name, and the rest is put back."""
+        """A state of another kind of device is reported by name, and the rest is restored."""
         state = accel.runtime.rng_state()
         expected = draw(accel)
         unknown = accel.runtime.set_rng_state({**state, "a generator of another device": torch.zeros(8)})
@@ -147,7 +147,7 @@ class TestRuntime:
     @pytest.mark.parametrize("kind", CONTAINERS)
     @pytest.mark.parametrize("way", ["to_device", "prefetch"])
     def test_batches_move_whole(self, accel: Backend, kind: str, way: str) -> None:
-        """Every tensor of a batch arrives on the device; its kind, and what is no tensor, stay."""
+        """Every tensor of a batch arrives on the device; containers and other values do not change."""
         batch = CONTAINERS[kind](torch.arange(3.0))
         before = described(batch)
         moved = accel.runtime.to_device(batch) if way == "to_device" else accel.runtime.prefetch(batch)()
@@ -161,12 +161,12 @@ class TestRuntime:
 
     @pytest.mark.parametrize("kind", VIEWS)
     def test_views_keep_values(self, accel: Backend, kind: str) -> None:
-        """A view arrives with its elements in their order, and none of its neighbours is looked at for them."""
+        """A view arrives with its own elements, in their order."""
         view = VIEWS[kind](torch.arange(24.0).reshape(4, 6))
         assert torch.equal(accel.runtime.to_device(view).cpu(), view)
 
     def test_transfers_keep_values(self, accel: Backend) -> None:
-        """Tensors of every dtype arrive as they were."""
+        """Tensors of every dtype arrive unchanged."""
         for tensor in (
             torch.tensor([2**40, -1]),
             torch.tensor([True, False]),
@@ -180,12 +180,12 @@ class TestRuntime:
             assert torch.equal(moved.cpu(), tensor)
 
     def test_no_needless_copy(self, accel: Backend) -> None:
-        """A tensor that is already there is not copied."""
+        """A tensor that is already on the device is not copied."""
         there = torch.ones(3, device=accel.device)
         assert accel.runtime.to_device([there])[0].data_ptr() == there.data_ptr(), "it was copied"
 
     def test_synchronize(self, accel: Backend) -> None:
-        """Where work is queued, synchronize returns when it is done."""
+        """synchronize returns when the queued work is done."""
         accel.runtime.synchronize()
         if not accel.capabilities.streams:
             pytest.skip("it declares no streams, and nothing else shows whether synchronize waited")
@@ -211,7 +211,7 @@ class TestRuntime:
         assert accel.runtime.memory().peak > after.used - 16 * MEBIBYTE, "the peak fell when memory was freed"
 
     def test_prefetch(self, accel: Backend) -> None:
-        """A batch whose transfer was begun ahead arrives whole, whatever is queued and dropped in between."""
+        """A prefetched batch arrives whole, whatever is queued and freed in between."""
         waiting = [accel.runtime.prefetch({"rows": torch.full((4096,), float(n)), "n": n}) for n in range(4)]
         for n, ready in enumerate(waiting):
             batch: Any = ready()
@@ -220,7 +220,7 @@ class TestRuntime:
             assert (batch["n"], doubled.sum().item()) == (n, 8192.0 * n), "it is not the batch that was prefetched"
 
     def test_side_stream(self, accel: Backend) -> None:
-        """What is computed on a side stream can be used after it, in order."""
+        """Results of a side stream can be used after it, in order."""
         with declared(accel.capabilities.streams, "side streams"):
             with accel.runtime.side_stream():
                 pass
@@ -237,7 +237,7 @@ class TestRuntime:
             assert total.sum().item() == 8 * 1024
 
     def test_capture(self, accel: Backend) -> None:
-        """Captured work is not done while it is recorded, and is done at each launch, on what its inputs then hold."""
+        """Captured work runs at each launch on the current values of its inputs, and not while it is recorded."""
         with declared(accel.capabilities.graphs, "graphs"):
             inputs, total = (torch.zeros(4, device=accel.device) for _ in range(2))
             returned, launch = accel.runtime.capture(lambda: total.add_(inputs) * 2)

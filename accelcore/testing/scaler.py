@@ -1,4 +1,4 @@
-"""Conformance of the scaler role: overflow skips, scales move, gradients come back unscaled."""
+"""Conformance of the scaler role: overflow skips, scales move, gradients are unscaled."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore import Backend, CheckpointError, ConfigurationError, TrainingError
-from accelcore.testing.oracles import error, weights
-from accelcore.testing.overflow import overflow, spoil
+from accelcore.testing.oracles import error, overflow, spoil, weights
 
 __all__ = ["TestScaler"]
 
@@ -42,7 +41,7 @@ def _parameters(accel: Backend, *sizes: int) -> list[nn.Parameter]:
 
 
 def _backward(accel: Backend, scaler: object, parameters: list[nn.Parameter], factor: float = 1.0) -> None:
-    """New gradients: of half the sum of squares, which are the parameters themselves, times `factor`."""
+    """Compute new gradients of half the sum of squares: the parameters themselves, times `factor`."""
     for parameter in parameters:
         parameter.grad = None
     loss = torch.stack([parameter.square().sum() / 2 for parameter in parameters]).sum()
@@ -100,7 +99,7 @@ class TestScaler:
 
     @every_optimizer
     def test_overflow_ages_no_state(self, accel: Backend, make: Make) -> None:
-        """A skipped update leaves momentum and step counts as they were: it is not a step with gradients of zero."""
+        """A skipped update does not change momentum and step counts."""
         parameters = _parameters(accel)
         optimizer, scaler = make(accel, parameters), accel.scaler.create(init=1024.0)
         for spoilt in (False, True):
@@ -118,7 +117,7 @@ class TestScaler:
 
     @every_optimizer
     def test_absent_gradient(self, accel: Backend, make: Make) -> None:
-        """A parameter that has no gradient is no overflow, and stays as it is."""
+        """A parameter without gradient does not count as overflow, and does not change."""
         parameters = _parameters(accel, 8, 5, 3)
         optimizer, scaler, before = make(accel, parameters), accel.scaler.create(init=64.0), weights(parameters)
         _backward(accel, scaler, parameters[:2])
@@ -129,7 +128,7 @@ class TestScaler:
 
     @every_optimizer
     def test_scaling_changes_no_update(self, accel: Backend, make: Make) -> None:
-        """With any scale the updates are those of an unscaled training."""
+        """The scale does not change the updates."""
         results = []
         for scaler in (accel.scaler.none(), accel.scaler.create(init=4096.0), accel.scaler.create(init=8.0)):
             parameters = _parameters(accel)
@@ -144,7 +143,7 @@ class TestScaler:
             )
 
     def test_scale_is_on_the_device(self, accel: Backend) -> None:
-        """A scaled loss is the loss times the scale, on the device, in its dtype."""
+        """A scaled loss is the loss times the scale, on the same device, in the same dtype."""
         loss = torch.tensor(100_003.0, device=accel.device)  # more than fp16 holds
         scaled = accel.scaler.create(init=128.0).scale(loss)
         assert scaled.device == accel.device
@@ -153,7 +152,7 @@ class TestScaler:
         assert scaled.item() == 128 * 100_003.0, "the scale is not the one that was asked for"
 
     def test_overflow_flag(self, accel: Backend) -> None:
-        """An overflow that no gradient shows skips the step where the device reports it by a flag, and only there."""
+        """An overflow that no gradient shows skips the step if the device reports it by a flag, and only then."""
         flagged, parameters = accel.capabilities.overflow_flag, _parameters(accel)
         optimizer, scaler, before = _plain(accel, parameters), accel.scaler.create(init=64.0), weights(parameters)
         _backward(accel, scaler, parameters)
@@ -195,7 +194,7 @@ class TestScaler:
 
     @every_optimizer
     def test_unscale_then_clip(self, accel: Backend, make: Make) -> None:
-        """After `unscale_` gradients are the true ones, so that clipping sees their true norm; step keeps them."""
+        """After `unscale_` gradients have their true values; clipping sees the true norm, and step keeps them."""
         parameters = _parameters(accel)
         optimizer, scaler = make(accel, parameters), accel.scaler.create(init=65536.0)
         true = torch.cat(weights(parameters)).norm().item()
@@ -213,7 +212,7 @@ class TestScaler:
         assert all(error(a, b) < 1e-6 for a, b in pairs), "step changed the gradients that were clipped"
 
     def test_two_optimizers(self, accel: Backend) -> None:
-        """Of two optimizers only the one whose gradients overflowed is skipped; the scale falls once."""
+        """If one of two optimizers has an overflow, only that one is skipped; the scale falls once."""
         left, right = _parameters(accel, 4), _parameters(accel, 6)
         first, second = _plain(accel, left), _plain(accel, right)
         scaler = accel.scaler.create(init=64.0)
@@ -235,7 +234,7 @@ class TestScaler:
         assert scaler.skipped == 2
 
     def test_calls_out_of_order(self, accel: Backend) -> None:
-        """Unscaling twice, stepping twice, or updating before anything was looked at is an error."""
+        """Unscaling twice, stepping twice, or updating before a step is an error."""
         parameters = _parameters(accel)
         optimizer, scaler = _plain(accel, parameters), accel.scaler.create()
         _refused(scaler.update)
@@ -246,7 +245,7 @@ class TestScaler:
         scaler.update()
 
     def test_state_round_trip(self, accel: Backend) -> None:
-        """A restored scaler goes on as the saved one would have: scale, growth count, skipped steps."""
+        """A restored scaler has the scale, growth count and skipped steps of the saved one."""
         parameters = _parameters(accel)
         optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=16.0, interval=3)
         for step in range(3):
@@ -264,7 +263,7 @@ class TestScaler:
         assert twin.state_dict() == scaler.state_dict(), "the restored scaler does not go on as the saved one"
 
     def test_state_of_torch(self, accel: Backend) -> None:
-        """The state of torch.amp.GradScaler is taken, and one with values that no scaler has is refused."""
+        """The state of torch.amp.GradScaler can be loaded; one with invalid values is refused."""
         scaler = accel.scaler.create()
         state = torch.amp.GradScaler("cpu", init_scale=256.0).state_dict()
         scaler.load_state_dict(state)
@@ -291,6 +290,6 @@ class TestScaler:
         "options", [{"init": 0.0}, {"init": math.nan}, {"growth": 1.0}, {"backoff": 1.0}, {"interval": 0}, {"min": 0.0}]
     )
     def test_nonsense_is_refused(self, accel: Backend, options: dict[str, float]) -> None:
-        """A scaler that could never work is not made."""
+        """Options with which no scaler can work are refused."""
         with pytest.raises(ConfigurationError):
             accel.scaler.create(**options)  # type: ignore[arg-type]

@@ -1,3 +1,3 @@
-"""All of the suite, as a test module of its users has it; `accelcore verify` gives it to pytest."""
+"""Test module with the whole suite, which `accelcore verify` gives to pytest."""
 
 from accelcore.testing import *  # noqa: F403

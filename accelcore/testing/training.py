@@ -74,7 +74,7 @@ class TestTraining(LevelTests):
         "options", [{}, {"accumulate": 2}, {"clip_norm": 0.05}], ids=["plain", "accumulate", "clip"]
     )
     def test_fp32(self, accel: Backend, options: dict[str, Any]) -> None:
-        """Losses, weights and evaluation equal those of a loop by hand, also with accumulation and clipping."""
+        """Losses, weights and evaluation equal a loop by hand, also with accumulation and clipping."""
         data = batches(40)
         expected, reference = by_hand(data, accumulate=options.get("accumulate", 1), clip=options.get("clip_norm"))
         trainer = make(accel, network(), **options)
@@ -91,7 +91,7 @@ class TestTraining(LevelTests):
     )
     @pytest.mark.parametrize("flat", [False, True], ids=["by tensor", "flat"])
     def test_every_kind_of_state(self, accel: Backend, flat: bool, options: dict[str, Any]) -> None:
-        """Weights, all buffers and the logits in evaluation equal those of a loop by hand, also in flat memory."""
+        """Weights, all buffers and the logits in evaluation equal a loop by hand, also in flat memory."""
         data, accumulate = batches(12), options.get("accumulate", 1)
         model, reference = Stateful(), Stateful().double()
         optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.01, eps=1e-3)
@@ -200,7 +200,7 @@ class TestTraining(LevelTests):
 
     @pytest.mark.parametrize("precision", ["fp32", "fp16"])
     def test_resume_goes_on_alike(self, accel: Backend, precision: str, tmp_path: Path) -> None:
-        """A run that is saved in mid-window and resumed ends where the uninterrupted one does, dropout included."""
+        """A run that is saved within a window and resumed equals the uninterrupted one, also with dropout."""
         with declared(
             precision == "fp32" or "float16" in accel.capabilities.autocast_dtypes, f"training in {precision}"
         ):
@@ -223,7 +223,7 @@ class TestTraining(LevelTests):
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
     def test_model_dtypes(self, accel: Backend, dtype: str) -> None:
-        """A model held in a dtype that is declared trains in it; another is refused when the trainer is made."""
+        """A model in a declared dtype trains in it; another dtype is refused when the trainer is made."""
         with declared(dtype in accel.capabilities.model_dtypes, f"models in {dtype}"):
             model = network().to(getattr(torch, dtype))
             trainer = make(accel, model, "sgd")
@@ -234,7 +234,7 @@ class TestTraining(LevelTests):
             assert all(parameter.dtype == getattr(torch, dtype) for parameter in model.parameters())
 
     def test_compile(self, accel: Backend, caplog: pytest.LogCaptureFixture) -> None:
-        """A compiled training gives the losses of the eager one, also later, or says once why it is not compiled."""
+        """Compiled training gives the losses of eager training, or reports once why it is not compiled."""
         with declared(bool(accel.capabilities.compilers), "a compiler"):
             data = batches(8)
             expected, _ = by_hand(data, accumulate=2)
@@ -247,7 +247,7 @@ class TestTraining(LevelTests):
 
     @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05)])
     def test_graph(self, accel: Backend, precision: str, tolerance: float) -> None:
-        """Captured steps give the losses of eager ones: with clipping, a schedule, short batches and open windows."""
+        """Captured steps give the losses of eager ones, with clipping, a schedule, short batches and open windows."""
         known = accel.capabilities
         with declared(known.graphs and (precision == "fp32" or "bfloat16" in known.autocast_dtypes), "captured steps"):
             data = [*batches(12), *batches(4, 8), *batches(7)]
@@ -270,7 +270,7 @@ class TestTraining(LevelTests):
             assert graphed_steps == steps == 12
 
     def test_statistics_over_ranks(self, accel: Backend) -> None:
-        """BatchNorm over ranks has the means of all ranks' rows, or is refused."""
+        """BatchNorm over ranks has the means of all ranks' rows, or is refused if it is not declared."""
         able = accel.capabilities
         if not able.process_groups or set(able.parallel) <= {"none"}:
             pytest.skip("not declared: a strategy for several ranks")
@@ -285,13 +285,13 @@ class TestTraining(LevelTests):
 
     @pytest.mark.parametrize("parallel", [*STRATEGIES[1:], "no such strategy"])
     def test_parallel(self, accel: Backend, parallel: str) -> None:
-        """In one process every strategy is as if it were not there, declared or not; what is none is refused."""
+        """In one process every strategy has no effect, declared or not; an unknown one is refused."""
         with declared(parallel in STRATEGIES, f"parallel={parallel!r}"):
             trainer = make(accel, network(), parallel=parallel)
             assert math.isfinite(trainer(accel.runtime.to_device(batches(1)[0])).item())
 
     def test_fast_fp32(self, accel: Backend) -> None:
-        """`fp32="fast"` trains where the format is declared; elsewhere it is refused when the trainer is made."""
+        """`fp32="fast"` trains if the format is declared; otherwise it is refused when the trainer is made."""
         with declared(accel.capabilities.fast_fp32 is not None, 'fp32="fast"'):
             trainer = make(accel, network(), fp32="fast")
             assert math.isfinite(trainer(accel.runtime.to_device(batches(1)[0])).item())

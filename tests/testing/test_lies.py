@@ -80,7 +80,7 @@ def test_a_lie_is_caught_and_named(name, request):
 
 @pytest.fixture
 def forked(fork, monkeypatch):
-    """The suite and its ranks are forks. Those of the honest backend, of the tests of the truth, are real processes."""
+    """The suite and its ranks are forks. Real processes are in tests/examples/test_third_party.py."""
     monkeypatch.setattr("accelcore.testing.job.subprocess", forks.in_place_of_subprocess(fork))
     monkeypatch.setattr("accelcore.cli.child.subprocess", forks.in_place_of_subprocess(fork))
 
@@ -143,6 +143,7 @@ def test_a_synchronize_that_does_not_wait_is_caught(waits, monkeypatch, request)
         assert "returned before the work was done" in caught(asked, backend, request)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", [name for name in lies.LIES if name not in FATAL])
 def test_the_truth_passes(name, request):
     """What catches a lie has nothing against the honest backend that the lie was made of."""
