@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from accelcore.backend import Backend
 from accelcore.errors import CheckpointError
 from accelcore.roles.loss_scale import LossScale
-from accelcore.roles.loss_scaler import Agree, LossScaler
-from accelcore.roles.scaled_gradients import FindBad
+from accelcore.roles.loss_scaler import Agree, FindBad, LossScaler
 from accelcore.training.policy import Policy, create_scaler
 
 __all__ = ["AmpScaler"]

@@ -1,4 +1,4 @@
-"""The settings of a dynamic loss scale."""
+"""Settings of a dynamic loss scale."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["LossScale"]
 
 @dataclass(frozen=True)
 class LossScale:
-    """How a dynamic loss scale starts and moves. The defaults are those of torch.amp.GradScaler, but for the bounds.
+    """Start and movement of a dynamic loss scale. Defaults are those of torch.amp.GradScaler, plus the bounds.
 
     Attributes:
         init: the scale of the first step.
-        growth: what the scale is multiplied by after `interval` clean steps in a row.
-        backoff: what it is multiplied by after an overflow.
-        interval: clean steps until it grows.
-        min, max: the scale stays between these, whatever happens. As in Ascend's apex, max is 2**24.
+        growth: factor of the scale after `interval` clean steps in a row.
+        backoff: factor of the scale after an overflow.
+        interval: number of clean steps until the scale grows.
+        min, max: bounds of the scale. As in Ascend's apex, max is 2**24.
 
     Raises:
-        ConfigurationError: settings that no dynamic scale could work with.
+        ConfigurationError: no dynamic scale can work with these settings.
     """
 
     init: float = 65536.0

@@ -1,9 +1,10 @@
-"""The contract of loss scalers, and the two that never look for an overflow."""
+"""Contract of loss scalers, and the two that do not look for overflows."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -11,38 +12,55 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, TrainingError
-from accelcore.roles.scaled_gradients import FindBad, by_dtype, gradients_of, refuse_fp16
 from accelcore.roles.scaler_state import VERSION, is_static, static_scale
 
-__all__ = ["Agree", "LossScaler", "NoScaler", "SkippingOptimizer", "StaticScaler", "refuse_closure"]
+__all__ = [
+    "Agree",
+    "FindBad",
+    "LossScaler",
+    "NoScaler",
+    "SkippingOptimizer",
+    "StaticScaler",
+    "by_dtype",
+    "first_not_finite",
+    "gradients_of",
+    "is_finite",
+    "refuse_closure",
+    "refuse_fp16",
+]
+
+Agree = Callable[[Tensor], Tensor]
+"""Function of 1.0 if this rank found an overflow, which returns 1.0 if any rank did."""
+
+FindBad = Callable[[], "str | None"]
+"""Function that returns the name of the first parameter whose gradient is not finite; None if all are finite."""
+
+# Called for every gradient in every step, so without a Python frame for each.
+_DTYPE, _IS_SPARSE = attrgetter("dtype"), attrgetter("is_sparse")
 
 
 @runtime_checkable
 class SkippingOptimizer(Protocol):
-    """An optimizer that is told of a step that is skipped, as those of accelcore are."""
+    """Optimizer with a method for skipped steps, such as those of accelcore."""
 
     def skip(self) -> None:
         """Update nothing."""
 
 
-Agree = Callable[[Tensor], Tensor]
-"""Given 1.0 where this rank found an overflow: 1.0 where any rank did."""
-
-
 class LossScaler(ABC):
-    """What a training step asks of a scaler, in order: `scale`, `unscale_` where gradients are read, `step`, `update`.
+    """Loss scale of a training. A step calls `scale`, `unscale_` if gradients are read, `step`, `update` in this order.
 
-    With several optimizers each is unscaled and stepped in its turn, and `update` closes the step for all: the scale is
-    one, and of the optimizers only those are skipped whose own gradients overflowed. An optimizer that needs a closure
-    cannot be stepped: it computes its loss again and again within a step.
+    With several optimizers, `unscale_` and `step` are called for each, and `update` once. All have one scale. Only the
+    optimizers whose own gradients overflowed skip the step. An optimizer that needs a closure is refused, because it
+    computes its loss several times a step.
 
-    `unscale_` and `step` look at the gradients of the optimizer's parameters, or at those they are given: a trainer
-    knows in which pieces of memory they are, and whether the ranks have to agree on an overflow.
+    `unscale_` and `step` read the gradients of the optimizer's parameters unless `gradients` are given. A trainer gives
+    the memory in which they are, and `agree` if ranks must agree on an overflow.
 
     Attributes:
-        reads_gradients: whether it looks at them at all.
-        takes_fp16: whether gradients may be fp16, which is refused otherwise: divided by the scale in fp16, small ones
-            are lost. To be set by those who know.
+        reads_gradients: whether the scaler reads gradients at all.
+        takes_fp16: whether fp16 gradients are accepted. They are refused by default, because dividing them by the scale
+            loses small values.
     """
 
     reads_gradients = True
@@ -50,13 +68,13 @@ class LossScaler(ABC):
 
     @abstractmethod
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
+        """Return the loss to call backward on."""
 
     @abstractmethod
     def unscale_(
         self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
     ) -> None:
-        """Divide the gradients by the scale in place; needed before gradients are clipped or read."""
+        """Divide the gradients by the scale in place. Call it before gradients are clipped or read."""
 
     @abstractmethod
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
@@ -64,30 +82,30 @@ class LossScaler(ABC):
 
     @abstractmethod
     def update(self, find_bad: FindBad | None = None) -> None:
-        """Choose the next scale. Once a step, after the last optimizer.
+        """Choose the next scale. Call it once a step, after the last optimizer's `step`.
 
         Args:
-            find_bad: names the first parameter whose gradient is not finite; None looks among the optimizers'.
+            find_bad: returns the name of the first parameter with a gradient that is not finite; None asks the optimizers.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """State in the layout of torch.amp.GradScaler, which loads it, and a version; empty where there is none."""
+        """Return the state, empty if there is none. It has the keys of torch.amp.GradScaler's, which can load it."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`; raises CheckpointError where the state is not of this kind of scaler."""
+        """Restore `state_dict`; raises CheckpointError if the state is that of another kind of scaler."""
 
     def takes(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state is of this kind of scaler, whole or not: another kind's has nothing to restore here."""
+        """Return whether a state, complete or not, is that of this kind of scaler."""
         return bool(state) == bool(self.state_dict())
 
-    def abandon(self) -> None:  # noqa: B027  # most remember nothing
-        """Forget a step that was begun and failed, so that the next can begin."""
+    def abandon(self) -> None:  # noqa: B027  # most scalers keep nothing during a step
+        """Forget a step that has failed, so that the next one can begin."""
 
     @property
     def overflowed(self) -> Tensor | None:
-        """1.0 where a gradient of this step overflowed, between `unscale_` or `step` and `update`; None: not known."""
+        """1.0 if a gradient of this step overflowed, from `unscale_` or `step` to `update`; None if not known."""
         return None
 
     @property
@@ -97,7 +115,7 @@ class LossScaler(ABC):
 
 
 class NoScaler(LossScaler):
-    """The scaler of fp32 and bf16, whose exponent range needs none."""
+    """Scaler for fp32 and bf16, which have the exponent range to need no scale."""
 
     reads_gradients = False
 
@@ -122,13 +140,13 @@ class NoScaler(LossScaler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
             raise CheckpointError(
-                "the checkpoint holds the state of a loss scaler, and this training uses none",
-                remedy="train with the precision the checkpoint was made with",
+                "the checkpoint has the state of a loss scaler, and this training has none",
+                remedy="train with the precision that the checkpoint was saved with",
             )
 
 
 class StaticScaler(NoScaler):
-    """A fixed loss scale: never looks for overflow, never skips (as apex with a number for `loss_scale`)."""
+    """Fixed loss scale. It never looks for overflows and never skips, as in apex with a number for `loss_scale`."""
 
     reads_gradients = True
 
@@ -172,14 +190,14 @@ class StaticScaler(NoScaler):
         if saved != self._scale:
             raise CheckpointError(
                 f"the checkpoint was saved with loss_scale={saved}, and this training has {self._scale}",
-                remedy="train with the loss scale the checkpoint was made with",
+                remedy="train with the loss scale that the checkpoint was saved with",
             )
 
     def takes(self, state: Mapping[str, Any]) -> bool:
         return is_static(state) and static_scale(state) == self._scale
 
     def _inverse(self, like: Tensor) -> float | Tensor:
-        """What to multiply by: a tensor, for which there are quicker kernels, where its dtype is exact enough."""
+        """Return the factor, as a tensor if the dtype is exact enough: kernels for tensors are faster."""
         key = like.dtype, like.device
         if key not in self._inverses:
             exact = like.dtype.itemsize >= 4
@@ -187,11 +205,59 @@ class StaticScaler(NoScaler):
         return self._inverses[key]
 
 
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the gradients of an optimizer's parameters, of sparse ones the values."""
+    groups = optimizer.param_groups
+    found = [gradient for group in groups for p in group["params"] if (gradient := p.grad) is not None]
+    if True in map(_IS_SPARSE, found):
+        return [gradient._values() if gradient.is_sparse else gradient for gradient in found]
+    return found
+
+
+def by_dtype(gradients: Sequence[Tensor]) -> Mapping[torch.dtype, Sequence[Tensor]]:
+    """Group gradients by dtype, because a fused kernel takes one dtype. Complex ones become pairs of real numbers."""
+    dtypes = set(map(_DTYPE, gradients))
+    if any(dtype.is_complex for dtype in dtypes):
+        return by_dtype([torch.view_as_real(each) if each.is_complex() else each for each in gradients])
+    if len(dtypes) == 1:
+        return {dtypes.pop(): gradients}
+    return {dtype: [each for each in gradients if each.dtype == dtype] for dtype in dtypes}
+
+
+def refuse_fp16(dtypes: Iterable[torch.dtype]) -> None:
+    """Raise TrainingError if gradients are fp16."""
+    if torch.float16 in dtypes:
+        raise TrainingError(
+            "the gradients are fp16, and dividing them by the loss scale in fp16 would lose small values",
+            remedy="keep the parameters in fp32 and let autocast choose the dtype of each operator, or train fp32 "
+            'masters: precision="O2"',
+        )
+
+
 def refuse_closure(gradients: object) -> None:
-    """Raise TrainingError where a closure was given to `step`, as torch's optimizers take one."""
+    """Raise TrainingError if `step` was called with a closure, which torch's optimizers accept."""
     if callable(gradients):
         raise TrainingError(
             "a loss scaler cannot step an optimizer with a closure",
-            why="a closure computes the loss again within a step, which is scaled and unscaled once",
+            why="a closure computes the loss several times a step, and the loss is scaled and unscaled once",
             remedy="compute the loss before step, or train in fp32 or bf16, which need no loss scale",
         )
+
+
+def first_not_finite(optimizers: Iterable[Optimizer]) -> str | None:
+    """Return the name or position of the first parameter with an inf or NaN gradient. Waits for the device."""
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if parameter.grad is not None and not is_finite(parameter.grad):
+                    names = group.get("param_names")  # given if the optimizer was made from named parameters
+                    if names is not None:
+                        return str(names[position])
+                    return f"parameter {position} of group {number}, of shape {tuple(parameter.shape)}"
+    return None
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Return whether all values are finite. Waits for the device."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.isfinite().all())

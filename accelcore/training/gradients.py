@@ -20,7 +20,7 @@ from accelcore.optim.gradient_memory import GradientMemory
 from accelcore.optim.memory import FlatMemory, by_kind, lay_flat
 from accelcore.optim.runs import Run, Slot
 from accelcore.optim.shards import as_shard, shard
-from accelcore.roles.scaled_gradients import is_finite
+from accelcore.roles.loss_scaler import is_finite
 
 __all__ = ["Flat", "Gradients", "PerTensor", "backward", "by_slot", "first_not_finite", "runs"]
 
