@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 import accelcore
 from accelcore.errors import PluginError
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 HANG = "import threading\nRELEASE = threading.Event()\n"
 REGISTER = """
     from accelcore import hookimpl
@@ -81,6 +83,46 @@ def test_an_extension_adds_a_faster_route_to_somebody_elses_backend(fakes):
     assert optimizers.explain("adamw")[0] == accelcore.roles.optimizers.Choice("theirs", chosen=True)
     assert type(optimizers.create("adamw", [parameter()], lr=0.1).engine) is torch.optim.SGD
     assert type(optimizers.create("adamw", [parameter()], lr=0.1, route="loop").engine) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_kernel_of_a_third_party_trains_skips_and_is_resumed(fakes, tmp_path, flat, precision):
+    fakes.install((EXAMPLES / "third_party" / "lion.py").read_text(), extensions=["lion"])
+    accel = accelcore.select("cpu")
+
+    options = {"loss_scale": accelcore.LossScale(init=16.0)} if precision == "fp16" else {}
+
+    def trainer():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        optimizer = accel.optimizers.create("lion", model.parameters(), lr=0.01, weight_decay=0.1)
+        loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+        return model, accel.trainer(model, optimizer, loss=loss, flat=flat, precision=precision, **options)
+
+    batches = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(1))
+    model, whole = trainer()
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    for batch in batches[:2]:
+        whole(batch)
+    if precision == "fp16":
+        whole(batches[0] * float("inf"))
+        assert whole.skipped == 1
+    else:  # the first step of Lion is lr in the direction of the sign
+        first = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        first.load_state_dict(dict(zip(model.state_dict(), start, strict=True)))
+        first(batches[0]).square().mean().backward()
+        other, stepped = trainer()
+        stepped(batches[0])
+        for ours, theirs in zip(other.parameters(), first.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs * 0.999 - 0.01 * theirs.grad.sign())
+    whole.save(tmp_path)
+    resumed_model, resumed = trainer()
+    resumed.resume(tmp_path)
+    for each in (whole, resumed):
+        for batch in batches[2:]:
+            each(batch)
+    assert all(map(torch.equal, model.parameters(), resumed_model.parameters()))
 
 
 def test_an_extension_is_told_which_backend_it_extends(fakes):

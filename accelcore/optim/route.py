@@ -17,7 +17,7 @@ from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.memory import unfit
 from accelcore.wording import did_you_mean
 
-__all__ = ["Choice", "Factory", "Memory", "Request", "Route", "choose", "formula_routes"]
+__all__ = ["Choice", "Factory", "Memory", "Request", "Route", "choose", "formula_routes", "name_of"]
 
 Factory = Callable[..., Optimizer]
 Memory = Literal["tensors", "any", "flat"]
@@ -136,6 +136,12 @@ def choose(routes: Sequence[Route], request: Request) -> tuple[Choice, ...]:
 def formula_routes() -> dict[str, list[Route]]:
     """By the name of each optimizer that has a formula, its route."""
     return {name: [_formula_route(name, kind)] for name, kind in FORMULAS.items()}
+
+
+def name_of(kind: type) -> str | None:
+    """The registry's name of a class of `torch.optim`; None for any other, also one that is derived from them."""
+    is_torchs = issubclass(kind, torch.optim.Optimizer) and kind.__module__.partition(".")[0] == "torch"
+    return kind.__name__.lower() if is_torchs and kind is not torch.optim.Optimizer else None
 
 
 def _options(factory: Factory) -> list[str]:

@@ -14,11 +14,11 @@ import torch
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.known_faults import KnownFault
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.optim.route import Choice, Factory, Memory, Request, Route, choose, formula_routes
+from accelcore.optim.route import Choice, Factory, Memory, Request, Route, choose, formula_routes, name_of
 from accelcore.optim.slot_state import SWITCHES
 from accelcore.wording import did_you_mean
 
-__all__ = ["Choice", "Factory", "Memory", "Optimizers", "Request", "name_of"]
+__all__ = ["Choice", "Factory", "Memory", "Optimizers", "Request"]
 
 Parameters = Iterable[Any]
 
@@ -200,12 +200,6 @@ class Optimizers:
                 ),
             )
         return choose(self._routes[request.name], request)
-
-
-def name_of(kind: type) -> str | None:
-    """The registry's name of a class of `torch.optim`; None for any other, also one that is derived from them."""
-    is_torchs = issubclass(kind, torch.optim.Optimizer) and kind.__module__.partition(".")[0] == "torch"
-    return kind.__name__.lower() if is_torchs and kind is not torch.optim.Optimizer else None
 
 
 def _request_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:

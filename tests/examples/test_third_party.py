@@ -93,5 +93,6 @@ def test_the_page_prints_it_as_it_is():
         "accelcore_hostchip/__init__.py",
         "accelcore_hostchip/backend.py",
         "tests/test_conformance.py",
+        "lion.py",
     )
     assert blocks == [(PACKAGE / path).read_text() for path in paths]

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError
+from accelcore.optim.route import name_of
 from accelcore.optim.slot_state import SWITCHES
-from accelcore.roles.optimizers import name_of
 
 __all__ = ["Kept", "Shapes", "check_shapes"]
 
