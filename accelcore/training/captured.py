@@ -1,9 +1,8 @@
-"""Training steps as captured graphs: the device's work is recorded once and launched whole from then on.
+"""Captured training steps: the device's work is recorded once as a graph, and launched as a whole from then on.
 
-A captured graph runs on the very memory that it was recorded with. So batches are copied into tensors of its own,
-gradients that are summed over several graphs are kept and set to zero in place, and what the host would decide at each
-step (the learning rate) becomes a tensor. Whatever else a graph would have baked in is watched, and recorded anew when
-it changes.
+A graph runs on the memory that it was captured with. Therefore batches are copied into tensors of the graph, gradients
+that several graphs add to keep their memory, and the learning rate becomes a tensor. If another value that a graph has
+baked in changes, a new graph is captured.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["CapturedStep", "check_capturable"]
 ForwardBackward = Callable[[Any], tuple[Tensor, Any]]
 
 WARM_UP = 3
-"""Windows that are trained eagerly first: libraries allocate their workspaces, and optimizers their state."""
+"""Number of eager windows before the first capture: libraries allocate workspaces, and optimizers their state."""
 
 _LIMIT = 16  # kinds of batch; the graph of each holds the memory of a whole step
 
@@ -41,22 +40,21 @@ class _Graph:
 
 
 class CapturedStep:
-    """The device's part of a training step, eager while it warms up, then captured.
+    """The device's part of a training step: eager while it warms up, then captured.
 
-    A batch of another kind is trained on eagerly once, too, so that what libraries choose and compile for it is there
-    when it is captured. A step that cannot be captured, or a batch of a 17th kind, is a TrainingError.
+    The first batch of each kind is eager, too, so that libraries choose and compile kernels for it before the capture.
 
     Args:
         runtime: captures.
-        optimizer: one that `check_capturable` passes.
-        gradients: of what it trains.
+        optimizer: an optimizer that passes `check_capturable`.
+        gradients: the gradients of the training.
         sums: whether a window has several micro-batches, whose graphs add to the same gradients.
     """
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer, gradients: Gradients, *, sums: bool) -> None:
         self._runtime, self._optimizer, self._gradients, self._sums = runtime, optimizer, gradients, sums
         self._graphs: dict[Any, _Graph] = {}
-        self._kinds: set[Any] = set()  # of batch, that were trained on eagerly
+        self._kinds: set[Any] = set()  # of batches that were trained on eagerly
         self._options: list[Any] = []
         self._baked: tuple[Any, ...] = ()
         self._warm, self._windows = False, 0
@@ -66,27 +64,32 @@ class CapturedStep:
     def __call__(
         self, batch: Any, forward_backward: ForwardBackward, close: Callable[[], None], *, first: bool, last: bool
     ) -> tuple[Tensor, Any]:
-        """Train on one micro-batch, the window's first, last, both or neither.
+        """Train on one micro-batch.
 
         Args:
-            forward_backward: given a batch, trains on it and returns the loss and what came beside it.
+            batch: the micro-batch.
+            forward_backward: trains on a batch, and returns the loss and the auxiliary outputs.
             close: updates the parameters and clears the gradients.
+            first, last: whether it is the first or last micro-batch of its window.
 
         Returns:
-            The loss, detached, and what came beside it.
+            The loss, detached, and the auxiliary outputs.
+
+        Raises:
+            TrainingError: the step cannot be captured, or there are more than 16 kinds of batches.
         """
         if first and not self._warm and self._windows >= WARM_UP:
             self._warm = True
-            if self._sums:  # memory that every graph adds to
-                self._hold_gradients()
+            if self._sums:
+                self._hold()
         leaves, structure = _flatten(batch)
         key = (last, structure, tuple(map(_kind, leaves)), self._hyperparameters())
         try:
             graph = self._graphs.get(key)
         except TypeError as error:
             raise TrainingError(
-                "a batch holds what is no tensor and cannot be compared",
-                why=f"a graph bakes such values in, and is told from others by them: {error}",
+                "a batch holds a value that is neither a tensor nor hashable",
+                why=f"a graph bakes such values in, and is looked up by them: {error}",
                 remedy="put tensors, numbers and strings into the batch, or leave graph=True out",
             ) from error
         if graph is None:
@@ -97,7 +100,7 @@ class CapturedStep:
             if not self._warm or key not in self._kinds:
                 self._admit(key)
                 self._windows += last
-                with self._runtime.side_stream():  # where captures run: nothing of autograd's may hang on another
+                with self._runtime.side_stream():  # captures run there, and autograd must not depend on other streams
                     return work(batch)
             graph = self._graphs[key] = self._capture(batch, work)
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -107,7 +110,7 @@ class CapturedStep:
         return graph.loss.clone(), graph.aux
 
     def forget(self) -> None:
-        """Drop every graph, because the memory they were captured with is no longer the training's."""
+        """Drop all graphs, because the training has other memory now."""
         self._graphs.clear()
         self._kinds.clear()
         self._warm, self._windows = False, 0
@@ -115,8 +118,8 @@ class CapturedStep:
         self._gradients.held = []
         self._prepare()
 
-    def _hold_gradients(self) -> None:
-        """Allocate the gradients that every graph adds to; a parameter that never received one keeps None."""
+    def _hold(self) -> None:
+        """Allocate the gradients that every graph adds to. A parameter that never received one keeps None."""
         parameters = [slot.parameter for slot in self._gradients.slots if slot.name in self._received]
         self._gradients.held = [torch.zeros_like(parameter) for parameter in parameters]
         for parameter, gradient in zip(parameters, self._gradients.held, strict=True):
@@ -125,7 +128,7 @@ class CapturedStep:
     def _admit(self, key: Any) -> None:
         if key not in self._kinds and len(self._kinds) >= _LIMIT:
             raise TrainingError(
-                f"this is the {_LIMIT + 1}th kind of batch, and each is a graph of its own",
+                f"this is the {_LIMIT + 1}th kind of batch, and each kind needs a graph",
                 why="a graph is captured for one shape of batch and one setting of the optimizer",
                 remedy="give all batches one shape (drop_last=True, padding), or leave graph=True out",
             )
@@ -140,7 +143,7 @@ class CapturedStep:
         if self._warm and late:
             raise TrainingError(
                 f"{len(late)} parameters received their first gradient after {WARM_UP} windows",
-                why="the optimizer's state for them would be made anew by each launch of the graph",
+                why="each launch of the graph would create the optimizer's state for them again",
                 remedy="use the same parameters in each step, or leave graph=True out",
             )
         self._received |= received
@@ -149,7 +152,7 @@ class CapturedStep:
         return loss.detach(), aux
 
     def _hyperparameters(self) -> tuple[Any, ...]:
-        """What a graph bakes in of the optimizer's options. A tensor counts as itself, whatever is written into it."""
+        """Return the optimizer's options that a graph bakes in. A tensor is compared by identity, not by its value."""
         options = [value for group in self._optimizer.param_groups for value in group.values()]
         if len(options) != len(self._options) or not all(map(is_, options, self._options)):
             self._options = options
@@ -157,9 +160,10 @@ class CapturedStep:
         return self._baked
 
     def _capture(self, batch: Any, work: ForwardBackward) -> _Graph:
-        steps = [entry["step"] for entry in _engine(self._optimizer).state.values() if "step" in entry]
+        engine = _engine(self._optimizer)
+        steps = [entry["step"] for entry in engine.state.values() if "step" in entry]
         if any(not isinstance(step, Tensor) or step.device != self._runtime.device for step in steps):
-            raise _counts_on_the_host(_engine(self._optimizer))
+            raise _counts_on_host(engine)
         leaves, structure = pytree.tree_flatten(batch)
         inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         static_batch = pytree.tree_unflatten(inputs, structure)
@@ -168,14 +172,14 @@ class CapturedStep:
         except TrainingError:
             raise
         except RuntimeError as error:
-            # Ending a broken capture raises once more, which would hide what broke it.
+            # Ending a broken capture raises again, which would hide the first error.
             cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             raise TrainingError(
                 "the training step cannot be captured as a graph",
                 why=str(cause).strip().split("\n", 1)[0],
-                remedy="leave out of model and loss what the host must wait for (item(), print, shapes that depend on "
-                "values), or leave graph=True out; and start the process anew, because a capture that broke may leave "
-                "the device's random generator unusable",
+                remedy="remove from model and loss what makes the host wait: item(), print, shapes that depend on "
+                "values. Or leave graph=True out. Start a new process: after a broken capture the device's random "
+                "generator may be unusable",
             ) from cause
         return _Graph([leaf for leaf in inputs if isinstance(leaf, Tensor)], loss, aux, replay)
 
@@ -183,58 +187,52 @@ class CapturedStep:
         for group in self._optimizer.param_groups:
             if "capturable" in group:
                 group["capturable"] = True
-            if not isinstance(group["lr"], Tensor):  # a schedule writes into it, and so into the graph
+            if not isinstance(group["lr"], Tensor):  # a schedule writes into the tensor, and so into the graph
                 group["lr"] = torch.tensor(group["lr"], device=self._runtime.device)
 
 
 def check_capturable(optimizer: Optimizer) -> None:
     """Raise UnsupportedError for an optimizer that cannot be captured.
 
-    It has to keep its step count on the device, as torch's do with `capturable`, and others that have an attribute
-    `counts_on_device` and say so; or each replay would be the same step again. So with its learning rate, which a graph
-    cannot wait for.
+    Step count and learning rate must stay on the device, or each replay would repeat the same step. torch's optimizers
+    do this with `capturable`. Others declare it by an attribute `counts_on_device`.
     """
     engine = _engine(optimizer)
-    counts_on_device = getattr(engine, "counts_on_device", False) or isinstance(engine, torch.optim.SGD)
-    if not counts_on_device and not all("capturable" in group for group in engine.param_groups):
-        raise _counts_on_the_host(engine)
-    if _reads_on_the_host(engine):
+    if getattr(engine, "counts_on_device", False):
+        return
+    groups = engine.param_groups
+    if isinstance(engine, torch.optim.SGD):
+        reads_lr = not all(group["fused"] for group in groups)
+    elif not all("capturable" in group for group in groups):
+        raise _counts_on_host(engine)
+    elif isinstance(engine, torch.optim.RMSprop | torch.optim.Adadelta):
+        reads_lr = any(group["foreach"] is False for group in groups)
+    else:
+        reads_lr = isinstance(engine, torch.optim.Rprop)
+    if reads_lr:
         raise UnsupportedError(
             f"this {type(engine).__name__} cannot be captured in a graph",
             why="it reads its learning rate on the host, and a graph cannot wait for that",
-            remedy="take route 'fused' or 'foreach' where there is one (SGD: 'fused', without dampening), or adamw",
+            remedy="choose route 'fused' or 'foreach' if it has one (SGD: 'fused', without dampening), or adamw",
         )
 
 
 def _engine(optimizer: Optimizer) -> Optimizer:
-    """What computes the updates."""
     engine: Optimizer = getattr(optimizer, "engine", optimizer)
     return engine
 
 
-def _counts_on_the_host(optimizer: Optimizer) -> UnsupportedError:
+def _counts_on_host(optimizer: Optimizer) -> UnsupportedError:
     return UnsupportedError(
         f"{type(optimizer).__name__} cannot be captured in a graph",
         why="it counts its steps on the host, and each replay would be the same step again",
-        remedy="take one of torch's with capturable, such as adamw by route 'fused' or 'foreach'",
+        remedy="choose an optimizer of torch with capturable, such as adamw by route 'fused' or 'foreach'",
     )
 
 
-def _reads_on_the_host(optimizer: Optimizer) -> bool:
-    """Whether a route of torch's gives its kernels the learning rate as a number, which is a tensor here."""
-    groups = optimizer.param_groups
-    if getattr(optimizer, "counts_on_device", False):
-        return False
-    if isinstance(optimizer, torch.optim.SGD):
-        return not all(group["fused"] for group in groups)
-    if isinstance(optimizer, torch.optim.RMSprop | torch.optim.Adadelta):
-        return any(group["foreach"] is False for group in groups)
-    return isinstance(optimizer, torch.optim.Rprop)
-
-
 def _flatten(batch: Any) -> tuple[list[Any], Any]:
-    """A batch's leaves, and what tells its structure from others."""
-    # What a DataLoader yields most: a graph's launch is so short that to traverse a tree in Python would delay it.
+    """Return a batch's leaves, and a key for its structure."""
+    # The usual batch of a DataLoader. A launch is so short that walking a tree in Python would delay it.
     if type(batch) in (tuple, list) and set(map(type, batch)) == {Tensor}:
         return list(batch), (type(batch), len(batch))
     leaves, structure = pytree.tree_flatten(batch)

@@ -1,8 +1,8 @@
-"""Gradient clipping in a few launches, whatever the number of parameters.
+"""Gradient clipping in a few kernel launches, whatever the number of parameters.
 
 As `torch.nn.utils.clip_grad_norm_` (Pascanu et al., "On the difficulty of training recurrent neural networks", 2013):
-gradients are multiplied by `max_norm / (norm + 1e-6)` where that is below 1. torch multiplies them by a tensor one by
-one where a device has no kernel for many; loss scaling has one everywhere, which also looks for overflow.
+gradients are multiplied by `max_norm / (norm + 1e-6)` if that is below 1. If a device has no kernel for many tensors,
+torch multiplies them one by one. The kernel of loss scaling takes many tensors on every device.
 """
 
 from __future__ import annotations
@@ -20,28 +20,26 @@ _ONE_KERNEL = (torch.float32, torch.bfloat16)
 
 
 class Clipping:
-    """Clips the norm of all gradients together.
+    """Clip the norm of all gradients together.
 
-    Given the gradients of parameters one by one it is torch's `clip_grad_norm_`, to the last bit. In flat memory the
-    norm is added up in another order, and may differ in its last bit.
+    For one tensor a parameter the result is that of torch's `clip_grad_norm_`, to the last bit. In flat memory the
+    norm is summed in another order and may differ in its last bit.
 
     Args:
         max_norm: the largest 2-norm.
-        flagged: whether the device's kernel for unscaling also reads an overflow flag, and then does nothing else.
+        flagged: whether the device's kernel for unscaling reads an overflow flag, and skips its work if it is set.
     """
 
     def __init__(self, max_norm: float, *, flagged: bool) -> None:
         self._max_norm, self._flagged = max_norm, flagged
-        self._overflow: Tensor | None = None  # what the kernel writes its other finding into
+        self._overflow: Tensor | None = None  # the kernel's overflow result, which is not needed here
 
     def __call__(self, gradients: list[Tensor], whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """Clip gradients, in place, without waiting for the device.
+        """Clip gradients in place and return their norm before. Does not wait for the device.
 
         Args:
-            whole: given the norm of these, the norm of all there are on all ranks.
-
-        Returns:
-            Their norm before they were clipped.
+            gradients: gradients of this rank.
+            whole: returns the norm over all ranks, given that of this rank.
         """
         norm = whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
         factor = (self._max_norm / (norm + 1e-6)).clamp_(max=1.0)
@@ -56,11 +54,11 @@ class Clipping:
 
 
 class ClippingBy:
-    """Clips by a function of the script's: by value, adaptively, or in any other way.
+    """Clip by a function of the script: by value, adaptively, or in any other way.
 
     Args:
-        function: given what is trained (parameters, or their fp32 masters) as far as it has a gradient, it changes
-            `grad` in place, as `torch.nn.utils.clip_grad_value_` does; a tensor that it puts there instead counts, too.
+        function: changes `grad` in place, as `torch.nn.utils.clip_grad_value_` does, or replaces it. It gets the
+            parameters that have a gradient, or their fp32 masters.
     """
 
     def __init__(self, function: Callable[[list[Tensor]], object]) -> None:
@@ -68,7 +66,7 @@ class ClippingBy:
 
     @torch.no_grad()
     def __call__(self, gradients: Gradients) -> None:
-        """Clip the gradients of a window: reduced over ranks, and unscaled."""
+        """Clip the gradients of a window, after they were reduced over ranks and unscaled."""
         gradients.expose()
         slots = zip(gradients.slots, gradients.received, strict=True)
         trained = [slot.trained for slot, received in slots if received]

@@ -1,4 +1,4 @@
-"""The loss in what a model, or a loss of the script's own, has returned."""
+"""Extract the loss and the auxiliary outputs from what a model or a loss function returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORMS = 'a scalar tensor, (scalar, aux), an object with `.loss`, or a dict with
 
 
 def loss_of_model(model: Callable[..., Any], batch: Any) -> Any:
-    """What the model itself returns for a batch; of a tuple the first is the loss, and the others come beside it."""
+    """Call a model that computes its loss itself. Of a longer tuple, the first item is the loss, the rest is aux."""
     if isinstance(batch, Mapping):
         returned = model(**batch)
     elif isinstance(batch, list | tuple):
@@ -27,10 +27,10 @@ def loss_of_model(model: Callable[..., Any], batch: Any) -> Any:
 
 
 def split_loss(returned: Any) -> tuple[Any, Any]:
-    """The loss, and what came beside it: the object or dict that it is in, or the second of a pair.
+    """Return the loss and the auxiliary outputs: the second of a pair, or the object or dict that holds the loss.
 
     Raises:
-        TrainingError: it is in none of these.
+        TrainingError: there is no loss in `returned`.
     """
     if type(returned) is tuple:
         if len(returned) != 2:
@@ -46,22 +46,22 @@ def split_loss(returned: Any) -> tuple[Any, Any]:
     if loss is None:
         raise TrainingError(
             f"the {type(returned).__name__} that was returned has a loss of None",
-            why="a model computes its loss where the batch brings what it has to be compared with",
+            why="such a model computes its loss only if the batch has labels",
             remedy="put the labels into the batch",
         )
     return loss, returned
 
 
 def no_loss(loss: object) -> TrainingError:
-    """What to raise for something that backward cannot start from."""
+    """Return the error for a value that backward cannot start from."""
     if not isinstance(loss, Tensor):
         return TrainingError(f"the loss is {kind_of(loss)}, not a tensor", remedy=f"return {_FORMS}")
     if loss.numel() != 1:
         return TrainingError(
-            f"the loss has shape {tuple(loss.shape)}, not a scalar's",
-            remedy="reduce it, with loss.mean() or loss.sum()",
+            f"the loss has shape {tuple(loss.shape)}, but it must be a scalar",
+            remedy="reduce it by loss.mean() or loss.sum()",
         )
     return TrainingError(
-        "the loss depends on no parameter that is trained",
-        remedy="look for torch.no_grad(), detach() or frozen parameters on its way",
+        "the loss depends on no trained parameter",
+        remedy="look for torch.no_grad(), detach() or frozen parameters between the parameters and the loss",
     )

@@ -1,4 +1,4 @@
-"""Observers: objects that a training tells what happens in it."""
+"""Callbacks for loss, gradient norm, overflow, step and module outputs."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ __all__ = ["Listeners", "Observer"]
 
 
 class Observer:
-    """Override what you want to be told of; what no observer overrides costs nothing.
+    """Base class of observers: override the events you need. Events without an observer cost nothing.
 
-    Tensors are on the device, and reading one on the host waits for it. What an observer raises ends the call of the
-    trainer that told it, after the step is whole.
+    Tensors are on the device; reading one on the host waits for the device. An exception of an observer ends the
+    trainer's call after the step is complete.
     """
 
     def loss(self, loss: Tensor) -> None:
-        """A micro-batch was trained on: its loss, detached and unscaled."""
+        """Receive the loss of a micro-batch, detached and unscaled."""
 
     def gradient_norm(self, norm: Tensor) -> None:
-        """The 2-norm of a window's gradients together: reduced over ranks, unscaled, not yet clipped."""
+        """Receive the 2-norm of all gradients of a window: reduced over ranks, unscaled, before clipping."""
 
     def overflow(self, found: Tensor) -> None:
-        """1.0 where a window's gradients overflowed, and its update is skipped, else 0.0. Only with a loss scale."""
+        """Receive 1.0 if a window's gradients overflowed and its update was skipped, else 0.0. Needs a loss scale."""
 
     def step(self, steps: int) -> None:
-        """A window was closed, the `steps`-th."""
+        """Receive the number of windows closed so far, after each window."""
 
     def output(self, module: str, output: Any) -> None:
-        """A module of the model, by name, returned `output` in a forward pass."""
+        """Receive the output of a module in a forward pass, with the module's name."""
 
 
 class Listeners:
-    """For each thing that can be told, who wants to hear it."""
+    """For each event, the methods of the observers that override it."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.loss = _listeners(observers, "loss")
@@ -44,5 +44,5 @@ class Listeners:
         self.output = _listeners(observers, "output")
 
 
-def _listeners(observers: Sequence[Observer], what: str) -> list[Callable[..., None]]:
-    return [getattr(each, what) for each in observers if getattr(type(each), what) is not getattr(Observer, what)]
+def _listeners(observers: Sequence[Observer], event: str) -> list[Callable[..., None]]:
+    return [getattr(each, event) for each in observers if getattr(type(each), event) is not getattr(Observer, event)]

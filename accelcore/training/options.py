@@ -1,4 +1,4 @@
-"""What a trainer can be asked for, written down once."""
+"""Options of a trainer, their defaults and checks."""
 
 from __future__ import annotations
 
@@ -59,53 +59,51 @@ class FSDP:
 
 
 class TrainerOptions(TypedDict, total=False):
-    """The options of `accel.trainer(model, optimizer, ...)`. Every one may be left out.
+    """Options of `accel.trainer(model, optimizer, ...)`. All of them are optional.
 
     Attributes:
-        loss: `loss(model, batch)` returns a scalar, `(scalar, aux)`, or an object with `.loss` or a dict with "loss",
-            which is then `aux`; `model` is the one to call, prepared for this device. None: the model itself returns
-            that, or a tuple whose first is the loss, called as `model(**batch)` for a mapping, `model(*batch)` for a
-            list or tuple, else `model(batch)`.
-        scheduler: of the learning rate, one of torch's; saved and restored with the rest.
-        schedule_by: when the scheduler is stepped. `"window"`: after each update, also one that is skipped for
-            overflow. `"epoch"`: after each epoch of `trainer.batches(loader)`. `"script"`: when the script calls
-            `scheduler.step()` itself, as ReduceLROnPlateau has to be with its metric; under the other two a script
-            that does so is stopped.
+        loss: `loss(model, batch)` returns a scalar, `(scalar, aux)`, an object with `.loss`, or a dict with "loss"; the
+            object or dict is then `aux`. `model` is the one that was prepared for this device. None: the model itself
+            returns this, or a tuple that begins with the loss. It is called as `model(**batch)` for a mapping,
+            `model(*batch)` for a list or tuple, else `model(batch)`.
+        scheduler: a learning rate scheduler of torch. It is saved and restored with the rest.
+        schedule_by: when the scheduler is stepped. `"window"`: after each update, even if it was skipped for overflow.
+            `"epoch"`: after each epoch of `trainer.batches(loader)`. `"script"`: the script calls `scheduler.step()`,
+            as ReduceLROnPlateau needs for its metric. Under the other two a script that does so gets an error.
         precision: `"fp32"`, `"bf16"`, `"fp16"`, one of apex's levels `"O0"` to `"O3"` (see `Policy.preset`), or a
-            `Policy`. `"best"` is the fastest that the device has units for. torch's, accelerate's and Lightning's words
-            are taken, too.
-        loss_scale: a number for a static scale, `"dynamic"`, a `LossScale` for a dynamic one with settings of your own,
-            None for the precision's own.
-        fp32: how fp32 matrix products are computed during steps: `"ieee"`; `"fast"`, as the backend's `fast_fp32` says;
-            `"fast if possible"`, which is that where it is declared, and else nothing; None for torch's own setting.
-        accumulate: micro-batches an update; their losses are averaged.
-        weight: `weight(batch)` is over how many examples or tokens a micro-batch's loss is a mean, as a number or a
-            scalar tensor. The gradients of a window are then those of the mean over all of them, on all ranks. None
-            lets each micro-batch count alike.
-        clip_norm: largest 2-norm of all gradients together, as torch's `clip_grad_norm_`; None clips nothing.
-        clip: `clip(parameters)` changes gradients in place before the update, in another way: by
-            `torch.nn.utils.clip_grad_value_(parameters, 1.0)`, adaptively, ... It is given what has a gradient, reduced
-            over ranks and unscaled; in place of parameters in low precision their fp32 masters.
-        parallel: `"none"`, or a strategy that the backend declares, such as `"ddp"`, `"combine_ddp"`, `"zero1"` or
-            `"fsdp"`, or `FSDP(...)`, which is `"fsdp"` with settings of your own; in a job of one process all are the
-            same. None: `"none"`, unless a launcher started several ranks; then it has to be said.
-        comm_dtype: dtype in which `"combine_ddp"`, `"zero1"` and `"fsdp"` add up gradients over ranks, by torch's name;
-            None for their own, and for fp32 where low precision is computed in that has fp32 shards.
-        sync_batchnorm: whether each BatchNorm takes the statistics of all ranks' rows, by torch's SyncBatchNorm, which
-            takes its place in the model; where the backend declares it. In a job of one process it does nothing.
-        checkpoint: the parts of the model that keep only what they were given, and are computed anew in backward: the
-            modules of a type, or of a tuple of types, or those for which a function returns True;
-            `Recompute(parts, save=[...])` also keeps the results of some operators. Random numbers and running
-            statistics are those of the first time.
-        offload: the parts whose activations wait for their backward pass in pinned memory of the host, chosen
-            likewise; for a part that is in both, that is what it was given.
-        flat: whether parameters and gradients are laid into one piece of memory each; None: where that is faster.
+            `Policy`. `"best"` is the fastest that the device has units for. The words of torch, accelerate and
+            Lightning work, too.
+        loss_scale: a number for a static scale, `"dynamic"`, or a `LossScale` for a dynamic scale with other settings;
+            None for the default of the precision.
+        fp32: how fp32 matrix products are computed during steps. `"ieee"`: exactly. `"fast"`: as the backend's
+            `fast_fp32` declares. `"fast if possible"`: fast if the backend declares it. None: torch's own setting.
+        accumulate: micro-batches of a window; their losses are averaged.
+        weight: `weight(batch)` returns over how many examples or tokens a micro-batch's loss is a mean, as a number or
+            a scalar tensor. The gradients of a window are then those of the mean over all examples, on all ranks. None:
+            every micro-batch counts alike.
+        clip_norm: largest 2-norm of all gradients together, as in torch's `clip_grad_norm_`; None clips nothing.
+        clip: `clip(parameters)` clips gradients in place in another way, such as
+            `torch.nn.utils.clip_grad_value_(parameters, 1.0)`. It gets the parameters that have a gradient, reduced
+            over ranks and unscaled, or their fp32 masters.
+        parallel: `"none"`, a strategy that the backend declares, such as `"ddp"`, `"combine_ddp"`, `"zero1"` or
+            `"fsdp"`, or `FSDP(...)` for `"fsdp"` with other settings. In a job of one process all are the same. None:
+            `"none"`; in a job of several ranks the option is required.
+        comm_dtype: dtype in which `"combine_ddp"`, `"zero1"` and `"fsdp"` add gradients over ranks, by torch's name.
+            None: the gradients' own, or fp32 if shards are fp32 and computed in low precision.
+        sync_batchnorm: whether torch's SyncBatchNorm replaces each BatchNorm and uses the statistics of all ranks. In a
+            job of one process it does nothing.
+        checkpoint: the parts of the model that keep only their inputs, and are computed again in backward: modules of
+            one or several types, or those for which a function returns True. `Recompute(parts, save=[...])` also keeps
+            the results of some operators. Random numbers and running statistics are those of the first time.
+        offload: the parts whose activations wait for backward in pinned host memory, chosen in the same way. For a part
+            that is in both options, these are its inputs.
+        flat: whether parameters and gradients lie in one piece of memory each; None if that is faster.
         compile: True, or options for the compiler.
-        graph: capture whole steps and launch each as one, which pays where a step is many short operators. For
-            `trainer(batch)` on one rank, with a few shapes of batch. After three eager windows each shape of batch is
-            captured when it comes for the second time; `aux` is then memory that the next step overwrites. With a
-            dynamic loss scale the optimizer must be one whose kernel skips an overflowed step by itself.
-        observers: told of losses, gradient norms, overflows, module outputs.
+        graph: capture whole steps as graphs and launch each as one. This pays if a step is many short operators. It
+            needs `trainer(batch)`, one rank, and a few shapes of batches. After three eager windows each shape is
+            captured when it comes for the second time. The next step overwrites the memory of `aux`. With a dynamic
+            loss scale the optimizer's kernel must skip an overflowed step by itself.
+        observers: callbacks for losses, gradient norms, overflows, steps and module outputs.
     """
 
     loss: Loss | None
@@ -150,14 +148,14 @@ DEFAULTS: TrainerOptions = {
     "graph": False,
     "observers": (),
 }
-"""What an option is where it is left out."""
+"""Default of each option."""
 
 
 def complete(given: Mapping[str, Any]) -> TrainerOptions:
-    """All options: those given, and the others' defaults.
+    """Return all options: those given, and the defaults of the others.
 
     Raises:
-        ConfigurationError: one is not an option of a trainer.
+        ConfigurationError: an option does not exist.
     """
     for name in given:
         if name not in DEFAULTS:
@@ -171,7 +169,7 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
 
 
 def check_values(options: TrainerOptions) -> None:
-    """Raise ConfigurationError for numbers and functions that are none, and observers that are no list."""
+    """Raise ConfigurationError for option values of the wrong type or out of range."""
     accumulate, clip_norm = options["accumulate"], options["clip_norm"]
     weight, observers = options["weight"], options["observers"]
     if not is_whole(accumulate, 1):
@@ -183,27 +181,27 @@ def check_values(options: TrainerOptions) -> None:
     clip = options["clip"]
     if clip is not None and not callable(clip):
         raise ConfigurationError(
-            f"clip={clip!r} is no function",
-            remedy=f"say clip_norm={clip!r}, or clip=lambda parameters: torch.nn.utils.clip_grad_value_(parameters, "
+            f"clip={clip!r} is not a function",
+            remedy=f"pass clip_norm={clip!r}, or clip=lambda parameters: torch.nn.utils.clip_grad_value_(parameters, "
             f"{clip!r})",
         )
     if weight is not None and not callable(weight):
         raise ConfigurationError(
-            f"weight={weight!r} is no function", remedy="say weight=lambda batch: len(batch[0]), or leave it out"
+            f"weight={weight!r} is not a function", remedy="pass weight=lambda batch: len(batch[0]), or leave it out"
         )
-    if not isinstance(observers, Sequence):  # it is gone through more than once
-        raise ConfigurationError(f"observers={observers!r} is no list", remedy="say observers=[...]")
+    if not isinstance(observers, Sequence):  # it is read more than once
+        raise ConfigurationError(f"observers={observers!r} is not a list", remedy="pass observers=[...]")
     if clip is not None and clip_norm is not None:
-        raise ConfigurationError("clip= and clip_norm= together", remedy="give one of them")
+        raise ConfigurationError("clip= and clip_norm= were both given", remedy="give one of them")
 
 
 def check_arguments(model: Any, optimizer: Any, loss: Any) -> None:
-    """Raise ConfigurationError for a first argument that is no model, a second that is no optimizer, a wrong loss."""
+    """Raise ConfigurationError if model, optimizer or loss is something else."""
     if isinstance(model, list | tuple | Mapping) and not isinstance(model, nn.Module):
         raise ConfigurationError(
-            f"a trainer trains one model, and was given {kind_of(model)} of {len(model)}",
-            remedy="make a trainer for each, with an optimizer of its own; or one nn.Module that holds them, such as "
-            "nn.ModuleList, where one loss trains all",
+            f"the model is {kind_of(model)} of {len(model)}, and a trainer trains one nn.Module",
+            remedy="make a trainer for each model, with an optimizer of its own. If one loss trains all of them, put "
+            "them into one module, such as nn.ModuleList",
         )
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"the model is {_shown(model)}, not an nn.Module", remedy=_order(optimizer, model))
@@ -213,20 +211,20 @@ def check_arguments(model: Any, optimizer: Any, loss: Any) -> None:
         name = getattr(loss, "__name__", type(loss).__name__)
         raise ConfigurationError(
             f"loss={name} does not take a model and a batch",
-            why="the trainer calls loss(model, batch), with the model that is prepared for this device",
-            remedy="say loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
+            why="the trainer calls loss(model, batch)",
+            remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
         )
 
 
 def _order(optimizer: Any, model: Any) -> str:
     if isinstance(model, Optimizer) and isinstance(optimizer, nn.Module):
-        return "give the model first: accel.trainer(model, optimizer)"
-    return "make it first" if isinstance(model, type) else "give the module whose parameters the optimizer has"
+        return "pass the model first: accel.trainer(model, optimizer)"
+    return "make an instance" if isinstance(model, type) else "pass the module whose parameters the optimizer has"
 
 
 def _made(optimizer: Any) -> str:
     if isinstance(optimizer, list | tuple):
-        return "make one optimizer of several parameter groups, or a trainer for each model with its own"
+        return "make one optimizer with several parameter groups, or a trainer for each model with its own optimizer"
     name = optimizer if isinstance(optimizer, str) else "adamw"
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         return f"make it: {optimizer.__name__}(model.parameters(), lr=...)"
@@ -234,7 +232,7 @@ def _made(optimizer: Any) -> str:
 
 
 def _is_torchs(loss: Any) -> bool:
-    """Whether this is one of torch's losses, a class of them, or a function: they take what a model has computed."""
+    """Return whether `loss` is a loss class, instance or function of torch, which takes outputs and targets."""
     home = loss if inspect.isclass(loss) or inspect.isroutine(loss) else type(loss)
     return str(getattr(home, "__module__", "")).partition(".")[0] == "torch"
 

@@ -1,4 +1,4 @@
-"""Making a model and its optimizer ready to be trained: stages, all checked before one is applied."""
+"""The plan of a training, which the stages fill in."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ __all__ = ["Plan", "Stage"]
 
 @dataclass
 class Plan:
-    """What a training is made of. Each stage reads what earlier ones made, and adds its part.
+    """The objects that a training is made of. Each stage reads those of earlier stages and adds its own.
 
     Attributes:
         backend, model, optimizer, options: as given.
-        policy, contexts: in which precision everything is computed (stage `Cast`).
-        strategy: how ranks share the work (`Shard`).
-        listeners: which observers are told what (`Observe`).
-        gradients: the owner of what is trained (`Flatten`); at first of nothing.
-        masters: for each master in the groups of an optimizer of torch's, by its id, its parameter (`Bind`).
+        policy, contexts: the precision of every computation (stage `Cast`).
+        strategy: the parallel strategy (`Shard`).
+        listeners: the observers of each event (`Observe`).
+        gradients: the gradients of the trained parameters (`Flatten`).
+        masters: for each fp32 master in the groups of a torch optimizer, by its id, the model's parameter (`Bind`).
         forward: the model to call (`Replicate`, `Compile`).
-        compiled: what became of `compile` (`Compile`); None where it was not asked for.
-        captured: captures steps (`Capture`); None where that was not asked for.
+        compiled: the compiled model; None if `compile` was not asked for.
+        captured: captures steps; None if `graph=True` was not asked for.
     """
 
     backend: Backend
@@ -53,19 +53,19 @@ class Plan:
     captured: CapturedStep | None = None
 
     def of_model(self, held: Tensor) -> Tensor:
-        """The model's parameter for one in the optimizer's groups, which may be its master."""
+        """Return the model's parameter for a tensor in the optimizer's groups, which may be its fp32 master."""
         return self.masters.get(id(held), held)
 
     def groups(self) -> list[list[Tensor]]:
-        """The parameters in the optimizer's groups, as the model has them."""
+        """Return the model's parameters of each optimizer group."""
         return [[self.of_model(held) for held in group["params"]] for group in self.optimizer.param_groups]
 
 
 class Stage(Protocol):
-    """One thing that is done to a model or its optimizer before they are trained."""
+    """One change of the model or the optimizer before the training. All stages are checked before one is applied."""
 
     def check(self, plan: Plan) -> None:
-        """Raise for what this stage cannot do; changes neither model nor optimizer."""
+        """Raise an error if this stage is impossible. Changes neither model nor optimizer."""
 
     def apply(self, plan: Plan) -> None:
-        """Do it. Called again, from some stage on, when what is trained has changed."""
+        """Make the change. `Trainer.refresh` calls it again."""

@@ -202,7 +202,7 @@ class Step:
     def _unscale_and_clip(self, *, full: bool) -> list[Tensor]:
         """Return the gradients: weighted, and if they are clipped or observed, also unscaled and clipped.
 
-        The list is empty if nobody reads them, because `buffers` may have to look at each gradient.
+        If they are not read at all, the list is empty: `buffers` may look at each gradient.
         """
         gradients = self._gradients
         correction = self._window.correction(self._strategy, full=full)

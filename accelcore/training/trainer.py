@@ -148,7 +148,7 @@ class Trainer:
         self._data.move_to(epoch)
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Return the epochs that remain of `total`, counted from 0. If none remains, the log says so."""
+        """Return the epochs that remain of `total`, counted from 0. If none remains, a warning is logged."""
         return self._data.epochs(total)
 
     def batches(self, loader: Iterable[Any], *, name: str = "train", shard: bool = True) -> Batches:

@@ -1,4 +1,4 @@
-"""Windows: the micro-batches between two updates, and how much each of them counts."""
+"""Windows: the micro-batches between two updates, and their weights."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["Window"]
 
 
 class Window:
-    """Counts micro-batches, and weighs them.
+    """Count and weigh the micro-batches of a window.
 
-    A micro-batch's gradients are those of a mean. Its *share* is what backward multiplies them by; at the end of the
-    window they are multiplied by its *correction*, the inverse of the mean over ranks of the sum of shares: without
-    weights each share is `1 / accumulate`, and nothing is left to correct unless the window is short.
+    A micro-batch's loss is a mean over examples. Backward multiplies its gradients by a *share*. At the end of the
+    window all gradients are multiplied by a *correction*: the inverse of the mean over ranks of the sum of shares.
+    Without weights each share is `1 / accumulate`, and only a short window needs a correction.
 
     Args:
         accumulate: micro-batches of a full window.
         device: where weights are added up, so that the host never waits for one.
-        divisor: what gradients are divided by beside, because ranks add them up: in backward, where it costs nothing.
-        tensors_only: whether a weight has to be a tensor, because steps are captured, and numbers would be baked in.
+        divisor: divides the gradients in backward, at no cost, because ranks add them up.
+        tensors_only: whether a weight must be a tensor, because a captured graph would bake a number in.
 
     Attributes:
-        micro: micro-batches it has.
+        micro: number of micro-batches so far.
         steps: number of windows closed so far.
     """
 
@@ -44,24 +44,25 @@ class Window:
 
     @property
     def is_last(self) -> bool:
-        """Whether the micro-batch that comes next is the one that fills it."""
+        """Whether the next micro-batch fills the window."""
         return self.micro == self.accumulate - 1
 
     def share(self, weight: float | Tensor | None, strategy: Strategy) -> float | Tensor | None:
-        """What backward multiplies a micro-batch's gradients by; None for 1.
+        """Return the factor of a micro-batch's gradients; None for 1.
 
         Args:
-            weight: over how many examples its loss is a mean; None where micro-batches are not weighted. Losses of one
-                micro-batch share one, which counts once.
+            weight: number of examples of the mean; None if micro-batches are not weighted. All losses of a micro-batch
+                use the same weight, which counts once.
+            strategy: averages over ranks.
 
         Raises:
-            TrainingError: an invalid weight, another one than that of an earlier loss of the same micro-batch, or only
-                some micro-batches of a window have one.
+            TrainingError: the weight is invalid, differs from that of an earlier loss of the same micro-batch, or only
+                some micro-batches of the window have one.
         """
         if self._weighted not in (None, weight is not None):
             raise TrainingError(
-                "some micro-batches of this window have a weight, and others have none",
-                remedy="give each backward(loss, weight=...) one, or none",
+                "some micro-batches of this window have a weight, and others do not",
+                remedy="call backward(loss, weight=...) with a weight for every micro-batch, or for none",
             )
         self._weighted = weight is not None
         if weight is None:
@@ -69,7 +70,7 @@ class Window:
         if self._counted is not None and self._counted[0] == self.micro:
             return self._share_again(weight)
         given, weight = weight, self._checked(weight)
-        if self._unit is None:  # near 1 are the shares that leave a loss scale what it is
+        if self._unit is None:  # shares near 1 leave the loss scale as it is
             unit = float(strategy.collectives.all_reduce(weight.clone(), "avg"))
             self._unit = unit if 0 < unit < math.inf else 1.0
         if self._total is None:
@@ -81,7 +82,7 @@ class Window:
         return share
 
     def correction(self, strategy: Strategy, *, full: bool) -> float | Tensor | None:
-        """What the gradients of a window, their mean over ranks, are multiplied by; None for 1."""
+        """Return the factor of a window's gradients, after they were averaged over ranks; None for 1."""
         if self._weighted:
             assert self._total is not None
             total = strategy.collectives.all_reduce(self._total.clone(), "avg")
@@ -89,18 +90,18 @@ class Window:
         return None if full else self.accumulate / self.micro
 
     def forget_weights(self) -> None:
-        """The weights have been used."""
+        """Reset the sum of weights."""
         if self._total is not None:
             self._total.zero_()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Begin a new window."""
         self.micro = 0
         self._weighted = self._counted = None
         self.forget_weights()
 
     def state(self) -> dict[str, Tensor | int | float | None]:
-        """What a window that is open has to be saved with."""
+        """Return the state of an open window."""
         return {
             "micro": self.micro,
             "accumulate": self.accumulate,
@@ -110,7 +111,7 @@ class Window:
         }
 
     def load_state(self, state: dict[str, Tensor | int | float | None]) -> None:
-        """Be at a saved place."""
+        """Restore the state of an open window."""
         micro, unit, total = state["micro"], state.get("unit"), state.get("total")
         assert isinstance(micro, int)
         self.reset()
@@ -121,16 +122,16 @@ class Window:
             self._total = torch.zeros((), device=self._device).copy_(total)
 
     def _share_again(self, weight: float | Tensor) -> Tensor:
-        """The share of another loss of a micro-batch that has been counted."""
+        """Return the share of another loss of a micro-batch that has been counted."""
         assert self._counted is not None
         _, counted, share = self._counted
-        # Whether two tensors are equal, the host would have to wait for.
+        # Comparing two tensors would make the host wait.
         if weight is not counted and (isinstance(weight, Tensor) or isinstance(counted, Tensor) or weight != counted):
             raise TrainingError(
-                "two losses of one micro-batch have weights of their own",
+                "two losses of one micro-batch have different weights",
                 why="a micro-batch counts once, by one weight",
-                remedy="give each of its losses the same number, or the same tensor; or end it by trainer.update(), "
-                "with accumulate= as many as there are in a window",
+                remedy="give all of its losses the same number or tensor object. Between two micro-batches, call "
+                "trainer.update(), with accumulate= their number",
             )
         return share
 
@@ -138,18 +139,18 @@ class Window:
         if isinstance(weight, Tensor):
             if weight.numel() != 1:
                 raise TrainingError(
-                    f"the weight of a micro-batch has shape {tuple(weight.shape)}", remedy="give a number, or a scalar"
+                    f"the weight of a micro-batch has shape {tuple(weight.shape)}", remedy="give a number or a scalar"
                 )
             return weight.detach().reshape(()).to(self._device, torch.float32)
         if self._tensors_only:
             raise TrainingError(
-                f"the weight of a micro-batch is the number {weight!r}, and steps are captured in graphs",
-                why="a graph would weigh every later batch like this one",
+                f"the weight of a micro-batch is the number {weight!r}, and graph=True needs a tensor",
+                why="a graph would use this weight for every later batch",
                 remedy="return a scalar tensor that is computed from the batch, or leave graph=True out",
             )
-        if not (is_number(weight) and 0 <= weight < math.inf):
+        if not is_number(weight) or not 0 <= weight < math.inf:
             raise TrainingError(
-                f"{weight!r} is not the weight of a micro-batch",
-                remedy="give over how many examples its loss is a mean, as a number >= 0 or a scalar tensor",
+                f"{weight!r} is not a valid weight of a micro-batch",
+                remedy="give the number of examples of its mean, as a number >= 0 or a scalar tensor",
             )
         return torch.full((), float(weight), device=self._device)

@@ -42,7 +42,7 @@ def test_extra_is_given_back_and_kept(accel, tmp_path):
 def test_what_a_checkpoint_cannot_hold_is_named(accel, tmp_path):
     with pytest.raises(CheckpointError, match=r"extra\.model is a Linear"):
         make(accel).save(tmp_path, extra={"model": nn.Linear(2, 2)})
-    with pytest.raises(ConfigurationError, match="extra=.*dict"):
+    with pytest.raises(ConfigurationError, match=r"extra=.*dict"):
         make(accel).save(tmp_path, extra=[1])
 
 

@@ -173,5 +173,5 @@ def test_an_observer_that_raises_in_the_three_calls_ends_one_of_them_after_it_is
 
 
 def test_what_is_no_observer_is_refused(accel):
-    with pytest.raises(accelcore.ConfigurationError, match="is no observer"):
+    with pytest.raises(accelcore.ConfigurationError, match="not an observer"):
         make(accel, [print])

@@ -19,7 +19,7 @@ import accelcore
     [
         (lambda m, b: m(b[0]), "shape"),
         (lambda m, b: 3.0, "float"),
-        (lambda m, b: loss_of(m, b).detach(), "depends on no parameter"),
+        (lambda m, b: loss_of(m, b).detach(), "depends on no trained parameter"),
         (lambda m, b: None, "NoneType"),
     ],
 )
@@ -49,10 +49,10 @@ def test_what_is_no_loss_is_refused_and_nothing_changes(accel, loss, says):
         ({"clip_norm": "1"}, accelcore.ConfigurationError, "clip_norm"),
         ({"precision": []}, accelcore.ConfigurationError, "fp32, bf16, fp16"),
         ({"fp32": "turbo"}, accelcore.ConfigurationError, "ieee"),
-        ({"weight": 3}, accelcore.ConfigurationError, "weight=3 is no function"),
-        ({"observers": 3}, accelcore.ConfigurationError, "observers=3 is no list"),
+        ({"weight": 3}, accelcore.ConfigurationError, "weight=3"),
+        ({"observers": 3}, accelcore.ConfigurationError, "observers=3"),
         ({"observers": accelcore.Observer()}, accelcore.ConfigurationError, r"observers=\[\.\.\.\]"),
-        ({"observers": iter([accelcore.Observer()])}, accelcore.ConfigurationError, "is no list"),
+        ({"observers": iter([accelcore.Observer()])}, accelcore.ConfigurationError, "not a list"),
     ],
 )
 def test_invalid_options_are_refused_before_training(accel, options, error, says):

@@ -215,7 +215,7 @@ def test_what_cannot_be_saved_together_is_refused(accel, tmp_path):
     ):
         with pytest.raises(accelcore.ConfigurationError, match=says):
             accelcore.Together(**trainers)
-    with pytest.raises(accelcore.ConfigurationError, match="extra=.*dict"):
+    with pytest.raises(accelcore.ConfigurationError, match=r"extra=.*dict"):
         accelcore.Together(a=trainer).save(tmp_path, extra=[1])
 
 
@@ -224,7 +224,7 @@ def test_what_is_no_folder_is_refused(accel, tmp_path):
     (tmp_path / "file").touch()
     for saver in (trainer, accelcore.Together(a=trainer)):
         for act in (saver.save, saver.resume):
-            with pytest.raises(accelcore.ConfigurationError, match="None.*path"):
+            with pytest.raises(accelcore.ConfigurationError, match=r"None.*path"):
                 act(None)
         for folder in (tmp_path / "file", tmp_path / "file" / "below"):
             with pytest.raises(accelcore.CheckpointError, match=r"file is a file\n  what to do: give a folder$"):

@@ -147,7 +147,7 @@ def test_some_with_and_some_without_a_weight_is_refused(accel):
             trainer.backward(loss_of(trainer.forward, batches[1]), weight=second)
         trainer.backward(loss_of(trainer.forward, batches[1]), weight=second)  # a window of its own
     trainer = make(accel)
-    with pytest.raises(accelcore.TrainingError, match="given no weight"):
+    with pytest.raises(accelcore.TrainingError, match="without a weight"):
         trainer.backward(loss_of(trainer.forward, batches[0]))
 
 

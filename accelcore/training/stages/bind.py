@@ -1,4 +1,4 @@
-"""Bind: the optimizer is given what it trains."""
+"""Bind: give the optimizer the tensors that it updates."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Bind"]
 
 
 class Bind:
-    """An optimizer of accelcore is bound to runs; in another the tensors of its groups are swapped for masters."""
+    """Bind an optimizer of accelcore to runs. In a torch optimizer, replace parameters by their fp32 masters."""
 
     def check(self, plan: Plan) -> None:
         optimizer = plan.optimizer
         if optimizer.needs_closure if isinstance(optimizer, RoutedOptimizer) else needs_closure(optimizer):
             raise UnsupportedError(
                 f"a trainer cannot step {getattr(optimizer, 'name', type(optimizer).__name__)}",
-                why="it computes the loss of one batch more than once in a step, and a trainer's step is over by then",
-                remedy="step it in a loop of your own by step(closure), or train by another optimizer",
+                why="it computes the loss of a batch several times in a step, and a trainer computes it once",
+                remedy="call its step(closure) in a loop of your own, or choose another optimizer",
             )
 
     def apply(self, plan: Plan) -> None:

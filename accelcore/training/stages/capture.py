@@ -1,4 +1,4 @@
-"""Capture: whole steps are recorded as graphs."""
+"""Capture: record whole steps as graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Capture"]
 
 
 class Capture:
-    """Makes what captures steps, where `graph=True`."""
+    """Make the object that captures steps, if `graph=True`."""
 
     def check(self, plan: Plan) -> None:
         if not plan.options["graph"]:
@@ -32,8 +32,8 @@ class Capture:
         if plan.options["graph"]:
             if plan.compiled is not None and plan.compiled.overwrites:
                 raise ConfigurationError(
-                    "graph=True, and a compiled model that is made of graphs, too",
-                    remedy='leave graph=True out, or compile without graphs, as mode="default" does',
+                    "graph=True, and a compiled model that uses graphs, too",
+                    remedy='leave graph=True out, or compile without graphs: mode="default"',
                 )
             sums = plan.options["accumulate"] > 1
             plan.captured = CapturedStep(plan.backend.runtime, plan.optimizer, plan.gradients, sums=sums)

@@ -1,4 +1,4 @@
-"""Compile: a faster version of the model takes its place."""
+"""Compile: replace the model to call by a compiled one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Compile"]
 
 
 class Compile:
-    """Hands the model, replicated as it is, to the backend's compiler."""
+    """Let the backend compile the model, after it was replicated."""
 
     def check(self, plan: Plan) -> None:
         wanted = plan.options["compile"]
         if not isinstance(wanted, bool | Mapping):
             raise ConfigurationError(
-                f"compile={wanted!r} is neither yes, no, nor options",
+                f"compile={wanted!r} is not an option of the compiler",
                 available='True, False, or options such as {"mode": "max-autotune"}',
             )
         if wanted is not False and not plan.backend.capabilities.compilers:
@@ -31,7 +31,7 @@ class Compile:
     def apply(self, plan: Plan) -> None:
         wanted = plan.options["compile"]
         if wanted is not False:
-            assert isinstance(plan.forward, nn.Module), "nothing before this stage makes anything else"
+            assert isinstance(plan.forward, nn.Module), "no earlier stage makes anything else"
             plan.compiled = plan.backend.compiler.compile(plan.forward, _options(wanted))
             plan.forward = plan.compiled.module
 

@@ -1,4 +1,4 @@
-"""Observe: modules are watched for those who want to see their outputs."""
+"""Observe: register hooks for observers of module outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Observe"]
 
 
 class Observe:
-    """Registers a forward hook on each module, where an observer wants outputs; else nothing."""
+    """Register a forward hook on each module if an observer overrides `output`."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -27,12 +27,13 @@ class Observe:
         strange = [each for each in observers if not isinstance(each, Observer)]
         if strange:
             raise ConfigurationError(
-                f"{strange[0]!r} is no observer", remedy="derive its class from accelcore.Observer"
+                f"observers= has {strange[0]!r}, which is not an observer",
+                remedy="derive its class from accelcore.Observer",
             )
         plan.listeners = listeners = Listeners(observers)
         if plan.options["graph"] and (listeners.gradient_norm or listeners.overflow or listeners.output):
             raise ConfigurationError(
-                "an observer wants to see within a step, and graph=True launches steps whole",
+                "an observer of gradient norms, overflows or module outputs cannot be used with graph=True",
                 remedy="leave graph=True out while you look, or observe losses and steps only",
             )
 
@@ -43,7 +44,7 @@ class Observe:
                 self._handles.append(module.register_forward_hook(_Tell(listener, name)))
 
     def remove(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -53,7 +54,7 @@ class Observe:
 
 
 class _Tell:
-    """A hook that tells of a module's outputs. A copy of the model tells the same listener."""
+    """Forward hook that calls a listener. A copy of the model calls the same listener."""
 
     def __init__(self, listener: Callable[[str, Any], None], name: str) -> None:
         self._listener, self._name = listener, name

@@ -1,4 +1,4 @@
-"""The order of the stages."""
+"""Prepare a training: take its plan through all stages in order."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ORDER = (Place, SyncStatistics, Recomputing, Cast, Shard, Flatten, Bind, Replic
 
 
 class Preparation:
-    """Takes a plan through all stages: first every check, so that what is refused leaves everything as it was.
+    """Take a plan through all stages: first every check, so that an error leaves model and optimizer unchanged.
 
-    The ranks of a job do so together, and what they train has to be the same.
+    The ranks of a job do this together, and compare what they are about to train.
     """
 
     def __init__(self, plan: Plan) -> None:

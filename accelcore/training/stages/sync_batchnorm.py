@@ -1,4 +1,4 @@
-"""SyncStatistics: BatchNorm takes the statistics of all ranks' rows."""
+"""SyncStatistics: let BatchNorm use the statistics of all ranks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["SyncStatistics"]
 
 
 class SyncStatistics:
-    """Puts torch's SyncBatchNorm in the place of each BatchNorm, with the same parameters, where that was asked for."""
+    """Replace each BatchNorm by torch's SyncBatchNorm, with the same parameters, if `sync_batchnorm=True`."""
 
     def check(self, plan: Plan) -> None:
         wanted, backend = plan.options["sync_batchnorm"], plan.backend
         if not isinstance(wanted, bool):
-            raise ConfigurationError(f"sync_batchnorm={wanted!r} is neither True nor False")
+            raise ConfigurationError(f"sync_batchnorm={wanted!r} is not True or False")
         if not wanted or backend.collectives.world_size == 1:
             return
         if not backend.capabilities.sync_batchnorm:
             raise UnsupportedError(
-                f"{backend.name} has no BatchNorm over ranks",
-                why="the backend does not declare it: torch's SyncBatchNorm has no kernels there",
-                remedy="leave sync_batchnorm out, or take a normalization that looks at each row by itself",
+                f"{backend.name} does not support sync_batchnorm",
+                why="torch's SyncBatchNorm has no kernels on this device",
+                remedy="leave sync_batchnorm out, or use LayerNorm or GroupNorm",
             )
         if isinstance(plan.model, AnyBatchNorm) and not isinstance(plan.model, nn.SyncBatchNorm):
             raise ConfigurationError(
-                "the model itself is a BatchNorm, which cannot be replaced", remedy="make it a part of a model"
+                "the model itself is a BatchNorm, which cannot be replaced", remedy="make it a submodule of a model"
             )
 
     def apply(self, plan: Plan) -> None:

@@ -68,7 +68,7 @@ def test_a_batch_with_what_cannot_be_compared_is_refused(graphs):
         return loss_of(model, batch[:2])
 
     trainer = make(graphs, graph=True, loss=loss)
-    with pytest.raises(TrainingError, match="no tensor"):
+    with pytest.raises(TrainingError, match="neither a tensor"):
         train(graphs, trainer, [(*batches(1)[0], bytearray(b"a"))])
 
 
