@@ -6,7 +6,11 @@ Operators such as `torch._foreach_mul_` and `torch._fused_adamw_` stay where the
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import torch
+import torch._functorch.config
 from torch._ops import OpOverload
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
@@ -14,14 +18,18 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "AnyBatchNorm",
     "OpOverload",
+    "backward_outside_autocast",
+    "compiler_error",
     "device_dispatch_key",
     "dispatch_keyset",
+    "flight_records",
     "forget_python_dispatch",
     "has_any_kernel",
     "has_computed_kernel",
     "has_kernel",
     "in_backward",
     "is_fake_mode_active",
+    "is_profiling",
     "keyset_below",
     "operator_name",
     "operators_registered_at",
@@ -33,6 +41,12 @@ __all__ = [
 AnyBatchNorm = _BatchNorm
 """Base class of BatchNorm of any number of dimensions and of SyncBatchNorm: `keep_batchnorm_fp32` finds all of them."""
 
+backward_outside_autocast = torch._functorch.config.patch({"backward_pass_autocast": "off"})
+"""Context for calls of compiled modules, whose backward pass is then compiled as outside autocast.
+
+Without it, torch compiles the backward pass as under the autocast of the forward pass.
+"""
+
 without_autocast = torch._C._DisableAutocast
 """Context without the dispatcher's autocast keys.
 
@@ -43,8 +57,15 @@ Without it, a kernel at such a key that calls its own operator never ends.
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
+def compiler_error() -> type[Exception]:
+    """Return the class of errors of torch's compiler. Without it, a model's own error would count as the compiler's."""
+    import torch._dynamo.exc  # slow, and not needed before an error
+
+    return torch._dynamo.exc.TorchDynamoException
+
+
 def in_backward() -> bool:
-    """Return whether this thread runs a backward pass, where a forward pass can only be a recomputation.
+    """Return whether this thread runs a backward pass; a forward pass that runs now is a recomputation.
 
     Without it, table O1 is lost in checkpointed parts of a model, and observers see recomputed outputs twice.
     """
@@ -106,6 +127,21 @@ def forget_python_dispatch(operator: OpOverload, dispatch_key: str) -> None:
     Without it, compilers trace with the kernel that was there before.
     """
     operator._uncache_dispatch(getattr(torch._C.DispatchKey, dispatch_key))
+
+
+def is_profiling() -> bool:
+    """Return whether torch's profiler runs. Without it, the profile misses the names of optimizer steps."""
+    return torch._C._autograd._profiler_enabled()
+
+
+def flight_records() -> list[dict[str, Any]]:
+    """Return the collectives in torch's flight recorder; some libraries write none.
+
+    Without it, the error for a missing rank cannot name the collective that waited for it.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    entries: list[dict[str, Any]] = json.loads(dump()).get("entries", []) if dump is not None else []
+    return entries
 
 
 def remove_library(library: torch.library.Library) -> None:

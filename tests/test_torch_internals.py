@@ -38,6 +38,31 @@ def test_autocast_is_off_below_its_key():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 
 
+def test_the_profiler_is_noticed():
+    assert not internals.is_profiling()
+    with torch.profiler.profile():
+        assert internals.is_profiling()
+
+
+def test_a_failing_compiler_has_an_error_of_its_own():
+    def fails(graph, inputs):
+        raise ValueError("no compiler")
+
+    with pytest.raises(internals.compiler_error()):
+        torch.compile(torch.sin, backend=fails)(torch.ones(2))
+
+
+def test_backward_is_compiled_outside_autocast():
+    with internals.backward_outside_autocast:
+        assert torch._functorch.config.backward_pass_autocast == "off"
+    assert torch._functorch.config.backward_pass_autocast != "off"
+
+
+def test_the_flight_recorder_can_be_read():
+    assert hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
+    assert isinstance(internals.flight_records(), list)
+
+
 def test_kernels_are_found_at_their_keys():
     assert isinstance(ADD, internals.OpOverload)
     assert internals.operator_name(SOFTMAX) == "aten::softmax.int"

@@ -146,10 +146,9 @@ def _torchs_table(name: str) -> dict[str, Any]:
 
 
 def _registered(device_type: str) -> list[str]:
-    import torch
+    from accelcore.torch_internals import device_dispatch_key, operators_registered_at
 
     try:
-        key = f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
-        return sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+        return sorted(operators_registered_at(f"Autocast{device_dispatch_key(device_type)}"))
     except RuntimeError:  # torch has no such device
         return []

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import nn
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.known_faults import BACKWARD_UNDER_AUTOCAST, KnownFault
 from accelcore.randomness import draws_on_host
+from accelcore.torch_internals import backward_outside_autocast, compiler_error
 
 __all__ = ["Compiled", "Compiler", "NoCompiler", "TorchCompiler"]
 
@@ -59,11 +59,6 @@ class Compiler(ABC):
             ConfigurationError: there is no such option.
             UnsupportedError: the backend declares no compiler.
         """
-
-
-# Around BACKWARD_UNDER_AUTOCAST: what backward is compiled for is decided in forward, under autocast. Only calls of
-# compiled modules see this setting.
-_BACKWARD_OUTSIDE_AUTOCAST = torch._functorch.config.patch({"backward_pass_autocast": "off"})
 
 
 _DRAWS = 'compilers draw numbers of their own, and runtime.seed(..., same="everywhere") asks for others'
@@ -133,9 +128,9 @@ class _Guarded:
         # A part of the model may have run before another part fails to compile: the batch must not count twice.
         before = None if self._proved else _Memory(self._eager)
         try:
-            with _BACKWARD_OUTSIDE_AUTOCAST:
+            with backward_outside_autocast:  # the workaround of BACKWARD_UNDER_AUTOCAST
                 output = self._call(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except compiler_error() as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             # Dynamo's first line names the backend, and the second what it raised.
             reason = " ".join(line.strip() for line in lines[:2])

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # missing in torch's types
 
+from accelcore.torch_internals import flight_records
+
 __all__ = ["BEAT", "Note", "RankNotes", "line_of"]
 
 BEAT = 1.0
@@ -148,8 +150,7 @@ def _record_is_short() -> bool:
 
 def _last_collective() -> tuple[int, str]:
     """Return number and name of the last collective in torch's flight record; some libraries write none."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    entries = json.loads(dump()).get("entries", []) if dump is not None else []
+    entries = flight_records()
     if not entries:
         return 0, ""
     last = max(entries, key=lambda entry: entry["record_id"])
