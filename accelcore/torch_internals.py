@@ -13,6 +13,8 @@ import torch
 import torch._functorch.config
 from torch._ops import OpOverload
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
 
 __all__ = [
@@ -27,9 +29,9 @@ __all__ = [
     "has_any_kernel",
     "has_computed_kernel",
     "has_kernel",
+    "has_step_hooks",
     "in_backward",
     "is_fake_mode_active",
-    "is_profiling",
     "keyset_below",
     "operator_name",
     "operators_registered_at",
@@ -129,9 +131,18 @@ def forget_python_dispatch(operator: OpOverload, dispatch_key: str) -> None:
     operator._uncache_dispatch(getattr(torch._C.DispatchKey, dispatch_key))
 
 
-def is_profiling() -> bool:
-    """Return whether torch's profiler runs. Without it, the profile misses the names of optimizer steps."""
-    return torch._C._autograd._profiler_enabled()
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether torch runs anything around `step`: hooks of the optimizer or the process, or a profiler's label.
+
+    Without it, these would have to be called in every step, or would be lost.
+    """
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+        or torch._C._autograd._profiler_enabled()
+    )
 
 
 def flight_records() -> list[dict[str, Any]]:

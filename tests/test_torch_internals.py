@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
 from accelcore import torch_internals as internals
@@ -38,10 +41,23 @@ def test_autocast_is_off_below_its_key():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 
 
-def test_the_profiler_is_noticed():
-    assert not internals.is_profiling()
-    with torch.profiler.profile():
-        assert internals.is_profiling()
+@pytest.mark.parametrize("around", ["nothing", "before", "after", "before all", "after all", "profiler"])
+def test_what_runs_around_a_step_is_noticed(around):
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    hook, every = (lambda *given: None), torch_optimizer
+    with contextlib.ExitStack() as stack:
+        if around == "profiler":
+            stack.enter_context(torch.profiler.profile())
+        elif around != "nothing":
+            register = {
+                "before": optimizer.register_step_pre_hook,
+                "after": optimizer.register_step_post_hook,
+                "before all": every.register_optimizer_step_pre_hook,
+                "after all": every.register_optimizer_step_post_hook,
+            }[around]
+            stack.callback(register(hook).remove)
+        assert internals.has_step_hooks(optimizer) == (around != "nothing")
+    assert not internals.has_step_hooks(optimizer)
 
 
 def test_a_failing_compiler_has_an_error_of_its_own():

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from accelcore.errors import TrainingError
 from accelcore.optim.runs import Run
 
-__all__ = ["Engine", "as_engine", "equal_groups", "given", "has_hooks", "loss_by", "merged", "needs_closure"]
+__all__ = ["Engine", "as_engine", "equal_groups", "given", "loss_by", "merged", "needs_closure"]
 
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
 
@@ -87,17 +86,6 @@ class _BySteps(Engine):
 def as_engine(optimizer: Optimizer) -> Engine:
     """Return the engine that an optimizer is, or one that calls its `step`."""
     return optimizer if isinstance(optimizer, Engine) else _BySteps(optimizer)
-
-
-def has_hooks(optimizer: Optimizer) -> bool:
-    """Return whether torch runs anything around `step`: hooks of the optimizer or the process, a profiler's label."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
-        or torch._C._autograd._profiler_enabled()
-    )
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

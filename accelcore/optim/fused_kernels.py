@@ -20,7 +20,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from accelcore.errors import TrainingError
-from accelcore.optim.engine import Engine, has_hooks, merged
+from accelcore.optim.engine import Engine, merged
+from accelcore.torch_internals import has_step_hooks
 
 __all__ = ["FUSED", "FusedStep"]
 
@@ -292,7 +293,7 @@ class FusedStep:
         return bool(
             (replaced is not None and not (notes and getattr(optimizer, "_opt_called", False)))
             or type(optimizer).step is not self._class_step
-            or has_hooks(optimizer)
+            or has_step_hooks(optimizer)
             or not all(map(_is_fused, optimizer.param_groups))
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.optim.binding import Binding, GroupBinding, RunBinding, updated_together
-from accelcore.optim.engine import as_engine, given, has_hooks, loss_by, needs_closure
+from accelcore.optim.engine import as_engine, given, loss_by, needs_closure
 from accelcore.optim.route import Request, Route
 from accelcore.optim.runs import Run
 from accelcore.optim.shards import is_sharded
@@ -23,6 +23,7 @@ from accelcore.optim.slot_state import Entry, read_options, read_state
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+from accelcore.torch_internals import has_step_hooks
 
 __all__ = ["RoutedOptimizer"]
 
@@ -161,7 +162,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
         @wraps(func)
         def step(self: RoutedOptimizer, *args: Any, **kwargs: Any) -> Any:
-            return None if self.skips else (watched if has_hooks(self) else func)(self, *args, **kwargs)
+            return None if self.skips else (watched if has_step_hooks(self) else func)(self, *args, **kwargs)
 
         return step
 
