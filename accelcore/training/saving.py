@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
@@ -14,13 +15,22 @@ from accelcore.errors import ConfigurationError
 from accelcore.roles.scaler import LossScaler
 from accelcore.training.data_stream import DataStreams
 from accelcore.training.model_changes import ModelSnapshot
-from accelcore.training.parts.every import every_part
-from accelcore.training.parts.extra import ExtraPart
+from accelcore.training.parts.model import MastersPart, ModelPart
+from accelcore.training.parts.optimizer import OptimizerPart, OwnStatePart
+from accelcore.training.parts.part import Part
+from accelcore.training.parts.progress import (
+    DataStreamsPart,
+    ExtraPart,
+    RandomPart,
+    ScalerPart,
+    SchedulePart,
+    WindowPart,
+)
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
 from accelcore.training.state import TrainingState, load, resume, save
 from accelcore.training.step import Step
-from accelcore.training.strategies.strategy import sharded_parameters
+from accelcore.training.strategies.strategy import owns, sharded_parameters
 from accelcore.training.window import Window
 from accelcore.wording import kind_of
 
@@ -93,25 +103,32 @@ class Saver:
         plan = self._plan
         return TrainingState(
             backend=self.backend,
-            parts=every_part(
-                plan.model,
-                plan.optimizer,
-                scaler=self._scaler,
-                scheduler=plan.options["scheduler"],
-                schedule_by=plan.options["schedule_by"],
-                gradients=plan.gradients,
-                window=self._window,
-                streams=self._streams,
-                runtime=self.backend.runtime,
-                extra=self.extra,
-                strategy=plan.strategy,
-            ),
+            parts=self._parts(),
             steps=self._window.steps,
-            take_turn=self.step.acquire_gradients,
+            acquire_gradients=self.step.acquire_gradients,
             restored=self._restored,
             give_up=self._give_up,
             sharded=sharded_parameters(plan.strategy, plan.model),
         )
+
+    def _parts(self) -> list[Part]:
+        """Return the parts in the order in which they are restored. A new kind of state is one more of these."""
+        plan, strategy, runtime = self._plan, self._plan.strategy, self.backend.runtime
+        model, gradients, options = plan.model, plan.gradients, plan.options
+        is_own, divided = partial(owns, strategy), strategy.owners is not None
+        optimizer = OptimizerPart(model, plan.optimizer, gradients, owns=is_own, divided=divided)
+        return [
+            ModelPart(model, gradients),
+            MastersPart(model, gradients),
+            SchedulePart(options["scheduler"], options["schedule_by"]),
+            optimizer,
+            OwnStatePart(optimizer),
+            ScalerPart(self._scaler),
+            WindowPart(model, self._window, gradients),
+            DataStreamsPart(self._streams, runtime),
+            ExtraPart(self.extra),
+            RandomPart(runtime),
+        ]
 
     def _restored(self) -> None:
         if self._plan.captured is not None:

@@ -1,13 +1,17 @@
-"""Saving and restoring a training: in two phases, on all ranks together, all of it or nothing."""
+"""Saving and restoring a training, on all ranks together.
+
+To restore, every rank first reads, checks and converts everything and changes nothing. If all ranks succeed, all
+commit. A commit only fails in the user's own code, such as a hook. The trainers then refuse to train, on every rank.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +21,60 @@ from torch import Tensor
 from accelcore.backend import Backend
 from accelcore.checkpoint import store
 from accelcore.checkpoint.finding import find
-from accelcore.checkpoint.manifest import MODEL, file_of
+from accelcore.checkpoint.manifest import MODEL, RANK, file_of
+from accelcore.checkpoint.tensors import Layout
 from accelcore.errors import CheckpointError, ConfigurationError
 from accelcore.training.agreement import Agreement
-from accelcore.training.checkpoint_files import SHARED, of_rank, read_saved
 from accelcore.training.parts.foreign import prepare_foreign
-from accelcore.training.parts.part import Change, Part
+from accelcore.training.parts.part import Part, Saved, table
 from accelcore.wording import is_whole
 
 __all__ = ["Resumed", "TrainingState", "load", "resume", "save"]
 
 logger = logging.getLogger("accelcore")
 
+_SHARED = "training"
+"""File of the parts that all ranks share, except for the model."""
+
 
 @dataclass(frozen=True)
 class TrainingState:
-    """One trainer's part of a checkpoint.
+    """One trainer's share of a checkpoint.
 
     Attributes:
-        backend: where the training runs; it knows the job.
-        parts: every kind of state; the model's has a file of its own.
+        backend: where the training runs.
+        parts: every kind of state.
         steps: windows closed so far.
-        take_turn: sees that the gradients on the parameters are this training's.
-        restored: is called when the parts were written to.
-        give_up: is called, with the reason, when they were written to in part, and that could not be undone.
-        sharded: by name, the parameters that are divided among the ranks.
+        acquire_gradients: puts this training's gradients on the parameters, which other trainers may share.
+        restored: called after the parts were restored.
+        give_up: called with the error if only some parts were restored.
+        sharded: the parameters that are sharded over the ranks, by name.
     """
 
     backend: Backend
     parts: Sequence[Part]
     steps: int
-    take_turn: Callable[[], None]
+    acquire_gradients: Callable[[], None]
     restored: Callable[[], None]
     give_up: Callable[[BaseException], None]
     sharded: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 Trainings = Mapping[str, TrainingState]
-"""What one checkpoint holds, by the trainers' names; "" is the name of one that is saved alone."""
+"""Trainings of one checkpoint by the trainers' names; a trainer that is saved alone has the name ""."""
 
-
-_Changes = Sequence[tuple[TrainingState, Sequence[Change]]]
-"""Of each training, how its parts are restored."""
+_Commits = Sequence[tuple[TrainingState, Sequence[Callable[[], None]]]]
+"""Each training, and the functions that restore its parts."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that a training goes on from.
+    """A checkpoint that was restored.
 
     Attributes:
         path: its folder.
         steps: of each trainer, by name.
-        run: which run saved it.
+        run: the run that saved it.
     """
 
     path: Path
@@ -80,7 +86,10 @@ def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> P
     """Write a new checkpoint; see `Trainer.save`.
 
     Args:
-        run: tells this run's checkpoints from another's in the same folder.
+        trainings: what to save.
+        folder: the folder of checkpoints.
+        run: distinguishes this run's checkpoints from another's in the same folder.
+        keep: how many checkpoints of this run to keep; None keeps all.
     """
     if keep is not None and not is_whole(keep, 1):
         raise ConfigurationError(
@@ -115,140 +124,158 @@ def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> P
 
 
 def resume(trainings: Trainings, folder: Path) -> Resumed | None:
-    """Go on from a checkpoint; see `Trainer.resume`. None where there is none."""
+    """Restore a checkpoint; see `Trainer.resume`. Return None if there is none."""
     backend, agreement = _agreement(trainings)
     agreement.meet("trainer.resume()")
-    failure: Exception | None = None
-    checkpoint, steps, changes = None, {}, []
-    try:
-        checkpoint = find(folder, (backend.collectives.rank, backend.collectives.world_size))
+    rank, world_size = backend.collectives.rank, backend.collectives.world_size
+    checkpoint, steps, commits = None, {}, []
+    with agreement.together("resume"), _as_checkpoint_error(folder):
+        checkpoint = find(folder, (rank, world_size))
         if checkpoint is not None:
             steps = _steps_of(trainings, checkpoint)
             for name, training in trainings.items():
-                saved = read_saved(checkpoint, name, training.backend.collectives, training.sharded)
-                changes.append((training, [part.prepare(saved) for part in training.parts]))
-    except Exception as error:  # noqa: BLE001  # raised again when all ranks know
-        failure = _as_checkpoint_error(error, folder)
-    agreement.settle(failure, "resume")
+                saved = _read(checkpoint, name, rank, world_size, training.sharded)
+                commits.append((training, [part.prepare(saved) for part in training.parts]))
     if not agreement.all_equal(0 if checkpoint is None else checkpoint.fingerprint):
         raise CheckpointError(
             f"the ranks do not find the same checkpoint in {folder}",
-            why="here it is " + ("none" if checkpoint is None else checkpoint.path.name),
+            why="this rank finds " + ("none" if checkpoint is None else checkpoint.path.name),
             remedy="give all ranks one folder that all of them see",
         )
     if checkpoint is None:
         return None
-    _commit(changes, agreement, folder, "resume")
+    _commit(commits, agreement, "resume")
     return Resumed(checkpoint.path, steps, checkpoint.manifest["run"])
 
 
 def load(training: TrainingState, path: Path) -> dict[str, Any]:
-    """Take over what another program has saved of a model and its optimizer; see `Trainer.load`."""
+    """Restore what another program saved of a model and its optimizer; see `Trainer.load`."""
     _, agreement = _agreement({"": training})
     agreement.meet("trainer.load()")
-    failure: Exception | None = None
-    changes: list[Change] = []
+    commits: Sequence[Callable[[], None]] = []
     rest: dict[str, Any] = {}
-    try:
-        changes, rest = prepare_foreign(training.parts, path)
-    except Exception as error:  # noqa: BLE001  # raised again when all ranks know
-        failure = _as_checkpoint_error(error, path)
-    agreement.settle(failure, "load")
-    _commit([(training, changes)], agreement, path, "load")
+    with agreement.together("load"), _as_checkpoint_error(path):
+        commits, rest = prepare_foreign(training.parts, path)
+    _commit([(training, commits)], agreement, "load")
     return rest
 
 
-def _commit(changes: _Changes, agreement: Agreement, path: Path, doing: str) -> None:
-    """Make first the changes that may still fail, and can be undone; the rest when those are made on all ranks."""
+def _commit(commits: _Commits, agreement: Agreement, doing: str) -> None:
+    """Restore all parts. If that fails on one rank, the trainers give up on every rank."""
     failure: BaseException | None = None
-    undo: list[Callable[[], None]] = []
     try:
-        for change in chain.from_iterable(of_one for _, of_one in changes):
-            if change.undo is not None:
-                undo.append(change.undo)
-                change.commit()
+        for training, of_one in commits:
+            training.acquire_gradients()
+            for commit in of_one:
+                commit()
+            training.restored()
     except BaseException as error:  # noqa: BLE001  # raised again when all ranks know
-        failure = _as_checkpoint_error(error, path) if isinstance(error, Exception) else error
+        failure = error
     try:
         agreement.settle(failure, doing)
-    except BaseException:
-        with _wholly(changes, agreement, f"undo what it did to {doing}"):
-            _call_all(reversed(undo))
-        raise
-    with _wholly(changes, agreement, doing):
-        for training, of_one in changes:
-            training.take_turn()
-            for change in of_one:
-                if change.undo is None:
-                    change.commit()
-            training.restored()
-
-
-@contextmanager
-def _wholly(changes: _Changes, agreement: Agreement, doing: str) -> Iterator[None]:
-    """A stage that has no way back: where it fails on one rank, no trainer goes on on any."""
-    try:
-        with agreement.together(doing):
-            yield
     except BaseException as error:
-        for training, _ in changes:
+        for training, _ in commits:
             training.give_up(error)
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(
-            "a checkpoint was restored in part, and that could not be undone",
+            "a checkpoint was restored in part",
             why=repr(error),
-            remedy="make model, optimizer and trainer anew: this one trains no more",
+            remedy="create the model, optimizer and trainer again: this trainer no longer trains",
         ) from error
 
 
-def _call_all(functions: Iterable[Callable[[], None]]) -> None:
-    """Call each, whatever becomes of the others; raise the first error."""
-    first: BaseException | None = None
-    for function in functions:
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001  # raised again when all were called
-            first = first or error
-    if first is not None:
-        raise first
+def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
+    """Write this rank's files of one trainer."""
+    training.acquire_gradients()
+    if rank == 0 or training.sharded:
+        shared = _states(training, "shared")
+        store.write_part(folder, file_of(name, MODEL), shared.pop(MODEL), rank=rank)
+        store.write_part(folder, file_of(name, _SHARED), shared, rank=rank)
+    store.write_part(folder, file_of(name, _of_rank(rank)), _states(training, "rank"))
+
+
+def _read(
+    checkpoint: store.Checkpoint, trainer: str, rank: int, world_size: int, sharded: Mapping[str, Tensor]
+) -> Saved:
+    """Read the state of one trainer that this rank needs.
+
+    Raises:
+        CheckpointError: it is malformed, or another number of ranks saved it within an epoch.
+    """
+    saved_by = checkpoint.manifest["world_size"]
+    same_job, layout = saved_by == world_size, partial(_layout, sharded)
+    model = table(checkpoint.part(file_of(trainer, MODEL), layout), "model")
+    shared = table(checkpoint.part(file_of(trainer, _SHARED), layout), "training state")
+    own = table(checkpoint.part(file_of(trainer, _of_rank(rank if same_job else 0))), "state of this rank")
+    if "state" not in (optimizer := table(shared.get("optimizer"), "optimizer state")):
+        optimizer["state"] = _updates_of_all_ranks(checkpoint, trainer, saved_by, layout)
+    if not same_job:
+        positions = table(own.get("data"), "positions in the data").values()
+        within = table(own.get("window"), "window", "micro")["micro"]
+        if within or any(table(position, "position", "taken")["taken"] for position in positions):
+            raise CheckpointError(
+                f"the checkpoint was saved within an epoch by a job of {saved_by}, this is a job of {world_size}",
+                why="the rest of the epoch cannot be shared out among another number of ranks",
+                remedy=f"resume in a job of {saved_by}, or from a checkpoint saved at the end of an epoch",
+            )
+        if rank == 0:
+            logger.warning(
+                "the checkpoint was saved by a job of %d, this is a job of %d: random states are not restored",
+                saved_by,
+                world_size,
+            )
+    return Saved(model, shared, own, same_job)
+
+
+def _updates_of_all_ranks(checkpoint: store.Checkpoint, trainer: str, count: int, layout: Layout) -> dict[str, Any]:
+    """Merge the optimizer state that each rank saved of the parameters that it updates."""
+    state: dict[str, Any] = {}
+    for rank in range(count):
+        saved = table(checkpoint.part(file_of(trainer, _of_rank(rank)), layout), "state of a rank")
+        state |= table(saved.get("updates"), "optimizer state of a rank")
+    return state
+
+
+def _layout(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
+    """Return the sharded parameter that a stored tensor of this shape belongs to; None if there is none."""
+    for prefix in ("optimizer.state.", "updates."):
+        if name.startswith(prefix):
+            name = name.removeprefix(prefix).rpartition(".")[0]
+    parameter = sharded.get(name.removeprefix("masters."))
+    return parameter if parameter is not None and parameter.shape == shape else None
 
 
 def _steps_of(trainings: Trainings, checkpoint: store.Checkpoint) -> dict[str, int]:
-    """The steps of each trainer; raises CheckpointError where the checkpoint is of others."""
+    """Return the steps of each trainer; raise CheckpointError if the checkpoint has other trainers."""
     steps: dict[str, int] = checkpoint.manifest["trainers"]
     if steps.keys() == trainings.keys():
         return steps
-    saved_of, resumed_by = (
+    contains, resuming = (
         "one trainer alone" if "" in names else "the trainers " + ", ".join(sorted(names)) + " together"
         for names in (steps, trainings)
     )
     raise CheckpointError(
-        f"the checkpoint {checkpoint.path} was saved of {saved_of}, and would be resumed by {resumed_by}",
+        f"the checkpoint {checkpoint.path} contains {contains}, but you are resuming {resuming}",
         remedy="resume it as it was saved, by trainer.resume(...) or by accelcore.Together(...).resume(...), with the "
         "same names",
     )
 
 
-def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
-    """Write what this rank has to write of one trainer."""
-    training.take_turn()
-    if rank == 0 or training.sharded:
-        shared = _states(training, "shared")
-        store.write_part(folder, file_of(name, MODEL), shared.pop(MODEL), rank=rank)
-        store.write_part(folder, file_of(name, SHARED), shared, rank=rank)
-    store.write_part(folder, file_of(name, of_rank(rank)), _states(training, "rank"))
-
-
 def _prune(path: Path, keep: int) -> None:
-    """Delete older checkpoints of this run. What cannot be deleted is no reason to say that nothing was saved."""
+    """Delete older checkpoints of this run; a failure is only logged, because the new checkpoint is saved."""
     try:
         others = store.keep_newest(path, keep)
     except OSError as error:
-        logger.warning("%s is saved, and older checkpoints could not be deleted: %s", path, error)
+        logger.warning("%s is saved, but older checkpoints could not be deleted: %s", path, error)
         return
     if others:
-        logger.warning("%s also holds another run's checkpoints, such as %s", path.parent, others[-1].name)
+        logger.warning("%s also has checkpoints of another run, such as %s", path.parent, others[-1].name)
+
+
+def _of_rank(rank: int) -> str:
+    """Return the file of the parts that each rank saves itself."""
+    return f"{RANK}{rank:05d}"
 
 
 def _states(training: TrainingState, scope: str) -> dict[str, Any]:
@@ -267,15 +294,17 @@ def _facts(backend: Backend, trainings: Trainings, run: str) -> dict[str, Any]:
 
 
 def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:
-    """The backend and the job, which all these trainers share."""
+    """Return the backend that all these trainers share, and the agreement of its job."""
     backend = next(iter(trainings.values())).backend
     return backend, Agreement(backend.collectives, backend.device)
 
 
-def _as_checkpoint_error(error: Exception, folder: Path) -> Exception:
-    """What was raised by state that somebody else has made, as an error of the family."""
-    if isinstance(error, CheckpointError | ConfigurationError):
-        return error
-    refused = CheckpointError(f"a checkpoint in {folder} does not fit this trainer", why=repr(error))
-    refused.__cause__ = error
-    return refused
+@contextmanager
+def _as_checkpoint_error(folder: Path) -> Iterator[None]:
+    """Convert any error of a state that does not fit to a CheckpointError."""
+    try:
+        yield
+    except (CheckpointError, ConfigurationError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"a checkpoint in {folder} does not fit this trainer", why=repr(error)) from error

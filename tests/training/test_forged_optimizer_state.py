@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import accelcore
 from tests.training.test_resume_all_or_nothing import forge
@@ -59,15 +58,16 @@ def train(trainer, steps):
     return [float(trainer(torch.full((3, 4), 0.5 + n, dtype=dtype))) for n in range(steps)]
 
 
-def wrong(key, value, shape):
-    """What cannot take the place of a tensor of the state."""
-    yield "rubbish"
+def wrong(key, value, shape, strict):
+    """Values that cannot replace a tensor of the state; `strict`: a fused kernel relies on its being one."""
     if key == "step":
-        yield from (-1, math.nan, torch.zeros(2))
+        yield from ("rubbish", -1, math.nan, torch.zeros(2))
     elif key in OF_THE_WHOLE:
         yield from (torch.zeros(2), torch.zeros(shape))
     else:
-        yield from (torch.zeros(1), torch.zeros(5), torch.zeros(shape[::-1]), torch.zeros(value.shape).int(), 0.0)
+        yield from (torch.zeros(1), torch.zeros(5), torch.zeros(shape[::-1]), torch.zeros(value.shape).int())
+        if strict:
+            yield from ("rubbish", 0.0, torch.zeros(()))
 
 
 @pytest.mark.parametrize("whose", ["ours", "torch's"])
@@ -81,17 +81,19 @@ def test_each_tensor_of_the_state_is_looked_at(accel, tmp_path, name, whose):
     before = copy.deepcopy(other.model.state_dict())
     entry = trainer.optimizer.state_dict()["state"][0]
     assert entry
-    forgeries = [(key, value) for key in entry for value in wrong(key, entry[key], (6, 4))]
+    strict = whose == "ours" and trainer.optimizer.keeps_shapes
+    keys = {"step"} if name == "adafactor" else entry  # its state has other shapes
+    forgeries = [(key, value) for key in keys for value in wrong(key, entry[key], (6, 4), strict)]
     for number, (key, value) in enumerate(forgeries):
         folder = tmp_path / str(number)
         forge(path, folder, lambda parts: parts["training"]["optimizer"]["state"]["0.weight"].update({key: value}))  # noqa: B023
         with pytest.raises(accelcore.CheckpointError, match=key if key != "step" else "updated"):
             other.resume(folder)
         assert all(torch.equal(other.model.state_dict()[part], tensor) for part, tensor in before.items())
-    if len(entry) > 1:  # an empty one begins anew
+    if strict and len(entry) > 1:
         lacking = max(entry.keys() - {"step"})
         forge(path, tmp_path / "lacks", lambda parts: parts["training"]["optimizer"]["state"]["0.weight"].pop(lacking))
-        with pytest.raises(accelcore.CheckpointError, match=r"lacks|of other kinds"):
+        with pytest.raises(accelcore.CheckpointError, match="different keys"):
             other.resume(tmp_path / "lacks")
     other.resume(path)
     assert train(other, 3) == train(trainer, 3)
@@ -105,16 +107,3 @@ def test_what_an_optimizer_keeps_is_taken(accel, tmp_path, name, dtype, whose):
     trainer.save(tmp_path)
     other.resume(tmp_path)
     assert train(other, 3) == train(trainer, 3)
-
-
-def test_hooks_of_the_process_hear_nothing_of_the_look(accel, tmp_path):
-    trainer = make(accel, "adamw", "torch's")
-    train(trainer, 1)
-    trainer.save(tmp_path)
-    heard = []
-    handle = register_optimizer_step_pre_hook(lambda *given: heard.append(given))
-    try:
-        trainer.resume(tmp_path)
-    finally:
-        handle.remove()
-    assert heard == []

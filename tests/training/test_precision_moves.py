@@ -138,7 +138,7 @@ def test_masters_are_in_the_models_file_and_not_a_second_time(accel, saved, tmp_
         ("O2", "O2, 128", r"a dynamic loss scale of \d+\.0, and this training a static loss scale of 128\.0"),
         ("O2, 128", "O2", r"a static loss scale of 128\.0, and this training a dynamic loss scale of 65536\.0"),
         ("O1", "bf16", r"a dynamic loss scale of \d+\.0, and this training no loss scale"),
-        ("O0", "O3", "are rounded"),
+        ("O0", "O3", "no fp32 masters"),
     ],
 )
 def test_what_is_dropped_is_said_in_one_line(accel, saved, before, after, says, caplog):

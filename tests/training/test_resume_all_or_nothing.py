@@ -19,7 +19,6 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
-        self.moody = False
 
     def forward(self, x):
         return self.body(x)
@@ -28,9 +27,7 @@ class Model(nn.Module):
         return {"version": 1}
 
     def set_extra_state(self, state):
-        if self.moody:
-            self.moody = False
-            raise ValueError("not today")
+        assert state == {"version": 1}
 
 
 KINDS = {
@@ -161,12 +158,12 @@ FORGERIES = {
     "a buffer of another shape": put(OWN, "window", "buffers", "body.1.running_mean", torch.zeros(1)),
     "a weight of two elements": put(OWN, "window", "total", torch.ones(2)),
     "a unit that is none": put(OWN, "window", "unit", "rows"),
-    "batches below 0": put(OWN, "feeds", "train", "taken", -1),
-    "an epoch that is none": put(OWN, "feeds", "train", "epoch", 1.5),
-    "a start of numbers": put(OWN, "feeds", "train", "start", {"torch": 1}),
-    "a start of two bytes": put(OWN, "feeds", "train", "start", {"torch": torch.zeros(2, dtype=torch.uint8)}),
-    "a generator that is none": put(OWN, "feeds", "train", "generators", [7]),
-    "a list for a stream": put(OWN, "feeds", "train", [1]),
+    "batches below 0": put(OWN, "data", "train", "taken", -1),
+    "an epoch that is none": put(OWN, "data", "train", "epoch", 1.5),
+    "a start of numbers": put(OWN, "data", "train", "start", {"torch": 1}),
+    "a start of two bytes": put(OWN, "data", "train", "start", {"torch": torch.zeros(2, dtype=torch.uint8)}),
+    "a generator that is none": put(OWN, "data", "train", "generators", [7]),
+    "a list for a stream": put(OWN, "data", "train", [1]),
     "a random state of two bytes": put(OWN, "random", "torch", torch.zeros(2, dtype=torch.uint8)),
     "a random state of rubbish": put(OWN, "random", "python", torch.arange(7)),
     "a random state that is none": put(OWN, "random", "torch", 5),
@@ -189,24 +186,6 @@ def test_a_forged_checkpoint_is_refused_and_changes_nothing(accel, tmp_path, kin
     assert snapshot(accel, trainer) == before
     assert trainer.resume(tmp_path / "whole") is not None
     assert snapshot(accel, trainer) != before
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_module_that_refuses_its_state_leaves_all_as_it_was_and_training_goes_on(accel, tmp_path, kind):
-    trainer, loader = make(accel, kind)
-    twin, its = make(accel, kind)
-    train(trainer, loader, 1)
-    trainer.save(tmp_path)
-    before = snapshot(accel, trainer)
-    trainer.model.moody = True
-    with pytest.raises(accelcore.CheckpointError, match="not today"):
-        trainer.resume(tmp_path)
-    assert snapshot(accel, trainer) == before
-    assert twin.resume(tmp_path) is not None
-    assert trainer.resume(tmp_path) is not None
-    first = train(trainer, loader, 5)
-    twin.resume(tmp_path)
-    assert train(twin, its, 5) == first
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("radam", "adam"), ("adam", "nadam"), ("adamw", "adam")])

@@ -174,8 +174,8 @@ def test_a_checkpoint_is_resumed_as_it_was_saved(accel, tmp_path):
         trainers["first"].resume(saved / "first")
     (saved / "manifest.txt").rename(saved / "manifest.json")
     for resume, says in (
-        (lambda: trainers["first"].resume(tmp_path / "both"), "of the trainers first, second together, .* one trainer"),
-        (lambda: both.resume(tmp_path / "alone"), "of one trainer alone, and .* the trainers first, second together"),
+        (lambda: trainers["first"].resume(tmp_path / "both"), "the trainers first, second together, .* one trainer"),
+        (lambda: both.resume(tmp_path / "alone"), "one trainer alone, .* the trainers first, second together"),
         (lambda: other.resume(tmp_path / "both"), "first, second together, .* a, second together"),
     ):
         with pytest.raises(accelcore.CheckpointError, match=says):

@@ -1,1 +1,1 @@
-"""The parts of a training's state, one file each where it is more than a few lines."""
+"""Parts of a checkpoint: model, optimizer, and the progress of a training."""

@@ -1,8 +1,8 @@
-"""What other programs have saved, as the parts of a training take it."""
+"""Conversion of what other programs saved to the parts of a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from accelcore.checkpoint.foreign import read_foreign
 from accelcore.errors import CheckpointError
-from accelcore.training.parts.part import Change, Part, Saved, table
+from accelcore.training.parts.part import Part, Saved, table
 
 __all__ = ["prepare_foreign"]
 
 
-def prepare_foreign(parts: Sequence[Part], path: Path) -> tuple[list[Change], dict[str, Any]]:
-    """How to restore the model, and the optimizer where it was saved; and what else is in the file.
+def prepare_foreign(parts: Sequence[Part], path: Path) -> tuple[list[Callable[[], None]], dict[str, Any]]:
+    """Return the functions that restore the model and, if it was saved, the optimizer; and the rest of the file.
 
     Raises:
-        CheckpointError: it cannot be read, or does not fit.
+        CheckpointError: the file cannot be read, or does not fit.
     """
     named = {part.name: part for part in parts}
     own = named["model"].state()
@@ -40,16 +40,16 @@ def prepare_foreign(parts: Sequence[Part], path: Path) -> tuple[list[Change], di
 
 
 def _by_name(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's `state_dict` under the names of its parameters, whose numbers follow their order in the groups."""
+    """Return an optimizer's `state_dict` under the names of its parameters, which it numbers in the order of groups."""
     groups = [table(group, "parameter group", "params") for group in state["param_groups"]]
     numbers = list(chain.from_iterable(group["params"] for group in groups))
     names = list(chain.from_iterable(group["params"] for group in own["groups"]))
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own["groups"]]:
         raise CheckpointError(
             "the file's optimizer has other parameter groups than this one",
-            why=f"they have {[len(group['params']) for group in groups]} parameters there, and "
-            f"{[len(group['params']) for group in own['groups']]} here",
-            remedy="make the optimizer with the groups it had when it was saved",
+            why=f"they have {[len(group['params']) for group in groups]} parameters, and here "
+            f"{[len(group['params']) for group in own['groups']]}",
+            remedy="create the optimizer with the groups it had when it was saved",
         )
     name_of = dict(zip(numbers, names, strict=True))
     options = [

@@ -1,8 +1,7 @@
-"""The optimizer's part of a checkpoint: by the names of the parameters, free of how an update is computed."""
+"""Optimizer in a checkpoint: under the names of the parameters, independent of the route that computes the updates."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -11,15 +10,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer
 
 from accelcore.errors import CheckpointError
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.slot_state import COUNTERS, SWITCHES
+from accelcore.roles.optimizers import name_of
 from accelcore.training.gradients import Gradients
-from accelcore.training.parts.kept import Kept, check_shapes
-from accelcore.training.parts.part import Change, Saved, table
-from accelcore.training.parts.put_back import copied, put_back
+from accelcore.training.parts.part import Saved, table
 
 __all__ = ["OptimizerPart", "OwnStatePart"]
 
@@ -27,17 +25,22 @@ logger = logging.getLogger("accelcore")
 
 _TELLS_ADAM_FROM_ADAMW = "decoupled_weight_decay"
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
-"""What torch's schedulers write into the groups of their optimizer."""
+"""Entries that torch's schedulers write into the groups of their optimizer."""
+_OTHER_SHAPES = (Adafactor, LBFGS)
+"""Classes of torch whose state has other shapes than the parameters."""
 
 
 class OptimizerPart:
-    """An optimizer's groups and state, under the names of its parameters.
+    """Groups and state of an optimizer, under the names of its parameters.
 
-    It moves between the routes of the registry and torch's own classes, and between devices.
+    They can be restored by another route of the registry, by torch's class, and on another device.
 
     Args:
-        owns: whether this rank has the state of a parameter, by name.
-        divided: whether other ranks have the state of some parameters, and save it: see `OwnStatePart`.
+        model: has the parameters and their names.
+        optimizer: the optimizer to save.
+        gradients: names the masters that torch's own optimizers have in their groups.
+        owns: whether this rank updates a parameter, by name.
+        divided: whether each rank has, and saves, the state of some parameters only; see `OwnStatePart`.
     """
 
     name = "optimizer"
@@ -54,7 +57,6 @@ class OptimizerPart:
     ) -> None:
         self._optimizer, self._owns, self._divided = optimizer, owns, divided
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        # In the groups of an optimizer that is not ours are the masters.
         self._names.update({id(slot.trained): slot.name for slot in gradients.slots})
 
     def state(self) -> dict[str, Any]:
@@ -65,7 +67,7 @@ class OptimizerPart:
             members = self._members(live)
             order.update(zip(group["params"], members, strict=True))
             options = {key: value for key, value in group.items() if key not in SWITCHES}
-            options["lr"] = float(options["lr"])  # a tensor where steps are captured
+            options["lr"] = float(options["lr"])  # a tensor if steps are captured
             groups.append({**options, "params": members})
         tree = {"kind": self._kind(), "groups": groups}
         if self._divided:
@@ -73,7 +75,7 @@ class OptimizerPart:
         return {**tree, "state": {order[number]: entry for number, entry in state["state"].items()}}
 
     def own_state(self) -> dict[str, Any]:
-        """The state that this rank has to save for itself, by the names of the parameters; none where rank 0 does."""
+        """Return the state that this rank saves itself, by parameter name; empty if rank 0 saves everything."""
         if not self._divided:
             return {}
         state = self._optimizer.state_dict()
@@ -82,44 +84,45 @@ class OptimizerPart:
         held = ((name, state["state"].get(number)) for number, name in zip(numbers, names, strict=True))
         return {name: entry for name, entry in held if entry and self._owns(name)}
 
-    def prepare(self, saved: Saved) -> Change:
+    def prepare(self, saved: Saved) -> Callable[[], None]:
         tree = table(saved.shared.get("optimizer"), "optimizer state", "groups", "state")
-        if tree.get("kind", self._kind()) != self._kind():
+        if tree.get("kind", self._kind()) != self._kind():  # another program's file has no kind
             raise _another(f"it is {tree['kind']!r}, and this one is {self._kind()!r}")
         groups, numbers = self._groups(tree["groups"])
         entries = table(tree["state"], "optimizer state")
-        if strange := [name for name in entries if name not in numbers]:
-            raise _another(f"it has a state of {strange[0]!r}, which this one does not train")
-        engine = self._optimizer.engine if isinstance(self._optimizer, RoutedOptimizer) else self._optimizer
-        shaped = isinstance(self._optimizer, RoutedOptimizer) and self._optimizer.keeps_shapes
-        for group, options in zip(self._optimizer.param_groups, groups, strict=True):
-            strict = shaped or bool(group.get("fused"))
-            keeps, first = Kept(type(engine), options), None
-            for name, parameter in zip(self._members(group), group["params"], strict=True):
-                if name not in entries:
-                    continue
-                entry = table(entries[name], f"state of {name}")
-                _check_count(name, entry, strict=strict)
-                if not strict:
-                    check_shapes(name, entry, parameter, keeps.shapes(parameter))
-                    continue
-                check_shapes(name, entry, parameter, {key: _shape(key, parameter) for key in entry})
-                first = first or name
-                if entry.keys() != entries[first].keys():
-                    raise CheckpointError(f"the checkpoint's states of {name!r} and {first!r} are of other kinds")
+        if unknown := [name for name in entries if name not in numbers]:
+            raise _another(f"it has a state of {unknown[0]!r}, which this one does not train")
+        for group in self._optimizer.param_groups:
+            parameters = dict(zip(self._members(group), group["params"], strict=True))
+            self._check_entries({name: entries[name] for name in parameters if name in entries}, parameters, group)
         own = {numbers[name]: entry for name, entry in entries.items() if self._owns(name)}
-        state = {"state": own, "param_groups": groups}
 
-        now = self._optimizer.state_dict()
-        # Its options keep their devices: a learning rate that is captured has to be on one.
-        before = {"state": copied(now["state"]), "param_groups": copy.deepcopy(now["param_groups"])}
-
-        def load(whole: dict[str, Any]) -> None:
-            self._optimizer.load_state_dict(whole)
+        def commit() -> None:
+            self._optimizer.load_state_dict({"state": own, "param_groups": groups})
             if not isinstance(self._optimizer, RoutedOptimizer):
                 _lay_out_as_parameters(self._optimizer)
 
-        return Change(lambda: load(state), lambda: put_back(load, before, self._optimizer.state_dict))
+        return commit
+
+    def _check_entries(self, entries: dict[str, Any], parameters: Mapping[str, Tensor], group: dict[str, Any]) -> None:
+        """Raise CheckpointError for state that the parameters of a group cannot have.
+
+        A fused kernel relies on the shapes, so its state must also be complete. A class that is not torch's keeps what
+        it likes.
+        """
+        optimizer = self._optimizer
+        engine, fused = optimizer, bool(group.get("fused"))
+        if isinstance(optimizer, RoutedOptimizer):
+            engine, fused = optimizer.engine, fused or optimizer.keeps_shapes
+        shaped = fused or (name_of(type(engine)) is not None and not isinstance(engine, _OTHER_SHAPES))
+        for name, saved in entries.items():
+            entry = table(saved, f"state of {name}")
+            _check_count(name, entry, strict=fused)
+            if shaped:
+                _check_shapes(name, entry, parameters[name], strict=fused)
+            first = next(iter(entries))
+            if fused and entry.keys() != entries[first].keys():
+                raise CheckpointError(f"the checkpoint's states of {name!r} and {first!r} have different keys")
 
     def _kind(self) -> str:
         optimizer = self._optimizer
@@ -129,10 +132,10 @@ class OptimizerPart:
         return [self._names[id(parameter)] for parameter in group["params"]]
 
     def _groups(self, saved: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """The groups as this optimizer's own `load_state_dict` takes them, and the number of each parameter."""
+        """Return the groups as the optimizer's `load_state_dict` takes them, and the number of each parameter."""
         if not isinstance(saved, list) or len(saved) != len(self._optimizer.param_groups):
             count = len(saved) if isinstance(saved, list) else "no"
-            raise _another(f"it has {count} parameter groups, and this one {len(self._optimizer.param_groups)}")
+            raise _another(f"it has {count} parameter groups, and this one has {len(self._optimizer.param_groups)}")
         numbers: dict[str, int] = {}
         groups = []
         for position, (live, entry) in enumerate(zip(self._optimizer.param_groups, saved, strict=True)):
@@ -142,8 +145,8 @@ class OptimizerPart:
             foreign = set(saved_group) - {"params"} - set(own)
             if left := sorted(foreign & _OF_SCHEDULERS):
                 logger.warning(
-                    "the checkpoint's optimizer has a scheduler's %s, and here no scheduler was made for it yet: "
-                    "they are left out",
+                    "%s of the checkpoint's optimizer belong to a scheduler: they are not restored, because this "
+                    "optimizer has no scheduler yet",
                     ", ".join(left),
                 )
                 saved_group = {key: value for key, value in saved_group.items() if key not in left}
@@ -152,15 +155,15 @@ class OptimizerPart:
             if set(saved_group["params"]) != set(members) or foreign or saved_group.get(tells) != own.get(tells):
                 raise _another(
                     f"parameter group {position} has {len(members)} parameters with {sorted(own)} here, "
-                    f"{len(saved_group['params'])} with {sorted(set(saved_group) - {'params'})} there"
+                    f"{len(saved_group['params'])} with {sorted(set(saved_group) - {'params'})} in the checkpoint"
                 )
             for key in set(own) & set(saved_group):
                 if not _alike(own[key], saved_group[key]):
                     raise CheckpointError(
-                        f"the checkpoint's optimizer says {key}={saved_group[key]!r} (here {own[key]!r})"
+                        f"the checkpoint's optimizer has {key}={saved_group[key]!r}, which cannot replace {own[key]!r}"
                     )
             if missing := sorted(set(own) - set(saved_group)):  # options that another version of torch did not have
-                logger.warning("the checkpoint's optimizer has no %s: they stay as they are here", ", ".join(missing))
+                logger.warning("the checkpoint's optimizer has no %s: they are not changed", ", ".join(missing))
             for name in members:
                 numbers[name] = len(numbers)
             switches = {key: live[key] for key in SWITCHES if key in live}
@@ -171,7 +174,7 @@ class OptimizerPart:
 
 
 class OwnStatePart:
-    """The optimizer's state of what this rank alone updates."""
+    """The optimizer state of the parameters that only this rank updates."""
 
     name = "updates"
     scope: Literal["rank"] = "rank"
@@ -182,8 +185,8 @@ class OwnStatePart:
     def state(self) -> dict[str, Any]:
         return self._optimizer.own_state()
 
-    def prepare(self, saved: Saved) -> Change:
-        return Change(lambda: None)  # all ranks' together are the optimizer's state: that part restores it
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        return lambda: None  # `OptimizerPart` restores the state of all ranks
 
 
 def _another(why: str) -> CheckpointError:
@@ -195,7 +198,7 @@ def _another(why: str) -> CheckpointError:
 
 
 def _alike(own: Any, saved: Any) -> bool:
-    """Whether a saved option may take the place of one of this kind."""
+    """Check if a saved option has a type that can replace this value."""
     if own is None or saved is None or isinstance(own, Tensor):
         return True
     if isinstance(own, bool) or isinstance(saved, bool):
@@ -208,21 +211,37 @@ def _alike(own: Any, saved: Any) -> bool:
 
 
 def _check_count(name: str, entry: Mapping[str, Any], *, strict: bool) -> None:
-    """Refuse a number of updates that is none; `strict`: or that is no scalar."""
+    """Raise CheckpointError for a number of updates that is not a count, or, if `strict`, not a scalar."""
     value = entry.get("step", 0)
     if isinstance(value, Tensor) and value.numel() == 1 and not (strict and value.dim()):
         value = value.item()
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise CheckpointError(f"the checkpoint says that {name!r} was updated {value!r} times")
+        raise CheckpointError(f"the checkpoint has {value!r} as the number of times {name!r} was updated")
 
 
-def _shape(key: str, parameter: Tensor) -> tuple[int, ...]:
-    """The shape of state of an optimizer that keeps a value for each element, and some for the parameter as a whole."""
-    return () if key in COUNTERS else tuple(parameter.shape)
+def _check_shapes(name: str, entry: Mapping[str, Any], parameter: Tensor, *, strict: bool) -> None:
+    """Raise CheckpointError for a tensor that is neither a scalar nor shaped as its parameter, or of another type.
+
+    Args:
+        strict: whether each key must be a tensor of the parameter's shape; the `COUNTERS` must be scalars.
+    """
+    for key, value in entry.items():
+        if not isinstance(value, Tensor):
+            fits = not strict or (key in COUNTERS and isinstance(value, int | float))
+        elif key in COUNTERS or (not strict and value.dim() == 0):
+            fits = value.dim() == 0 or (not strict and value.shape == (1,))
+        else:
+            numbers = value.is_complex() if parameter.is_complex() else value.is_floating_point()
+            fits = numbers and value.shape == parameter.shape
+        if not fits:
+            found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise CheckpointError(
+                f"the checkpoint's {key} of {name!r} is {found}, and its parameter has shape {tuple(parameter.shape)}"
+            )
 
 
 def _lay_out_as_parameters(optimizer: Optimizer) -> None:
-    """Give state the strides of its parameter: files hold it dense, and a fused kernel walks both alike."""
+    """Give state the strides of its parameter: files hold it contiguous, and a fused kernel walks both alike."""
     for parameter, entry in optimizer.state.items():
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():

@@ -1,4 +1,4 @@
-"""What a kind of state has to do to be saved and restored."""
+"""Contract of a part of a checkpoint, and checks of what was saved."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from accelcore.errors import CheckpointError
 from accelcore.wording import is_whole
 
-__all__ = ["Change", "Part", "Saved", "kind", "number", "table"]
+__all__ = ["Part", "Saved", "kind", "number", "table"]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was read and verified.
+    """Contents of a verified checkpoint.
 
     Attributes:
         model: the model's state_dict.
-        shared: the state of each part that all ranks have in common, by the part's name.
-        own: the state of each part that is this rank's own.
-        same_job: whether as many ranks saved it as there are now, so that each finds its own state.
+        shared: the state of each part that all ranks share, by the part's name.
+        own: the state of each part that belongs to this rank.
+        same_job: whether as many ranks saved it as there are now, so that `own` is this rank's own.
     """
 
     model: Mapping[str, Any]
@@ -31,26 +31,12 @@ class Saved:
     same_job: bool
 
 
-@dataclass(frozen=True)
-class Change:
-    """How a part is restored, when nothing stands against it any more.
-
-    Attributes:
-        commit: restores it.
-        undo: puts back what `commit` has changed, or half changed, and raises where it cannot; None where nothing in
-            `commit` can fail, because it calls no code of others.
-    """
-
-    commit: Callable[[], None]
-    undo: Callable[[], None] | None = None
-
-
 class Part(Protocol):
     """One kind of state.
 
     Attributes:
-        name: under which it is saved.
-        scope: whether it is saved once for all ranks, or by each rank.
+        name: its key in the checkpoint.
+        scope: "shared" if rank 0 saves it for all ranks, "rank" if each rank saves its own.
     """
 
     @property
@@ -60,33 +46,32 @@ class Part(Protocol):
     def scope(self) -> Literal["shared", "rank"]: ...
 
     def state(self) -> Any:
-        """A tree of dicts, lists, tuples, plain values and tensors."""
+        """Return a tree of dicts, lists, tuples, plain values and tensors."""
 
-    def prepare(self, saved: Saved) -> Change:
-        """Check and convert everything, and change nothing.
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        """Check and convert the saved state without changing anything, and return the function that restores it.
 
         Raises:
-            CheckpointError: what was saved is not of this part's form, or does not fit.
+            CheckpointError: the saved state is malformed, or does not fit.
         """
 
 
 def table(tree: Any, what: str, *keys: str) -> dict[str, Any]:
-    """`tree`, which has to be a dict with these keys, or the checkpoint is refused."""
+    """Return `tree`; raise CheckpointError if it is not a dict with these keys."""
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise CheckpointError(f"the checkpoint holds no {what}, but a {type(tree).__name__}")
-    missing = [key for key in keys if key not in tree]
-    if missing:
+        raise CheckpointError(f"the checkpoint's {what} is a {type(tree).__name__}, not a dict")
+    if missing := [key for key in keys if key not in tree]:
         raise CheckpointError(f"the checkpoint's {what} lacks {', '.join(missing)}")
     return tree
 
 
 def number(value: Any, what: str) -> int:
-    """`value`, which has to be a whole number >= 0, or the checkpoint is refused."""
+    """Return `value`; raise CheckpointError if it is not a whole number >= 0."""
     if not is_whole(value):
-        raise CheckpointError(f"the checkpoint says {what}={value!r}, which is no count")
+        raise CheckpointError(f"the checkpoint has {what}={value!r}, which is not a count")
     return value
 
 
 def kind(value: Any) -> str:
-    """What two values must have in common to take each other's place."""
+    """Return what two values must have in common to replace each other: shape and dtype, or the class."""
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,8 +1,9 @@
-"""The smaller parts of a checkpoint: schedule, the open window, places in the data, random states."""
+"""Small parts of a checkpoint: schedule, loss scale, open window, data position, random states, extra."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -12,19 +13,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelcore.errors import CheckpointError
 from accelcore.optim.shards import is_sharded, shard
 from accelcore.roles.runtime import Runtime
+from accelcore.roles.scaler import LossScaler, described
 from accelcore.training.data_stream import DataStreams
 from accelcore.training.gradients import Gradients
-from accelcore.training.parts.part import Change, Saved, kind, number, table
-from accelcore.training.parts.put_back import copied, put_back
+from accelcore.training.parts.part import Saved, kind, number, table
 from accelcore.training.window import Window
 
-__all__ = ["DataStreamsPart", "RandomPart", "SchedulePart", "WindowPart"]
+__all__ = ["DataStreamsPart", "ExtraPart", "RandomPart", "ScalerPart", "SchedulePart", "WindowPart"]
 
 logger = logging.getLogger("accelcore")
 
 
 class SchedulePart:
-    """The learning rate's schedule."""
+    """The schedule of the learning rate."""
 
     name = "schedule"
     scope: Literal["shared"] = "shared"
@@ -36,30 +37,56 @@ class SchedulePart:
         state = None if self._scheduler is None else self._scheduler.state_dict()
         return {"kind": type(self._scheduler).__name__, "by": self._by, "state": state}
 
-    def prepare(self, saved: Saved) -> Change:
+    def prepare(self, saved: Saved) -> Callable[[], None]:
         schedule = table(saved.shared.get("schedule"), "schedule", "kind", "by", "state")
-        own, scheduler = self.state(), self._scheduler
-        if schedule["kind"] != own["kind"]:
+        own, scheduler = type(self._scheduler).__name__, self._scheduler
+        if schedule["kind"] != own:
             raise CheckpointError(
-                f"the checkpoint's scheduler is a {schedule['kind']}, not a {own['kind']}",
+                f"the checkpoint's scheduler is a {schedule['kind']}, not a {own}",
                 remedy="build the trainer as it was built when the checkpoint was saved",
             )
         if schedule["by"] != self._by:
             raise CheckpointError(
                 f"the checkpoint's scheduler is stepped by {schedule['by']}, and this one by {self._by}",
-                remedy=f'say schedule_by="{schedule["by"]}", as where it was saved',
+                remedy=f'give the trainer schedule_by="{schedule["by"]}"',
             )
         if scheduler is None:
-            return Change(lambda: None)
-        before, state = copied(own["state"]), table(schedule["state"], "schedule")
-        return Change(
-            lambda: scheduler.load_state_dict(state),
-            lambda: put_back(scheduler.load_state_dict, before, scheduler.state_dict),
+            return lambda: None
+        state = table(schedule["state"], "schedule")
+        return lambda: scheduler.load_state_dict(state)
+
+
+class ScalerPart:
+    """The loss scale. If the training has another kind of loss scale, it keeps its own."""
+
+    name = "scaler"
+    scope: Literal["shared"] = "shared"
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+
+    def state(self) -> Any:
+        return self._scaler.state_dict()
+
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        scaler, before, state = self._scaler, self._scaler.state_dict(), table(saved.shared.get("scaler"), "loss scale")
+        if scaler.takes(state):
+            _rehearse(scaler.load_state_dict, state, before)
+            return lambda: scaler.load_state_dict(state)
+        if table(saved.own.get("window"), "window", "micro")["micro"]:
+            raise CheckpointError(
+                "the checkpoint was saved within a window, and with another loss scale than this training's",
+                why="the gradients of the window are multiplied by that loss scale",
+                remedy="resume with the precision it was saved with, or from a checkpoint saved between two windows",
+            )
+        logger.warning(
+            "the checkpoint has %s, and this training %s: it keeps its own", described(state), described(before)
         )
+        return lambda: None
 
 
 class WindowPart:
-    """The window that is open: its micro-batches, their weights, gradients, and the buffers ranks have of their own."""
+    """The open window: number of micro-batches, their weights and gradients, and this rank's buffers."""
 
     name = "window"
     scope: Literal["rank"] = "rank"
@@ -73,12 +100,13 @@ class WindowPart:
             **self._window.state(),
             "gradients": self._gradients.state() if open_ else {},
             "sharded": self._is_sharded(),
-            # Within a window the ranks' buffers may differ: they are made one when it ends.
+            # Within a window the buffers of the ranks may differ; they become equal when it ends.
             "buffers": dict(self._model.named_buffers()) if open_ else {},
         }
 
-    def prepare(self, saved: Saved) -> Change:
-        window = table(saved.own.get("window"), "window", "micro", "accumulate", "gradients", "sharded", "buffers")
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        keys = ("micro", "accumulate", "divisor", "unit", "total", "gradients", "sharded", "buffers")
+        window = table(saved.own.get("window"), "window", *keys)
         micro, accumulate = number(window["micro"], "micro"), number(window["accumulate"], "accumulate")
         if micro and (accumulate != self._window.accumulate or micro >= accumulate):
             raise CheckpointError(
@@ -88,21 +116,21 @@ class WindowPart:
             )
         if micro and window["sharded"] != self._is_sharded():
             raise CheckpointError(
-                "the checkpoint was saved within a window, and only there or only here ranks divide the model",
-                why="gradients of shards are of all ranks, others of each",
-                remedy="resume with the strategy it was made with, or from a checkpoint saved between two windows",
+                "the checkpoint was saved within a window of a sharded model and this model is not sharded, or the "
+                "reverse",
+                why="sharded gradients are averaged over the ranks, others are not",
+                remedy="resume with the strategy it was saved with, or from a checkpoint saved between two windows",
             )
         gradients, buffers = table(window["gradients"], "gradients"), table(window["buffers"], "buffers")
         own_buffers = dict(self._model.named_buffers())
-        shapes = {slot.name: shard(slot.parameter).shape for slot in self._gradients.slots}
-        _fit(gradients, shapes, "gradient")
-        _fit(buffers, {name: buffer.shape for name, buffer in own_buffers.items()}, "buffer")
-        total, unit = window.get("total"), window.get("unit")
-        divided = number(window.get("divisor", 1), "divisor") / self._window.divisor
+        _check_shapes(gradients, {slot.name: shard(slot.parameter) for slot in self._gradients.slots}, "gradient")
+        _check_shapes(buffers, own_buffers, "buffer")
+        total, unit = window["total"], window["unit"]
+        divided = number(window["divisor"], "divisor") / self._window.divisor
         if not (total is None or (isinstance(total, Tensor) and total.numel() == 1)):
-            raise CheckpointError(f"the checkpoint's window has the weight {kind(total)}, which is no scalar")
+            raise CheckpointError(f"the weight of the checkpoint's window is {kind(total)}, not a scalar")
         if not (unit is None or isinstance(unit, float)):
-            raise CheckpointError(f"the checkpoint's window counts weights in {unit!r}")
+            raise CheckpointError(f"the unit of weights in the checkpoint's window is {unit!r}, not a float")
 
         def commit() -> None:
             with torch.no_grad():
@@ -111,16 +139,16 @@ class WindowPart:
                 self._gradients.load_state({name: gradient * divided for name, gradient in gradients.items()})
             self._window.load_state({"micro": micro, "unit": unit, "total": total})
 
-        return Change(commit)
+        return commit
 
     def _is_sharded(self) -> bool:
         return any(is_sharded(slot.parameter) for slot in self._gradients.slots)
 
 
 class DataStreamsPart:
-    """This rank's places in the data."""
+    """This rank's positions in the data."""
 
-    name = "feeds"
+    name = "data"
     scope: Literal["rank"] = "rank"
 
     def __init__(self, streams: DataStreams, runtime: Runtime) -> None:
@@ -129,21 +157,20 @@ class DataStreamsPart:
     def state(self) -> Any:
         return self._streams.state_dict()
 
-    def prepare(self, saved: Saved) -> Change:
-        positions = table(saved.own.get("feeds"), "places in the data")
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        positions = table(saved.own.get("data"), "positions in the data")
         for name, position in positions.items():
-            entry = table(position, f"place in {name}", "epoch", "taken", "seed", "start", "generators")
+            # "loader" is checked by the loader, which is not known before it is read.
+            entry = table(position, f"position in {name}", "epoch", "taken", "seed", "start", "generators", "loader")
             number(entry["epoch"], "epoch"), number(entry["taken"], "taken")
-            table(entry["start"], "random state")
-            states = [*entry["start"].values(), *_list(entry["generators"])]
-            if not all(isinstance(state, Tensor) for state in states):
-                raise CheckpointError(f"the checkpoint's place in {name!r} holds a random state that is no tensor")
-            if entry["start"]:
-                _try(self._runtime, entry["start"])
             if entry["seed"] is not None:
                 number(entry["seed"], "seed")
-            # "loader" is for the loader to judge, which is not known before it is read.
-        return Change(lambda: self._streams.load_state_dict(positions))
+            start, generators = table(entry["start"], "random state"), entry["generators"]
+            if not isinstance(generators, list) or not _all_tensors([*start.values(), *generators]):
+                raise CheckpointError(f"the checkpoint's position in {name!r} has a random state that is not a tensor")
+            if start:
+                _rehearse(self._runtime.set_rng_state, start, self._runtime.rng_state())
+        return lambda: self._streams.load_state_dict(positions)
 
 
 class RandomPart:
@@ -158,45 +185,67 @@ class RandomPart:
     def state(self) -> Any:
         return self._runtime.rng_state()
 
-    def prepare(self, saved: Saved) -> Change:
+    def prepare(self, saved: Saved) -> Callable[[], None]:
         if not saved.same_job:
-            return Change(lambda: None)
+            return lambda: None
         states, before = table(saved.own.get("random"), "random states"), self._runtime.rng_state()
-        if strange := [name for name, state in states.items() if not isinstance(state, Tensor)]:
-            raise CheckpointError(f"the checkpoint's random state {strange[0]!r} is no tensor")
+        if not _all_tensors(states.values()):
+            raise CheckpointError("the checkpoint has a random state that is not a tensor")
+        _rehearse(self._runtime.set_rng_state, states, before)
 
         def commit() -> None:
             left = self._runtime.set_rng_state(states)
             if left:
-                logger.warning("random states that this device or process has no generator for: %s", ", ".join(left))
+                logger.warning("this device or process has no random generator for: %s", ", ".join(left))
             if missing := sorted(before.keys() - states.keys()):
-                logger.warning("the checkpoint has no random state for %s: they go on as they are", ", ".join(missing))
+                logger.warning("the checkpoint has no random state for %s: they keep theirs", ", ".join(missing))
 
-        return Change(commit, lambda: _put_back(self._runtime, before))
+        return commit
 
 
-def _try(runtime: Runtime, state: dict[str, Tensor]) -> None:
-    """See that these are random states; they are needed when the stream is read, which is too late to refuse them."""
-    before = runtime.rng_state()
+class ExtraPart:
+    """The script's own dict: plain values, tensors, and lists, tuples and dicts of these.
+
+    Args:
+        extra: the dict, which is restored in place.
+        name: its key in the checkpoint.
+    """
+
+    scope: Literal["shared"] = "shared"
+
+    def __init__(self, extra: dict[str, Any], name: str = "extra") -> None:
+        self._extra, self.name = extra, name
+
+    def state(self) -> Any:
+        return self._extra
+
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        extra = saved.shared.get(self.name)
+        if not isinstance(extra, dict):
+            raise CheckpointError(f"the checkpoint's {self.name} is {extra!r}, not a dict")
+
+        def commit() -> None:
+            self._extra.clear()
+            self._extra.update(extra)
+
+        return commit
+
+
+def _rehearse(load: Callable[[dict[str, Any]], object], state: dict[str, Any], before: dict[str, Any]) -> None:
+    """Load a state and then the one from before, so that a state that does not load is refused in time."""
     try:
-        runtime.set_rng_state(state)
+        load(state)
     finally:
-        runtime.set_rng_state(before)
+        load(before)
 
 
-def _put_back(runtime: Runtime, state: dict[str, Tensor]) -> None:
-    runtime.set_rng_state(state)
+def _all_tensors(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, Tensor) for value in values)
 
 
-def _fit(saved: dict[str, Any], shapes: dict[str, torch.Size], what: str) -> None:
+def _check_shapes(saved: Mapping[str, Any], own: Mapping[str, Tensor], what: str) -> None:
     for name, value in saved.items():
-        if not isinstance(value, Tensor) or shapes.get(name) != value.shape:
+        if not isinstance(value, Tensor) or name not in own or own[name].shape != value.shape:
             raise CheckpointError(
                 f"the checkpoint has a {what} of {name!r}, {kind(value)}, which does not fit this model"
             )
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise CheckpointError(f"the checkpoint has a {type(value).__name__} where a list belongs")
-    return value
