@@ -101,9 +101,8 @@ class DataStream:
                 if loop != self.loop:
                     raise TrainingError(
                         "this loop over batches has lost its position",
-                        why="a checkpoint was resumed inside it, the epoch was set, or another loop over the same "
-                        "stream began",
-                        remedy="leave the loop after trainer.resume(...), and start a new one",
+                        why="inside it a checkpoint was resumed, the epoch was set, or another loop began",
+                        remedy="start a new loop after trainer.resume(...)",
                     )
         finally:
             if loop == self.loop:  # also if the loop is left early: that ends the epoch
@@ -329,10 +328,9 @@ def _is_stateful(loader: Any) -> bool:
 def _restore(loader: Any, state: Any) -> None:
     if not _is_stateful(loader):
         raise CheckpointError(
-            f"the checkpoint was saved in mid-epoch with a loader that knows its position, and this "
-            f"{type(loader).__name__} does not",
-            why="the two may not have the same batches in the same order",
-            remedy="give the loader it was saved with, or resume from a checkpoint saved at the end of an epoch",
+            f"the checkpoint has the position of a stateful loader, and this {type(loader).__name__} has no state_dict",
+            why="their batches or the order may differ",
+            remedy="give the loader it was saved with, or a checkpoint from the end of an epoch",
         )
     try:
         loader.load_state_dict(state)

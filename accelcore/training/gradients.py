@@ -1,8 +1,8 @@
-"""The gradients of the trained parameters: one owner, whatever memory they lie in.
+"""The gradients of the trained parameters, as tensors of their own or in flat memory.
 
-Backward leaves gradients on the parameters, as torch does. At the end of a window `collect` finds them, where they are
-or in flat memory. Then ranks reduce them, and fp32 masters receive them. What exchanges, unscales, checks and clips
-gradients walks `buffers`, and never the model or the optimizer.
+Backward leaves gradients on the parameters, as torch does. At the end of a window `collect` finds them, and may
+copy them into flat memory. Then ranks reduce them, and fp32 masters receive them. Unscaling, checking and clipping walk
+`buffers`, and never the model or the optimizer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Gradients(ABC):
         """Let `mean` make packed gradients their mean over ranks, in place.
 
         There is one 1-D tensor for each dtype and device: the gradients of all slots, zeros for a slot without one, and
-        behind them for each slot a 1 if it has one. A slot has a gradient afterwards if it had one on any rank.
+        behind them for each slot a 1 if it has one. Afterwards a slot has a gradient if it had one on any rank.
         """
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Gradients(ABC):
         """Give the parameters the values of their fp32 masters."""
 
     def clear(self) -> None:
-        """Drop all gradients; set those that are held to zero."""
+        """Drop all gradients; set held gradients to zero."""
         if self.held:
             torch._foreach_zero_(self.held)
         else:
@@ -98,7 +98,7 @@ class Gradients(ABC):
             memory.received = [False] * len(memory.parameters)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the gradients of an open window by name; of a sharded parameter, those of this rank's shard."""
+        """Return the gradients of an open window by name; for a sharded parameter, this rank's shard."""
         gradients = ((slot.name, slot.parameter.grad) for slot in self.slots)
         return {name: shard(gradient) for name, gradient in gradients if gradient is not None}
 

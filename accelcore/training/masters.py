@@ -1,4 +1,4 @@
-"""fp32 masters: what the optimizer updates in place of parameters in low precision."""
+"""fp32 masters: the optimizer updates them instead of parameters in low precision."""
 
 from __future__ import annotations
 

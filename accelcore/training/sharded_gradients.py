@@ -1,4 +1,4 @@
-"""The gradients of a model that is divided among ranks: each rank has those of its shards."""
+"""Gradients of a model that is divided among ranks: each rank has the gradients of its shards."""
 
 from __future__ import annotations
 

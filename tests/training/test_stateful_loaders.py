@@ -100,7 +100,7 @@ def test_of_what_is_behind_an_epoch_the_next_begins_anew(accel, tmp_path):
 
 def test_the_loader_has_to_be_the_one_that_was_saved(accel, tmp_path):
     run(make(accel), Numbers(), save=(5, tmp_path))
-    for loader, says in (([torch.ones(1, 1)] * 8, "this list does not"), (Numbers(4), "it has no such place")):
+    for loader, says in (([torch.ones(1, 1)] * 8, "this list has no state_dict"), (Numbers(4), "it has no such place")):
         trainer = make(accel)
         trainer.resume(tmp_path)
         with pytest.raises(accelcore.CheckpointError, match=says):

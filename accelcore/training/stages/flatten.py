@@ -1,4 +1,4 @@
-"""Flatten: who owns what is trained, and in what memory it lies."""
+"""Flatten: find the slots, and choose the memory that parameters and gradients lie in."""
 
 from __future__ import annotations
 
@@ -17,36 +17,33 @@ from accelcore.training.sharded_gradients import ShardedGradients
 
 __all__ = ["Flatten"]
 
-_WORTH = 1 << 14
-"""Elements. With more to a parameter on average, copying gradients costs more than calling kernels for each saves: the
-update of 400 parameters of one size is as fast either way at 2^14, and flat up to 1.4 times slower beyond (measured on
-a CPU, by benchmarks/flat.py; AdamW by torch's fused kernel). A route that updates many scattered tensors at once gains
-nothing from flat memory, and pays for the copies (the same program; AdamW by the CPU's own kernels)."""
+_FLAT_BELOW = 1 << 14
+"""Elements per parameter, on average, up to which flat memory is faster; `benchmarks/flat.py` measures it."""
 
 
 class Flatten:
-    """Finds the slots, lays them flat where that was asked for or is faster, and gives them fp32 masters."""
+    """Find the slots, lay them flat if asked to or if that is faster, and give them fp32 masters."""
 
     def check(self, plan: Plan) -> None:
-        flat, reason = plan.options["flat"], _unfit(plan)
+        flat, unfit_reason = plan.options["flat"], _unfit(plan)
         if flat not in (True, False, None):
-            raise ConfigurationError(f"flat={flat!r} is neither yes nor no", available="True, False, or None to choose")
-        if flat and reason is not None:
-            raise ConfigurationError(f"flat=True cannot be done: {reason}", remedy="leave flat out")
-        if isinstance(plan.optimizer, RoutedOptimizer):  # refuses now what no route can update
-            plan.optimizer.route_for(
-                _dtypes(plan), flat=flat is not False and reason is None, sharded=plan.strategy.layout == "shards"
-            )
+            raise ConfigurationError(f"flat={flat!r} is unknown", available="True, False, or None to choose")
+        if flat and unfit_reason is not None:
+            raise ConfigurationError(f"flat=True is not possible: {unfit_reason}", remedy="leave flat out")
+        if isinstance(plan.optimizer, RoutedOptimizer):  # raises here if no route can update these parameters
+            may_be_flat = flat is not False and unfit_reason is None
+            plan.optimizer.route_for(_dtypes(plan), flat=may_be_flat, sharded=plan.strategy.layout == "shards")
 
     def apply(self, plan: Plan) -> None:
         plan.gradients.refresh()
         slots = _slots(plan)
-        together = plan.optimizer.together if isinstance(plan.optimizer, RoutedOptimizer) else ()
         gradients: Gradients
         if plan.strategy.layout == "shards":
             gradients = ShardedGradients(slots)
+        elif slots and _lies_flat(plan):
+            gradients = Flat(slots, plan.optimizer.together if isinstance(plan.optimizer, RoutedOptimizer) else ())
         else:
-            gradients = Flat(slots, together) if slots and _lies_flat(plan) else PerTensor(slots)
+            gradients = PerTensor(slots)
         if plan.policy.masters and any(slot.parameter.dtype in LOW_PRECISION for slot in slots):
             gradients = Masters(gradients, plan.gradients)
         plan.gradients = gradients
@@ -57,7 +54,7 @@ def _trained(plan: Plan) -> list[Tensor]:
 
 
 def _unfit(plan: Plan) -> str | None:
-    """Why what is trained cannot lie flat; None where it can."""
+    """Return why the trained parameters cannot lie flat; None if they can."""
     return "each rank has shards of the parameters" if plan.strategy.layout == "shards" else unfit(_trained(plan))
 
 
@@ -72,7 +69,7 @@ def _slots(plan: Plan) -> list[Slot]:
 
 
 def _dtypes(plan: Plan) -> set[torch.dtype]:
-    """The dtypes that are trained in: a parameter's own, or its master's."""
+    """Return the dtypes that the optimizer updates: of the trained parameters, or of their masters."""
     name, masters = plan.policy.model_dtype, plan.policy.masters
     dtypes = {getattr(torch, name) if name else parameter.dtype for parameter in _trained(plan)}
     if plan.policy.keep_batchnorm_fp32:
@@ -87,9 +84,10 @@ def _lies_flat(plan: Plan) -> bool:
     if not isinstance(optimizer, RoutedOptimizer) or unfit(trained) is not None:
         return False
     route = optimizer.route_for(_dtypes(plan), flat=True)
-    sparse = any(getattr(module, "sparse", False) is True for module in plan.model.modules())  # torch's embeddings
-    if route.memory != "any" or sparse:
+    has_sparse = any(getattr(module, "sparse", False) is True for module in plan.model.modules())  # torch's embeddings
+    if route.memory != "any" or has_sparse:
         return route.memory == "flat"
     if plan.strategy.layout == "tensors":
         return False
-    return not route.scattered and sum(parameter.numel() for parameter in trained) < _WORTH * len(trained)
+    # A route that updates many scattered tensors at once gains nothing, and pays for copying the gradients.
+    return not route.scattered and sum(parameter.numel() for parameter in trained) < _FLAT_BELOW * len(trained)

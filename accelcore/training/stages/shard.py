@@ -16,7 +16,7 @@ __all__ = ["Replicate", "Shard"]
 
 
 class Shard:
-    """Create the strategy, divide the model, and let the optimizer train shards in place of whole parameters."""
+    """Create the strategy, divide the model, and give the optimizer the shards."""
 
     def check(self, plan: Plan) -> None:
         if not hasattr(plan, "strategy"):  # `trainer.refresh()` keeps it
@@ -25,7 +25,7 @@ class Shard:
         if plan.strategy.layout == "shards" and plan.options["clip"] is not None:
             raise ConfigurationError(
                 "clip= with a model that is divided among the ranks",
-                why="the function would see only this rank's shards, and each rank would clip by other norms",
+                why="the function would see only this rank's shards, not the whole gradients",
                 remedy='set clip_norm=, which is computed over all ranks, or choose parallel="ddp"',
             )
 
@@ -52,7 +52,7 @@ class Replicate:
 
 
 def _train_instead(optimizer: Any, shards: dict[Tensor, Tensor]) -> None:
-    """Let an optimizer train shards in place of whole parameters, with shards of its state."""
+    """Replace whole parameters in an optimizer by their shards, and its state by shards of it."""
     entries = {
         shards.get(held, held): {key: _cut(value, shards[held]) for key, value in entry.items()}
         for held, entry in optimizer.state.items()

@@ -18,8 +18,8 @@ __all__ = ["CombineDDP"]
 class CombineDDP(Strategy):
     """One all_reduce for each dtype after the last backward pass of a window (as `combine_ddp` of Ascend's apex).
 
-    There are no buckets and no hooks in backward; computation and communication do not overlap. A parameter that a rank
-    did not use costs nothing: a flag for each parameter travels with the gradients.
+    It needs neither buckets nor hooks in backward, and does not overlap computation and communication. A parameter that
+    a rank did not use costs nothing: a flag for each parameter travels with the gradients.
     """
 
     def __init__(self, backend: Backend, options: TrainerOptions) -> None:

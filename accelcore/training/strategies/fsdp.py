@@ -80,7 +80,7 @@ class FullySharded(Strategy):
                 )
         if any(getattr(module, "sparse", False) is True for module in model.modules()):
             raise ConfigurationError(
-                "an embedding has sparse gradients, and those of shards are dense", remedy="make it with sparse=False"
+                "an embedding has sparse gradients, and shards need dense gradients", remedy="make it with sparse=False"
             )
         if self._sharding.cpu_offload and policy.loss_scale is not None:
             raise ConfigurationError(

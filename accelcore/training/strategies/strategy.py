@@ -77,7 +77,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
-        """Give all ranks rank 0's parameters and buffers; return what to call in place of `model`."""
+        """Give all ranks rank 0's parameters and buffers; return the model to call."""
 
     def before_forward(self, last: bool) -> None:  # noqa: B027
         """Prepare for a micro-batch, before its forward pass; `last`: the last of its window."""
@@ -100,7 +100,7 @@ class Strategy(ABC):
         """
 
     def update(self, gradients: Gradients, step: Callable[[], None]) -> None:
-        """Update all parameters on all ranks; `step` updates those that this rank owns."""
+        """Update all parameters on all ranks; `step` updates the parameters that this rank owns."""
         step()
 
     def reset(self) -> None:  # noqa: B027

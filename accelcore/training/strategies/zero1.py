@@ -41,7 +41,7 @@ class Zero1(CombineDDP):
             if any((group.get(option) or 0) > 0 for group in optimizer.param_groups):
                 raise UnsupportedError(
                     f'{getattr(optimizer, "name", type(optimizer).__name__)} with {option} and parallel="zero1"',
-                    why="it clips by a norm over several gradients, and gets only those that this rank owns",
+                    why="it clips by a norm over several gradients, and gets only a part of them on each rank",
                     remedy=f"set {remedy}, and give clip_norm=... to the trainer, which clips before",
                 )
 
