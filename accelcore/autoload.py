@@ -1,7 +1,7 @@
 """torch's autoload: entry points in the group `torch.backends`, which `import torch` loads and calls.
 
-One that raises takes `import torch` itself down, as a vendor's package does where the vendor's runtime is missing; and
-torch cannot be imported a second time in such a process. Except for `import_torch`, only metadata is read here.
+If one raises, `import torch` fails, and cannot succeed again in that process. A vendor's package raises if the vendor's
+runtime is missing. Except for `import_torch`, this module only reads metadata.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Autoload:
     """One entry point that `import torch` calls.
 
     Attributes:
-        name: the entry point's name, which torch's own error gives.
-        value: what it calls, `module:function`.
-        distribution: the distribution that brings it, without its version.
+        name: the entry point's name, as in torch's own error.
+        value: the function, `module:function`.
+        distribution: the distribution that declares it, without its version.
         version: that distribution's version.
     """
 
@@ -43,7 +43,7 @@ class Autoload:
 
     @property
     def package(self) -> str:
-        """The top-level package that it calls into."""
+        """The top-level package of the function."""
         return re.split(r"[.:]", self.value, maxsplit=1)[0]
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Autoload:
 
 
 def autoloads() -> list[Autoload]:
-    """Every entry point that `import torch` would call here."""
+    """Return every entry point that `import torch` would call."""
     return [
         Autoload(entry.name, entry.point.value, entry.distribution or entry.label, entry.version)
         for entry in declared(_GROUP)
@@ -59,14 +59,14 @@ def autoloads() -> list[Autoload]:
 
 
 def enabled(environ: Mapping[str, str]) -> bool:
-    """Whether torch would call them; it reads anything but 1 as no."""
+    """Return whether torch would call them: if the variable is 1 or not set."""
     return environ.get(VARIABLE, "1") == "1"
 
 
 def of_unusable_backends(
     found: Iterable[Autoload], candidates: Iterable[Candidate]
 ) -> list[tuple[Autoload, Candidate]]:
-    """The entry points that load the runtime of a backend which says that it cannot work here, with that backend."""
+    """Return the entry points that load the runtime of an unusable backend, with that backend."""
     found = list(found)
     return [
         (autoload, candidate)
@@ -78,13 +78,13 @@ def of_unusable_backends(
 
 
 def import_torch() -> None:
-    """Import torch, which every backend needs, so that a failure is not blamed on the backend.
+    """Import torch, so that a failure is not blamed on the backend.
 
     Raises:
-        BackendUnavailableError: torch cannot be imported; the same error again at each later call, because after a
-            failure torch is half imported, and importing it once more fails for reasons of its own.
+        BackendUnavailableError: torch cannot be imported. Later calls raise the same error, because torch is half
+            imported then, and another import would fail with a misleading error.
     """
-    global _import_error  # as global as sys.modules, of whose state it tells
+    global _import_error  # global, as sys.modules is
     with _import_lock:
         if _import_error is None:
             try:
@@ -102,7 +102,7 @@ def _unavailable(error: BaseException) -> BackendUnavailableError:
     while root.__cause__ is not None:
         root = root.__cause__
     found = autoloads() if enabled(os.environ) else []
-    # torch names the entry point of which an exception came; a SystemExit goes past it.
+    # torch's error names the entry point that raised, except for SystemExit.
     culprits = [autoload for autoload in found if f": {autoload.name}." in str(error)] or (
         found if isinstance(error, SystemExit) else []
     )

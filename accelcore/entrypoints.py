@@ -56,7 +56,7 @@ def how_to_install(distribution: str) -> str:
 def own_plugins() -> dict[str, str]:
     """Return the distributions of accelcore's own plugins, installed or not, by the backend's name.
 
-    They are the extras in accelcore's metadata; there are none if accelcore is only a folder on the path.
+    They are the extras in accelcore's metadata. The result is empty if accelcore is only a folder on the path.
     """
     from packaging.requirements import Requirement
 

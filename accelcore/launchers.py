@@ -1,7 +1,7 @@
-"""Launchers: which variables each leaves for the processes it starts, and the place in the job that they tell.
+"""Launchers: the environment variables of each, and this process's place in the job.
 
-The table is all that is known of any launcher. Values are read strictly: what contradicts itself is an error that names
-the variable, and nothing is guessed.
+One table has everything about every launcher. Values are read strictly: a contradiction raises an error that names the
+variable, and nothing is guessed.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ _LOWEST_PORT, _PORTS = 10000, 20000  # below those that systems give to clients
 
 @dataclass(frozen=True)
 class Launcher:
-    """One launcher, in the names of the variables that it sets; "" where it has none.
+    """One launcher, by the names of the variables that it sets; "" if it has none.
 
     Attributes:
-        name: how it is called.
-        signs: it started this process where any of these is set, and no launcher before it in the table did.
-        rank, world_size: this process's number in the job, and how many there are.
-        local_rank, local_world_size: the same among those on its host.
-        hosts: how many hosts the job has.
+        name: the launcher's name, for messages.
+        signs: it started this process if one of these is set, and no earlier launcher of the table did.
+        rank, world_size: this process's number in the job, and the number of processes.
+        local_rank, local_world_size: the same on this host.
+        hosts: the number of hosts.
         host_list: the hosts' names, rank 0's first, as in `node[07-09],login`.
-        job: what together tells this job from others on its hosts.
-        sets_meeting: whether it sets MASTER_ADDR and MASTER_PORT. Else they need not be set where `host_list`, or a
-            job on one host, tells the address, and `job` the port.
-        own_devices: it shows each process devices of its own where one of these variables holds such text, a regular
-            expression.
+        job: variables that together identify the job on its hosts.
+        sets_meeting: whether it sets MASTER_ADDR and MASTER_PORT. If not, the address follows from `host_list` or from
+            a job on one host, and the port from `job`.
+        own_devices: variables and regular expressions; if one matches, each process sees only its own devices.
     """
 
     name: str
@@ -73,7 +72,7 @@ LAUNCHERS = (
         hosts="PET_NNODES",
         sets_meeting=True,
     ),
-    # Before srun: mpirun may start its ranks through srun, and what they then inherit is not theirs.
+    # Before srun: mpirun may start its ranks through srun, and they inherit variables that are not theirs.
     Launcher(
         name="Open MPI's mpirun",
         signs=("OMPI_COMM_WORLD_RANK",),
@@ -107,7 +106,7 @@ LAUNCHERS = (
         ),
     ),
 )
-"""Every launcher, in the order in which they are looked for."""
+"""Every launcher. The first that is detected is used."""
 
 JOB_VARIABLES = tuple(
     dict.fromkeys(
@@ -120,19 +119,19 @@ JOB_VARIABLES = tuple(
         if name
     )
 )
-"""What launchers tell each rank of a job."""
+"""The variables that launchers set for each rank of a job."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in a job: which rank of how many, and where the ranks meet.
+    """This process's place in a job.
 
     Attributes:
         rank: 0 <= rank < world_size.
         world_size: number of processes in the job.
-        local_rank: this rank's number on its host; None where the launcher does not say.
-        init_method: where the ranks meet: `"env://"`, `"tcp://host:port"` or `"file:///shared/path"`.
-        own_devices: whether the launcher shows each process devices of its own, counted from 0.
+        local_rank: this rank's number on its host; None if the launcher does not set it.
+        init_method: the meeting point of the ranks: `"env://"`, `"tcp://host:port"` or `"file:///shared/path"`.
+        own_devices: whether each process sees only its own devices, counted from 0.
     """
 
     rank: int
@@ -162,16 +161,15 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """Read what a launcher left for this rank; None where none started this process.
+    """Read the variables of the launcher that started this process; return None if there is no launcher.
 
-    A launcher that tells ranks nothing of a meeting place, and has started one process, has started no job: None, too.
+    One process is not a job either, if its launcher sets no meeting point (srun, mpirun): the result is None.
 
-    Where the local rank is not told, it follows in a job on one host, and in one with a host for each rank; elsewhere
-    the result has none.
+    If the local rank is not set, it is derived in a job on one host, and in a job with one rank on each host. Otherwise
+    it is None.
 
     Raises:
-        ConfigurationError: a variable is missing or empty, invalid, or contradicts the others. No device is touched and
-            no socket opened.
+        ConfigurationError: a variable is missing, empty or invalid, or contradicts the others.
     """
     environ = {name: text for name, text in (os.environ if environ is None else environ).items() if text}
     for launcher in LAUNCHERS:
@@ -181,12 +179,12 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
 
 
 def outside_any_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child process that is no rank of the job to which this process may belong."""
+    """Return the environment for a child process that is not a rank of this process's job."""
     return {name: value for name, value in environ.items() if name not in JOB_VARIABLES}
 
 
 class _Reader:
-    """Reads the variables of one launcher."""
+    """Reader of one launcher's variables."""
 
     def __init__(self, launcher: Launcher, environ: Mapping[str, str]) -> None:
         self._launcher, self._environ = launcher, environ
@@ -225,7 +223,7 @@ class _Reader:
             if one_host:
                 return "127.0.0.1"
         if told is None or not told.strip():
-            raise self._invalid("MASTER_ADDR", "it names the host where rank 0 listens")
+            raise self._invalid("MASTER_ADDR", "it must name the host of rank 0")
         return told
 
     def _port(self) -> int:
@@ -259,11 +257,11 @@ class _Reader:
         meeting = variable in ("MASTER_ADDR", "MASTER_PORT") and not launcher.sets_meeting
         return ConfigurationError(
             f"the environment variable {variable} {state}",
-            why=f"{rule}; {found} is set, as by {launcher.name}",
-            remedy=f"set {variable} for all ranks, alike"
+            why=f"{rule}. {found} is set, so the launcher is {launcher.name}",
+            remedy=f"set {variable} to the same value for all ranks"
             if meeting
-            else "start the script with a launcher that sets them all, such as torchrun, or unset RANK, WORLD_SIZE and "
-            "LOCAL_RANK to run one process"
+            else "use a launcher that sets all of them, such as torchrun; for one process, unset RANK, WORLD_SIZE and "
+            "LOCAL_RANK"
             if launcher.sets_meeting
-            else f"start the script by {launcher.name}, or unset {found} to run one process",
+            else f"start the script by {launcher.name}; for one process, unset {found}",
         )

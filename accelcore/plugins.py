@@ -1,8 +1,7 @@
-"""Finding, loading and asking plugins: each alone, by name, so that none can break another.
+"""Find, load and probe plugins: each alone, so that none can break another.
 
-Together with `hookspecs.py` this is all that knows pluggy. A plugin is loaded and probed in a thread of its own,
-because its import may raise anything, exit, or never return; what went wrong is kept, shown by `installed()`, and
-raised as the cause when that very plugin is asked for.
+Only this file and `hookspecs.py` use pluggy. Each plugin is loaded and probed in a thread, because its import may raise
+anything, exit, or never return. `installed()` shows the error, and selecting that plugin raises it as the cause.
 """
 
 from __future__ import annotations
@@ -53,15 +52,15 @@ logger = logging.getLogger("accelcore")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One installed backend: where it comes from, what it says of itself, what went wrong.
+    """One installed backend, with its probe or its error.
 
     Attributes:
-        name: the entry point's name, which users select by.
+        name: the entry point's name, by which users select it.
         distribution: the distributions that offer it, with versions.
-        probe: the plugin's own answer, or one that says why there is none.
-        error: what the plugin raised, where it is broken.
-        hooks: the plugin's hooks, None where it is broken.
-        faults: the kernels that it knows to be wrong.
+        probe: the plugin's answer, or one with the reason why there is no answer.
+        error: the error of a broken plugin.
+        hooks: the plugin's hooks; None if it is broken.
+        faults: its known kernel bugs.
     """
 
     name: str
@@ -74,13 +73,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Extension:
-    """One installed extension: where it comes from, and its hooks or why it has none.
+    """One installed extension, with its hooks or its error.
 
     Attributes:
         name: the entry point's name.
         distribution: the distribution that offers it, with its version.
-        reason: what went wrong, in one line; empty where it loads.
-        hooks: the extension's hooks, None where it is broken.
+        reason: the error in one line; empty if it loads.
+        hooks: the extension's hooks; None if it is broken.
     """
 
     name: str
@@ -97,7 +96,7 @@ class _Outcome:
 
 
 class _Call:
-    """A call in a daemon thread: its outcome, once there is one; None when it has not come by the deadline."""
+    """Call in a daemon thread, which may never return."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -113,26 +112,27 @@ class _Call:
         self._done.set()
 
     def outcome(self, deadline: float) -> _Outcome | None:
+        """Wait for the outcome; return None if the call has not returned by the deadline."""
         return self._outcome if self._done.wait(max(0.0, deadline - time.monotonic())) else None
 
 
-# A load that never returned holds its thread; asking again joins the same wait instead of starting another thread.
+# A load that never returns holds its thread; later requests wait for the same load.
 _loads: dict[EntryPoint, _Call] = {}
 _loads_lock = threading.Lock()
 
 
 def probe_all() -> dict[str, Candidate]:
-    """Ask every installed backend plugin, all at the same time, whether it can work here; sorted by name."""
+    """Probe every installed backend plugin, all at the same time; sorted by name."""
     return _probe(declared(BACKENDS))
 
 
 def find(name: str) -> Candidate | None:
-    """Ask the one plugin called `name`, loading no other; None where no plugin has that name."""
+    """Probe the plugin of a backend without loading another; return None if no plugin has that name."""
     return _probe([entry for entry in declared(BACKENDS) if entry.name == name]).get(name)
 
 
 def extensions() -> list[Extension]:
-    """Every extension that loads; one that does not is left out, and the log says why."""
+    """Return every extension that loads; log a warning for one that does not."""
     loaded = load_extensions()
     for extension in loaded:
         if extension.reason:
@@ -145,7 +145,7 @@ def extensions() -> list[Extension]:
 def load_extensions(entries: Sequence[Declared] | None = None) -> list[Extension]:
     """Load extensions, by default every installed one; the `reason` of one that fails says why."""
     entries = declared(EXTENSIONS) if entries is None else entries
-    loads = [_load(entry.point) for entry in entries]  # all at the same time: one that hangs keeps none waiting
+    loads = [_load(entry.point) for entry in entries]  # all at the same time: one that hangs does not delay the others
     deadline = time.monotonic() + probe_timeout()
     loaded = []
     for entry, load in zip(entries, loads, strict=True):
@@ -159,7 +159,7 @@ def load_extensions(entries: Sequence[Declared] | None = None) -> list[Extension
 
 
 def emulate(name: str, devices: int) -> Mapping[str, str] | None:
-    """The environment in which the backend `name` is emulated; None where nothing emulates it. May take long.
+    """Return the environment that emulates the backend `name`, or None if no emulator is installed. May take long.
 
     Raises:
         PluginError: the emulator cannot be loaded or does not answer, or two distributions offer one.
@@ -186,7 +186,7 @@ def emulate(name: str, devices: int) -> Mapping[str, str] | None:
 
 
 def within_time(function: Callable[[], Any]) -> BaseException | None:
-    """Call a plugin's function in a thread of its own; what went wrong, or None. A hang is a TimeoutError."""
+    """Call a plugin's function in a thread; return its error, a TimeoutError if it hangs, or None."""
     limit = probe_timeout()
     outcome = _Call(function).outcome(time.monotonic() + limit)
     if outcome is None:
@@ -223,7 +223,7 @@ def _ask(entry: Declared, deadline: float) -> tuple[Any, Probe, tuple[KnownFault
     if outcome is None:
         raise TimeoutError("its import did not return in time (ACCEL_PROBE_TIMEOUT)")
     if outcome.error is not None:
-        raise outcome.error.with_traceback(outcome.traceback)  # the load's own: each raise adds to what there is
+        raise outcome.error.with_traceback(outcome.traceback)  # without the frames of earlier raises
     hooks = outcome.value
     answers = hooks.accelcore_probe()
     if len(answers) != 1 or not isinstance(answers[0], Probe):
@@ -260,10 +260,10 @@ def _load(point: EntryPoint) -> _Call:
 def _hooks(point: EntryPoint) -> Any:
     if point.pattern.match(point.value) is None:
         raise PluginError(f"its entry point {shown(point.value)} is malformed: it must be MODULE or MODULE:OBJECT")
-    manager = pluggy.PluginManager("accelcore")  # one each: a plugin's hooks are called without any other's
+    manager = pluggy.PluginManager("accelcore")  # one each: a plugin's hooks are called alone
     manager.add_hookspecs(hookspecs)
     manager.register(point.load(), name=point.name)
-    manager.check_pending()  # a misspelled hook would otherwise never be called
+    manager.check_pending()  # raises for a misspelled hook, which would never be called
     return manager.hook
 
 
@@ -272,10 +272,10 @@ def _duplicate(name: str, distributions: str) -> PluginError:
 
 
 def describe(error: BaseException | None) -> str:
-    """The first line of an error, shortened; safe for an error whose own text cannot be had."""
+    """Return the first line of an error, shortened; safe for an error whose `__str__` raises."""
     try:
         text = str(error).split("\n", 1)[0][:_LONGEST]
-    except Exception:  # noqa: BLE001  # an error may fail to say what it is
+    except Exception:  # noqa: BLE001  # its __str__ may raise
         text = ""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({text})"

@@ -1,4 +1,4 @@
-"""What a plugin says of its device before anything is initialised."""
+"""Probe: a plugin's report on its device before anything is initialised."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Probe:
-    """A plugin's answer to "can you work here?", found without touching the device.
+    """A plugin's answer whether its backend can work here.
 
-    A probe imports no vendor library and initialises no device, so it is cheap and leaves `fork` safe.
+    A probe imports no vendor library and initialises no device, so it is quick, and `fork` stays safe.
 
     Attributes:
         name: the backend's name, equal to its entry point's: ASCII, lower case (`"cpu"`).
         available: whether a backend can be created here.
-        reason: why, in one sentence; required where `available` is false.
-        remedy: what would make it available; required where `available` is false.
+        reason: why, in one sentence; required if `available` is false.
+        remedy: what would make it available; required if `available` is false.
         priority: `auto` takes the available backend with the highest priority. A host CPU has 0, an accelerator 100.
-        count: how many devices of this kind this process may use; at least 1 where `available`.
+        count: how many devices of this kind this process may use; at least 1 if `available`.
         exclusive: whether each rank of a job needs a device of its own. False for a CPU, which all ranks share.
-        api: the version of the plugin interface that the plugin was written for, as a number. A plugin that does not
-            say was written for the first; this default never changes, or old plugins would claim to be new.
-        environment: names of the environment variables that decide what this backend finds, for `accelcore doctor`.
-        distributions: names of the distributions that hold the vendor's runtime, for `accelcore doctor` and for
-            `accelcore run`, which keeps torch from loading the runtime of a backend that cannot work here.
+        api: the version of the plugin interface that the plugin was written for, as a number. The default never
+            changes, because old plugins rely on it.
+        environment: names of the environment variables that this backend reads, for `accelcore doctor`.
+        distributions: names of the distributions of the vendor's runtime. `accelcore doctor` shows them, and
+            `accelcore run` keeps torch from loading the runtime of an unusable backend.
 
     Raises:
         ValueError: a field has the wrong type, or the fields contradict each other.

@@ -1,7 +1,6 @@
-"""Choosing a device: what each kind of request may fall back to.
+"""Selection of a device.
 
-One choice is an order: it is carried out or it raises. A list or `auto` may fall back, and says once what it passed
-over and why.
+A request for one device works or raises. A list or `auto` may fall back, and logs once what it passed over and why.
 """
 
 from __future__ import annotations
@@ -41,9 +40,11 @@ _said: set[str] = set()
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where in a job this process is: its number on its host, None where that is not known.
+    """This process's place on its host.
 
-    `own_devices`: whether the launcher shows it devices that no other process sees.
+    Attributes:
+        local_rank: its number on its host; None if unknown.
+        own_devices: whether it sees only its own devices.
     """
 
     local_rank: int | None
@@ -52,13 +53,13 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A device that can be had, as far as its plugin's probe tells.
+    """A device that is available according to its plugin's probe.
 
     Attributes:
         candidate: the plugin.
-        index: the device's.
-        request: what the user asked for, for messages.
-        others: tells which backends work here, for messages; it may have to ask every plugin.
+        index: the device's index.
+        request: the user's request, for messages.
+        others: returns the usable backends, for messages; it may probe every plugin.
     """
 
     candidate: Candidate
@@ -71,9 +72,9 @@ class Found:
 
 
 def installed() -> dict[str, Probe]:
-    """Every installed backend by name, with what it says of itself; a broken plugin's probe says how it broke.
+    """Return the probe of every installed backend by name; a broken plugin's probe has its error.
 
-    Imports no torch and initialises no device.
+    This imports no torch and initialises no device.
     """
     return {name: candidate.probe for name, candidate in plugins.probe_all().items()}
 
@@ -82,28 +83,27 @@ def select(device: str | None = None, *, local_rank: int | None = None) -> Backe
     """Choose a device and create its backend.
 
     Args:
-        device: `"cpu"`, `"cuda:1"`, a preference list such as `"npu,cuda,cpu"`, or `"auto"`. None takes the
-            environment variable ACCEL_DEVICE, and where that is unset or empty, `"auto"`: the best device that works
-            here. Without an index, a rank that a launcher started takes the device of its number on its host, or the
-            only one where `srun` shows each rank one of its own.
-        local_rank: that number, in a script that starts its own ranks; None: the launcher's.
+        device: `"cpu"`, `"cuda:1"`, a preference list such as `"npu,cuda,cpu"`, or `"auto"`. None means the
+            environment variable ACCEL_DEVICE or, if that is unset or empty, `"auto"`: the best device that works here.
+            Without an index, a launcher's rank takes the device with its local rank, or its only device if `srun`
+            shows it just one.
+        local_rank: this rank's number on its host, in a script that starts its own ranks; None means the launcher's.
 
     Returns:
-        A `Backend`, whose `passed_over` holds the probes of what a list or `auto` could not use. Each call makes a
-        new one; several may live in one process. A vendor's runtime may have state of the whole process, such as the
-        current device, that creating a backend sets: the plugin's documentation says what.
+        A new `Backend`. Its `passed_over` holds the probes that a list or `auto` could not use. Several backends may
+        live in one process. Creating one may set state of the vendor's runtime, such as the current device: see the
+        plugin's documentation.
 
     Raises:
         ConfigurationError: `device`, ACCEL_DEVICE or a launcher's variable is invalid, or LOCAL_RANK is needed and not
             set.
         UnknownBackendError: no installed plugin has that name.
-        BackendUnavailableError: the device asked for cannot be had, or nothing in the list can, or torch cannot be
-            imported.
-        PluginError: the plugin asked for is broken; its own error is the cause.
+        BackendUnavailableError: the device, or every device of a list, is not available, or torch cannot be imported.
+        PluginError: the selected plugin is broken; its own error is the cause.
     """
     if local_rank is not None and not is_whole(local_rank):
         raise ConfigurationError(
-            f"local_rank={local_rank!r} is no rank", remedy="give this rank's number on its host, counted from 0"
+            f"local_rank={local_rank!r} is not a rank", remedy="give this rank's number on its host, counted from 0"
         )
     source, text = "device", device
     if text is None:
@@ -115,7 +115,7 @@ def select(device: str | None = None, *, local_rank: int | None = None) -> Backe
 
 
 def check_installed(text: str, source: str) -> None:
-    """Raise where a request names one backend and no installed plugin offers it. No plugin is loaded.
+    """Raise if a request names one backend and no installed plugin offers it, without loading a plugin.
 
     Raises:
         ConfigurationError: the request is outside the grammar of `select()`.
@@ -129,16 +129,16 @@ def check_installed(text: str, source: str) -> None:
 def decide(
     text: str, source: str, make: Callable[[Found], T], *, local_rank: int | None = None
 ) -> tuple[T, tuple[Probe, ...]]:
-    """Follow a request to the first device that can be had, and `make` something of it.
+    """Call `make` with the first available device of a request.
 
     Args:
         text: the request.
-        source: where it comes from, for messages.
-        make: may raise an AccelError.
-        local_rank: this rank's number on its host; None: what a launcher says.
+        source: its origin, for messages.
+        make: may raise an AccelError; a list or `auto` then continues with the next device.
+        local_rank: this rank's number on its host; None means the launcher's.
 
     Returns:
-        What `make` returned, and what a list or `auto` passed over before it.
+        The result of `make`, and the devices that a list or `auto` passed over.
     """
     choices = parse(text, source)
     place = _place(local_rank)
@@ -150,7 +150,7 @@ def decide(
     request = f"{source}={shown(text)}"
     if len(choices) == 1:
         return make(_admit(choices[0], plugins.find(choices[0].name), place, request, _usable)), ()
-    # One after the other, so that no plugin is loaded behind the first that works.
+    # One after the other, so that no plugin after the first that works is loaded.
     wishes = ((choice, plugins.find(choice.name)) for choice in choices)
     return _first_that_works(wishes, place, request, make)
 
@@ -164,7 +164,7 @@ def _first_that_works(
     passed_over: list[Probe] = []
     for choice, candidate in wishes:
         if candidate is not None and candidate.probe.available and choice.index is None:
-            # Raises instead of being passed over: a rank that fell back alone could not join the others.
+            # Raise instead of falling back: a rank that falls back alone cannot join the others.
             _index(choice, candidate.probe, place, request)
         try:
             return make(_admit(choice, candidate, place, str(choice), lambda: "")), tuple(passed_over)
@@ -174,14 +174,14 @@ def _first_that_works(
                     str(choice),
                     available=False,
                     reason=error.why or error.what,
-                    remedy=error.remedy or f"ask for {choice} alone to see the whole error",
+                    remedy=error.remedy or f"select {choice} alone to see the whole error",
                 )
             )
     if not passed_over:
         raise BackendUnavailableError(
             "no backend is installed",
-            why="accelcore finds its backends as plugins, and there is none in this environment",
-            remedy=how_to_install("accelcore-cpu") + "; and the package of each other device you have",
+            why="backends are plugins, and this environment has no plugin",
+            remedy=how_to_install("accelcore-cpu") + "; and the package of every other device that you have",
         )
     raise BackendUnavailableError(
         f"{request}: none of the choices can be used here",
@@ -198,7 +198,7 @@ def _admit(
     request: str,
     others: Callable[[], str],
 ) -> Found:
-    """The device, where its plugin says that it can be had."""
+    """Return the device if its plugin reports it as available; raise otherwise."""
     if candidate is None:
         raise _unknown(choice, request, others())
     probe = candidate.probe
@@ -236,9 +236,9 @@ def _index(choice: Choice, probe: Probe, place: _Place | None, request: str) -> 
         if place.local_rank is None:
             raise ConfigurationError(
                 f"{request}: LOCAL_RANK is not set, and each rank needs a {choice.name} device of its own",
-                why="the job may span hosts, and then RANK does not tell which of this host's devices is this rank's",
-                remedy="set LOCAL_RANK to this rank's number on its host, counted from 0; or LOCAL_WORLD_SIZE, where "
-                f"the whole job is on one host; or name the device: {choice.name}:0",
+                why="the job may span hosts, so RANK does not tell which of this host's devices belongs to this rank",
+                remedy="set LOCAL_RANK to this rank's number on its host, counted from 0; or LOCAL_WORLD_SIZE if the "
+                f"whole job is on one host; or name the device: {choice.name}:0",
             )
         index = place.local_rank
     if index < probe.count:
@@ -249,8 +249,8 @@ def _index(choice: Choice, probe: Probe, place: _Place | None, request: str) -> 
         if probe.count != 1
         else f"this process sees one {choice.name} device, numbered 0",
         available=f"{choice.name}:0" + (f" to {choice.name}:{probe.count - 1}" if probe.count > 1 else ""),
-        remedy="start as many ranks a host as it has devices; where the launcher shows each rank a device of its own, "
-        f"name that: ACCEL_DEVICE={choice.name}:0"
+        remedy="start as many ranks on a host as it has devices; if the launcher shows each rank one device, set "
+        f"ACCEL_DEVICE={choice.name}:0"
         if by_rank
         else "choose one of those",
     )
@@ -262,11 +262,11 @@ def _unknown(choice: Choice, request: str, available: str) -> UnknownBackendErro
 
 
 def _how_to_have(name: str) -> str:
-    """What to do where no installed plugin offers a backend of this name."""
+    """Return the remedy if no installed plugin offers a backend of this name."""
     own, offered = own_plugins(), {entry.name for entry in declared(plugins.BACKENDS)}
     if name in own:
         return f"{how_to_install(own[name])}; or choose another"
-    advice = "install the package that brings it (the README lists accelcore's own), or choose another"
+    advice = "install its package (the README lists accelcore's own), or choose another"
     near = nearest(name, offered | own.keys())
     if near is None:
         return advice

@@ -72,4 +72,4 @@ def test_an_error_crosses_a_process_border():
         pytest.raises(errors.UnknownBackendError, match="there is no backend 'nowhere'") as caught,
     ):
         pool.submit(accelcore.select, "nowhere").result(timeout=60)
-    assert "install the package that brings it" in caught.value.remedy
+    assert "install its package" in caught.value.remedy

@@ -76,7 +76,7 @@ def test_one_choice_that_is_unavailable_says_why_and_what_to_do(fakes):
 def test_one_choice_that_is_not_installed_says_how_to_get_it():
     with pytest.raises(UnknownBackendError, match=r"device='nowhere:3': there is no backend 'nowhere'") as caught:
         accelcore.select("nowhere:3")
-    assert "install the package that brings it" in caught.value.remedy
+    assert "install its package" in caught.value.remedy
     assert "cpu" in caught.value.available.split(", ")
 
 
@@ -123,7 +123,7 @@ def test_a_list_of_which_nothing_can_be_had_says_why_of_each(fakes):
         accelcore.select("absent,nowhere")
     assert caught.value.why == "absent: no such card; nowhere: no installed plugin offers that name"
     assert "buy one" in caught.value.remedy
-    assert "install the package that brings it" in caught.value.remedy
+    assert "install its package" in caught.value.remedy
     assert "cpu" in caught.value.available
 
 
@@ -181,8 +181,8 @@ def test_with_nothing_installed_every_request_says_what_to_install():
             "nup",
             "did you mean 'npu'? Then install accelcore-npu: pip install ./plugins/npu in a clone",
         ),
-        ("testin", "install the package that brings it"),  # an extra that is no backend
-        ("gpu", "install the package that brings it"),  # which is not nearly npu
+        ("testin", "install its package"),  # an extra that is no backend
+        ("gpu", "install its package"),  # which is not nearly npu
     ],
 )
 def test_a_plugin_of_accelcores_own_that_is_not_installed_is_named(tmp_path, device, remedy):
