@@ -1,29 +1,41 @@
-"""What all ranks of a job do together or not at all."""
+"""Agreement of the ranks of a job: they meet, learn of each other's failures, and compare what they train."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.roles.collectives import Collectives
 from accelcore.roles.gathering import gather
-from accelcore.training.differences import Differences
+from accelcore.training.plan import Plan
+from accelcore.wording import ranks
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "describe", "differences"]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_NOT_COMPARED = ("observers",)
+_COMPARED_BY_CLASS = ("loss", "weight", "clip", "scheduler")  # the repr of the user's objects says nothing
+_SHOWN = 5
 
 
 class Agreement:
-    """Lets the ranks of a job meet, and know of each other's failures.
+    """Collective checks of a job: all ranks pass them, or all raise.
 
     Args:
-        collectives: the job's.
-        device: where tensors that are reduced have to be.
+        collectives: the job's collectives.
+        device: the device of tensors that are reduced.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device) -> None:
@@ -33,17 +45,17 @@ class Agreement:
         """Wait until every rank is here.
 
         Args:
-            what: the call that all ranks have to make.
+            what: the call that all ranks must make.
 
         Raises:
-            DistributedError: some did not come in the time that the job gives a collective.
+            DistributedError: a rank did not come within the job's timeout.
         """
         group = self._collectives.cpu_group()
         if group is None:
             return
         try:
             dist.monitored_barrier(group, wait_all_ranks=True)
-        except ValueError:  # not every kind of group can say who is missing
+        except ValueError:  # not every kind of group can report the missing ranks
             self._collectives.barrier()
         except RuntimeError as error:
             raise DistributedError(
@@ -52,35 +64,35 @@ class Agreement:
                 remedy=f"call {what} on all ranks, and not under `if rank == 0:`",
             ) from error
 
-    def train_alike(self, said: Mapping[str, str]) -> None:
-        """Check that all ranks are about to train the same, by what each has `said` of it.
+    def train_alike(self, description: Mapping[str, str]) -> None:
+        """Check that all ranks have the same description of what they train; see `describe`.
 
         Raises:
-            DistributedError: on every rank, where one differs: which, and in what.
+            DistributedError: on every rank; it names the ranks that differ, and in what.
         """
-        text = json.dumps(said).encode()
+        text = json.dumps(description).encode()
         if self.all_equal(int.from_bytes(hashlib.sha256(text).digest()[:7], "big")):
             return
         texts = gather(self._collectives, torch.frombuffer(bytearray(text + b"\n"), dtype=torch.uint8))
-        differences = Differences([json.loads(line) for line in bytes(texts.tolist()).splitlines()])
+        odd, why = differences([json.loads(line) for line in bytes(texts.tolist()).splitlines()])
         raise DistributedError(
-            f"{differences.odd} of this job would not train what the others train",
-            why=str(differences),
+            f"{odd} of this job would not train what the others train",
+            why=why,
             remedy="give all ranks the same versions, model, optimizer and options",
         )
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """A stage that all ranks leave alike: where one fails, all raise, and none waits for it."""
+        """Run a block on all ranks; if it raises on one of them, all raise after it."""
         failure: Exception | None = None
         try:
             yield
-        except Exception as error:  # noqa: BLE001  # raised again below, when all ranks know
+        except Exception as error:  # noqa: BLE001  # `settle` raises it, when all ranks know
             failure = error
         self.settle(failure, what)
 
     def settle(self, failure: BaseException | None, what: str, kind: type[AccelError] = CheckpointError) -> None:
-        """Raise this rank's failure, or that another rank has one."""
+        """Raise this rank's failure, or an error of class `kind` if another rank has one."""
         failed = torch.tensor(failure is not None, dtype=torch.int32, device=self._device)
         self._collectives.all_reduce(failed, "max")
         if failure is not None:
@@ -89,12 +101,67 @@ class Agreement:
             raise kind(f"another rank could not {what}", why="see that rank's error")
 
     def all_equal(self, value: int) -> bool:
-        """Whether all ranks give the same number, below 2**62."""
+        """Check if all ranks give the same number below 2**62."""
         both = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
         low, high = self._collectives.all_reduce(both, "min").tolist()
         return bool(low == -high)
 
     def of_rank_0(self, value: int) -> int:
-        """Rank 0's number, on all ranks."""
+        """Return the number that rank 0 gives, on all ranks."""
         shared = torch.tensor(value, dtype=torch.int64, device=self._device)
         return int(self._collectives.broadcast(shared).item())
+
+
+def describe(plan: Plan) -> dict[str, str]:
+    """Return versions, options, optimizer and model of a plan as text, by name; equal on ranks that train the same."""
+    backend, optimizer = plan.backend, plan.optimizer
+    found = {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__,
+        "accelcore": version("accelcore"),
+        "the backend": backend.name + (", emulated" if backend.emulated else ""),
+        "the optimizer": getattr(optimizer, "name", type(optimizer).__name__),
+    }
+    for name, value in plan.options.items():
+        if name not in _NOT_COMPARED:
+            by_class = name in _COMPARED_BY_CLASS and value is not None
+            found[f"the option {name}"] = type(value).__name__ if by_class else _text(value)
+    for number, group in enumerate(optimizer.param_groups):
+        values = {name: _text(value) for name, value in group.items() if name != "params"}
+        values["params"] = f"{len(group['params'])} tensors"
+        found[f"group {number} of the optimizer"] = ", ".join(f"{name}={values[name]}" for name in sorted(values))
+    numbers = {id(member): number for number, members in enumerate(plan.groups()) for member in members}
+    for name, parameter in plan.model.named_parameters():
+        found[f"the parameter {name}"] = _tensor(parameter) + ("" if parameter.requires_grad else ", frozen")
+        found[f"the group of {name}"] = str(numbers.get(id(parameter)))
+    return found | {f"the buffer {name}": _tensor(buffer) for name, buffer in plan.model.named_buffers()}
+
+
+def differences(descriptions: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+    """Return the ranks whose description differs from most others', and the differences, as text.
+
+    If two descriptions are equally frequent, that of the lower rank counts as right.
+    """
+    lines: list[str] = []
+    odd: set[int] = set()
+    for name in dict.fromkeys(name for one in descriptions for name in one):
+        values = [one.get(name, "nothing") for one in descriptions]
+        if len(set(values)) == 1:
+            continue
+        usual = Counter(values).most_common(1)[0][0]  # of equally frequent ones, the first
+        odd |= {rank for rank, value in enumerate(values) if value != usual}
+        places = (
+            f"{value} on {ranks(rank for rank, one in enumerate(values) if one == value)}"
+            for value in dict.fromkeys(values)
+        )
+        lines.append(f"{name} is {', '.join(places)}")
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return ranks(odd), "; ".join(lines[:_SHOWN] + more)
+
+
+def _text(value: Any) -> str:
+    return _ADDRESS.sub("", repr(value))
+
+
+def _tensor(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

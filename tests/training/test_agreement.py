@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelcore.training.differences import Differences
+from accelcore.training.agreement import differences
 from accelcore.wording import ranks
 
 SCRIPT = Path(__file__).with_name("agreement_ranks.py")
@@ -56,9 +56,9 @@ def test_what_one_rank_is_refused_no_rank_does(found):
 
 
 def test_the_most_common_is_taken_for_right_and_rank_0_where_opinion_is_divided():
-    assert Differences([{"a": "1"}, {"a": "2"}]).odd == "rank 1"
-    assert Differences([{"a": "1"}, {"a": "2"}, {"a": "2"}]).odd == "rank 0"
-    divided = Differences([{"a": "1"}, {"a": "2", "b": "3"}, {"a": "2"}, {"a": "1"}])
-    assert divided.odd == "ranks 1 and 2"
-    assert str(divided) == "a is 1 on ranks 0 and 3, 2 on ranks 1 and 2; b is nothing on ranks 0, 2 and 3, 3 on rank 1"
+    assert differences([{"a": "1"}, {"a": "2"}])[0] == "rank 1"
+    assert differences([{"a": "1"}, {"a": "2"}, {"a": "2"}])[0] == "rank 0"
+    odd, why = differences([{"a": "1"}, {"a": "2", "b": "3"}, {"a": "2"}, {"a": "1"}])
+    assert odd == "ranks 1 and 2"
+    assert why == "a is 1 on ranks 0 and 3, 2 on ranks 1 and 2; b is nothing on ranks 0, 2 and 3, 3 on rank 1"
     assert [ranks({3}), ranks([2, 0]), ranks([4, 1, 0])] == ["rank 3", "ranks 0 and 2", "ranks 0, 1 and 4"]

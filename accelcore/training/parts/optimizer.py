@@ -14,8 +14,8 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from accelcore.errors import CheckpointError
 from accelcore.optim.optimizer import RoutedOptimizer
+from accelcore.optim.route import name_of
 from accelcore.optim.slot_state import COUNTERS, SWITCHES
-from accelcore.roles.optimizers import name_of
 from accelcore.training.gradients import Gradients
 from accelcore.training.parts.part import Saved, table
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from accelcore.errors import DistributedError
-from accelcore.training.agreement import Agreement
-from accelcore.training.description import describe
+from accelcore.training.agreement import Agreement, describe
 from accelcore.training.plan import Plan, Stage
 from accelcore.training.stages.bind import Bind
 from accelcore.training.stages.capture import Capture
