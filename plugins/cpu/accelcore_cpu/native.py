@@ -12,24 +12,25 @@ from torch.profiler import record_function
 
 from accelcore.errors import TrainingError
 from accelcore.optim.formulas import Formula
+from accelcore.optim.memory import unfit
 from accelcore.optim.runs import Run
-from accelcore_cpu.table import Found, Member, Table
+from accelcore_cpu.table import TYPES, Found, Member, Table
 
-__all__ = ["Native"]
+__all__ = ["Native", "refusal"]
 
 _NOTHING = nullcontext()
 
 
 class Native(Formula):
-    """A formula by a kernel. Subclasses put this before the formula whose options, checks and state they have.
+    """Formula computed by a kernel. Subclasses put this class before the formula with the options, checks and state.
 
-    Gradients are read where backward left them. Where a step is given a `grad_scale` they are divided by it in memory,
-    as by torch's fused kernels.
+    The kernel reads gradients where backward left them. A step with a `grad_scale` divides them by it in memory, as
+    torch's fused kernels do.
 
     Attributes:
         kernel: its name.
         number: its number.
-        states: the names of the state that belongs to elements, in the kernel's order.
+        states: the names of the elementwise state, in the kernel's order.
         by_row: whether it looks at each row of a matrix.
     """
 
@@ -44,7 +45,7 @@ class Native(Formula):
     _found: Found | None = None
 
     def numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
-        """The options of a group, in the kernel's order."""
+        """Return the options of a group, in the kernel's order."""
         raise NotImplementedError
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -52,7 +53,7 @@ class Native(Formula):
         self._table = None
 
     def place_runs(self, runs: Sequence[Run]) -> None:
-        """Runs are given in place of parameters from now on."""
+        """Update these runs from now on, which stand in the groups in place of parameters."""
         self._runs, self._table = runs, None
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
@@ -60,40 +61,50 @@ class Native(Formula):
         self._found = None
         table, copies = self._table, list[tuple[Tensor, Tensor]]()
         if table is None or found is Found.REPLACED:
-            table = self._table = self._lay_out()
+            table = self._lay_out()
             found = table.find()
         if found is not Found.ALL:
             table, copies = self._place(table)
         numbers = [self.numbers(group) for group in self.param_groups]
         with record_function(f"accelcore::{self.kernel}") if torch._C._autograd._profiler_enabled() else _NOTHING:
-            table.step(numbers, found_inf, grad_scale)
+            if found_inf is None or found_inf.item() == 0:
+                table.step(numbers, 1.0 if grad_scale is None else grad_scale.item())
+        table.release()
         if grad_scale is not None:
             for gradient, copy in copies:
                 gradient.copy_(copy)
 
     def replaced(self) -> bool:
-        """Whether a value is not where it was in the last step. `update` relies on it, if it was called just before."""
+        """Return whether a value is not where it was in the last step. An `update` that follows relies on it."""
         self._found = self._look()
         return self._found is Found.REPLACED
 
     def _look(self) -> Found:
         """Find the gradients, unless the table is of other tensors or other state than there are now."""
         table = self._table
-        if table is None or not table.of([group["params"] for group in self.param_groups], self.state):
+        if table is None or not table.holds(self.param_groups, self.state):
             return Found.REPLACED
         wanted = [tuple(self.initial_state(group)) for group in self.param_groups]
         return table.find() if wanted == self._wanted else Found.REPLACED
 
     def _place(self, table: Table) -> tuple[Table, list[tuple[Tensor, Tensor]]]:
-        """Find gradients one by one, and copy those that are laid out otherwise than their values."""
+        """Find gradients one by one, and copy those that the kernel cannot read where they are."""
         gradients: list[Any] = [member.value.grad for member in table.members]
         if any(g is not None and g.dtype is not m.gradient for g, m in zip(gradients, table.members, strict=True)):
-            table = self._table = self._lay_out()
+            table = self._lay_out()
         copies: list[tuple[Tensor, Tensor]] = []
         table.place([_address(*pair, copies) for pair in zip(gradients, table.members, strict=True)])
         return table, copies
 
     def _lay_out(self) -> Table:
+        self._table = None  # if a tensor is refused, the next step begins here again
+        values = [value for group in self.param_groups for value in group["params"]]
+        if reason := refusal(values, by_row=self.by_row):
+            raise TrainingError(
+                reason,
+                why="a parameter was given other data",
+                remedy="make a new optimizer for the parameters as they are",
+            )
         self._wanted = [tuple(self.initial_state(group)) for group in self.param_groups]
         runs = {id(run.value): run for run in self._runs}
         members: list[Member] = []
@@ -106,20 +117,24 @@ class Native(Formula):
                 states = [entry.get(name) for name in self.states]
                 parts = _parts(value, None if self.by_element else runs.get(id(value)))
                 members.append(Member(number, value, dtype, entry, states, parts, waits))
-        groups = [group["params"] for group in self.param_groups]
-        return Table(self.number, members, groups, list(self.state.values()), by_row=self.by_row)
+        self._table = Table(self.number, members, list(self.state.values()), by_row=self.by_row)
+        return self._table
 
     def _fitted(self, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
-        """The state of a tensor, as the kernel takes it: laid out alike, and of one dtype."""
+        """Return the state of a tensor as the kernel takes it: in its layout, and of one dtype."""
         entry = self.entry(group, value)
         dtype = self.state_dtype(group, value)
         for name in self.states:
             state = entry.get(name)
-            if state is not None and (state.dtype, state.stride(), state.device) != (
-                dtype,
-                value.stride(),
-                value.device,
-            ):
+            if state is None:
+                continue
+            if state.shape != value.shape:
+                raise TrainingError(
+                    f"a parameter has the shape {tuple(value.shape)}, and its state {name!r} {tuple(state.shape)}",
+                    why="the parameter was given other data since its state was made",
+                    remedy="make a new optimizer after a change of shape, or delete the parameter's state",
+                )
+            if (state.dtype, state.stride(), state.device) != (dtype, value.stride(), value.device) or state.is_neg():
                 entry[name] = torch.empty_like(value, dtype=dtype).copy_(state)
         step: Any = entry.get("step")
         if self.counts and not (isinstance(step, Tensor) and step.dtype is torch.float32 and step.device.type == "cpu"):
@@ -127,19 +142,53 @@ class Native(Formula):
         return entry
 
 
+def refusal(values: Sequence[Tensor], *, by_row: bool) -> str | None:
+    """Return why a kernel cannot update these tensors, or None.
+
+    Args:
+        values: parameters, or what stands for them.
+        by_row: whether the kernel looks at each row of a matrix.
+    """
+    for value in values:
+        if value.dtype not in TYPES:
+            return f"the kernel takes real floating-point parameters, not {value.dtype}"
+        if value.device.type != "cpu":
+            return f"the kernel takes parameters on the CPU, not on {value.device}"
+        if value.is_neg():
+            return "a parameter has torch's negative bit; store its values by parameter.data.resolve_neg()"
+        if by_row and _scatters_rows(value):
+            return "the kernel takes matrices whose rows lie one after the other in memory"
+    return unfit(values)
+
+
+def _scatters_rows(value: Tensor) -> bool:
+    if value.dim() < 2 or not value.numel() or value.shape[0] == 1:
+        return False
+    return value.stride(0) != value.numel() // value.shape[0]
+
+
 def _address(gradient: Any, member: Member, copies: list[tuple[Tensor, Tensor]]) -> int:
-    """Where the kernel finds a gradient: in a copy, if it is laid out otherwise than its tensor."""
+    """Return the address of a gradient, or of a copy if it is not laid out as its tensor; 0 if there is none."""
     if gradient is None:
         return 0
+    value = member.value
     if gradient.layout is not torch.strided:
         raise TrainingError(
             "a gradient is sparse, and the kernel would take its memory for a dense one",
             remedy='make the embedding with sparse=False, or the optimizer by route="loop" where it has one',
         )
-    if gradient.stride() != member.value.stride() or gradient.device != member.value.device:
-        copies.append((gradient, torch.empty_like(member.value, dtype=gradient.dtype).copy_(gradient)))
-        gradient = copies[-1][1]
-    return int(gradient.data_ptr()) or 1  # of nothing: any address
+    if gradient.shape != value.shape:
+        raise TrainingError(
+            f"a gradient has the shape {tuple(gradient.shape)}, and its parameter {tuple(value.shape)}",
+            remedy="clear gradients after a change of the parameter's shape, and call backward again",
+        )
+    without_memory = gradient.numel() > 0 and gradient.data_ptr() == 0  # torch's zeros that are never written to
+    as_value = gradient.stride() == value.stride() and gradient.device == value.device
+    if without_memory or gradient.is_neg() or not as_value:
+        copy = torch.empty_like(value, dtype=gradient.dtype).copy_(gradient)
+        copies.append((copy if without_memory else gradient, copy))
+        gradient = copy
+    return int(gradient.data_ptr()) or 1  # without elements: any address
 
 
 def _parts(value: Tensor, run: Run | None) -> Sequence[tuple[int, torch.Size]]:

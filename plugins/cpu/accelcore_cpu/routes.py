@@ -6,13 +6,12 @@ from functools import partial
 
 import torch
 
-from accelcore.optim.memory import unfit
 from accelcore.optim.torch_optimizers import register_torch_optimizers
 from accelcore.roles.optimizers import Optimizers, Request
 from accelcore_cpu.kernels.library import unavailable
 from accelcore_cpu.known_faults import LOW_PRECISION_SGD
+from accelcore_cpu.native import refusal
 from accelcore_cpu.optimizers import NATIVE
-from accelcore_cpu.table import TYPES
 
 __all__ = ["FUSED", "create_optimizers"]
 
@@ -46,17 +45,4 @@ def _refusal(request: Request, *, by_row: bool) -> str | None:
     for switch in ("capturable", "differentiable"):
         if any(request.values(switch, False)):
             return f"the kernel is not {switch}"
-    for parameter in request.parameters:
-        if parameter.dtype not in TYPES:
-            return f"the kernel takes real floating-point parameters, not {parameter.dtype}"
-        if parameter.device.type != "cpu":
-            return f"the kernel takes parameters on the CPU, not on {parameter.device}"
-        if by_row and _scatters_rows(parameter):
-            return "the kernel takes matrices whose rows lie one after the other in memory"
-    return unfit(request.parameters) or unavailable(build=bool(request.parameters))
-
-
-def _scatters_rows(parameter: torch.Tensor) -> bool:
-    if parameter.dim() < 2 or not parameter.numel() or parameter.shape[0] == 1:
-        return False
-    return parameter.stride(0) != parameter.numel() // parameter.shape[0]
+    return refusal(request.parameters, by_row=by_row) or unavailable(build=bool(request.parameters))

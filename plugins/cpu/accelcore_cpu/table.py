@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
+from struct import Struct
 from typing import Any
 
 import torch
@@ -21,20 +22,24 @@ from accelcore_cpu.kernels.library import load
 __all__ = ["TYPES", "Found", "Member", "Table"]
 
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-"""What tensors can be, by the numbers that the kernels have for them."""
+"""The dtypes that kernels take, by their numbers in kernels/memory.h."""
 
 _STATES = 3
-_IMPLEMENTATION = attrgetter("_cdata")
+_gradient = attrgetter("grad")
+_increment_version = torch.autograd.graph.increment_version
 
 
 class Found(IntEnum):
-    """What became of a look for the gradients of a table."""
+    """Result of a look for the gradients of a table; the numbers are those of kernels/tensors.cpp."""
 
     ALL = 0
     REPLACED = 1
-    """A value or state has other memory than it had, or one that waited for its first gradient has it."""
+    """A tensor has other memory or another layout than it had, or one that waited has its first gradient."""
     UNLIKE = 2
     """A gradient is not laid out as its value."""
+
+
+_FOUND = tuple(Found)
 
 
 @dataclass
@@ -46,9 +51,9 @@ class Member:
         value: the tensor, dense, and of one of `TYPES`.
         gradient: the dtype of its gradients.
         entry: its state.
-        states: of that, what belongs to elements, in the kernel's order; None where there is none.
-        parts: the offsets and shapes of the parameters in it, where the kernel has to tell them apart.
-        waits: it has had no gradient yet, and so no state.
+        states: the elementwise tensors of its state, in the kernel's order; None for one that is not used.
+        parts: the offsets and shapes of the parameters in it, if the kernel has to tell them apart.
+        waits: whether it has had no gradient yet, and so no state.
     """
 
     group: int
@@ -61,104 +66,93 @@ class Member:
 
 
 class Table:
-    """What one kernel updates.
+    """The tensors that one kernel updates, and their memory.
 
     Args:
         kind: the kernel's number.
-        members: what there is, in order.
-        groups: the tensors of each group.
+        members: the tensors, in the order of the groups.
         entries: all state of the optimizer.
-        by_row: the kernel looks at each row of a matrix.
+        by_row: whether the kernel looks at each row of a matrix.
     """
 
     def __init__(
-        self,
-        kind: int,
-        members: Sequence[Member],
-        groups: Sequence[Sequence[Tensor]],
-        entries: Sequence[dict[str, Any]],
-        *,
-        by_row: bool,
+        self, kind: int, members: Sequence[Member], entries: Sequence[dict[str, Any]], *, by_row: bool
     ) -> None:
         self.members = members
         self._values = [member.value for member in members]
-        self._entries = entries
         self._kept = list(chain.from_iterable(map(dict.values, entries)))
-        self._alike = all(member.gradient is member.value.dtype for member in members)
-        sources, tensors = array("q"), array("q")
+        self._own_dtype = all(member.gradient is member.value.dtype for member in members)
+        sources, parts = array("q"), array("q")
         for member in members:
-            sources.extend(_source(member, len(tensors) // 4))
+            sources.extend(_source(member, len(parts) // 4))
             for offset, shape in member.parts:
-                tensors.extend(_tensor(offset, shape, by_row))
+                parts.extend(_tensor(offset, shape, by_row))
+        watched = [*self._values, *filter(_is_dense, self._kept)]
+        waits = bytes(member.waits for member in members)
         self._library = load()
-        self._plan = self._library.plan_new(
-            kind, _fork(), _memory(sources), len(members), _memory(tensors), len(tensors) // 4
-        )  # fmt: skip
+        self._plan = self._made("plan", kind, _fork(), _memory(sources), len(members), _memory(parts), len(parts) // 4)
+        self._tensors = self._made(
+            "tensors", _exchange_api(), _words(len(watched)).pack(*map(id, watched)), len(watched), waits, len(waits)
+        )
+        self._words = _words(len(members))
+        self._gradients: list[Any] = []
         self._addresses = array("q", bytes(8 * len(members)))
-        self._tensors = self._watch([kept for kept in self._kept if _is_dense(kept)])
-        self._objects = self._remember(groups)
-        if not self._plan or not self._tensors or not self._objects:
-            raise MemoryError("there is no memory for the tables of an optimizer")
-        weakref.finalize(self, self._library.plan_free, self._plan)
-        weakref.finalize(self, self._library.tensors_free, self._tensors)
-        weakref.finalize(self, self._library.objects_free, self._objects)
 
-    def of(self, groups: Sequence[Sequence[Tensor]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Whether these are the tensors it updates, and this is all state there is, with the tensors that it had."""
-        if not all(isinstance(group, list) for group in groups):
-            return False
-        lists = _addresses(groups)
-        return bool(self._library.objects_same(self._objects, _memory(lists), len(lists), id(state)))
+    def _made(self, what: str, *arguments: Any) -> int:
+        """Return what the library makes of the arguments, to be freed with this table."""
+        made: int | None = getattr(self._library, f"{what}_new")(*arguments)
+        if made is None:
+            raise MemoryError("there is no memory for the tables of an optimizer")
+        weakref.finalize(self, getattr(self._library, f"{what}_free"), made)
+        return made
+
+    def holds(self, groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Return whether the groups and the state consist of the same tensors as before."""
+        values = list(chain.from_iterable([group["params"] for group in groups]))
+        kept = list(chain.from_iterable(map(dict.values, state.values())))
+        same = len(values) == len(self._values) and len(kept) == len(self._kept)
+        return same and all(map(is_, values, self._values)) and all(map(is_, kept, self._kept))
 
     def find(self) -> Found:
-        """Look for the gradients, for the next step."""
-        found = Found(self._library.tensors_find(self._tensors, _memory(self._addresses)))
-        return Found.UNLIKE if found is Found.ALL and not self._alike else found
+        """Look at the memory of all tensors, and find the gradients for the next step."""
+        self._gradients = gradients = list(map(_gradient, self._values))
+        present = [gradient for gradient in gradients if gradient is not None]
+        try:
+            found = _FOUND[self._library.tensors_find(
+                self._tensors, self._words.pack(*map(id, gradients)), id(None), _memory(self._addresses)
+            )]  # fmt: skip
+        except RuntimeError:  # a tensor or a gradient has no dense memory
+            return Found.REPLACED
+        if found is Found.ALL and any(map(Tensor.is_neg, self._values)):
+            return Found.REPLACED
+        if found is Found.ALL and (not self._own_dtype or any(map(Tensor.is_neg, present))):
+            return Found.UNLIKE
+        return found
 
     def place(self, addresses: Sequence[int]) -> None:
-        """Give the addresses of gradients that could not be found, 0 where there is none, for the next step."""
+        """Take these addresses of gradients for the next step; 0 for a tensor without gradient."""
         self._addresses = array("q", addresses)
 
-    def step(self, numbers: Sequence[Sequence[float]], found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-        """Update all that have a gradient, by the numbers of each group."""
+    def step(self, numbers: Sequence[Sequence[float]], grad_scale: float) -> None:
+        """Update all tensors that have a gradient, by the numbers of each group."""
         options = array("d", chain.from_iterable(numbers))
         done = self._library.plan_step(
-            self._plan,
-            _memory(self._addresses),
-            _memory(options),
-            len(numbers[0]),
-            None if found_inf is None else found_inf.data_ptr(),
-            None if grad_scale is None else grad_scale.data_ptr(),
-            torch.get_num_threads(),
+            self._plan, _memory(self._addresses), _memory(options), len(numbers[0]), grad_scale, torch.get_num_threads()
         )
-        if not done or not self._library.tensors_updated(self._tensors, _memory(self._addresses)):
+        if not done:
             raise MemoryError("there is no memory for the sums of an optimizer")
+        changed = self._values
+        if 0 in self._addresses:
+            changed = [value for value, address in zip(changed, self._addresses, strict=True) if address]
+        _increment_version(changed)
 
-    def _watch(self, states: Sequence[Tensor]) -> int | None:
-        """What finds gradients, and sees whether anything was given other memory since."""
-        known = [array("q", map(_IMPLEMENTATION, tensors)) for tensors in (self._values, states)]
-        addresses = [array("q", map(Tensor.data_ptr, tensors)) for tensors in (self._values, states)]
-        waits = array("b", [member.waits for member in self.members])
-        objects = _addresses(self._values)
-        made: int | None = self._library.tensors_new(
-            _memory(objects), _offset(), _memory(known[0]), _memory(addresses[0]), _memory(waits), len(self._values),
-            _memory(known[1]), _memory(addresses[1]), len(states),
-        )  # fmt: skip
-        return made
-
-    def _remember(self, groups: Sequence[Sequence[Tensor]]) -> int | None:
-        """What sees whether an object was put in the place of another since."""
-        sizes = array("q", map(len, groups))
-        items, entries, kept = map(_addresses, (self._values, self._entries, self._kept))
-        made: int | None = self._library.objects_new(
-            _memory(_python()), _memory(sizes), len(sizes), _memory(items),
-            _memory(entries), len(entries), _memory(kept), len(kept),
-        )  # fmt: skip
-        return made
+    def release(self) -> None:
+        """Hold the gradients no longer."""
+        self._gradients = []
 
 
 def _source(member: Member, first_tensor: int) -> list[int]:
-    """As `Source` in kernels/plan.h."""
+    """Return a `Source` of kernels/plan.h."""
     states = [0 if state is None else state.data_ptr() for state in member.states]
     kind = next((TYPES[state.dtype] for state in member.states if state is not None), TYPES[member.value.dtype])
     return [
@@ -175,14 +169,15 @@ def _source(member: Member, first_tensor: int) -> list[int]:
 
 
 def _tensor(offset: int, shape: torch.Size, by_row: bool) -> list[int]:
-    """As `Tensor` in kernels/plan.h."""
+    """Return a `Tensor` of kernels/plan.h."""
     if by_row and len(shape) > 1 and shape.numel():
         return [offset, shape[0], shape.numel() // shape[0], 1]
     return [offset, 1, shape.numel(), 0]
 
 
-def _addresses(objects: Sequence[object]) -> array[Any]:
-    return array("q", map(id, objects))
+def _words(count: int) -> Struct:
+    """Return a packer of so many words; an array takes twice as long."""
+    return Struct(f"{count}n")
 
 
 def _memory(numbers: array[Any]) -> int:
@@ -194,22 +189,16 @@ def _is_dense(kept: object) -> bool:
 
 
 @cache
-def _offset() -> int:
-    """Where in Python's object of a tensor its `_cdata` is, in bytes."""
-    tensor = torch.empty(0)
-    words = range(object.__basicsize__, Tensor.__basicsize__, ctypes.sizeof(ctypes.c_void_p))
-    return next(word for word in words if ctypes.c_void_p.from_address(id(tensor) + word).value == tensor._cdata)
-
-
-@cache
-def _python() -> array[Any]:
-    """As `Python` in kernels/objects.cpp."""
-    lending = (getattr(ctypes.pythonapi, name) for name in ("PyDict_Next", "PyList_Size", "PyList_GetItem"))
-    return array("q", [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in lending])
+def _exchange_api() -> int | None:
+    """Return the address of the table of functions by which torch tells other libraries about its tensors."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    address: int | None = pointer(Tensor.__dlpack_c_exchange_api__, b"dlpack_exchange_api")
+    return address
 
 
 @cache
 def _fork() -> int | None:
-    """Where the OpenMP runtime that torch computes on starts threads; None where it has another way."""
+    """Return the function by which torch's OpenMP runtime starts threads; None if torch uses another runtime."""
     fork: Any = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     return None if fork is None else ctypes.cast(fork, ctypes.c_void_p).value

@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from native_cases import distance, give_gradients, parameters, state_of, train
 from torch import nn
 
@@ -93,12 +95,96 @@ def test_tensors_that_torch_swaps_are_seen(accel, monkeypatch, change):
     assert distance(*trained) < 1e-12
 
 
-def test_state_that_a_kernel_works_with_cannot_be_swapped_under_it(accel):
-    members = parameters(torch.float32)
-    optimizer = accel.optimizers.create("adamw", members, lr=0.1, route="native")
-    train(optimizer, members, 2)
-    with pytest.raises(RuntimeError):
-        torch.utils.swap_tensors(optimizer.state[members[0]]["exp_avg"], torch.zeros_like(members[0]))
+def test_state_that_torch_swaps_is_seen(accel):
+    members = [nn.Parameter(torch.ones(300)) for _ in range(3)]
+    optimizer = accel.optimizers.create("sgd", members, lr=1.0, momentum=0.5, route="native")
+    train(optimizer, members, 2, start=1)
+    torch.utils.swap_tensors(optimizer.state[members[0]]["momentum_buffer"], torch.full((300,), 8.0))
+    before = members[0].detach().clone()
+    members[0].grad = torch.zeros(300)
+    optimizer.step()
+    assert torch.equal(members[0], before - 4)
+
+
+@pytest.mark.parametrize("scale", [None, 4.0])
+@pytest.mark.parametrize("kind", ["negative", "zero"])
+def test_a_gradient_that_is_not_what_its_memory_holds_is_read_right(accel, kind, scale):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = accel.optimizers.create("sgd", [weight], lr=1.0, route="native")
+    gradient = torch.tensor([4.0, 8.0, -4.0])
+    for number in range(2):
+        weight.grad = torch._neg_view(gradient.clone()) if kind == "negative" else torch._efficientzerotensor(3)
+        assert weight.grad.is_neg() is (kind == "negative")
+        if scale is not None:
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
+        optimizer.step()
+        moved = gradient * (number + 1) / (scale or 1) if kind == "negative" else torch.zeros(3)
+        assert torch.equal(weight, 1 + moved)
+
+
+def test_a_parameter_with_the_negative_bit_is_refused_until_it_is_resolved(accel):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = accel.optimizers.create("adamw", [weight], lr=0.1, route="native")
+    train(optimizer, [weight], 1, start=1)
+    memory, weight.data = weight.data, torch._neg_view(weight.data)
+    before = memory.clone()
+    for _ in range(2):
+        with pytest.raises(TrainingError, match="resolve_neg"):
+            train(optimizer, [weight], 1, start=2)
+    assert torch.equal(memory, before)
+    weight.data = weight.data.resolve_neg()
+    train(optimizer, [weight], 1, start=3)
+
+
+SHAPES = {
+    "joined": lambda data: torch.cat([data, data]),
+    "cut where it is": lambda data: data[:1],
+    "transposed": lambda data: data.t(),
+    "transposed copy": lambda data: data.t().contiguous(),
+    "flat": lambda data: data.view(-1),
+}
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "sgd"])
+@pytest.mark.parametrize("change", SHAPES.values(), ids=list(SHAPES))
+def test_a_parameter_that_changed_its_shape_is_refused(accel, change, name):
+    weight, other = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(4))
+    optimizer = accel.optimizers.create(name, [weight, other], lr=0.1, route="native")
+    gradient = torch.ones(2, 3)
+    for parameter in (weight, other):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = [weight.data, weight.data.clone(), gradient.clone()]
+    weight.data = change(weight.data)
+    for _ in range(2):
+        with pytest.raises(TrainingError, match="shape"):
+            optimizer.step()
+    assert torch.equal(before[0], before[1])
+    weight.data = before[0]
+    optimizer.step()
+    assert not torch.equal(before[0], before[1])
+
+
+def test_a_state_of_another_shape_is_refused(accel):
+    weight = nn.Parameter(torch.ones(300))
+    optimizer = accel.optimizers.create("adamw", [weight], lr=0.1, route="native")
+    train(optimizer, [weight], 1, start=1)
+    optimizer.state[weight]["exp_avg"].data = torch.ones(3)
+    with pytest.raises(TrainingError, match="exp_avg"):
+        train(optimizer, [weight], 1, start=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_what_a_scaler_found_is_read_in_any_dtype(accel, dtype):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = accel.optimizers.create("sgd", [weight], lr=1.0, route="native")
+    weight.grad = torch.full((3,), 8.0)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(16.0, dtype=dtype), torch.tensor(1.0, dtype=dtype)
+    optimizer.step()
+    assert weight.tolist() == [1.0] * 3
+    optimizer.found_inf = torch.tensor(0.0, dtype=dtype)
+    optimizer.step()
+    assert weight.tolist() == [0.5] * 3
 
 
 def test_a_gradient_with_other_strides_is_right(accel):
@@ -162,3 +248,50 @@ def test_a_parameter_that_is_cast_keeps_its_state(accel):
     train(optimizer, [member], 1, start=3)
     assert optimizer.route == "native"
     assert {v.dtype for v in state_of(optimizer)} == {torch.float32}
+
+
+CHANGES = {
+    "nothing": lambda p: None,
+    "other memory": lambda p: setattr(p, "data", p.data * 2),
+    "grown": lambda p: setattr(p, "data", torch.cat([p.data, p.data])),
+    "cut": lambda p: setattr(p, "data", p.data[: max(1, p.shape[0] // 2)]),
+    "transposed": lambda p: setattr(p, "data", p.data.t()),
+    "turned": lambda p: setattr(p, "data", p.data.t().contiguous().t()),
+    "negative": lambda p: setattr(p, "data", torch._neg_view(p.data)),
+    "swapped": lambda p: torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 3)),
+    "resized": lambda p: p.data.resize_(2 * p.shape[0], p.shape[1]).fill_(1.0),
+    "memory resized": lambda p: (
+        (p.data.untyped_storage().resize_(0), p.data.untyped_storage().resize_(8 * p.numel())) and p.data.fill_(2.0)
+    ),
+    "state": lambda p: None,
+}
+"""Changes of a parameter between two steps."""
+
+
+@given(
+    name=st.sampled_from(["adamw", "sgd"]),
+    changes=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(list(CHANGES))), max_size=6),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_change_between_steps_is_followed_or_refused(accel, name, changes):
+    """The oracle is torch's class: what it computes is computed here, or a TrainingError is raised."""
+
+    def make():
+        return [nn.Parameter(torch.arange(1.0, 1 + n * 4, dtype=torch.float64).reshape(n, 4)) for n in (4, 2, 5)]
+
+    found, expected = make(), make()
+    native = accel.optimizers.create(name, found, lr=0.1, route="native")
+    oracle = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](expected, lr=0.1, foreach=False)
+    for number, (place, change) in enumerate([(0, "nothing"), *changes]):
+        for optimizer, members in ((native, found), (oracle, expected)):
+            CHANGES[change](members[place])
+            if change == "state" and name == "adamw":
+                optimizer.state[members[place]]["exp_avg"].data = torch.full_like(members[place], 0.5)
+            for parameter in members:
+                parameter.grad = torch.full_like(parameter, float(number + 1))
+        try:
+            native.step()
+        except TrainingError:
+            return
+        oracle.step()
+        assert distance(found, expected) < 1e-12

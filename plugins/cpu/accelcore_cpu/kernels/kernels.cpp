@@ -39,7 +39,7 @@ class Plan {
     numbers.resize(tables.first_row.back());
   }
 
-  void step(void* const* given, const double* options, long stride, const float* scale, int allowed) {
+  void step(void* const* given, const double* options, long stride, double scale, int allowed) {
     gradients = given, grad_scale = scale, threads = tables.elements < 2 * PIECE ? 1 : allowed;
     made.clear();
     bool clips = false;
@@ -56,7 +56,7 @@ class Plan {
       needed = rule->sums;
     }
     sums.resize(tables.slots * std::max(needed, clips ? 1 : 0));
-    if (clips) find_factors(), grad_scale = nullptr;
+    if (clips) find_factors(), grad_scale = 1;
     if (needed) return update_by_norms();
     visit_bundles(EVERYTHING, [&](const Piece& piece) {
       const Rule& rule = *rules[piece.source];
@@ -73,7 +73,7 @@ class Plan {
   std::vector<double> factors;                                   // by source: what clipping multiplies gradients by
   std::vector<double> sums, numbers;                             // by slot of a piece; by row of a tensor
   void* const* gradients = nullptr;
-  const float* grad_scale = nullptr;  // null where gradients are not to be divided, or were already
+  double grad_scale = 1;  // what gradients are divided by; 1 if they were divided already
   int threads = 1;
 
   bool whole(const Piece& piece) const {
@@ -230,7 +230,7 @@ class Plan {
     }
     if (access.gradient) {
       block.gradient = static_cast<T*>(gradients[number]) + at;
-      if (grad_scale && !again) unscale(block);
+      if (grad_scale != 1 && !again) unscale(block);
     }
     visit();
   }
@@ -248,7 +248,7 @@ class Plan {
     }
     if (access.gradient) {
       block.gradient = read(gradients[number], source.gradient_type, at, size, buffers[1]);
-      if (grad_scale && !again) {
+      if (grad_scale != 1 && !again) {
         unscale(block);
         write(gradients[number], source.gradient_type, at, size, block.gradient);
       }
@@ -262,7 +262,7 @@ class Plan {
   // In memory, too, as torch's fused kernels do.
   template <class T>
   void unscale(const Block<T>& block) const {
-    const T scale = T(*grad_scale);
+    const T scale = T(grad_scale);
     for (long i = 0; i < block.size; i++) block.gradient[i] /= scale;
   }
 };
@@ -281,10 +281,10 @@ void* plan_new(int kind, Fork fork, const int64_t* sources, long source_count, c
 
 void plan_free(void* plan) noexcept { delete static_cast<Plan*>(plan); }
 
-// Does nothing where *found_inf is not 0. False where there is not enough memory.
-bool plan_step(void* plan, void* const* gradients, const double* options, long stride, const float* found_inf,
-               const float* grad_scale, int threads) noexcept try {
-  if (!found_inf || *found_inf == 0) static_cast<Plan*>(plan)->step(gradients, options, stride, grad_scale, threads);
+// False where there is not enough memory.
+bool plan_step(void* plan, void* const* gradients, const double* options, long stride, double grad_scale,
+               int threads) noexcept try {
+  static_cast<Plan*>(plan)->step(gradients, options, stride, grad_scale, threads);
   return true;
 } catch (...) {
   return false;

@@ -92,29 +92,19 @@ def _key() -> str:
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
-    # These look at what Python could change meanwhile, if it ran.
+    pointer, number, long, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_double
+    # These call into torch, which needs Python's lock and may raise.
     holding = ctypes.PyDLL(library._name)
-    for name in ("tensors_new", "tensors_free", "tensors_find", "tensors_updated", "objects_same"):
+    for name in ("tensors_new", "tensors_find"):
         setattr(library, name, getattr(holding, name))
-    library.tensors_new.restype = pointer
-    library.tensors_new.argtypes = [pointer, long, pointer, pointer, pointer, long, pointer, pointer, long]
-    library.tensors_free.restype = None
-    library.tensors_free.argtypes = [pointer]
-    library.tensors_find.restype = number
-    library.tensors_find.argtypes = [pointer, pointer]
-    library.tensors_updated.restype = ctypes.c_bool
-    library.tensors_updated.argtypes = [pointer, pointer]
-    library.objects_new.restype = pointer
-    library.objects_new.argtypes = [pointer, pointer, long, pointer, pointer, long, pointer, long]
-    library.objects_free.restype = None
-    library.objects_free.argtypes = [pointer]
-    library.objects_same.restype = ctypes.c_bool
-    library.objects_same.argtypes = [pointer, pointer, long, pointer]
-    library.plan_new.restype = pointer
-    library.plan_new.argtypes = [number, pointer, pointer, long, pointer, long]
-    library.plan_free.restype = None
-    library.plan_free.argtypes = [pointer]
-    library.plan_step.restype = ctypes.c_bool
-    library.plan_step.argtypes = [pointer, pointer, pointer, long, pointer, pointer, number]
+    for name, result, arguments in (
+        ("tensors_new", pointer, [pointer, pointer, long, pointer, long]),
+        ("tensors_free", None, [pointer]),
+        ("tensors_find", number, [pointer, pointer, pointer, pointer]),
+        ("plan_new", pointer, [number, pointer, pointer, long, pointer, long]),
+        ("plan_free", None, [pointer]),
+        ("plan_step", ctypes.c_bool, [pointer, pointer, pointer, long, real, number]),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library

@@ -1,103 +1,83 @@
-// torch's tensors, looked at where they are. To ask Python for the memory of each takes longer than a small update.
+// What tensors are now, as torch tells by DLPack's exchange API: address, device, type, sizes and strides. The same
+// questions in Python take ten times as long.
 //
-// What Python calls `_cdata` is the address of a TensorImpl, which torch's headers describe.
-#include <c10/core/TensorImpl.h>
-#include <c10/core/UndefinedTensorImpl.h>
+// The functions below call into torch and hold Python's lock. If torch raises, Python's error is set.
+#include <ATen/dlpack.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <vector>
 
 namespace {
 
-using Impl = c10::TensorImpl;
-using Held = c10::intrusive_ptr<Impl, c10::UndefinedTensorImpl>;  // all that a tensor of torch's consists of
+using Object = void*;  // a tensor of Python's, which whoever asks keeps alive
+using Look = DLPackDLTensorFromPyObjectNoSync;
 
 enum Found { ALL, REPLACED, UNLIKE };
 
-// Always inlined: a call of what only asks would be taken for one of what does nothing, and left out.
-[[gnu::always_inline]] inline void ask_for(const void* object, size_t size) {
-  for (size_t n = 0; object && n < size; n += 64) __builtin_prefetch(static_cast<const char*>(object) + n);
-}
-[[gnu::always_inline]] inline void ask_for(const Impl& tensor) { ask_for(&tensor, sizeof tensor); }
-[[gnu::always_inline]] inline void ask_for_memory(const Impl& tensor) {
-  ask_for(tensor.unsafe_storage().unsafeGetStorageImpl(), 64);
+bool is_empty(const DLTensor& tensor) {
+  return std::count(tensor.shape, tensor.shape + tensor.ndim, 0) > 0;
 }
 
-const Held& gradient_of(Impl& value) { return reinterpret_cast<const Held&>(value.grad()); }
-
-// What a tensor consists of is spread over memory, in no cache, and one part leads to the next. So each tensor is
-// looked at in stages: while one is at the last, those after it are at the stages before.
-template <class... Stages>
-void in_stages(const std::vector<Impl*>& tensors, const Stages&... stages) {
-  constexpr long apart = 4, count = sizeof...(Stages);
-  const long size = tensors.size();
-  for (long begin = 0; begin < size + (count - 1) * apart; begin++) {
-    long n = begin;
-    ((n >= 0 && n < size ? stages(n) : void(), n -= apart), ...);
-  }
-}
-
-int64_t address(Impl& tensor) { return tensor.numel() ? reinterpret_cast<int64_t>(tensor.mutable_data()) : 0; }
-
-// Dense on the CPU, and no object of Python's that looks like a tensor.
-bool is_plain(const Impl& tensor) {
-  return !tensor.key_set().has(c10::DispatchKey::Python) && tensor.layout() == c10::kStrided && tensor.is_cpu();
-}
-
-// Python's tensors can be given each other's TensorImpl (torch.utils.swap_tensors), and the old one is freed. To hold it
-// would forbid that. So Python's object, which lives as long as who asks, is asked which one it has.
-struct Values {
-  std::vector<const char*> objects;
-  long offset;  // of the address of the TensorImpl, in bytes
-
-  bool are(const std::vector<Impl*>& known) const {
-    constexpr size_t apart = 16;
-    for (size_t n = 0; n < objects.size(); n++) {
-      __builtin_prefetch(objects[std::min(n + apart, objects.size() - 1)] + offset);
-      if (*reinterpret_cast<Impl* const*>(objects[n] + offset) != known[n]) return false;
-    }
-    return true;
-  }
+// How a tensor lay in memory when it was first looked at. Its sizes, and after them its strides, are from `first` on.
+struct Layout {
+  void* data;
+  DLDevice device;
+  DLDataType type;
+  int32_t dimensions;
+  bool empty;
+  size_t first;
+  const void* beside;  // where torch keeps it, to ask for that memory early; never read
 };
 
 struct Tensors {
-  Values python;
-  std::vector<Impl*> values, states;
-  std::vector<Held> held;  // the states
-  std::vector<int64_t> value_addresses, state_addresses;
-  std::vector<bool> waits;
-  std::vector<Held> gradients;  // kept while they are in use
+  Look look;
+  std::vector<Object> objects;
+  std::vector<bool> waits;  // of values, which come first
+  std::vector<Layout> layouts = {};
+  std::vector<int64_t> numbers = {};
 
-  Found find(void** found) {
-    if (!python.are(values)) return REPLACED;
-    bool same = true, alike = true;
-    gradients.assign(values.size(), Held());
-    in_stages(
-        states, [&](long n) { ask_for(*states[n]); }, [&](long n) { ask_for_memory(*states[n]); },
-        [&](long n) { same = same && address(*states[n]) == state_addresses[n]; });
-    in_stages(
-        values, [&](long n) { ask_for(*values[n]); },
-        [&](long n) { ask_for_memory(*values[n]), ask_for(values[n]->autograd_meta(), 64); },
-        [&](long n) { ask_for(*(gradients[n] = gradient_of(*values[n]))); },
-        [&](long n) { ask_for_memory(*gradients[n]); },
-        [&](long n) {
-          Impl& value = *values[n];
-          const Held& gradient = gradients[n];
-          same = same && address(value) == value_addresses[n] && !(gradient.defined() && waits[n]);
-          found[n] = nullptr;
-          if (!gradient.defined()) return;
-          if (!is_plain(*gradient) || gradient->dtype() != value.dtype() || gradient->strides() != value.strides())
-            alike = false;
-          else
-            found[n] = gradient->numel() ? gradient->mutable_data() : this;  // any address, if there is nothing there
-        });
-    return !same ? REPLACED : alike ? ALL : UNLIKE;
+  void add(const DLTensor& tensor) {
+    layouts.push_back({tensor.data, tensor.device, tensor.dtype, tensor.ndim, is_empty(tensor), numbers.size(),
+                       tensor.shape});
+    numbers.insert(numbers.end(), tensor.shape, tensor.shape + tensor.ndim);
+    numbers.insert(numbers.end(), tensor.strides, tensor.strides + tensor.ndim);
   }
 
-  void updated(void* const* found) {
-    for (size_t n = 0; n < values.size(); n++)
-      if (found[n]) values[n]->bump_version();
-    gradients.clear();
+  bool is_alike(const DLTensor& now, const Layout& known) const {
+    const int64_t* const sizes = numbers.data() + known.first;
+    return now.ndim == known.dimensions && now.device.device_type == known.device.device_type &&
+           now.dtype.code == known.type.code && now.dtype.bits == known.type.bits &&
+           now.dtype.lanes == known.type.lanes && std::equal(now.shape, now.shape + now.ndim, sizes) &&
+           std::equal(now.strides, now.strides + now.ndim, sizes + now.ndim);
+  }
+
+  Found find(const Object* gradients, Object none, void** addresses) {
+    if (!unchanged()) return REPLACED;
+    Found found = ALL;
+    DLTensor now;
+    for (size_t n = 0; n < waits.size(); n++) {
+      addresses[n] = nullptr;
+      if (gradients[n] == none) continue;
+      if (waits[n] || look(gradients[n], &now)) return REPLACED;
+      const Layout& value = layouts[n];
+      if (!is_alike(now, value) || !(now.data || value.empty)) found = UNLIKE;
+      addresses[n] = value.empty ? this : now.data;
+    }
+    return found;
+  }
+
+ private:
+  bool unchanged() const {
+    constexpr size_t apart = 8;
+    DLTensor now;
+    for (size_t n = 0; n < objects.size(); n++) {
+      const size_t later = std::min(n + apart, objects.size() - 1);
+      __builtin_prefetch(objects[later]);
+      for (long line = -1; line < 3; line++) __builtin_prefetch(static_cast<const char*>(layouts[later].beside) + 64 * line);
+      if (look(objects[n], &now) || now.data != layouts[n].data || !is_alike(now, layouts[n])) return false;
+    }
+    return true;
   }
 };
 
@@ -105,21 +85,17 @@ struct Tensors {
 
 extern "C" {
 
-// `objects` and `offset`: Python's objects of the values, and where in them the address of a TensorImpl is. Null where
-// there is not enough memory.
-void* tensors_new(const char* const* objects, long offset, const int64_t* values, const int64_t* value_addresses, const bool* waits, long value_count,
-                  const int64_t* states, const int64_t* state_addresses, long state_count) noexcept try {
-  auto* tensors = new Tensors;
-  tensors->python.objects.assign(objects, objects + value_count);
-  tensors->python.offset = offset;
-  for (long n = 0; n < value_count; n++) tensors->values.push_back(reinterpret_cast<Impl*>(values[n]));
-  for (long n = 0; n < state_count; n++) {
-    tensors->states.push_back(reinterpret_cast<Impl*>(states[n]));
-    tensors->held.push_back(Held::unsafe_reclaim_from_nonowning(tensors->states.back()));
+// The first tensors are values, as many as there are `waits`: whether a value has had no gradient yet. Null if torch
+// raised, or if there is not enough memory.
+void* tensors_new(const DLPackExchangeAPI* api, const Object* objects, long count, const bool* waits,
+                  long value_count) noexcept try {
+  auto* tensors = new Tensors{api->dltensor_from_py_object_no_sync, std::vector<Object>(objects, objects + count),
+                              std::vector<bool>(waits, waits + value_count)};
+  DLTensor now;
+  for (Object object : tensors->objects) {
+    if (tensors->look(object, &now)) return delete tensors, nullptr;
+    tensors->add(now);
   }
-  tensors->value_addresses.assign(value_addresses, value_addresses + value_count);
-  tensors->state_addresses.assign(state_addresses, state_addresses + state_count);
-  tensors->waits.assign(waits, waits + value_count);
   return tensors;
 } catch (...) {
   return nullptr;
@@ -127,19 +103,10 @@ void* tensors_new(const char* const* objects, long offset, const int64_t* values
 
 void tensors_free(void* tensors) noexcept { delete static_cast<Tensors*>(tensors); }
 
-// Where the gradient of each value is, null where it has none. REPLACED: a value or state has other memory than it had,
-// or one that was waiting for its first gradient has it. UNLIKE: a gradient is not laid out as its value.
-int tensors_find(void* tensors, void** found) noexcept try {
-  return static_cast<Tensors*>(tensors)->find(found);
-} catch (...) {
-  return REPLACED;  // not all was looked at
-}
-
-// Tells autograd that the values which had a gradient were changed.
-bool tensors_updated(void* tensors, void* const* found) noexcept try {
-  static_cast<Tensors*>(tensors)->updated(found);
-  return true;
-} catch (...) {
-  return false;
+// The address of each value's gradient: null for `none`, and any if it has no elements. REPLACED: a tensor has other
+// memory or another layout than it had, a value that waited has a gradient, or torch raised. UNLIKE: a gradient is not
+// laid out as its value, or has no memory.
+int tensors_find(void* tensors, const Object* gradients, Object none, void** addresses) noexcept {
+  return static_cast<Tensors*>(tensors)->find(gradients, none, addresses);
 }
 }
