@@ -39,7 +39,7 @@ class Found(IntEnum):
     """A gradient is not laid out as its value."""
 
 
-_FOUND = tuple(Found)
+_FOUND = tuple(Found)  # to look up a member takes a tenth of the time that Found(number) takes
 
 
 @dataclass
@@ -117,12 +117,12 @@ class Table:
         """Look at the memory of all tensors, and find the gradients for the next step."""
         self._gradients = gradients = list(map(_gradient, self._values))
         present = [gradient for gradient in gradients if gradient is not None]
+        ids = self._words.pack(*map(id, gradients))
         try:
-            found = _FOUND[self._library.tensors_find(
-                self._tensors, self._words.pack(*map(id, gradients)), id(None), _memory(self._addresses)
-            )]  # fmt: skip
+            number: int = self._library.tensors_find(self._tensors, ids, id(None), _memory(self._addresses))
         except RuntimeError:  # a tensor or a gradient has no dense memory
             return Found.REPLACED
+        found = _FOUND[number]
         if found is Found.ALL and any(map(Tensor.is_neg, self._values)):
             return Found.REPLACED
         if found is Found.ALL and (not self._own_dtype or any(map(Tensor.is_neg, present))):
