@@ -106,7 +106,7 @@ class Backend:
 
         Args:
             module: if ranks differ, all take rank 0's parameters and buffers.
-            options: those of DistributedDataParallel, such as `find_unused_parameters=True`. One process ignores them.
+            options: DistributedDataParallel's, such as `find_unused_parameters=True`. One process ignores them.
 
         Raises:
             UnsupportedError: the job has several ranks and the backend does not declare `"ddp"`.
@@ -132,7 +132,7 @@ class Backend:
         Args:
             rank, world_size: this process's rank, and the number of ranks.
             local_rank: this rank's number on its host; `rank` unless given.
-            init_method: where the ranks meet: `"env://"` (MASTER_ADDR, MASTER_PORT), `"tcp://host:port"`, `"file://..."`.
+            init_method: address at which ranks meet: `"env://"` (MASTER_ADDR, MASTER_PORT), `"tcp://host:port"`, `"file://..."`.
             timeout: how long a collective waits for other ranks; None is torch's default.
 
         Returns:
@@ -157,7 +157,7 @@ class Backend:
     ) -> Job:
         """Join the job for the rest of the process: `job = accel.join()`, in a script without a main function.
 
-        The arguments are those of `distributed`. The job is left when the interpreter exits: at once if an error ended
+        See `distributed` for the arguments. The job is left when the interpreter exits: at once if an error ended
         the script, otherwise when all ranks have come, or after a minute.
         """
         from accelcore.roles.job import join

@@ -1,4 +1,4 @@
-"""What a backend declares it can do: the product's truth, and the selector of the tests that hold it to it."""
+"""Capabilities: a backend's declaration of what it can do, which the conformance suite tests."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ __all__ = ["Capabilities"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """One backend's declaration, in plain strings and bools so that it can be read without torch.
+    """Declaration of a backend, in strings and bools, so that it can be read without torch.
 
-    What is declared works; asking for what is not declared raises `UnsupportedError`.
+    What is declared works. Everything else raises `UnsupportedError`.
 
     Attributes:
-        autocast_dtypes: dtypes that `autocast` takes, preferred first (`"bfloat16"`).
-        autocast_tables: op tables that `autocast` takes (`"torch"`: the lists of `torch.autocast`; `"O1"`: apex's).
-        model_dtypes: dtypes a whole model can be held and trained in.
-        fast_fp32: the format in which `fp32="fast"` multiplies: `"tf32"`, `"hf32"`, `"bf16"`; `"fp32"` where that is a
-            quicker route to products that are as exact; None where there is no faster one.
-        native_optimizers: optimizers with a kernel of this device's own (one launch for many parameters).
-        compilers: compilers that `compile` can use; `{"backend": name}` asks for one.
-        process_groups: torch.distributed backends the collectives run on; each can form a group by its name.
-        parallel: data-parallel strategies the trainer offers here.
-        sync_batchnorm: BatchNorm can take its statistics over all ranks (`trainer(..., sync_batchnorm=True)`).
+        autocast_dtypes: dtypes of `autocast`, preferred first (`"bfloat16"`).
+        autocast_tables: operator tables of `autocast`: `"torch"` has the lists of `torch.autocast`, `"O1"` apex's.
+        model_dtypes: dtypes in which a whole model can be held and trained.
+        fast_fp32: format of the products of `fp32="fast"`: `"tf32"`, `"hf32"`, `"bf16"`, or `"fp32"` if a faster method
+            is as exact; None if there is no faster one.
+        native_optimizers: optimizers with a kernel for this device, one launch for many parameters.
+        compilers: compilers of `compile`; `{"backend": name}` chooses one.
+        process_groups: torch.distributed backends of the collectives; each can form a group by its name.
+        parallel: data-parallel strategies of the trainer.
+        sync_batchnorm: BatchNorm can use statistics of all ranks (`trainer(..., sync_batchnorm=True)`).
         streams: work can be queued on side streams (`runtime.side_stream`).
-        graphs: a whole step can be captured and launched as one (`trainer(..., graph=True)`).
+        graphs: a whole step can be captured and launched at once (`trainer(..., graph=True)`).
         pinned_memory: pinning host memory makes transfers faster (`Tensor.pin_memory`, `accel.loading()`).
-        overflow_flag: the device reports overflow by a flag, and the scaler skips a step for which it was raised, even
-            where all gradients are finite.
+        overflow_flag: the device reports overflows by a flag. The scaler skips a step if it is raised, even if all
+            gradients are finite.
     """
 
     autocast_dtypes: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
-"""Creating a backend: torch, then the plugin's hook, then the optimizers that the plugin and every extension register.
+"""Create a backend: import torch, call the plugin's hook, and let the plugin and extensions register optimizers.
 
-The hook runs in the caller's thread and without a time limit: the vendor's runtime may keep the current device and
-other state for each thread, and the first start of a device may take minutes. A start that takes long is logged.
+The hook runs in the caller's thread, because vendors' runtimes keep state such as the current device for each thread.
+It has no time limit, because the first start of a device may take minutes. A long start is logged.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ __all__ = ["create_backend"]
 
 logger = logging.getLogger("accelcore")
 
-_LONG = 6  # times ACCEL_PROBE_TIMEOUT: after so long, the log says what everybody is waiting for
+_LONG = 6  # times ACCEL_PROBE_TIMEOUT until a start is logged as long
 
 
 def create_backend(candidate: Candidate, index: int, request: str, others: Callable[[], str]) -> Backend:
-    """Create the backend of a plugin that said it can work here.
+    """Create the backend of a plugin whose probe reported that it is available.
 
     Args:
         candidate: the plugin.
-        index: the device's.
-        request: what the user asked for, for messages.
-        others: tells what else could be had, where there is an error to tell it in.
+        index: index of the device.
+        request: the user's request, for messages.
+        others: returns the available devices, for messages.
 
     Raises:
         BackendUnavailableError: torch cannot be imported.
-        PluginError: the plugin raised something else than an AccelError, or returned something else than the backend.
+        PluginError: the plugin raised another error than an AccelError, or did not return the backend.
     """
     import_torch()
     try:
@@ -62,7 +62,7 @@ def create_backend(candidate: Candidate, index: int, request: str, others: Calla
 @contextmanager
 def _logged_if_long(candidate: Candidate, index: int) -> Iterator[None]:
     seconds = _LONG * probe_timeout()
-    message = "%s has been creating %s:%d for %g seconds; to do without it, name another backend in ACCEL_DEVICE"
+    message = "%s has been creating %s:%d for %g seconds; to use another backend, name it in ACCEL_DEVICE"
     timer = threading.Timer(seconds, logger.warning, (message, candidate.distribution, candidate.name, index, seconds))
     timer.daemon = True
     timer.start()
@@ -106,10 +106,9 @@ def _with_registered_optimizers(
 
 
 def _extended(backend: Backend, hooks: Any) -> tuple[Backend, BaseException | None]:
-    """The backend with what the hook registers; as it was, with the error, where the hook fails or is late.
+    """Return the backend with the optimizers that the hook registers, or the backend as it is and the hook's error.
 
-    The hook registers in a copy, so that one which fails half way leaves nothing behind, and one that goes on after its
-    time is up registers where nobody looks.
+    The hook gets a copy of the registry, which is dropped if the hook fails or runs longer than its time limit.
     """
     draft = dataclasses.replace(backend, optimizers=backend.optimizers.copy())
     register = partial(hooks.accelcore_register_optimizers, backend=draft, registry=draft.optimizers)
@@ -118,11 +117,11 @@ def _extended(backend: Backend, hooks: Any) -> tuple[Backend, BaseException | No
 
 
 def _on_current_device(function: Callable[[], Any], kind: str) -> Callable[[], Any]:
-    """The function, for another thread: each thread has a current device of its own, and starts with the first."""
+    """Return the function for use in another thread, with this thread's current device."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != kind:  # to ask it for its device would initialise it
+    if accelerator is None or accelerator.type != kind:  # asking for its device would initialise it
         return function
     index = torch.accelerator.current_device_index()
 

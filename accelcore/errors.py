@@ -1,7 +1,7 @@
-"""The one error family of accelcore.
+"""Errors of accelcore.
 
-Every error that a user can cause derives from `AccelError`, and every message answers four questions in the
-same order: what happened, why, what is available instead, what to do.
+Every error that a user can cause derives from `AccelError`. Every message says what happened, why, what is available
+instead, and what to do, in this order.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class AccelError(Exception):
     """Base of all errors that accelcore raises on purpose.
 
     Args:
-        what: what happened, with the offending value.
-        why: the reason, where one is known.
-        available: what could be had instead.
-        remedy: what the user can do now.
+        what: what happened, with the wrong value.
+        why: the reason, if it is known.
+        available: the alternatives.
+        remedy: what to do.
     """
 
     def __init__(self, what: str, *, why: str = "", available: str = "", remedy: str = "") -> None:
@@ -42,7 +42,7 @@ class AccelError(Exception):
         super().__init__("\n".join(parts))
 
     def __reduce__(self) -> tuple[object, ...]:
-        # An error crosses process borders (loader workers, spawned ranks); the default would lose the keywords.
+        # Errors are pickled between processes, such as loader workers; the default would lose the keywords.
         return (_rebuild, (type(self), self.what, self.why, self.available, self.remedy))
 
 
@@ -51,15 +51,15 @@ def _rebuild(kind: type[AccelError], what: str, why: str, available: str, remedy
 
 
 class ConfigurationError(AccelError, ValueError):
-    """An argument or an environment variable has a value that it cannot have."""
+    """An argument or an environment variable has an invalid value."""
 
 
 class AmpError(ConfigurationError, RuntimeError):
-    """An argument or a call of `accelcore.apex.amp` that is refused; what apex raises as a RuntimeError."""
+    """An argument or a call of `accelcore.apex.amp` is refused, for which apex raises RuntimeError."""
 
 
 class UnknownBackendError(AccelError, LookupError):
-    """No installed plugin offers the backend that was asked for."""
+    """No installed plugin has the requested backend."""
 
 
 class BackendUnavailableError(AccelError, RuntimeError):
@@ -71,22 +71,22 @@ class PluginError(AccelError, RuntimeError):
 
 
 class UnsupportedError(AccelError, NotImplementedError):
-    """A backend was asked for a capability that it does not declare."""
+    """A requested capability is not declared by the backend."""
 
 
 class DistributedError(AccelError, RuntimeError):
-    """The process group cannot be formed or used as asked.
+    """The process group cannot be formed or used.
 
     Attributes:
-        failed: the ranks whose own failures are why; their errors say more.
+        failed: the ranks whose failures are the cause; see their errors.
     """
 
     failed: tuple[int, ...] = ()
 
 
 class TrainingError(AccelError, RuntimeError):
-    """A training step cannot be done: a loss that is no scalar, calls out of order."""
+    """A training step cannot be done, such as with a loss that is not a scalar, or with calls out of order."""
 
 
 class CheckpointError(AccelError, RuntimeError):
-    """A checkpoint is damaged, does not fit this training, or holds what a checkpoint cannot hold."""
+    """A checkpoint is damaged, does not fit this training, or would contain values of an unsupported type."""

@@ -139,7 +139,7 @@ def test_a_stretch_of_bad_data_makes_the_one_nan_and_is_told_of_by_the_other(run
     assert weights(run.folder, "by_torch").isnan().all()
     assert weights(run.folder, "by_accelcore").isfinite().all()
     assert said[0] == ""
-    assert "updates in a row were skipped, because gradients overflowed; the loss scale is 1." in said[1]
+    assert "updates in a row were skipped because gradients overflowed. The loss scale is 1." in said[1]
     assert "The first inf or NaN gradient is that of 0.weight" in said[1]
 
 

@@ -1,1 +1,1 @@
-"""The six roles a backend is composed of: each file holds one contract and its default on plain torch."""
+"""Roles of a backend, each a contract with its implementation on plain torch, and the job built on collectives."""

@@ -1,4 +1,4 @@
-"""Compiler: a faster version of a module, or the module itself and the reason why."""
+"""Compiler: returns a faster version of a module, or the module itself and the reason."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ logger = logging.getLogger("accelcore")
 
 @dataclass
 class Compiled:
-    """What became of a request to compile.
+    """Result of a request to compile.
 
     Attributes:
-        module: what to call in place of the module; it shares the module's parameters.
-        compiled: whether it runs compiled. Turns false where the compiler fails at the first call.
-        reason: why it runs eagerly, where it does.
-        overwrites: whether what it returns, and the gradients it gives, are memory that its next call writes anew, as
-            with CUDA graphs. The trainer copies what has to outlast that.
-        avoids: what is known to be wrong with the compiler in the installed version; each says what is done instead.
+        module: the callable to use; it shares the module's parameters.
+        compiled: whether it runs compiled. Becomes false if the compiler fails at the first call.
+        reason: why it runs eagerly, if it does.
+        overwrites: whether its next call overwrites its outputs and gradients, as CUDA graphs do. The trainer copies
+            what it needs for longer.
+        avoids: known bugs of the installed compiler, with their workarounds.
     """
 
     module: Callable[..., Any]
@@ -42,30 +42,30 @@ class Compiled:
 
 
 class Compiler(ABC):
-    """How a backend compiles."""
+    """Role of a backend that compiles modules."""
 
-    def check(self, options: Mapping[str, Any]) -> None:  # noqa: B027  # most can tell only when they compile
-        """Raise ConfigurationError for options that `compile` would refuse."""
+    def check(self, options: Mapping[str, Any]) -> None:  # noqa: B027  # most compilers check them only when they compile
+        """Raise ConfigurationError if `compile` would refuse the options."""
 
     @abstractmethod
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
-        """Compile `module` with `options` of the compiler (for torch.compile: `mode`, `dynamic`, `fullgraph`...).
+        """Compile `module` with options of the compiler (for torch.compile: `mode`, `dynamic`, `fullgraph`...).
 
-        `{"backend": name}` chooses among the compilers that are declared. What cannot be compiled, here or in its first
-        forward pass, runs eagerly; the log says so once, with the reason. A compiler that fails in backward raises
-        there. Backward computes in the dtypes that it has without a compiler, and is to be run outside autocast.
+        `{"backend": name}` chooses a declared compiler. If compilation fails, here or in the first forward pass, the
+        module runs eagerly, and the log gives the reason once. A compiler that fails in backward raises there. Run
+        backward outside autocast; it uses the same dtypes as without a compiler.
 
         Raises:
-            ConfigurationError: there is no such option.
+            ConfigurationError: unknown option.
             UnsupportedError: the backend declares no compiler.
         """
 
 
-_DRAWS = 'compilers draw numbers of their own, and runtime.seed(..., same="everywhere") asks for others'
+_DRAWS = 'compiled modules draw other random numbers than runtime.seed(..., same="everywhere") promises'
 
 
 class NoCompiler(Compiler):
-    """The compiler of a backend that declares none."""
+    """Compiler of a backend that declares none."""
 
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
         raise UnsupportedError("this backend declares no compiler", remedy="leave compile out")
@@ -75,8 +75,8 @@ class TorchCompiler(Compiler):
     """Compilation by torch.compile.
 
     Args:
-        missing: looked at before each compilation: the reason why this machine cannot compile, or None.
-        avoids: faults of this device's compiler that the backend goes around, beside those of torch in general.
+        missing: returns why this machine cannot compile, or None. Called before each compilation.
+        avoids: bugs of this device's compiler for which the backend has workarounds, beside torch's own.
     """
 
     def __init__(self, missing: Callable[[], str | None] = lambda: None, avoids: Sequence[KnownFault] = ()) -> None:
@@ -109,43 +109,42 @@ def _compile(module: nn.Module, options: Mapping[str, Any]) -> Callable[..., Any
 
 
 class _Guarded:
-    """Calls the compiled module; where its compiler fails, calls the eager one from then on.
+    """Calls the compiled module; if the compiler fails, calls the eager module from then on.
 
-    torch.compile compiles when it is first called, so only then does it fail. An error of the model's own passes
-    through.
+    torch.compile compiles, and fails, at the first call. Errors of the model itself are raised unchanged.
     """
 
     def __init__(self, eager: nn.Module, compiled: Callable[..., Any], result: Compiled) -> None:
         self._eager, self._call, self._result = eager, compiled, result
-        self._proved = False
+        self._has_run = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._eager, name)  # a loss may call other methods of the model
+        return getattr(self._eager, name)  # a loss function may call other methods of the model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A part of the model may have run before another part fails to compile: the batch must not count twice.
-        before = None if self._proved else _Memory(self._eager)
+        # One part of the model may run before another fails to compile, and then runs again on the same batch.
+        before = None if self._has_run else _Snapshot(self._eager)
         try:
             with backward_outside_autocast:  # the workaround of BACKWARD_UNDER_AUTOCAST
                 output = self._call(*args, **kwargs)
         except compiler_error() as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            # Dynamo's first line names the backend, and the second what it raised.
+            # Dynamo's first line names the backend, the second one its error.
             reason = " ".join(line.strip() for line in lines[:2])
             logger.warning("the model runs eagerly, the compiler failed: %s", reason)
             self._result.compiled, self._result.reason, self._result.module = False, reason, self._eager
-            self._call, self._proved = self._eager, True
+            self._call, self._has_run = self._eager, True
             if before is not None:
                 before.restore()
             return self._eager(*args, **kwargs)
-        self._proved = True
+        self._has_run = True
         return output
 
 
-class _Memory:
-    """What a forward pass changes beside its output: buffers, and the random generators of the model's devices."""
+class _Snapshot:
+    """Copy of the buffers, and of the random generators of the model's devices, which a forward pass changes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
@@ -154,7 +153,7 @@ class _Memory:
         self._generators = [
             (module, device, module.get_rng_state(device))
             for device, module in modules.items()
-            if hasattr(module, "get_rng_state")  # the host has no generator of its own beside torch's
+            if hasattr(module, "get_rng_state")  # the CPU's module has none: the host's generator is below
         ]
         self._host = torch.get_rng_state()
 

@@ -13,7 +13,7 @@ __all__ = ["LossScale"]
 
 @dataclass(frozen=True)
 class LossScale:
-    """Start and movement of a dynamic loss scale. Defaults are those of torch.amp.GradScaler, plus the bounds.
+    """Start and movement of a dynamic loss scale. torch.amp.GradScaler has the same defaults, and no bounds.
 
     Attributes:
         init: the scale of the first step.

@@ -41,7 +41,7 @@ _DTYPE, _IS_SPARSE = attrgetter("dtype"), attrgetter("is_sparse")
 
 @runtime_checkable
 class SkippingOptimizer(Protocol):
-    """Optimizer with a method for skipped steps, such as those of accelcore."""
+    """Optimizer with a method for skipped steps; accelcore's have it."""
 
     def skip(self) -> None:
         """Update nothing."""
@@ -85,12 +85,13 @@ class LossScaler(ABC):
         """Choose the next scale. Call it once a step, after the last optimizer's `step`.
 
         Args:
-            find_bad: returns the name of the first parameter with a gradient that is not finite; None asks the optimizers.
+            find_bad: returns the name of the first parameter with a gradient that is not finite. None looks among the
+                parameters of the optimizers.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, empty if there is none. It has the keys of torch.amp.GradScaler's, which can load it."""
+        """Return the state, which may be empty. It has the keys of torch.amp.GradScaler's, which can load it."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -228,7 +229,8 @@ def refuse_fp16(dtypes: Iterable[torch.dtype]) -> None:
     """Raise TrainingError if gradients are fp16."""
     if torch.float16 in dtypes:
         raise TrainingError(
-            "the gradients are fp16, and dividing them by the loss scale in fp16 would lose small values",
+            "the gradients are fp16",
+            why="dividing them by the loss scale in fp16 would lose small values",
             remedy="keep the parameters in fp32 and let autocast choose the dtype of each operator, or train fp32 "
             'masters: precision="O2"',
         )
@@ -239,8 +241,8 @@ def refuse_closure(gradients: object) -> None:
     if callable(gradients):
         raise TrainingError(
             "a loss scaler cannot step an optimizer with a closure",
-            why="a closure computes the loss several times a step, and the loss is scaled and unscaled once",
-            remedy="compute the loss before step, or train in fp32 or bf16, which need no loss scale",
+            why="a closure computes the loss several times a step, which is unscaled once",
+            remedy="compute the loss before step; or train in fp32 or bf16, without a loss scale",
         )
 
 

@@ -35,7 +35,7 @@ class MissingRanks:
     """Finds the ranks that are missing, from the notes of all ranks. Must be created in the thread that trains.
 
     Args:
-        collectives: those of the job; torch.distributed's default group must exist.
+        collectives: the job's role; torch.distributed's default group must exist.
         timeout: how long ranks wait for each other at the job's end.
     """
 

@@ -20,19 +20,19 @@ __all__ = ["Precision", "TorchPrecision"]
 
 
 class Precision(ABC):
-    """How a backend computes in low precision."""
+    """Role of a backend for autocast and for the precision of fp32 products."""
 
     @abstractmethod
     def autocast(
         self, dtype: torch.dtype | None = None, *, enabled: bool = True, table: str = "torch"
     ) -> AbstractContextManager[object]:
-        """A context in which eligible operators run in `dtype`; None takes the device's preferred one.
+        """Return a context in which eligible operators run in `dtype`; None is the device's preferred one.
 
-        Enter it around the forward pass and the loss, not around backward. `enabled=False` gives a context that
-        switches an outer autocast off. `table` names the lists that say which operator runs in which dtype.
+        Enter it around the forward pass and the loss, not around backward. With `enabled=False` the context switches an
+        outer autocast off. `table` names the lists of operators and their dtypes.
 
-        The context can be entered again when it was left: a trainer makes one and enters it in each step. A function
-        under `@contextmanager` gives one that is entered once; return an object with `__enter__` and `__exit__`.
+        A trainer creates one context and enters it in every step. So return an object with `__enter__` and `__exit__`,
+        not the result of a function under `@contextmanager`, which can be entered only once.
 
         Raises:
             UnsupportedError: the backend does not declare `dtype` or `table`.
@@ -40,29 +40,31 @@ class Precision(ABC):
 
     @abstractmethod
     def fp32(self, mode: str) -> AbstractContextManager[None]:
-        """A context in which fp32 matrix products are exact (`"ieee"`) or fast (`"fast"`).
+        """Return a context in which fp32 matrix products are exact (`"ieee"`) or fast (`"fast"`).
 
-        What fast is, `fast_fp32` declares: in TF32, HF32 or bf16, or by a quicker route that is as exact. The setting
-        is the process's; it is put back on leaving. Backward must run inside too, so hold it around whole steps. The
-        context is entered once; each step asks for another.
+        `Capabilities.fast_fp32` names the fast format. The setting is that of the process, and is restored on leaving.
+        Backward must run inside, too, so enter the context around whole steps. It can be entered once.
 
         Raises:
-            UnsupportedError: `"fast"` where the backend declares no `fast_fp32`; a mode that does not exist.
+            UnsupportedError: unknown mode, or `"fast"` and the backend declares no `fast_fp32`.
         """
 
     @abstractmethod
     def table(self, name: str = "torch") -> frozenset[str]:
-        """The operators that autocast intercepts here under table `name`, such as `"aten::mm"`."""
+        """Return the operators that autocast intercepts under table `name`, such as `"aten::mm"`."""
 
     def prepare(self, dtype: torch.dtype) -> None:  # noqa: B027  # most devices have nothing to do
-        """Make ready for a model that is held in `dtype`, as autocast does by itself for its own."""
+        """Prepare the device for a model whose parameters are in `dtype`."""
 
     def has_units(self, dtype: torch.dtype) -> bool:
         """Return whether the device has hardware for products in `dtype`, so that they are faster than in fp32."""
         return True
 
     def treatments(self) -> Mapping[str, Treatment]:
-        """What table O1 does with operators that only this device's autocast knows, by their names without overload."""
+        """Return table O1's treatment of operators that only this device's autocast knows.
+
+        Keys are names without overload, such as `"aten::mm"`.
+        """
         return {}
 
 
@@ -71,9 +73,9 @@ class TorchPrecision(Precision):
 
     Args:
         device_type: torch's name of the device.
-        capabilities: what may be asked for.
+        capabilities: the backend's declaration.
         dispatch_key: the dispatcher key of this device's autocast kernels.
-        fast_setting: which of torch's settings of products is `fp32="fast"`.
+        fast_setting: torch's setting of fp32 products for `fp32="fast"`.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class TorchPrecision(Precision):
             )
         if not enabled:
             return torch.autocast(self._device_type, dtype=dtype, enabled=False)
-        assert dtype is not None, "it is one of those that are declared"
+        assert dtype is not None, "it is a declared dtype"
         if table == "O1":
             return O1Region(self._device_type, dtype, partial(install_o1, self._device_type, self._dispatch_key))
         return TorchRegion(self._device_type, dtype, partial(install_refusals, self._device_type, self._dispatch_key))
@@ -110,13 +112,13 @@ class TorchPrecision(Precision):
             raise UnsupportedError(
                 f"fp32={mode!r} is not available on {self._device_type}",
                 available=", ".join(known),
-                remedy="leave fp32 out to keep the setting there is",
+                remedy="leave fp32 out to keep the present setting",
             )
         return self.products(fast=mode == "fast")
 
     def products(self, *, fast: bool) -> AbstractContextManager[None]:
-        """The context of `fp32`, whose mode was checked. A device with other switches than torch's overrides this."""
-        self._legacy_setting()  # refuses here what could not be put back
+        """Return the context of `fp32` for a valid mode. A device with other switches than torch's overrides this."""
+        self._legacy_setting()  # raises now if the setting could not be restored later
         return self._switched(self._fast_setting if fast else "highest")
 
     def table(self, name: str = "torch") -> frozenset[str]:
@@ -129,7 +131,7 @@ class TorchPrecision(Precision):
 
     @contextmanager
     def _switched(self, setting: str) -> Iterator[None]:
-        # The legacy setter on purpose: after a write through the new API, legacy reads (inductor's) raise.
+        # The legacy setter on purpose: after a write through the new API, inductor's legacy reads raise.
         before = self._legacy_setting()
         torch.set_float32_matmul_precision(setting)
         try:
@@ -143,8 +145,8 @@ class TorchPrecision(Precision):
         except RuntimeError as error:
             raise ConfigurationError(
                 "the precision of fp32 products was set through torch.backends...fp32_precision",
-                why="torch cannot read that setting back together with the one that fp32= is made of",
-                remedy="leave fp32 out, or the other setting",
+                why="torch cannot read that setting together with the one that fp32= changes",
+                remedy="use either fp32= or torch.backends...fp32_precision",
             ) from error
 
     def _check_table(self, name: str) -> None:

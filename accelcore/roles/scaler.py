@@ -1,8 +1,8 @@
 """Dynamic loss scale, and the role that makes loss scalers.
 
 The dynamic scale follows torch.amp.GradScaler (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2). It
-has the same defaults, order of calls and state. There are two differences. The scale stays within `[min, max]`, so that endless
-overflows cannot make it zero and the next update NaN. And it works on any device.
+has the same defaults, order of calls and state. There are two differences. The scale stays within `[min, max]`, so that
+endless overflows cannot make it zero and the next update NaN. And it works on any device.
 """
 
 from __future__ import annotations
@@ -275,8 +275,8 @@ class OverflowStreak:
         self._next = in_a_row + PATIENCE
         name = find_bad()
         logger.warning(
-            "%d updates in a row were skipped because gradients overflowed; the loss scale is %g. %s. Look for a loss "
-            "or an activation that is inf or NaN, lower the learning rate, or train in bf16",
+            "%d updates in a row were skipped because gradients overflowed. The loss scale is %g. %s. Look for an inf "
+            "or NaN in losses and activations, lower the learning rate, or train in bf16",
             in_a_row,
             scale.item(),
             "No gradient is inf or NaN now" if name is None else f"The first inf or NaN gradient is that of {name}",

@@ -40,7 +40,7 @@ def losses(accel, **options):
 
 def test_what_is_compiled_runs_eagerly_and_says_so(accel, caplog):
     assert losses(accel, compile=True) == losses(accel)
-    assert "the model runs eagerly, not compiled: compilers draw" in caplog.text
+    assert "the model runs eagerly, not compiled: compiled modules draw" in caplog.text
     traced = []
 
     def compiler(graph, inputs):
