@@ -141,7 +141,7 @@ class Step:
             start = None if share is None else torch.full_like(scaled, share)
         with self._arithmetic:
             backward(self._gradients, scaled, start, retain_graph=retain_graph)
-        self._strategy.after_backward(last=self._window.is_last)
+        self._strategy.after_backward()
         if self.overwrites and outlast:
             self._gradients.load_state(self._gradients.state())
 

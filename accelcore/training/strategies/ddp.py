@@ -72,7 +72,7 @@ class DDP(Strategy):
         self._ran[0] = False
         self._arrived.clear()
 
-    def after_backward(self, *, last: bool) -> None:
+    def after_backward(self) -> None:
         if not self._ddp.require_backward_grad_sync:
             return
         arrived = set(map(id, self._arrived))

@@ -117,7 +117,7 @@ class FullySharded(Strategy):
         self._arrived.clear()
         self._had = [parameter.grad is not None for parameter in self._parameters]
 
-    def after_backward(self, *, last: bool) -> None:
+    def after_backward(self) -> None:
         """Drop the zeros that were reduced for parameters that no rank used."""
         has = [had or number in self._arrived for number, had in enumerate(self._had)]
         flags = torch.tensor(has, dtype=torch.float32).to(self.device, non_blocking=True)

@@ -89,8 +89,8 @@ class Strategy(ABC):
             TrainingError: the gradients would stay on this rank.
         """
 
-    def after_backward(self, *, last: bool) -> None:  # noqa: B027
-        """Complete the exchange of gradients that torch starts in backward; `last`: for the last micro-batch."""
+    def after_backward(self) -> None:  # noqa: B027
+        """Complete the exchange of gradients that torch started in backward."""
 
     @abstractmethod
     def reduce(self, gradients: Gradients, *, full: bool) -> None:
