@@ -1,7 +1,7 @@
-"""A whole model in one dtype: its tensors held so, what goes in and comes out cast, its state_dict in fp32 nonetheless.
+"""A whole model in one dtype: parameters and buffers, inputs and outputs, and a state_dict in fp32.
 
-What apex calls O2 and O3 is made of these. Each change to a module is an object with `remove()`, but for `hold`, which
-is undone by `hold` in another dtype.
+apex's O2 and O3 consist of these. Each change to a module is an object with `remove()`, except `hold`, which another
+`hold` in fp32 undoes.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ __all__ = ["CastBoundary", "FP32StateDict", "hold"]
 
 
 def hold(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool, parameters: bool = True) -> None:
-    """Hold a model's parameters and floating-point buffers in a dtype from now on.
+    """Cast a model's parameters and floating-point buffers to a dtype.
 
-    They are cast in place: the same `Parameter` objects, which an optimizer may have, with other memory. A gradient is
-    cast with its parameter. Integers and complex numbers stay as they are.
+    They are cast in place: the `Parameter` objects, which an optimizer may hold, stay the same and get other memory. A
+    gradient is cast with its parameter. Integers and complex numbers stay as they are.
 
     Args:
         model: on any device.
-        dtype: a floating-point one.
-        keep_batchnorm_fp32: hold BatchNorm with weights of its own, of any number of dimensions and SyncBatchNorm, in
-            fp32 instead: its statistics are sums over many numbers. It takes inputs of any dtype, and answers in that.
-        parameters: False leaves them as they are, and casts buffers only.
+        dtype: a floating-point dtype.
+        keep_batchnorm_fp32: hold BatchNorm (of any kind, if it has weights) in fp32 instead, because its statistics are
+            sums over many numbers. It accepts inputs of any dtype, and returns that dtype.
+        parameters: if False, only buffers are cast.
     """
     for module in model.modules():
         kept = keep_batchnorm_fp32 and isinstance(module, AnyBatchNorm) and module.affine
         moved = _hold_own(module, torch.float32 if kept else dtype, parameters=parameters)
         if moved and isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # cuDNN wants its weights in one piece of memory
+            module.flatten_parameters()  # cuDNN needs its weights in one piece of memory
 
 
 class _Hooks:
@@ -48,24 +48,24 @@ class _Hooks:
         self._handles: list[RemovableHandle] = []
 
     def remove(self) -> None:
-        """Take the hooks off again. Copies of the model keep theirs."""
+        """Remove the hooks. Copies of the model keep theirs."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 class CastBoundary(_Hooks):
-    """Casts the floating-point tensors that a model's forward is given, and those that it returns.
+    """Casts the floating-point inputs and outputs of a model's forward.
 
-    They are found in tuples, lists, mappings and dataclasses, at any depth; containers in which nothing is cast are
-    passed on as they are, others as shallow copies. Other objects are not looked into. The casts are differentiable: a
-    gradient has the dtype of the tensor that it belongs to.
+    Tensors are found in tuples, lists, mappings and dataclasses, at any depth. A container without any tensor to cast
+    is passed on itself, others as shallow copies. Other objects are passed on as they are. The casts are
+    differentiable: a gradient has the dtype of its tensor.
 
-    It is a pair of forward hooks on `model` alone, not on what is in it, and so goes wherever hooks go: into copies,
-    pickles, compiled and replicated models.
+    These are two forward hooks on `model`, and none on its parts. Copies, pickles, compiled and replicated models have
+    them, too.
 
     Args:
-        model: the root; whoever calls another method than its `forward` goes around.
+        model: the root. Other methods than its `forward` do not cast.
         inputs: dtype of the arguments; None leaves them alone.
         outputs: dtype of the results; None leaves them alone.
     """
@@ -79,10 +79,10 @@ class CastBoundary(_Hooks):
 
 
 class FP32StateDict(_Hooks):
-    """Makes `state_dict()` of a model that is held in bf16 or fp16 come out in fp32, and so that of its parts.
+    """Makes `state_dict()` of a model in bf16 or fp16, and of its parts, return fp32.
 
-    A checkpoint then says nothing of the precision it was trained in. `load_state_dict` takes it: torch casts each
-    value to the dtype of its parameter. With `keep_vars=True` the parameters themselves come out, as they are held.
+    A checkpoint then does not depend on the precision of the run. `load_state_dict` accepts it: torch casts each value
+    to the dtype of its parameter. `keep_vars=True` returns the parameters themselves, in their dtype.
 
     Args:
         model: the root.
@@ -95,7 +95,7 @@ class FP32StateDict(_Hooks):
 
 
 def _hold_own(module: nn.Module, dtype: torch.dtype, *, parameters: bool) -> bool:
-    """Hold the tensors of a module, without those of its children, in a dtype; whether one had to be cast."""
+    """Cast a module's own tensors, not its children's, to a dtype; return whether a cast was needed."""
     own = _own(module) if parameters else module.buffers(recurse=False)
     strange = [tensor for tensor in own if tensor.is_floating_point() and tensor.dtype != dtype]
     for tensor in strange:
@@ -127,7 +127,7 @@ class _CastOutputs:
 
 
 def _to_fp32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """A hook on each module: casts what is the module's own in a state_dict."""
+    """Cast a module's own entries of a state_dict; a hook on each module."""
     for name in _names(module):
         value = state.get(prefix + name)
         if isinstance(value, Tensor) and value.dtype in LOW_PRECISION and not isinstance(value, nn.Parameter):

@@ -1,4 +1,4 @@
-"""Kernels in torch's dispatcher in place of torch's own, until they are removed."""
+"""Kernels that replace torch's own in its dispatcher, until they are removed."""
 
 from __future__ import annotations
 

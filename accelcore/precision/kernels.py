@@ -230,7 +230,7 @@ def _refused(operator: OpOverload, device_type: str) -> Kernel:
         low = {tensor.dtype for tensor in tensors} & set(LOW_PRECISION)
         if low:
             raise TrainingError(
-                f"{operator._opname} was given {', '.join(sorted(map(str, low)))}, which autocast refuses",
+                f"under autocast, {operator._opname} refuses inputs in {', '.join(sorted(map(str, low)))}",
                 why="its gradient grows as 1 / p, out of the range of low precision",
                 available="binary_cross_entropy_with_logits, or BCEWithLogitsLoss, which is exact",
                 remedy="leave the sigmoid out and pass the logits to that one; or compute the probabilities in fp32",

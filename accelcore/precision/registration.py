@@ -1,6 +1,6 @@
-"""The user's word on a function: under O1 it runs in low precision, in fp32, or in the widest dtype of its inputs.
+"""Registered functions: under O1 they run in low precision, in fp32, or in the widest dtype of their inputs.
 
-It comes before the table: inside such a function autocast is off, and what it calls runs as it is.
+A registration takes precedence over the table: inside such a function autocast is off.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _lock = threading.Lock()
 
 @final
 class Registration:
-    """A function that was registered, until `remove()`, the end of a `with`, or `accelcore.precision.reset()`.
+    """Registered function, until `remove()`, the end of a `with`, or `accelcore.precision.reset()`.
 
-    Where it was there is a wrapper now, which does nothing outside O1, and nothing any more when it was removed.
+    A wrapper replaces the function. It does nothing outside of O1, or after it was removed.
     """
 
     def __init__(self, module: Any, name: str, treatment: Treatment) -> None:
@@ -51,7 +51,7 @@ class Registration:
             names = [name for name in dir(module) if callable(getattr(module, name, None))]
             raise ConfigurationError(
                 f"{getattr(module, '__name__', module)!s} has no function {name!r}",
-                remedy=did_you_mean(name, names, "name one of its functions, such as 'softmax'"),
+                remedy=did_you_mean(name, names, "give the name of a function, such as 'softmax'"),
             )
         self._module, self._name, self._active = module, name, True
         treated = _treated(found, treatment)
@@ -70,12 +70,12 @@ class Registration:
             _registrations.append(self)
 
     def remove(self) -> None:
-        """Put back what was there; that it was done already is no error."""
+        """Restore the function. Later calls do nothing."""
         with _lock:
             self._active = False
             if self in _registrations:
                 _registrations.remove(self)
-                if vars(self._module).get(self._name) is self._wrapper:  # and nobody's wrapper around it
+                if vars(self._module).get(self._name) is self._wrapper:  # and not another wrapper around it
                     if self._before is _ABSENT:
                         delattr(self._module, self._name)
                     else:
@@ -91,40 +91,40 @@ class Registration:
 
 
 def register_half_function(module: Any, name: str) -> Registration:
-    """Have a function run in autocast's dtype under O1; apex's name for it.
+    """Make a function run in autocast's dtype under O1. The name is apex's.
 
     Args:
         module: a module, or a class such as `torch.Tensor`.
-        name: of its function.
+        name: the name of its function.
 
     Raises:
-        ConfigurationError: it has no such function, or the function is registered already. A ValueError, too.
+        ConfigurationError: there is no such function, or it is registered already. It is a ValueError, too.
     """
     return Registration(module, name, Treatment.LOW)
 
 
 def register_float_function(module: Any, name: str) -> Registration:
-    """Have a function run in fp32 under O1; otherwise as `register_half_function`."""
+    """Make a function run in fp32 under O1; otherwise like `register_half_function`."""
     return Registration(module, name, Treatment.FP32)
 
 
 def register_promote_function(module: Any, name: str) -> Registration:
-    """Have a function run in the widest dtype of its inputs under O1; otherwise as `register_half_function`."""
+    """Make a function run in the widest dtype of its inputs under O1; otherwise like `register_half_function`."""
     return Registration(module, name, Treatment.WIDEST)
 
 
 def half_function(function: F) -> F:
-    """A decorator: the function runs in autocast's dtype under O1."""
+    """Decorate a function to run in autocast's dtype under O1."""
     return _treated(function, Treatment.LOW)
 
 
 def float_function(function: F) -> F:
-    """A decorator: the function runs in fp32 under O1."""
+    """Decorate a function to run in fp32 under O1."""
     return _treated(function, Treatment.FP32)
 
 
 def promote_function(function: F) -> F:
-    """A decorator: the function runs in the widest dtype of its inputs under O1."""
+    """Decorate a function to run in the widest dtype of its inputs under O1."""
     return _treated(function, Treatment.WIDEST)
 
 

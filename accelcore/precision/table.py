@@ -1,7 +1,7 @@
-"""O1, as a table: which operator runs in which dtype under autocast, the same on every device.
+"""Table O1: which operator runs in which dtype under autocast, the same on every device.
 
-It is apex's O1 (the lists of `apex.amp`), extended to the operators that torch's autocast knows on any device. They go
-by the names of torch's dispatcher, without overload: `softmax` is `aten::softmax.int` and its like.
+It is apex's O1 (the lists of `apex.amp`), extended to the operators that torch's autocast handles on any device. Names
+are those of torch's dispatcher, without overload: `softmax` is `aten::softmax.int` and its other overloads.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Treatment(Enum):
-    """What autocast does with the floating-point inputs of an operator. float64 is left alone by all."""
+    """Treatment of an operator's floating-point inputs by autocast. float64 is never cast."""
 
     LOW = "low precision"
     """They are cast to autocast's dtype."""
     FP32 = "fp32"
-    """They are cast to fp32, or the operator is asked to accumulate and answer in fp32."""
+    """They are cast to fp32, or the operator accumulates and returns fp32."""
     WIDEST = "widest"
     """They are cast to the widest dtype among them."""
     AS_IS = "as it is"
-    """It runs in the dtypes that it is given."""
+    """The operator runs in the dtypes of its inputs."""
     REFUSED = "refused"
-    """It raises if one of them is in low precision."""
+    """The operator raises if one of them is in low precision."""
 
 
 _PRODUCTS = """
@@ -81,7 +81,7 @@ _OF_SEVERAL = """
     addcdiv addcmul atan2 bilinear cat cross index_add index_copy index_put lerp masked_scatter scatter scatter_add
     stack
 """
-# They pick values, or have kernels that add up in fp32 by themselves.
+# They select values, or their kernels add up in fp32.
 _NEUTRAL = """
     adaptive_avg_pool3d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d max_pool3d max_unpool2d
     max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
@@ -102,14 +102,14 @@ _LISTS = {
 O1: Mapping[str, Treatment] = MappingProxyType(
     {name: treatment for treatment, lists in _LISTS.items() for names in lists for name in names.split()}
 )
-"""Each operator's treatment. One that is not listed runs as it is, and torch's autocast knows it on no device."""
+"""Each operator's treatment. Other operators run as they are; torch's autocast handles them on no device."""
 
 PROMOTES_BY_ITSELF = frozenset({"addcdiv", "addcmul", "atan2", "cat", "stack"})
-"""Operators that compute in the widest dtype of their inputs without anybody's help."""
+"""Operators that compute in the widest dtype of their inputs without a cast."""
 
 TORCH_DIFFERS = frozenset(f"{_RECURRENT} {_NEUTRAL} {_BANNED} dot grid_sampler linalg_vecdot tensordot vdot".split())
-"""Operators with a kernel of torch's autocast on some device that does not do what the table says.
+"""Operators for which torch's autocast has a kernel on some device that differs from the table.
 
-Those of recurrent cells do, but would cast the same weights anew in each step of a sequence: our regions keep torch's
-cache switched off.
+The kernels of recurrent cells do not differ. But they would cast the same weights again in each step of a sequence,
+because O1's regions switch torch's cache off.
 """

@@ -1,8 +1,4 @@
-"""What a forward pass keeps for the backward pass: less of it, or not on the device.
-
-By torch's own means: `torch.utils.checkpoint` computes a part of the model anew in backward, and
-`torch.autograd.graph.save_on_cpu` lets what is kept wait in the memory of the host.
-"""
+"""Activations of a module: recomputed in backward by torch's checkpoint, or kept in host memory by its save_on_cpu."""
 
 from __future__ import annotations
 
@@ -22,19 +18,19 @@ from accelcore.errors import ConfigurationError
 from accelcore.torch_internals import OpOverload
 from accelcore.training.modules import Parts, check_parts
 
-__all__ = ["Keeping", "Recompute"]
+__all__ = ["ActivationStorage", "Recompute"]
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Activation checkpointing with a list of operators whose results are kept all the same.
+    """Activation checkpointing that keeps the results of some operators.
 
     Attributes:
-        parts: what is computed anew, as for `checkpoint=` in a trainer.
-        save: operators that are not: `[torch.ops.aten.mm.default]` keeps the results of matrix products.
+        parts: the modules to recompute, as for `checkpoint=` of a trainer.
+        save: operators to keep the results of: `[torch.ops.aten.mm.default]` keeps matrix products.
 
     Raises:
-        ConfigurationError: `parts` chooses no modules; something in `save` is no operator.
+        ConfigurationError: `parts` cannot select modules; an entry of `save` is not an operator.
     """
 
     parts: Parts
@@ -44,36 +40,37 @@ class Recompute:
         check_parts(self.parts, "parts")
         if strange := [each for each in self.save if not isinstance(each, OpOverload)]:
             raise ConfigurationError(
-                f"save lists {strange[0]!r}, which is no operator", remedy="name overloads: torch.ops.aten.mm.default"
+                f"save contains {strange[0]!r}, which is not an operator",
+                remedy="list overloads, such as torch.ops.aten.mm.default",
             )
 
 
-class Keeping:
-    """How the forward pass of a module keeps what its backward pass needs.
+class ActivationStorage:
+    """Storage of a module's activations between forward and backward.
 
     Args:
-        device: where the module is.
-        recompute: whether it is computed anew, from what it was given; else all is kept.
-        save: operators whose results are kept.
-        offload: whether what is kept waits in pinned memory of the host.
+        device: the module's device.
+        recompute: whether only the module's inputs are kept, and its forward pass is recomputed.
+        save: operators whose results are kept in any case.
+        offload: whether activations are moved to pinned host memory until backward.
     """
 
     def __init__(self, device: torch.device, *, recompute: bool, save: Sequence[Any], offload: bool) -> None:
         self._recompute, self._offload = recompute, offload
-        # checkpoint looks at positional arguments to find the device whose random state it has to restore.
+        # checkpoint finds the device whose random state it restores by its positional arguments.
         self._anchor = torch.empty(0, device=device)
         self._save = list(save)
 
     def install(self, module: nn.Module) -> None:
-        """Let a module keep it so from now on. As with `fully_shard`, its class becomes one made for that."""
-        if not isinstance(module, _Keeps):
-            module.__class__ = _kind(type(module))
-        module.__dict__[_KEEPING] = self
+        """Apply this to a module. As with `fully_shard`, its class is replaced by a subclass."""
+        if not isinstance(module, _Stored):
+            module.__class__ = _class_with_storage(type(module))
+        module.__dict__[_STORAGE] = self
 
     def remove(self, module: nn.Module) -> None:
-        """Undo it, where nobody else has taken this one's place."""
-        if module.__dict__.get(_KEEPING) is self:
-            del module.__dict__[_KEEPING]
+        """Undo `install`, unless another storage has been installed since."""
+        if module.__dict__.get(_STORAGE) is self:
+            del module.__dict__[_STORAGE]
             if type(module).__dict__.get(_MADE_FROM) is not None:
                 module.__class__ = type(module).__dict__[_MADE_FROM]
 
@@ -84,11 +81,11 @@ class Keeping:
                 return forward(*args, **named)
             computed = partial(_computed, forward, tuple(named))
             contexts = partial(self._contexts, module)
-            # All are positional: of others checkpoint saves none.
+            # All are positional, because checkpoint does not save keyword arguments.
             return checkpoint(computed, self._anchor, *args, *named.values(), use_reentrant=False, context_fn=contexts)
 
     def compiled(self, forward: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
-        """The same where a compiler traces it, which takes care of random numbers and buffers itself."""
+        """Call a module's `forward` while a compiler traces it; it handles random numbers and buffers itself."""
         if not self._recompute:
             return forward(*args, **named)
         if not self._save:
@@ -97,42 +94,42 @@ class Keeping:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **named)
 
     def _contexts(self, module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """The context of a module's forward pass, and that of computing it anew."""
+        """Return the contexts of a module's forward pass and of its recomputation."""
         if not self._save:
             return nullcontext(), _unchanged(module, nullcontext())
         first, again = create_selective_checkpoint_contexts(self._save)  # type: ignore[no-untyped-call]
         return first, _unchanged(module, again)
 
 
-_KEEPING, _MADE_FROM = "_accelcore_keeping", "_accelcore_made_from"
+_STORAGE, _MADE_FROM = "_accelcore_storage", "_accelcore_made_from"
 
 
-class _Keeps(nn.Module):
-    """Put before the class of a module, whose `forward` it calls."""
+class _Stored(nn.Module):
+    """Base class put before a module's class, so that `forward` goes through its storage."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        keeping = self.__dict__.get(_KEEPING)
-        if keeping is None or not torch.is_grad_enabled():
+        storage = self.__dict__.get(_STORAGE)
+        if storage is None or not torch.is_grad_enabled():
             return super().forward(*args, **named)
         if torch.compiler.is_compiling():
-            return keeping.compiled(super().forward, args, named)
-        return keeping(self, super().forward, args, named)
+            return storage.compiled(super().forward, args, named)
+        return storage(self, super().forward, args, named)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy, and what is unpickled, is of the class that the module had."""
+        """Pickle and copy the module with its own class."""
         own = getattr(self, "__getstate__", None)
         state = dict(self.__dict__ if own is None else own())
-        state.pop(_KEEPING, None)
+        state.pop(_STORAGE, None)
         return copyreg._reconstructor, (getattr(type(self), _MADE_FROM), object, None), state  # type: ignore[attr-defined]
 
 
-_kinds: dict[type[nn.Module], type[nn.Module]] = {}
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _kind(base: type[nn.Module]) -> type[nn.Module]:
-    if base not in _kinds:
-        _kinds[base] = type(base.__name__, (_Keeps, base), {"__module__": base.__module__, _MADE_FROM: base})
-    return _kinds[base]
+def _class_with_storage(base: type[nn.Module]) -> type[nn.Module]:
+    if base not in _classes:
+        _classes[base] = type(base.__name__, (_Stored, base), {"__module__": base.__module__, _MADE_FROM: base})
+    return _classes[base]
 
 
 def _computed(forward: Callable[..., Any], names: tuple[str, ...], anchor: Tensor, *given: Any) -> Any:
@@ -142,7 +139,7 @@ def _computed(forward: Callable[..., Any], names: tuple[str, ...], anchor: Tenso
 
 @contextmanager
 def _unchanged(module: nn.Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """A context around `inner` that leaves buffers, such as running statistics, as they were."""
+    """Enter `inner`, and afterwards restore buffers, such as running statistics."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         with inner:
@@ -154,7 +151,7 @@ def _unchanged(module: nn.Module, inner: AbstractContextManager[Any]) -> Iterato
 
 
 def _offload(module: nn.Module, device: torch.device) -> AbstractContextManager[object]:
-    """`save_on_cpu` of torch, but for parameters: those are there anyway."""
+    """Return torch's `save_on_cpu`, but leave parameters on the device: they take no extra memory."""
     inner = save_on_cpu(pin_memory=True, device_type=device.type)
     held = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 

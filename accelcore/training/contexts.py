@@ -1,4 +1,4 @@
-"""The contexts of a training: made once, entered in every step."""
+"""Precision contexts of a training run, created once and entered in every step."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ Context = AbstractContextManager[object]
 
 
 class Contexts:
-    """The precision contexts of a training.
+    """Precision contexts of a training run.
 
     Attributes:
-        make_region: makes the context of a forward pass and its loss.
-        region: one of those, to be entered again and again: to make a context costs more than to enter it.
-        arithmetic: the context of a backward pass and of an update, likewise.
+        make_region: returns a new context for a forward pass and its loss.
+        region: such a context that can be entered repeatedly, which is cheaper than a new one.
+        arithmetic: the reusable context of a backward pass and of an update.
 
     Raises:
         UnsupportedError: the backend does not declare the dtype of autocast, its table, or the mode of fp32.
     """
 
-    # Nothing that is kept holds the trainer: such a cycle would hold the device's memory until it is collected.
+    # No attribute refers to the trainer: a reference cycle would keep the device's memory until garbage collection.
     def __init__(self, backend: Backend, policy: Policy, fp32: str | None) -> None:
         dtype = getattr(torch, policy.autocast) if policy.autocast else None
         self.make_region: Callable[[], Context] = partial(_autocast, backend, dtype, policy.table)
         self.region = self.make_region()
         self.arithmetic: Context = nullcontext()
         if fp32 is not None:
-            backend.precision.fp32(fp32)  # refuses here what would be refused in the first step
+            backend.precision.fp32(fp32)  # raises here what the first step would raise
             self.arithmetic = _Reentrant(partial(backend.precision.fp32, fp32))
             self.make_region = partial(_both, self.arithmetic, self.make_region)
             self.region = _Reentrant(self.make_region)
 
 
 class _Reentrant:
-    """A context that is made each time it is entered, where the one made could be entered only once."""
+    """Reusable context that creates a one-time context on each entry."""
 
     def __init__(self, make: Callable[[], Context]) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""Cast: the model is held in the dtype of its policy, behind a boundary that casts, and autocast is made ready."""
+"""Cast the model to the dtype of its policy, and prepare the contexts of autocast."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ logger = logging.getLogger("accelcore")
 
 
 class Cast:
-    """Casts floating-point parameters and buffers to the policy's `model_dtype`, and what the model takes and returns.
+    """Casts parameters and buffers to the policy's `model_dtype`, and the model's inputs and outputs in hooks.
 
-    Its hooks go with the trainer; the model stays in that dtype.
+    The hooks are removed with the trainer; the model stays in that dtype.
     """
 
     def __init__(self) -> None:
@@ -39,21 +39,21 @@ class Cast:
             dtype = policy.model_dtype or str(parameter.dtype).removeprefix("torch.")
             if parameter.is_floating_point() and dtype not in declared:
                 raise UnsupportedError(
-                    f"the parameter {name} is {dtype}, which {plan.backend.name} does not train",
+                    f"the parameter {name} is {dtype}, which {plan.backend.name} cannot train",
                     available=", ".join(declared),
-                    remedy='keep the parameters in fp32 and say precision="bf16" or "fp16"',
+                    remedy='keep the parameters in fp32 and use precision="bf16" or "fp16"',
                 )
 
     def apply(self, plan: Plan) -> None:
         policy = plan.policy
         if policy.model_dtype is not None:
             dtype = getattr(torch, policy.model_dtype)
-            # Shards stay exact: they are the masters, and low precision is what they are gathered in.
+            # Shards stay in fp32: they are the masters, and are gathered in low precision.
             whole = not (plan.strategy.layout == "shards" and policy.masters)
             hold(plan.model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32, parameters=whole)
             if dtype in LOW_PRECISION:
                 self._drop(self._state_dict)
-                self._state_dict = FP32StateDict(plan.model)  # anew, because the model may have new parts
+                self._state_dict = FP32StateDict(plan.model)  # again, because the model may have new parts
             if policy.cast_boundary and self._boundary is None:
                 self._boundary = CastBoundary(plan.model, inputs=dtype, outputs=torch.float32)
         for held in sorted(_held(plan), key=str):
@@ -78,9 +78,9 @@ class Cast:
 
 
 def _held(plan: Plan) -> set[torch.dtype]:
-    """The low precisions that the model computes in outside autocast."""
+    """Return the low precisions that the model computes in outside of autocast."""
     held = {parameter.dtype for parameter in plan.model.parameters()}
-    if plan.policy.model_dtype is not None:  # of shards, only what is gathered has it
+    if plan.policy.model_dtype is not None:  # gathered shards have it, the shards themselves do not
         held.add(getattr(torch, plan.policy.model_dtype))
     return held.intersection(LOW_PRECISION)
 

@@ -14,13 +14,25 @@ from accelcore.training.stages.compiled import Compile
 from accelcore.training.stages.flatten import Flatten
 from accelcore.training.stages.observe import Observe
 from accelcore.training.stages.place import Place
-from accelcore.training.stages.recompute import Recomputing
+from accelcore.training.stages.recompute import ActivationCheckpointing
 from accelcore.training.stages.shard import Replicate, Shard
 from accelcore.training.stages.sync_batchnorm import SyncStatistics
 
 __all__ = ["Preparation"]
 
-_ORDER = (Place, SyncStatistics, Recomputing, Cast, Shard, Flatten, Bind, Replicate, Observe, Compile, Capture)
+_ORDER = (
+    Place,
+    SyncStatistics,
+    ActivationCheckpointing,
+    Cast,
+    Shard,
+    Flatten,
+    Bind,
+    Replicate,
+    Observe,
+    Compile,
+    Capture,
+)
 
 
 class Preparation:
