@@ -189,5 +189,5 @@ def test_what_cannot_be_is_refused(accel, options, error, says):
 
 
 def test_operators_are_named_by_their_overloads():
-    with pytest.raises(ConfigurationError, match="no operator"):
+    with pytest.raises(ConfigurationError, match=r"save contains .*mm"):
         Recompute(Block, save=[torch.mm])
