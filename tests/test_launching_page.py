@@ -47,6 +47,7 @@ def test_the_script_trains_on_two_ranks_under_accelcore_run():
     assert re.fullmatch(r"2 ranks, loss \d\.\d{3}\n", said)
 
 
+@pytest.mark.full  # torch's launcher is also what `accelcore run` starts
 @pytest.mark.usefixtures("folder")
 def test_torchrun_does_the_same():
     command = "torchrun --nproc-per-node 2 train.py"

@@ -80,7 +80,10 @@ def test_a_lie_is_caught_and_named(name, request):
 
 @pytest.fixture
 def forked(fork, monkeypatch):
-    """The suite and its ranks are forks. Real processes are in tests/examples/test_third_party.py."""
+    """The suite and its ranks are forks.
+
+    Real processes: the suite's in tests/examples/test_third_party.py, its ranks' in plugins/npu/tests.
+    """
     monkeypatch.setattr("accelcore.testing.job.subprocess", forks.in_place_of_subprocess(fork))
     monkeypatch.setattr("accelcore.cli.child.subprocess", forks.in_place_of_subprocess(fork))
 
