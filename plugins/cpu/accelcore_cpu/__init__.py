@@ -16,13 +16,13 @@ __all__ = ["accelcore_create_backend", "accelcore_known_faults", "accelcore_prob
 
 @hookimpl
 def accelcore_probe() -> Probe:
-    """There is always a CPU: the last resort of `auto`, shared by all ranks of a host."""
+    """Return that a CPU is available: the last choice of `auto`, shared by all ranks of a host."""
     return Probe("cpu", available=True, reason="every machine has one", priority=0, count=1, exclusive=False)
 
 
 @hookimpl
 def accelcore_create_backend(name: str, index: int) -> Backend | None:
-    """The one CPU backend."""
+    """Create the one CPU backend."""
     if name != "cpu":
         return None
     from accelcore_cpu.backend import create
@@ -32,7 +32,7 @@ def accelcore_create_backend(name: str, index: int) -> Backend | None:
 
 @hookimpl
 def accelcore_known_faults() -> tuple[KnownFault, ...]:
-    """What is known to be wrong with torch's kernels for the CPU."""
+    """Return the known bugs of torch's kernels for the CPU."""
     from accelcore_cpu.known_faults import KNOWN_FAULTS
 
     return KNOWN_FAULTS

@@ -1,8 +1,7 @@
-"""Attention in the form that is quickest for its length.
+"""Replacement of torch's CPU attention by the form that is quickest for its length.
 
-torch's flash kernels for the CPU multiply small blocks. In bf16 the backward pass of short sequences takes two to four
-times as long that way as by products of whole matrices (`whole_attention`), and with fp32 products through oneDNN
-(`fast_fp32`) a block costs more to start than to compute.
+torch's flash kernels for the CPU multiply small blocks. In bf16 the backward pass of short sequences is two to four
+times as fast by products of whole matrices. In fp32 by oneDNN, to start a block costs more than to compute it.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ __all__ = ["replace_attention"]
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-# Where a form stops being quicker, as measured on a Zen 5.
+# The lengths up to which a form is quicker, as measured on a Zen 5.
 _LONGEST_WHOLE = 256
 _LONGEST_BLOCKS = 768
 _AT_A_TIME = 2**17
-"""Elements of weights."""
+"""Attention weights that are computed together, in elements: they stay in the cache, and in memory there is."""
 
 
 def replace_attention() -> None:
-    """From now on, attention on the CPU is computed in its quickest form."""
+    """Compute attention on the CPU in its quickest form from now on."""
     replace_kernels("attention", _MAKERS, "CPU")
 
 
@@ -88,7 +87,11 @@ def _whole_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, is_causal: bool, *,
     attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value."""
+    """Return the gradients of query, key and value by products of whole matrices, with the softmax in fp32.
+
+    Tensors are (batch, heads, length, width). Gradients are laid out as torch's kernel leaves them, because compiled
+    code relies on that.
+    """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     of_query, of_key, of_value = _empty(query), _empty(key), _empty(value)
     bias = _bias(query, key, is_causal, attn_mask)
@@ -110,13 +113,13 @@ def _parts(query: Tensor, key: Tensor) -> Iterator[slice]:
 
 
 def _empty(like: Tensor) -> Tensor:
-    """The heads of a position side by side."""
+    """Return an empty tensor in which the heads of a position are side by side."""
     batch, heads, length, width = like.shape
     return like.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
 def _bias(query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor | None:
-    """What is added to the scores; -inf where nothing may be seen."""
+    """Return the bias of the scores, with -inf for hidden positions; None if nothing is hidden."""
     bias = None
     if mask is not None:
         hidden = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf) if mask.dtype is torch.bool else mask.float()
@@ -135,7 +138,7 @@ def _scores(query: Tensor, key: Tensor, scale: float, bias: Tensor | None, part:
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    # Where a mask hides everything from a row, its weights are 0.
+    # If a mask hides everything from a row, its weights are 0.
     return torch.softmax(scores, -1) if mask is None else torch.ops.aten._safe_softmax(scores, -1)
 
 

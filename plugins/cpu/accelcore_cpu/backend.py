@@ -22,7 +22,7 @@ __all__ = ["create", "declare"]
 
 
 def declare(*, compiler: bool) -> Capabilities:
-    """What the CPU can do; `compiler`: there is one to build our kernels with."""
+    """Return the CPU's capabilities; `compiler`: whether a C++ compiler can build our kernels."""
     return Capabilities(
         autocast_dtypes=("bfloat16", "float16"),
         autocast_tables=("torch", "O1"),
@@ -36,7 +36,7 @@ def declare(*, compiler: bool) -> Capabilities:
 
 
 def create() -> Backend:
-    """Compose the CPU backend; from then on, this process can be forked while it trains."""
+    """Compose the CPU backend, and make this process safe to fork while it trains."""
     make_fork_safe()
     device = torch.device("cpu")
     capabilities = declare(compiler=unavailable(build=False) is None)

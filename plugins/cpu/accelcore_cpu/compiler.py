@@ -1,4 +1,4 @@
-"""What inductor needs on a CPU: a C++ compiler."""
+"""Check for the C++ compiler that inductor needs on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["missing_compiler"]
 
 
 def missing_compiler() -> str | None:
-    """Why inductor cannot compile here, or None. Honours CXX, as inductor does."""
+    """Return why inductor cannot compile here, or None. CXX counts, as for inductor."""
     # Importing inductor takes seconds, which only those who compile should wait for.
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler

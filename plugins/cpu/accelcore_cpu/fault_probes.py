@@ -1,4 +1,4 @@
-"""What the faults of the CPU's kernels ask of the installed version; see `known_faults.py`."""
+"""Probes of the known bugs of torch's CPU kernels in the installed version; see `known_faults.py`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _FUSED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adag
 
 
 def low_precision_sgd() -> bool:
-    """A step of 1 from 1: is it not 0 everywhere, in either dtype?"""
+    """Return whether a step of 1 from 1 leaves elements that are not 0, in either dtype."""
     make = partial(torch.optim.SGD, lr=1.0, fused=True)
     ones = [torch.ones(100, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
     return any(bool(steps(make, one, [one]).any()) for one in ones)
 
 
 def memory_order() -> bool:
-    """A transposed parameter, and a gradient that is not: does any kernel differ from the loop?"""
+    """Return whether a kernel differs from the loop for a transposed parameter and a contiguous gradient."""
     start, gradient = torch.arange(6.0).reshape(3, 2).t(), torch.arange(-6.0, 0.0).reshape(2, 3)
     return any(
         not torch.allclose(

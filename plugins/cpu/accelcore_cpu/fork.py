@@ -1,8 +1,8 @@
-"""The CPU and fork: OpenMP's threads do not survive it, and the child waits for them for ever.
+"""Fork of a process that computes on OpenMP's threads, which do not survive it.
 
-torch computes on the threads of the OpenMP runtime that it brings. GNU's keeps them for the next product, and a forked
-child inherits its record of them, but not the threads: the child's first product that takes several hangs. Other
-runtimes see to a fork themselves.
+torch computes on the threads of its OpenMP runtime. GNU's runtime keeps them for the next product. A forked child
+inherits the record of the threads, but not the threads, and its first parallel product hangs. Other runtimes handle a
+fork themselves.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _SOFT = 1  # omp_pause_soft: threads are given up, settings are kept
 
 @cache
 def make_fork_safe() -> None:
-    """From now on, give up OpenMP's threads before each fork of this process; both sides start new ones when needed.
+    """End OpenMP's threads before each fork of this process from now on; parent and child start new ones.
 
-    They are those of the thread that forks, the only thread that a child inherits. This takes less than a millisecond
-    a fork. Does nothing where OpenMP is older than version 5.0, which brought the call.
+    Only the threads of the thread that forks are ended, because a child inherits no other thread. It takes less than a
+    millisecond. Does nothing if OpenMP is older than version 5.0, which has no such call.
     """
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
     if pause is not None and hasattr(os, "register_at_fork"):

@@ -1,8 +1,8 @@
-"""Products in fp16 on a CPU without units for them: computed in fp32, which holds every fp16 number, and rounded.
+"""Products in fp16 on a CPU without units for them: computed in fp32 and rounded.
 
-torch's own kernels add up number by number there, and take 5 to 400 times as long as fp32 does. The results are those
-of fp16 with sums in fp32. These kernels are below autograd and autocast: gradients, models that are held in fp16, and
-compiled code come by them as well.
+torch's own kernels add number by number there, and take 5 to 400 times as long as in fp32. fp32 holds every fp16
+number, so the results equal fp16 products with sums in fp32. These kernels are below autograd and autocast: gradients,
+models in fp16 and compiled code use them, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SMALL = 2**24
 
 
 def install() -> None:
-    """From now on, products of fp16 tensors on the CPU are computed in fp32 and rounded."""
+    """Compute products of fp16 tensors on the CPU in fp32 from now on, and round them."""
     replace_kernels("products of fp16", _makers(), "CPU")
 
 
@@ -57,7 +57,7 @@ def _rounded(torchs: Kernel) -> Kernel:
 
 
 def _written(operator: OpOverload) -> Maker:
-    """A kernel that writes what `operator` gives: what compiled code calls."""
+    """Return the maker of a kernel that writes the result of `operator` to `out`, as compiled code calls it."""
 
     def make(torchs: Kernel) -> Kernel:
         def kernel(*arguments: Any, out: Tensor, **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Kernels of torch for the CPU that are known to be wrong; free of torch."""
+"""Known bugs of torch's CPU kernels; does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an optimizer runs by a kernel: all its tensors in one call, wherever they lie."""
+"""Optimizers by a kernel: it updates all tensors in one call, scattered or in flat memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Native(Formula):
         self._table = None
 
     def place_runs(self, runs: Sequence[Run]) -> None:
-        """Update these runs from now on, which stand in the groups in place of parameters."""
+        """Update these runs from now on. Their values replace the parameters in the groups."""
         self._runs, self._table = runs, None
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
@@ -75,12 +75,12 @@ class Native(Formula):
                 gradient.copy_(copy)
 
     def replaced(self) -> bool:
-        """Return whether a value is not where it was in the last step. An `update` that follows relies on it."""
+        """Return whether a tensor changed its memory since the last step. The next `update` uses the result."""
         self._found = self._look()
         return self._found is Found.REPLACED
 
     def _look(self) -> Found:
-        """Find the gradients, unless the table is of other tensors or other state than there are now."""
+        """Find the gradients, if the table still holds the tensors of the groups and the state."""
         table = self._table
         if table is None or not table.holds(self.param_groups, self.state):
             return Found.REPLACED
@@ -88,7 +88,7 @@ class Native(Formula):
         return table.find() if wanted == self._wanted else Found.REPLACED
 
     def _place(self, table: Table) -> tuple[Table, list[tuple[Tensor, Tensor]]]:
-        """Find gradients one by one, and copy those that the kernel cannot read where they are."""
+        """Find gradients one by one; copy each that the kernel cannot read in its memory."""
         gradients: list[Any] = [member.value.grad for member in table.members]
         if any(g is not None and g.dtype is not m.gradient for g, m in zip(gradients, table.members, strict=True)):
             table = self._lay_out()
@@ -168,14 +168,14 @@ def _scatters_rows(value: Tensor) -> bool:
 
 
 def _address(gradient: Any, member: Member, copies: list[tuple[Tensor, Tensor]]) -> int:
-    """Return the address of a gradient, or of a copy if it is not laid out as its tensor; 0 if there is none."""
+    """Return the address of a gradient, or of a copy in its tensor's layout; 0 for None."""
     if gradient is None:
         return 0
     value = member.value
     if gradient.layout is not torch.strided:
         raise TrainingError(
             "a gradient is sparse, and the kernel would take its memory for a dense one",
-            remedy='make the embedding with sparse=False, or the optimizer by route="loop" where it has one',
+            remedy='create the embedding with sparse=False, or the optimizer with route="loop" if it has one',
         )
     if gradient.shape != value.shape:
         raise TrainingError(

@@ -1,4 +1,4 @@
-"""The optimizers that have a kernel: what each is given."""
+"""Optimizers that have a kernel, and the options that each passes to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this processor multiplies fast, by a table of its instructions, so that every run and rank decides alike."""
+"""Table of the processor's instructions for products. Every run and every rank decides alike by it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fast_format() -> str:
 def fast_setting() -> str:
     """Return the setting that `fp32="fast"` stands for.
 
-    Without matrix units oneDNN is quicker than the usual library where it has vectors of 512 bits.
+    Without matrix units oneDNN is quicker than the usual library if the processor has vectors of 512 bits.
     """
     return ONEDNN if fast_format() == "bf16" or _has("avx512_f") else USUAL
 

@@ -1,4 +1,4 @@
-"""The routes to optimizers on the CPU: kernels of our own, torch's fused ones, its loops."""
+"""Routes of optimizers on the CPU: our kernels, torch's fused kernels, torch's loops."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from accelcore_cpu.optimizers import NATIVE
 __all__ = ["FUSED", "create_optimizers"]
 
 FUSED = ("adagrad", "adam", "adamw", "sgd")
-"""What torch has a fused kernel for."""
+"""Optimizers with a fused kernel in torch."""
 
 _PRIORITY = 20
 
 
 def create_optimizers() -> Optimizers:
-    """The registry of the CPU."""
+    """Create the registry of the CPU."""
     registry = Optimizers()
     register_torch_optimizers(registry, fused=FUSED)
     registry.distrust("sgd", "fused", LOW_PRECISION_SGD, when=_in_low_precision)
     for name, kind in NATIVE.items():
-        # "any" for all: those that tell parameters apart are told where they lie in flat memory, by place_runs.
+        # "any" for all: `place_runs` gives the parameters in flat memory to kernels that tell parameters apart.
         supports = partial(_refusal, by_row=kind.by_row)
         registry.register(name, "native", kind, priority=_PRIORITY, supports=supports, memory="any", scattered=True)
     return registry
@@ -38,10 +38,10 @@ def _in_low_precision(request: Request) -> bool:
 
 
 def _refusal(request: Request, *, by_row: bool) -> str | None:
-    """Why our kernel cannot serve a request. Builds the kernels for one that has parameters, where they can."""
+    """Return why our kernel cannot serve a request, or None. Builds the kernels if the request has parameters."""
     for switch in ("fused", "foreach"):
         if switch in request.options:
-            return f"say route=... instead of {switch}="
+            return f"give route=... instead of {switch}="
     for switch in ("capturable", "differentiable"):
         if any(request.values(switch, False)):
             return f"the kernel is not {switch}"

@@ -1,4 +1,4 @@
-"""The CPU as a device: its memory is the process's."""
+"""Runtime of the CPU, whose memory is that of the process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["CpuRuntime"]
 
 
 class CpuRuntime(TorchRuntime):
-    """The host: nothing to synchronize, one source of random numbers."""
+    """The host as a device: there is nothing to synchronize, and one source of random numbers."""
 
     def synchronize(self) -> None:
         pass  # operators return when they are done
 
     def memory(self) -> Memory:
-        """Resident memory of this process, the most it ever was, and the machine's."""
+        """Return the resident memory of this process, its peak, and the machine's total."""
         unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         used = psutil.Process().memory_info().rss

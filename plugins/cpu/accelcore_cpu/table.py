@@ -1,4 +1,4 @@
-"""The addresses that a kernel works with, and whether they are still right."""
+"""Addresses that a kernel reads and writes, and the check that they are still right."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _increment_version = torch.autograd.graph.increment_version
 
 
 class Found(IntEnum):
-    """Result of a look for the gradients of a table; the numbers are those of kernels/tensors.cpp."""
+    """Result of the search for the gradients of a table, by the numbers in kernels/tensors.cpp."""
 
     ALL = 0
     REPLACED = 1

@@ -1,1 +1,1 @@
-"""Kernels of optimizers in C++, for many tensors in one call: their source, and how it is built and loaded."""
+"""Optimizer kernels in C++, which update many tensors in one call: source, build and loading."""

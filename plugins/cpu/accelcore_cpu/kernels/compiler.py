@@ -1,4 +1,4 @@
-"""The compiler that the kernels are built with."""
+"""C++ compiler that builds the kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["FLAGS", "compile_to", "compiler_version", "cpu", "missing_compiler"]
 # No -ffast-math: nan and inf stay what they are, and nothing is reassociated or contracted, so that the same operations
 # give the same bits on every machine. Errno and traps, which are given up, would keep loops from being vectorized.
 FLAGS = (
-    "-std=c++20",  # torch's headers ask for it
+    "-std=c++20",
     "-O3",
     "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",
     "-ffp-contract=off",
@@ -34,7 +34,7 @@ _TORCH = Path(torch.__file__).parent
 
 
 def missing_compiler() -> str | None:
-    """Why there is no C++ compiler, or None; looks for one, and does not run it. Honours CXX."""
+    """Return why there is no C++ compiler, or None. CXX counts; the compiler is not run."""
     if os.name != "posix":
         return "the kernels are built by g++ or clang++, on Linux and macOS"
     command = _command()
@@ -46,7 +46,7 @@ def missing_compiler() -> str | None:
 
 
 def compiler_version() -> str:
-    """How the compiler describes itself.
+    """Return the compiler's own description.
 
     Raises:
         OSError, subprocess.SubprocessError: it cannot be run.
@@ -55,18 +55,17 @@ def compiler_version() -> str:
 
 
 def compile_to(sources: Sequence[Path], library: Path) -> None:
-    """Compile files to a shared library, with torch's headers and its c10.
+    """Compile files to a shared library, with torch's headers.
 
     Raises:
-        OSError, subprocess.SubprocessError: that failed; a CalledProcessError has the compiler's words in `stderr`.
+        OSError, subprocess.SubprocessError: the build failed; `stderr` of a CalledProcessError has the messages.
     """
-    (c10,) = (_TORCH / "lib").glob("libc10.*")  # loaded with torch already: only its name is taken from here
-    _run((*_command(), *FLAGS, f"-I{_TORCH / 'include'}", *map(str, sources), str(c10), "-o", str(library)))
+    _run((*_command(), *FLAGS, f"-I{_TORCH / 'include'}", *map(str, sources), "-o", str(library)))
 
 
 @cache
 def cpu() -> str:
-    """What code for this CPU depends on: its model, and the instructions it has."""
+    """Return the model of this CPU and its instructions, on which compiled code depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The kernels as a library of this process: built when they are first needed, or found where they were kept."""
+"""Library of the kernels: built when a process first needs it, or found in the cache."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _failed: list[str] = []
 
 
 def unavailable(*, build: bool) -> str | None:
-    """Why there are no kernels here; None where there are.
+    """Return why there are no kernels here, or None.
 
     Args:
-        build: False: do not build or load them; only look whether there is a compiler.
+        build: whether to build and load them; if not, only look for a compiler.
     """
     if not _loaded and not _failed:
         reason = compiler.missing_compiler()
@@ -42,7 +42,7 @@ def unavailable(*, build: bool) -> str | None:
 
 
 def load() -> ctypes.CDLL:
-    """The library, which `unavailable(build=True)` said is there."""
+    """Return the library, after `unavailable(build=True)` returned None."""
     reason = unavailable(build=True)
     assert reason is None, reason
     return _loaded[0]
@@ -85,7 +85,7 @@ def _built(folder: Path) -> Path:
 
 
 def _key() -> str:
-    """What a build depends on."""
+    """Return a digest of everything that a build depends on."""
     sources = [file.read_text() for file in sorted(_SOURCES.iterdir()) if file.suffix in (".cpp", ".h")]
     parts = (*sources, compiler.compiler_version(), *compiler.FLAGS, compiler.cpu(), torch.__version__)
     return sha256("\0".join(parts).encode()).hexdigest()[:32]

@@ -1,6 +1,7 @@
-"""Where built kernels are kept: a folder that only its user can write to, one file for each build.
+"""Cache of built kernels: a folder that only its user can write to, with one file for each build.
 
-A file's name holds what was built, and the digest of its content: a file that was cut off, or changed, is not loaded.
+A file's name holds the key of the build and the digest of the content. A file that was cut off or changed is never
+loaded.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _VARIABLE = "ACCEL_KERNEL_CACHE"
 
 
 def folder() -> Path:
-    """ACCEL_KERNEL_CACHE, or the user's cache.
+    """Return the folder of ACCEL_KERNEL_CACHE, or one in the user's cache.
 
     Raises:
-        ConfigurationError: the variable is no absolute path, or that of a file.
+        ConfigurationError: the variable is not an absolute path, or is the path of a file.
     """
     named = os.environ.get(_VARIABLE)
     if not named:
@@ -33,16 +34,16 @@ def folder() -> Path:
     if not path.is_absolute() or (path.exists() and not path.is_dir()):
         raise ConfigurationError(
             f"{_VARIABLE}={shown(named)} is not the absolute path of a folder",
-            remedy="set it to a folder that only you can write to, which is made if need be; or unset it",
+            remedy="set it to a folder that only you can write to (it is created if needed), or unset it",
         )
     return path
 
 
 def open_folder() -> Path:
-    """The folder, made where there is none.
+    """Create the folder if needed, and return it.
 
     Raises:
-        OSError: it cannot be used; the message says why.
+        OSError: the folder cannot be used, for the reason in the message.
     """
     path = folder()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -53,7 +54,7 @@ def open_folder() -> Path:
 
 
 def find(path: Path, key: str) -> Path | None:
-    """What was built for `key`, if it is there, whole, and this user's."""
+    """Return the library that was built for `key`, or None. It must be complete, and belong to this user."""
     try:
         _check(path.stat(), path)
         for file in sorted(path.glob(f"{key}-*.so")):
@@ -67,7 +68,7 @@ def find(path: Path, key: str) -> Path | None:
 
 
 def keep(path: Path, key: str, built: Path) -> Path:
-    """Put a file that was built into the folder, at once and whole, in place of any other for `key`."""
+    """Move a built file into the folder, atomically; it replaces other files for `key`."""
     built.chmod(0o700)
     place = _named(path, key, built.read_bytes())
     os.replace(built, place)
@@ -82,7 +83,7 @@ def _named(path: Path, key: str, content: bytes) -> Path:
 
 
 def _check(status: os.stat_result, path: Path) -> None:
-    """Code is loaded from there: nobody else may have written it."""
+    """Refuse a path that another user could have written: code is loaded from it."""
     if status.st_uid != os.geteuid():
         raise PermissionError(f"{path} belongs to another user")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
