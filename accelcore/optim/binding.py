@@ -22,10 +22,10 @@ Groups = Sequence[dict[str, Any]]
 
 
 class Binding(ABC):
-    """What an engine updates.
+    """The parameters or runs that an engine updates.
 
     Attributes:
-        on_leaves: whether this may be a parameter that requires gradients, so that updates need `torch.no_grad()`.
+        on_leaves: whether one of them may require gradients, so that updates need `torch.no_grad()`.
     """
 
     on_leaves = True
@@ -159,7 +159,7 @@ class GroupBinding(Binding):
         name: the optimizer's name in the registry.
         engine: computes the updates.
         groups: the optimizer's own.
-        entries: the state to begin with, by parameter, in place of the engine's.
+        entries: the state to begin with, by parameter; it replaces the engine's.
         flat: whether the engine updates flat memory only.
     """
 

@@ -1,4 +1,4 @@
-"""Engines: the contract of whoever computes an optimizer's updates, and how `step` is called on anything else."""
+"""Contract of an optimizer kernel, and an adapter for optimizers that have only `step`."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def loss_by(closure: Callable[[], Any] | None) -> Any:
 
 
 def given(closure: Callable[[], Any] | None, name: str) -> Callable[[], Any]:
-    """Return the closure; raise TrainingError if there is none."""
+    """Return the closure, or raise TrainingError if it is missing."""
     if closure is None:
         raise TrainingError(
             f"{name} needs a closure, because it computes the loss several times in a step",
@@ -130,7 +130,7 @@ def equal_groups(groups: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def merged(groups: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return the parameter groups, with those of equal options as one."""
+    """Return the parameter groups; groups with equal options become one."""
     if len(groups) == 1:
         return groups
     members: dict[int, list[dict[str, Any]]] = {}

@@ -1,10 +1,10 @@
-"""torch's fused kernels, and how each is given what it updates.
+"""torch's optimizers by their fused kernels, without the work of their `step` around the kernel.
 
-What torch's classes do around them takes longer than a small update itself. Options and state are those of torch's
-class, under its keys. One thing differs: SGD's momentum starts as zeros. torch takes the first update of all parameters
-for the first of each, so that one whose first gradient comes late is a TypeError, and a first step that is skipped
-leaves momentum that was never written. Where dampening is 0 the updates are the same. And a gradient that lies in
-memory otherwise than its parameter is laid out anew: the kernels go through the memory of both side by side.
+That work takes longer than a small update. Options and state are as in torch's classes, with two differences:
+
+- SGD's momentum starts as zeros. torch initializes it in the first step of the whole optimizer. A later first gradient
+  is then a TypeError, and a skipped first step leaves memory that was never written. The updates are the same.
+- A gradient whose strides differ from its parameter's is copied first: the kernels read both in order of memory.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Entry = dict[str, Any]
 
 
 class Update(NamedTuple):
-    """What a kernel is called with.
+    """Arguments of a kernel.
 
     Attributes:
-        tensors, gradients: of one device and dtype, in memory alike.
-        entries: the state of each tensor, where any is kept.
-        steps: the number of its updates, this one included, where they are counted.
-        found_inf, grad_scale: what a scaler left on the optimizer.
+        tensors, gradients: of one device and dtype, with the same strides.
+        entries: the state of each tensor; empty if the kernel keeps no state.
+        steps: the number of updates of each tensor, with this one; empty if they are not counted.
+        found_inf, grad_scale: as for `Engine.update`.
     """
 
     tensors: list[Tensor]
@@ -46,12 +46,12 @@ class Update(NamedTuple):
     grad_scale: Tensor | None
 
     def state(self, key: str) -> list[Tensor]:
-        """One tensor of each entry."""
+        """Return the state `key` of each tensor."""
         return [entry[key] for entry in self.entries]
 
 
 class FusedKernel(ABC):
-    """One of torch's fused kernels, called for all parameters of an optimizer that has its options and state."""
+    """Base of the calls of torch's fused kernels, for an optimizer with the options and state of torch's class."""
 
     counts: ClassVar[bool] = True
     """Whether the state holds the number of updates."""
@@ -60,7 +60,7 @@ class FusedKernel(ABC):
         self._ones: dict[torch.device, Tensor] = {}
 
     def update(self, optimizer: Optimizer, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-        """Update what has a gradient, after dividing it by `grad_scale`; nothing where `found_inf` is 1.
+        """Update the parameters that have a gradient, as `Engine.update`.
 
         Raises:
             TrainingError: a gradient is sparse.
@@ -70,12 +70,12 @@ class FusedKernel(ABC):
                 self._update_alike(group, tensors, optimizer.state, found_inf, grad_scale)
 
     def keeps_state(self, group: dict[str, Any]) -> bool:
-        """Whether there is state of this group's tensors."""
+        """Return whether the tensors of this group have state."""
         return True
 
     @abstractmethod
     def begin(self, tensor: Tensor, group: dict[str, Any]) -> Entry:
-        """The state of a tensor that has its first gradient."""
+        """Return the initial state of a tensor."""
 
     @abstractmethod
     def launch(self, group: dict[str, Any], update: Update) -> None:
@@ -92,8 +92,8 @@ class FusedKernel(ABC):
         gradients: list[Any] = [tensor.grad for tensor in tensors]
         if True in [gradient.is_sparse for gradient in gradients]:
             raise TrainingError(
-                "a gradient is sparse, and the fused kernel would take its memory for a dense one",
-                remedy='make the embedding with sparse=False; or the optimizer by route="loop", or with fused=False',
+                "a gradient is sparse, and the fused kernel needs dense ones",
+                remedy='make the embedding with sparse=False, or the optimizer with route="loop" or fused=False',
             )
         gradients = _as_laid(tensors, gradients)
         entries: list[Entry] = []
@@ -105,17 +105,17 @@ class FusedKernel(ABC):
         self.launch(group, Update(tensors, gradients, entries, steps, found_inf, grad_scale))
 
     def _begin(self, entry: Entry, tensor: Tensor, group: dict[str, Any]) -> Entry:
-        entry.update(self.begin(tensor, group))  # all of it, or none: memory may run out
+        entry.update(self.begin(tensor, group))  # not key by key: memory may run out in between
         return entry
 
     def _one(self, device: torch.device) -> Tensor:
-        if device not in self._ones:  # a number would be made a tensor again and again
+        if device not in self._ones:  # torch would convert a number each time
             self._ones[device] = torch.ones((), device=device)
         return self._ones[device]
 
 
 class AdamKernel(FusedKernel):
-    """That of Adam and AdamW."""
+    """Kernel of Adam and AdamW."""
 
     def begin(self, tensor: Tensor, group: dict[str, Any]) -> Entry:
         keys = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
@@ -143,7 +143,7 @@ class AdamKernel(FusedKernel):
 
 
 class AdagradKernel(FusedKernel):
-    """That of Adagrad."""
+    """Kernel of Adagrad."""
 
     def begin(self, tensor: Tensor, group: dict[str, Any]) -> Entry:
         return {"step": _zero(tensor), "sum": torch.full_like(tensor, group["initial_accumulator_value"])}
@@ -165,7 +165,7 @@ class AdagradKernel(FusedKernel):
 
 
 class SGDKernel(FusedKernel):
-    """That of SGD."""
+    """Kernel of SGD."""
 
     counts = False
 
@@ -177,7 +177,7 @@ class SGDKernel(FusedKernel):
 
     def launch(self, group: dict[str, Any], update: Update) -> None:
         for entry, tensor in zip(update.entries, update.tensors, strict=bool(update.entries)):
-            if entry.get("momentum_buffer") is None:  # as it was saved where there was no momentum
+            if entry.get("momentum_buffer") is None:  # saved by an optimizer without momentum
                 entry.update(self.begin(tensor, group))
         torch._fused_sgd_(
             update.tensors,
@@ -208,7 +208,7 @@ _STEPS = {kind: kind.step for kind in _KERNELS}
 
 
 class _Fused(Engine, Optimizer):
-    """Subclasses put this before the torch class whose options they have."""
+    """Mixin that goes before one of torch's classes, whose options it has."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, fused=True, **options)  # type: ignore[call-arg]  # torch's class comes next
@@ -309,7 +309,7 @@ def _is_fused(group: dict[str, Any]) -> bool:
 
 
 def _alike(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Those of one device and dtype together."""
+    """Group tensors by device and dtype."""
     if len(tensors) == 1:
         return (tensors,)
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -319,7 +319,7 @@ def _alike(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def _as_laid(tensors: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-    """The gradients, each in memory as its tensor is."""
+    """Return the gradients with the strides of their tensors."""
     if all(map(Tensor.is_contiguous, tensors)) and all(map(Tensor.is_contiguous, gradients)):
         return gradients
     return [
@@ -340,7 +340,7 @@ def _add(steps: list[Tensor], number: Tensor) -> None:
 
 
 def _there(lr: float | Tensor, tensor: Tensor) -> Any:
-    """The rate for a kernel, which reads one that is on the host by itself."""
+    """Return the learning rate on the tensor's device, or as it is if the host can read it."""
     return lr.to(tensor.device, non_blocking=True) if isinstance(lr, Tensor) and not lr.is_cpu else lr
 
 

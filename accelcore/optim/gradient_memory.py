@@ -17,14 +17,14 @@ from accelcore.errors import TrainingError
 __all__ = ["GradientMemory", "Layout"]
 
 _ALIGNMENT = 512
-"""Bytes. What allocators of accelerators align a tensor to, and a multiple of a CPU's cache line."""
+"""Bytes: the alignment of tensors by allocators of accelerators, and a multiple of a CPU's cache line."""
 
 _LARGE = 1 << 16
-"""Elements from which on a gradient is taken in by itself: calling what does that costs little beside copying it."""
+"""Elements. A gradient of this size or more is copied within backward, as the call costs little beside the copy."""
 
 
 class Layout:
-    """Where each of several tensors lies in one piece of memory, in elements."""
+    """Places of tensors in one piece of memory, in elements."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         unit = _ALIGNMENT // tensors[0].element_size()
@@ -32,10 +32,10 @@ class Layout:
         self.strides = [tensor.stride() for tensor in tensors]
         sizes = [-(-tensor.numel() // unit) * unit for tensor in tensors]
         self.offsets = [0, *accumulate(sizes)]
-        """Where each begins, and after the last where all end."""
+        """The begin of each tensor, and the end of the last."""
 
     def views(self, memory: Tensor, first: int = 0, last: int | None = None) -> list[Tensor]:
-        """The tensors `first` to `last` (not included) as views of `memory`, which begins with the first of them."""
+        """Return the tensors `first` to `last` (excluded) as views of `memory`, which begins with tensor `first`."""
         begin = self.offsets[first]
         return [
             memory.as_strided(self.shapes[number], self.strides[number], memory.storage_offset() + offset - begin)
@@ -46,23 +46,23 @@ class Layout:
 class GradientMemory:
     """The gradients of parameters of one dtype and device in one piece of memory.
 
-    Backward leaves gradients where it likes; `collect` copies them into the piece. So a gradient that is None stays
-    that, which an optimizer tells from zero. Large ones are taken in during `backward`, each as soon as it is there:
-    it is in the cache then, and the next has its memory.
+    Backward allocates gradients, and `collect` copies them into the piece. So a gradient of None stays None, which an
+    optimizer treats unlike zero. Large gradients are copied within backward: each is still in the cache then, and its
+    memory is free for the next one.
 
     Attributes:
-        parameters: whose they are.
-        layout: of the piece.
+        parameters: the parameters.
+        layout: the layout of the piece.
         gradients: the piece.
-        views: it, seen parameter by parameter.
+        views: the piece as one tensor for each parameter.
         received: for each parameter, whether it has a gradient.
-        takes_in: whether it takes in gradients during backward.
-        receives: whether what backward leaves on the parameters now are the gradients for this piece; to be set.
+        takes_in: whether it copies gradients within backward.
+        receives: whether the gradients of the current backward are for this piece; to be set by its owner.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        # As they would be laid out densely, which most are.
+        # In dense strides, which most have.
         self.layout = Layout([torch.empty_like(parameter, device="meta") for parameter in parameters])
         like, total = parameters[0], self.layout.offsets[-1]
         self._packed = torch.zeros(total + len(parameters), dtype=like.dtype, device=like.device)
@@ -74,7 +74,7 @@ class GradientMemory:
         self._kinds = self._look()
         self._large = [number for number, view in enumerate(self.views) if view.numel() >= _LARGE]
         self.takes_in, self.receives = bool(self._large), False
-        # What a hook of a parameter holds lives as long as that, so these hold nothing.
+        # The hooks hold no reference to this object, because they live as long as the parameters.
         hooks = [
             parameters[number].register_post_accumulate_grad_hook(partial(_arrived, ref(self), number))  # type: ignore[no-untyped-call]
             for number in self._large
@@ -82,7 +82,7 @@ class GradientMemory:
         finalize(self, _remove, hooks)
 
     def take_in(self, number: int) -> None:
-        """Take in the gradient of a parameter, which shows that from now on and goes on to be added to there."""
+        """Copy a parameter's gradient into the piece, and make its `grad` a view of it."""
         parameter, view = self.parameters[number], self.views[number]
         gradient = parameter.grad
         if not self.receives or gradient is None or gradient is view:
@@ -93,16 +93,16 @@ class GradientMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether the parameters still have the dtype, device and strides that it was laid out for."""
+        """Whether the parameters still have the dtype, device and strides of the layout."""
         return self._kinds == self._look()
 
     def collect(self) -> None:
-        """Copy the gradients into their piece; zeros where there is none."""
+        """Copy the gradients into the piece, and zeros for gradients of None."""
         gradients = [parameter.grad for parameter in self.parameters]
         self.received = received = [gradient is not None for gradient in gradients]
         taken = {number for number in self._large if gradients[number] is self.views[number]}
         whole = all(received)
-        # The gaps, too: an overflow that was clipped is nan everywhere.
+        # Also the gaps: clipping makes them nan after an overflow.
         if taken:
             _clear(self._rest(received))
         elif self._has_gaps or not whole:
@@ -114,7 +114,7 @@ class GradientMemory:
             _copy([self.views[number] for number in numbers], [gradients[number] for number in numbers])
 
     def pack(self) -> Tensor:
-        """The piece, and behind it for each parameter a 1 where it has a gradient: what ranks exchange."""
+        """Return the tensor for ranks to average: the piece, then for each parameter 1 if it has a gradient, else 0."""
         if all(self.received):
             self._flags.fill_(1)
         else:
@@ -122,17 +122,17 @@ class GradientMemory:
         return self._packed
 
     def unpack(self) -> None:
-        """Ranks have made what `pack` gave their mean: a parameter has a gradient where it had one on any of them."""
-        if not all(self.received):  # only then the host has to wait
+        """Read the averaged tensor of `pack`: a parameter has a gradient if it had one on any rank."""
+        if not all(self.received):  # reading it makes the host wait
             self.received = (self._flags > 0).tolist()
 
     def expose(self, tensors: Iterable[Tensor]) -> None:
-        """Give each of as many tensors its gradient as `grad`, or None."""
+        """Set `grad` of each tensor, one for each parameter, to its gradient or None."""
         for tensor, view, received in zip(tensors, self.views, self.received, strict=True):
             tensor.grad = view if received else None
 
     def _rest(self, received: Sequence[bool]) -> list[Tensor]:
-        """What of the piece belongs to no gradient: of those that were not received, and the gaps."""
+        """Return the parts of the piece without a gradient: views of missing gradients, and gaps."""
         absent = [view for view, there in zip(self.views, received, strict=True) if not there]
         ends = [offset + view.numel() for offset, view in zip(self.layout.offsets, self.views, strict=False)]
         gaps = [self.gradients[end:begin] for end, begin in zip(ends, self.layout.offsets[1:], strict=True)]
@@ -167,6 +167,6 @@ def _copy(views: list[Tensor], gradients: list[Any]) -> None:
         if any(gradient.layout is not torch.strided for gradient in gradients):
             raise TrainingError(
                 "a gradient is sparse, which flat memory cannot hold",
-                remedy='make the embedding with sparse=False, or say flat=False and make the optimizer by route="loop"',
+                remedy='make the embedding with sparse=False, or use flat=False and an optimizer with route="loop"',
             ) from error
         raise

@@ -1,7 +1,7 @@
-"""Flat memory: many tensors in one piece, so that one kernel serves them all.
+"""Flat memory: the parameters of one dtype and device in one piece, so that one kernel updates them all.
 
-A parameter keeps its shape and strides, and a storage of its own within the piece: saving, copying or comparing it
-touches no other. What is between two tensors, for alignment, stays zero.
+A parameter keeps its shape, its strides and a storage of its own within the piece: saving or copying it affects no
+other. Gaps between parameters, for alignment, stay zero.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class FlatMemory(GradientMemory):
     """Parameters of one dtype and device in one piece of memory, and their gradients in another, laid out alike.
 
     Args:
-        slots: those that may be updated as one side by side. Each parameter's memory is replaced by its place in the
+        slots: the parameters; those to be updated as one are adjacent. Each one's memory becomes a part of the
             piece.
-        together: for each group, the number of the one that it may be updated with; none: each by itself.
+        together: for each group, the number of the first group with which it may be updated as one; empty: none.
 
     Attributes:
         values: the piece of the parameters.
@@ -43,13 +43,13 @@ class FlatMemory(GradientMemory):
         self._take_in(range(len(slots)))
 
     def refresh(self) -> bool:
-        """Take in what was given other memory since: by `model.to`, `load_state_dict(assign=True)`, another trainer.
+        """Copy back parameters that got other memory, by `model.to`, `load_state_dict(assign=True)` or another trainer.
 
         Returns:
-            Whether there was any.
+            Whether there was one.
 
         Raises:
-            TrainingError: it has another dtype, device or shape now.
+            TrainingError: a parameter has another dtype, device or shape now.
         """
         addresses = [parameter.data_ptr() for parameter in self.parameters]
         if addresses == self._addresses:
@@ -59,7 +59,7 @@ class FlatMemory(GradientMemory):
         return True
 
     def runs(self, values: Tensor, gradients: Tensor) -> list[Run]:
-        """A run for what may be updated as one, over pieces that are laid out as these."""
+        """Return the runs that may be updated as one, over pieces with this layout."""
         whole = Run(self.slots, values, gradients, self)
         return whole.split([n for n in range(1, len(self.slots)) if self._kernels[n] != self._kernels[n - 1]])
 
@@ -70,8 +70,8 @@ class FlatMemory(GradientMemory):
                 raise TrainingError(
                     f"the parameter {self.slots[number].name!r} is {parameter.dtype} of shape {tuple(parameter.shape)} "
                     f"on {parameter.device}, and was {place.dtype} of shape {tuple(place.shape)} on {place.device}",
-                    why="it was changed after its training began",
-                    remedy="move and cast the model before the trainer or the optimizer is made, or make a new one",
+                    why="it was changed after training began",
+                    remedy="move and cast the model first, then make optimizer and trainer",
                 )
             place.copy_(parameter.detach())
             parameter.data = place
@@ -79,7 +79,7 @@ class FlatMemory(GradientMemory):
 
 
 def lay_flat(slots: Sequence[Slot], together: Sequence[int] = ()) -> list[FlatMemory]:
-    """One piece of memory for each dtype and device among the parameters; `together` as for `FlatMemory`."""
+    """Lay parameters out in a piece for each dtype and device; `together` as for `FlatMemory`."""
 
     def place(slot: Slot) -> tuple[int, int]:
         return (together[slot.group] if together else slot.group, slot.group)
@@ -89,7 +89,7 @@ def lay_flat(slots: Sequence[Slot], together: Sequence[int] = ()) -> list[FlatMe
 
 
 def by_kind(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """Those of one dtype and device together."""
+    """Group parameters by dtype and device."""
     alike: dict[tuple[torch.dtype, torch.device], list[Slot]] = defaultdict(list)
     for slot in slots:
         alike[slot.parameter.dtype, slot.parameter.device].append(slot)
@@ -97,27 +97,29 @@ def by_kind(slots: Sequence[Slot]) -> list[list[Slot]]:
 
 
 def unfit(parameters: Sequence[Tensor]) -> str | None:
-    """Why these cannot be laid flat; None where they can."""
+    """Return why these parameters cannot be laid flat, or None."""
     for parameter in parameters:
         plain = parameter.data
         if type(plain) is not Tensor or plain.layout is not torch.strided:
             return f"a parameter is {kind_of(plain)} of layout {plain.layout}, not a plain dense tensor"
         if torch.empty_like(plain).stride() != plain.stride():
-            return "a parameter has gaps in its memory, or meets it twice"
+            return "a parameter has gaps in its memory, or overlaps itself"
     distinct = {id(parameter): parameter for parameter in parameters if parameter.numel()}.values()
     spans = sorted((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes) for p in distinct)
     if any(one[0] == other[0] and one[2] > other[1] for one, other in pairwise(spans)):
-        return "two parameters share memory, and each would get its own"
+        return "two parameters share memory"
     return None
 
 
 def _own_storage(view: Tensor) -> Tensor:
-    """The same memory as a tensor whose storage ends where it ends, where the device can exchange memory so."""
+    """Return the same memory as a tensor with a storage of its own, if the device supports DLPack."""
     if not view.numel():
         return view
-    elements = view.as_strided((view.numel(),), (1,), view.storage_offset())  # 1-D, which every exporter describes well
+    elements = view.as_strided(
+        (view.numel(),), (1,), view.storage_offset()
+    )  # every exporter describes 1-D tensors well
     try:
-        # Looked up now, because a device's package may teach this function about its memory when it is imported.
+        # Looked up at the call: a device's package may replace this function when it is imported.
         return dlpack.from_dlpack(elements).as_strided(view.shape, view.stride())
     except (BufferError, RuntimeError, NotImplementedError, TypeError, ValueError):
-        return view  # right all the same: only what is saved with torch.save then drags the whole piece along
+        return view  # also correct, but torch.save then saves the whole piece with each parameter

@@ -1,4 +1,4 @@
-"""Routes: the implementations of an optimizer, and how one of them is chosen."""
+"""Routes, the implementations of an optimizer, and the choice of one."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ __all__ = ["Choice", "Factory", "Memory", "Request", "Route", "choose", "formula
 
 Factory = Callable[..., Optimizer]
 Memory = Literal["tensors", "any", "flat"]
-"""What a route can be given: the tensor of each parameter; also 1-D tensors of many parameters; only the latter."""
+"""What a route updates: a tensor for each parameter; also 1-D tensors of many parameters; only the latter."""
 
 _FORMULA_PRIORITY = -20
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked of the registry, as a route's `supports` sees it.
+    """Request of an optimizer, the argument of a route's `supports`.
 
     Attributes:
         name: the optimizer's name, lower case.
-        options: hyperparameters as given (with `lr` where one was given).
-        parameters: every parameter of every group; empty where the registry is only asked to explain.
-        groups: what each parameter group says in place of `options`.
+        options: hyperparameters as given, with `lr` if one was given.
+        parameters: the parameters of all groups; empty in `explain`.
+        groups: the options of each parameter group, which override `options`.
         route: `"auto"`, or the one route that may serve it.
-        flat: False where each parameter is a tensor of its own, and has to stay that.
-        sharded: whether what is updated are shards, parts of parameters of which other ranks have the rest.
+        flat: whether parameters may lie in flat memory.
+        sharded: whether shards of parameters are updated, of which other ranks have the rest.
     """
 
     name: str
@@ -49,19 +49,19 @@ class Request:
     sharded: bool = False
 
     def values(self, option: str, default: Any) -> list[Any]:
-        """The values that `option` has, over all groups."""
+        """Return the value of `option` in each group."""
         common = self.options.get(option, default)
         return [group.get(option, common) for group in self.groups] or [common]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One route to an optimizer, and whether it would be taken.
+    """A route to an optimizer, and whether `create` would take it.
 
     Attributes:
         route: the route's name, such as `"fused"` or `"loop"`.
         chosen: whether `create` would take it.
-        reason: why not, where it would not.
+        reason: if not, why.
     """
 
     route: str
@@ -81,11 +81,11 @@ class Route:
     scattered: bool = False
 
     def make(self, request: Request, groups: Iterable[Any]) -> Optimizer:
-        """The optimizer that computes the updates.
+        """Make the optimizer that computes the updates.
 
         Raises:
-            ConfigurationError: it refuses its arguments.
-            PluginError: the factory made something else.
+            ConfigurationError: the factory refuses the arguments.
+            PluginError: the factory returned something else.
         """
         try:
             engine = self.factory(groups, **request.options)
@@ -101,8 +101,8 @@ class Route:
         if not isinstance(engine, Optimizer):
             raise PluginError(
                 f"route {self.name!r} of optimizer {request.name!r} made a {type(engine).__name__}",
-                why="the factory that a route is registered with has to return a torch.optim.Optimizer",
-                remedy="tell its author, or take another route",
+                why="the factory of a route must return a torch.optim.Optimizer",
+                remedy="tell its author, or choose another route",
             )
         if hasattr(engine, "place_runs") and not isinstance(engine, Engine):
             raise PluginError(
@@ -114,12 +114,12 @@ class Route:
 
 
 def choose(routes: Sequence[Route], request: Request) -> tuple[Choice, ...]:
-    """What becomes of each of `routes`, best first, for this request; at most one is chosen."""
+    """Return for each route, best first, whether it is chosen for this request. At most one is."""
     choices: list[Choice] = []
     taken = False
     for route in routes:
         if request.route not in ("auto", route.name):
-            choices.append(Choice(route.name, False, f"route {request.route!r} was asked for"))
+            choices.append(Choice(route.name, False, f"route {request.route!r} was requested"))
         elif taken:
             choices.append(Choice(route.name, False, "a better route serves this request"))
         else:
@@ -127,30 +127,30 @@ def choose(routes: Sequence[Route], request: Request) -> tuple[Choice, ...]:
             if reason is None and route.memory == "flat":
                 reason = unfit(request.parameters) if request.flat else "it updates flat memory only"
             if reason is None and request.sharded and not _by_element(route, request.name):
-                reason = "it looks at each parameter as a whole, and this rank has a part of it"
+                reason = "it needs whole parameters, and this rank has shards"
             taken = reason is None
             choices.append(Choice(route.name, taken, reason or ""))
     return tuple(choices)
 
 
 def formula_routes() -> dict[str, list[Route]]:
-    """By the name of each optimizer that has a formula, its route."""
+    """Return the routes of the formulas, which serve every device, by the optimizer's name."""
     return {name: [_formula_route(name, kind)] for name, kind in FORMULAS.items()}
 
 
 def name_of(kind: type) -> str | None:
-    """The registry's name of a class of `torch.optim`; None for any other, also one that is derived from them."""
+    """Return the registry's name of a class of `torch.optim`; None for any other class, also a derived one."""
     is_torchs = issubclass(kind, torch.optim.Optimizer) and kind.__module__.partition(".")[0] == "torch"
     return kind.__name__.lower() if is_torchs and kind is not torch.optim.Optimizer else None
 
 
 def _options(factory: Factory) -> list[str]:
-    """What a factory can be given beside the parameters; empty where it does not say."""
+    """Return the names of the options of a factory; empty if its signature does not list them."""
     made: Any = inspect.unwrap(factory)
     while isinstance(made, partial):
         made = made.func
     names: dict[str, None] = {}
-    for kind in getattr(made, "__mro__", (made,)):  # a class may pass on what its base takes
+    for kind in getattr(made, "__mro__", (made,)):  # a class may pass options on to its base
         options = list(inspect.signature(kind).parameters.values())[1:]
         named = [option for option in options if option.kind not in (option.VAR_POSITIONAL, option.VAR_KEYWORD)]
         names.update(dict.fromkeys(option.name for option in named if option.name not in ("fused", "foreach")))
@@ -160,13 +160,13 @@ def _options(factory: Factory) -> list[str]:
 
 
 def _in_place_of(name: str, known: list[str]) -> str:
-    """What the user may have meant by an option that is not known: also `lr` by `learning_rate`."""
+    """Return a hint for an unknown option, such as `lr` for `learning_rate`."""
     initials = "".join(word[:1] for word in name.split("_"))
     return f"did you mean {initials!r}?" if initials in known else did_you_mean(name, known)
 
 
 def _by_element(route: Route, name: str) -> bool:
-    """Whether a route treats each element alike, whatever parameter it belongs to."""
+    """Return whether a route treats each element alike, whatever its parameter."""
     formula = FORMULAS.get(name)
     return route.memory == "any" and (formula is None or (formula.by_element and not formula.by_group))
 
@@ -175,7 +175,7 @@ def _formula_route(name: str, kind: type[Formula]) -> Route:
     def supports(request: Request) -> str | None:
         for switch in ("fused", "foreach"):
             if switch in request.options:
-                return f"say route=... instead of {switch}="
+                return f"use route=... instead of {switch}="
         for switch in ("capturable", "differentiable"):
             if any(request.values(switch, False)):
                 return f"the formula is not {switch}"

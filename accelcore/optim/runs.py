@@ -1,4 +1,4 @@
-"""What an optimizer updates: slots, which are parameters, and runs, which are slots that are updated as one."""
+"""Slots, the trained parameters, and runs, the slots that an optimizer updates as one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Run", "Slot"]
 
 
 class Slot(NamedTuple):
-    """One parameter that is trained.
+    """A trained parameter.
 
     Attributes:
         name: as in `model.named_parameters()`; tied parameters have one slot.
         group: the number of its parameter group.
-        parameter: what forward and backward use.
-        trained: what the optimizer updates: the parameter itself, or its fp32 master.
+        parameter: the parameter of the model.
+        trained: the tensor that the optimizer updates: the parameter or its fp32 master.
     """
 
     name: str
@@ -30,15 +30,15 @@ class Slot(NamedTuple):
 
 
 class Run:
-    """What an optimizer updates as one: a tensor, or a stretch of flat memory whose parameters share their history.
+    """Tensor that an optimizer updates: a parameter, or a stretch of flat memory with several parameters.
 
-    Parameters share it as long as all of them received a gradient in the same steps.
+    The parameters of a stretch share their history: all of them received a gradient in the same steps.
 
     Args:
-        slots: theirs, all of one parameter group, or of groups with equal options.
-        value: what is updated; 1-D where there is a `memory`.
-        gradient: laid out as `value`; None where `value.grad` is set elsewhere.
-        memory: what it is a stretch of.
+        slots: its parameters, of one parameter group or of groups with equal options.
+        value: the tensor; 1-D if there is a `memory`.
+        gradient: has the layout of `value`; None if `value.grad` is set elsewhere.
+        memory: the flat memory of which it is a stretch.
         first: the number of its first slot in that memory.
     """
 
@@ -62,19 +62,19 @@ class Run:
 
     @property
     def groups(self) -> set[int]:
-        """The numbers of its slots' groups; its own is the first of them."""
+        """The numbers of its slots' groups; `group` is the first of them."""
         return {slot.group for slot in self.slots}
 
     def parts(self, tensor: Tensor) -> list[Tensor]:
-        """A tensor that is laid out as `value`, seen as one tensor for each slot."""
+        """Return views, one for each slot, of a tensor with the layout of `value`."""
         return [tensor] if self.memory is None else self.memory.layout.views(tensor, self.first, self.last)
 
     def split(self, edges: Sequence[int]) -> list[Run]:
-        """The stretches between its beginning, the slots of these numbers in its memory, and its end."""
+        """Split it before the slots with these numbers in its memory."""
         return [self._between(begin, end) for begin, end in pairwise([self.first, *edges, self.last])]
 
     def by_slot(self) -> list[Run]:
-        """A run for each slot, in the shape of its parameter, for an optimizer that must tell parameters apart."""
+        """Return a run for each slot, in the shape of its parameter, for an optimizer that must tell them apart."""
         if self.memory is None:
             return [self]
         values = self.parts(self.value)
@@ -83,7 +83,7 @@ class Run:
         return [Run([slot], value, gradient, self.memory, number) for number, (slot, value, gradient) in places]
 
     def cut(self, tensor: Tensor, part: Run) -> Tensor:
-        """What of a tensor laid out as `value` belongs to `part`, one of those that `split` gave."""
+        """Return the stretch of a tensor with the layout of `value` that belongs to `part`, a result of `split`."""
         assert self.memory is not None
         begin, start, end = (self.memory.layout.offsets[number] for number in (self.first, part.first, part.last))
         return tensor[start - begin : end - begin]

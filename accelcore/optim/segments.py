@@ -1,9 +1,9 @@
-"""Sums over the parameters of a run, or over the channels of each, as fast for thousands of them as for one.
+"""Sums over the parameters of a run, or over their channels, as fast for thousands of them as for one.
 
 A run is one 1-D tensor. A kernel for each of its parameters would be slow, and an atomic sum depends on the order in
-which a device adds. So sums are trees: a gather that lines up the members of each segment in rows, and a sum of each
-row, again and again until one number is left of each segment. How often that is depends on the longest segment alone:
-the tree has a level for each factor of 128 in its length.
+which a device adds. So sums are trees. Each level lines up the members of each segment in rows by one `index_select`,
+and sums each row, until one number is left of each segment. The longest segment determines the number of levels: one
+for each factor of 128 in its length.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from accelcore.optim.runs import Run
 __all__ = ["Channels", "Rows", "Segments", "Whole", "channels_of", "parameters_of"]
 
 _WIDTH = 128
-"""The most numbers that a level of the tree adds up in a row; also the most elements of a leaf."""
+"""Largest length of a row in a level of the tree, and largest number of elements of a leaf."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Where the segments of a 1-D tensor lie in it.
+    """Segments of a 1-D tensor, which consists of leaves; each leaf belongs to one segment or to none.
 
     Attributes:
-        grain: elements of a leaf, which belong together; the tensor is as many leaves, each of one segment or of none.
-        owners: int32, for each leaf the number of its segment, or the number of segments where it has none.
-        levels: int32, matrices of numbers: which of the sums so far each row adds up; one past the last is a zero.
+        grain: elements of a leaf.
+        owners: int32, for each leaf the number of its segment; the number of segments if it belongs to none.
+        levels: int32 matrices. Each row lists the sums of the level before that it adds up; one past the last is zero.
     """
 
     grain: int
@@ -42,27 +42,27 @@ class Segments:
 
     @property
     def structure(self) -> tuple[int, ...]:
-        """What a compiled kernel is made for: all but how many there are."""
+        """Return what a compiled kernel is specialised for: everything but the numbers of leaves and segments."""
         return self.grain, *(level.shape[1] for level in self.levels)
 
     def sum(self, elements: Tensor) -> Tensor:
-        """The sum over each segment, along the last dimension."""
+        """Return the sum over each segment, along the last dimension."""
         sums = _rows(elements, self.grain).sum(-1) if self.grain > 1 else elements
         for level in self.levels:
             sums = _rows(pad(sums, (0, 1)).index_select(-1, level.flatten()), level.shape[1]).sum(-1)
         return sums
 
     def norm(self, elements: Tensor) -> Tensor:
-        """The L2 norm of each segment."""
+        """Return the L2 norm of each segment."""
         return self.sum(elements * elements).sqrt()
 
     def multiply(self, elements: Tensor, factors: Tensor, *, elsewhere: float) -> Tensor:
-        """The elements, each multiplied by the factor of its segment; by `elsewhere` where it has none."""
+        """Multiply each element by the factor of its segment, or by `elsewhere` if it belongs to none."""
         spread = pad(factors, (0, 1), value=elsewhere).index_select(0, self.owners)
         return elements * spread if self.grain == 1 else (_rows(elements, self.grain) * spread.unsqueeze(1)).view(-1)
 
     def spread(self, values: Tensor) -> Tensor:
-        """The value of each leaf's segment; where the leaves are what was summed over other segments before."""
+        """Return for each leaf the value of its segment."""
         return values.index_select(0, self.owners)
 
 
@@ -129,7 +129,7 @@ def parameters_of(run: Run | Tensor) -> Segments | Whole:
 
 
 def channels_of(run: Run | Tensor) -> Channels | None:
-    """Return the channels of the parameters with elements and two dimensions or more; None if there are none.
+    """Return the channels of the parameters with elements and two dimensions or more, or None.
 
     They take about 8 bytes a leaf. A leaf is one element, unless all channels begin at multiples of a power of 2.
     """
@@ -145,7 +145,7 @@ def channels_of(run: Run | Tensor) -> Channels | None:
     ]
     if not parts:
         return None
-    # A channel of a dense tensor is in pieces as long as the first dimension's stride, between those of the others.
+    # A channel of a dense tensor is in pieces as long as the first dimension's stride; the other channels' are between.
     lengths = [part.stride(0) if part.shape[0] > 1 else part.numel() for _, part in parts]
     grain = math.gcd(_WIDTH, run.value.numel(), *(begin for begin, _ in parts), *lengths)
     members, numbers, count = [], [], 0
@@ -165,19 +165,19 @@ def channels_of(run: Run | Tensor) -> Channels | None:
 
 
 def _rows(tensor: Tensor, width: int) -> Tensor:
-    """The last dimension in rows of this many."""
+    """View the last dimension as rows of this width."""
     return tensor.view(*tensor.shape[:-1], -1, width)
 
 
 def _begins(run: Run) -> list[int]:
-    """Where each parameter of a run begins in it."""
+    """Return the offset of each parameter in its run."""
     assert run.memory is not None
     offsets = run.memory.layout.offsets
     return [offset - offsets[run.first] for offset in offsets[run.first : run.last]]
 
 
 def _segments(members: Sequence[Tensor], leaves: int, grain: int, device: torch.device) -> Segments:
-    """Segments from their members: matrices of the numbers of leaves, a row for each segment."""
+    """Make segments of their members: matrices of numbers of leaves, a row for each segment."""
     count = sum(len(rows) for rows in members)
     owners = torch.full((leaves,), count, dtype=torch.int32)
     first = 0
@@ -196,13 +196,13 @@ def _segments(members: Sequence[Tensor], leaves: int, grain: int, device: torch.
 
 
 def _in_rows(members: Tensor, width: int, *, missing: int) -> Tensor:
-    """Each segment's members, filled up to whole rows, one at least."""
+    """Pad each segment's members to whole rows, at least one."""
     length = members.shape[1]
     return pad(members, (0, max(-(-length // width), 1) * width - length), value=missing)
 
 
 def _numbered(shapes: Sequence[tuple[int, int]]) -> tuple[int, list[Tensor]]:
-    """Matrices of these shapes, of the numbers from 0 on, and how many there are."""
+    """Return matrices of these shapes that count up from 0, and the number after the last."""
     size, numbered = 0, []
     for segments, rows in shapes:
         numbered.append(torch.arange(size, size + segments * rows).view(segments, rows))

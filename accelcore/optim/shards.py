@@ -1,6 +1,6 @@
-"""Tensors that are divided among ranks: a DTensor is all of one, and knows this rank's shard.
+"""Shards of tensors that are divided among ranks, which are DTensors.
 
-torch.distributed.tensor takes long to import. Who divides a model imports it; before that no tensor is divided.
+torch.distributed.tensor takes long to import, so this file does not import it. Without it no tensor is divided.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MODULE = "torch.distributed.tensor"
 
 
 def is_sharded(value: Any) -> TypeIs[DTensor]:
-    """Whether a tensor is divided among ranks."""
+    """Return whether a tensor is divided among ranks."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(value, module.DTensor)
 
 
 def shard(value: Tensor) -> Tensor:
-    """This rank's shard of a tensor: the same memory; the tensor itself where it is not divided."""
+    """Return this rank's shard of a tensor, in the same memory; the tensor itself if it is not divided."""
     if not is_sharded(value):
         return value
     with torch.no_grad():
@@ -37,25 +37,25 @@ def shard(value: Tensor) -> Tensor:
 
 
 def rows_of(value: DTensor) -> tuple[int, int]:
-    """The first row of this rank's shard of a tensor, and how many there are.
+    """Return the first row of this rank's shard of a tensor, and the number of rows.
 
     Raises:
-        ConfigurationError: it is not divided by its rows alone.
+        ConfigurationError: it is divided otherwise than by rows.
     """
     from torch.distributed.tensor import Shard
 
     mesh = value.device_mesh
     if value.placements != (Shard(0),):
         raise ConfigurationError(
-            f"a tensor is divided as {value.placements}, and here the ranks divide rows only",
-            remedy='let the trainer divide the model: parallel="fsdp", and no tensor parallelism of your own',
+            f"a tensor is divided as {value.placements}, and only division by rows is supported",
+            remedy='let the trainer divide the model by parallel="fsdp", without tensor parallelism',
         )
     size = -(-value.shape[0] // mesh.size())
     return min(mesh.get_local_rank() * size, value.shape[0]), shard(value).shape[0]
 
 
 def shard_of(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor, where one of its shape is divided like `like`; nothing is communicated."""
+    """Return this rank's shard of a whole tensor that is to be divided as `like` is, without communication."""
     if is_sharded(value) or not is_sharded(like) or value.shape != like.shape:
         return shard(value)
     first, count = rows_of(like)
@@ -63,7 +63,7 @@ def shard_of(value: Tensor, like: Tensor) -> Tensor:
 
 
 def as_shard(own: Tensor, like: Tensor) -> Tensor:
-    """A tensor divided like `like`, of which this rank's shard is `own`; `own` itself where that is not divided."""
+    """Return the tensor, divided as `like` is, whose shard on this rank is `own`; `own` if `like` is not divided."""
     if not is_sharded(like) or own.shape != shard(like).shape:
         return own
     from torch.distributed.tensor import DTensor

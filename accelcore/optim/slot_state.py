@@ -1,4 +1,4 @@
-"""Optimizer state seen by parameter, and the same state where an optimizer keeps it: by what it updates."""
+"""Optimizer state by parameter, in a `state_dict`, and by run, in an engine."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ COUNTERS = ("step", "eta", "mu", "mu_product")
 """Scalars in the state of torch's optimizers: one for a parameter, not for each of its elements."""
 
 SWITCHES = ("foreach", "fused", "capturable", "differentiable", "param_names", "state_dtype")
-"""Options of a group that say how an update is computed, not what it computes: loading state leaves them alone."""
+"""Options of a group that choose an implementation, not a result. They are not loaded."""
 
 
 def by_parameter(runs: Iterable[Run], state: Mapping[Tensor, Entry]) -> dict[Tensor, Entry]:
-    """State under the model's parameters, with torch's keys. What belongs to elements are views, in their shape."""
+    """Return the state by parameter, with torch's keys. Tensors of the parameter's shape are views."""
     entries: dict[Tensor, Entry] = {}
     for run in runs:
         entry = state.get(run.value)
@@ -66,7 +66,7 @@ def load_state(entries: Mapping[Tensor, Entry], runs: Sequence[Run], optimizer: 
 
 
 def divide(run: Run, parts: Sequence[Run], state: MutableMapping[Tensor, Entry]) -> None:
-    """Let each part of a run have its part of the state, and counts of its own."""
+    """Divide the state of a run among its parts. Each part gets counters of its own."""
     entry = state.pop(run.value, None)
     if entry:
         for part in parts:
@@ -79,19 +79,19 @@ def divide(run: Run, parts: Sequence[Run], state: MutableMapping[Tensor, Entry])
 
 
 def read_state(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, shaped: bool) -> dict[Tensor, Entry]:
-    """The state in a `state_dict` under the parameters of these groups, sharing no tensor with it.
+    """Return a copy of the state in a `state_dict`, by parameter.
 
     Args:
         saved: the `state_dict`.
-        groups: the parameter groups of the optimizer that takes it over.
-        shaped: whether every tensor in it, but the counts, must have the shape of its parameter.
+        groups: the parameter groups of the optimizer that loads it.
+        shaped: whether every tensor in it, except counters, must have the shape of its parameter.
 
     Raises:
         ValueError: it has other groups, or other parameters in them.
     """
     saved_groups = saved["param_groups"]
     if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
-        raise ValueError("the state has other parameter groups, or groups of another size, than this optimizer")
+        raise ValueError("the saved state and this optimizer differ in the number or sizes of their parameter groups")
     parameters = chain.from_iterable(group["params"] for group in groups)
     numbers = [(number, group) for group in saved_groups for number in group["params"]]
     entries: dict[Tensor, Entry] = {}
@@ -101,12 +101,12 @@ def read_state(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, sh
             if shaped:
                 _check_shapes(parameter, entries[parameter])
     if any(map(_lacks_its_count, entries.values())):
-        logger.warning("the state has moments, and counts no updates: a schedule starts over")
+        logger.warning("the saved state has moments but counts no updates: a schedule starts over")
     return entries
 
 
 def read_options(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-    """Give groups the hyperparameters in a `state_dict`."""
+    """Copy the hyperparameters of a `state_dict` into parameter groups."""
     for group, saved_group in zip(groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in saved_group.items() if key not in ("params", "step", *SWITCHES)})
 
@@ -118,11 +118,13 @@ def _seen(run: Run, key: str, value: Any) -> Sequence[Any]:
         return [value] * len(run.slots)
     if value.shape == run.value.shape:
         return run.parts(value)
-    return value.expand(len(run.slots), *value.shape).clone().unbind()  # each its own: torch counts them up one by one
+    return (
+        value.expand(len(run.slots), *value.shape).clone().unbind()
+    )  # a tensor each: torch increments them one by one
 
 
 def _history(entry: Entry) -> dict[str, Any]:
-    """What parameters must have in common to be updated as one: the same keys, and equal counts."""
+    """Return what parameters must have in common to be updated as one: keys and equal counters."""
     return {
         key: (value.item() if isinstance(value, Tensor) else value) if key in COUNTERS else None
         for key, value in entry.items()
@@ -130,7 +132,7 @@ def _history(entry: Entry) -> dict[str, Any]:
 
 
 def _own(entry: Entry, slot: Slot) -> Entry:
-    """What of a parameter's state belongs to what is trained here: where that is a shard, its part."""
+    """Return a parameter's state; only this rank's shard if the parameter is divided."""
     return {
         key: shard_of(value, slot.parameter) if isinstance(value, Tensor) and key not in COUNTERS else value
         for key, value in entry.items()
@@ -138,7 +140,7 @@ def _own(entry: Entry, slot: Slot) -> Entry:
 
 
 def _of_run(entries: Sequence[Entry], run: Run, dtype: torch.dtype, place: torch.device) -> Entry:
-    """The entry of a run, whose state is kept in `dtype`, and its number of steps at `place`."""
+    """Join the states of a run's parameters, in `dtype`, with the number of steps on `place`."""
     entry: Entry = {}
     for key, value in entries[0].items():
         if key == "step":
@@ -148,7 +150,7 @@ def _of_run(entries: Sequence[Entry], run: Run, dtype: torch.dtype, place: torch
         elif key in COUNTERS or value.shape != shard(run.slots[0].trained).shape:
             entry[key] = value.detach().to(run.value.device, copy=True)
         else:
-            # Dense in a file, or of another precision: it takes the layout of what is updated.
+            # It may have other strides or another precision in a file: use the layout of the run.
             tensor = torch.zeros_like(run.value, dtype=dtype if value.is_floating_point() else value.dtype)
             torch._foreach_copy_(run.parts(tensor), [entry[key] for entry in entries])
             entry[key] = tensor
@@ -156,7 +158,7 @@ def _of_run(entries: Sequence[Entry], run: Run, dtype: torch.dtype, place: torch
 
 
 def _as_torch_writes(entry: Entry, group: Mapping[str, Any]) -> Entry:
-    """Steps are a plain number in torch_npu and older versions of torch; NVIDIA's apex counts them in the group."""
+    """Return a copy with torch's `step`: a plain number in torch_npu and old torch, in the group in NVIDIA's apex."""
     taken = {key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in entry.items()}
     steps = taken.get("step", group.get("step") if "exp_avg" in taken else None)
     if isinstance(steps, int | float):
@@ -169,9 +171,9 @@ def _lacks_its_count(entry: Entry) -> bool:
 
 
 def _check_shapes(parameter: Tensor, entry: Entry) -> None:
-    """Raise ValueError for state of another parameter's shape."""
+    """Raise ValueError if a state has another shape than its parameter."""
     for key, value in entry.items():
         if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
             raise ValueError(
-                f"the state {key!r} has shape {tuple(value.shape)}, and its parameter {tuple(parameter.shape)}"
+                f"the state {key!r} has shape {tuple(value.shape)}, but its parameter has {tuple(parameter.shape)}"
             )

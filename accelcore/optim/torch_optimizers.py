@@ -1,4 +1,4 @@
-"""torch's own optimizers as routes: the fused kernel where the device has one, foreach, the plain loop."""
+"""torch's own optimizers as routes: fused kernels, foreach, the plain loop."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 _BY_ELEMENT = (
     "adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd",
 )  # fmt: skip
-"""Those that treat each element alike. Of any other, such as Muon, it is not taken for granted."""
+"""Optimizers that treat each element alike. Others, such as Muon, may not."""
 _EPSILON = {"adagrad": 1e-10, "adam": 1e-8, "adamw": 1e-8, "nadam": 1e-8, "radam": 1e-8, "rmsprop": 1e-8}
-"""What torch's classes add to a root that they divide by, and no more than that, where none is given."""
+"""Default eps of torch's classes that divide by a root plus eps."""
 _FUSED_PRIORITY, _LOOP_PRIORITY = 10, 0
 _FOREACH_PRIORITY = {True: 5, False: -10}
 
@@ -39,17 +39,17 @@ def register_torch_optimizers(
     fused: tuple[str, ...],
     prefers_foreach: bool = False,
 ) -> None:
-    """Register every class of torch.optim; those named in `fused` also with their fused kernel, which is preferred.
+    """Register every class of torch.optim; those named in `fused` also by their fused kernel, which is preferred.
 
-    Most of them treat each element alike, so that each can update many parameters as one piece of memory. They keep
-    state in the dtype of what they train: where that is low precision, the optimizers that have a formula leave it to
-    the formula or to a device's own kernels, unless the route is named or `state_dtype` asks for it.
+    Most of them treat each element alike, so that they can update many parameters as one piece of memory. They keep
+    state in the dtype of the parameter. If that is low precision and the optimizer has a formula, these routes are
+    refused, unless the route is named or `state_dtype` requests that precision.
 
     Args:
         registry: the backend's.
         fused: optimizers with a fused kernel on this device.
-        prefers_foreach: whether a few launches for all tensors beat some for each, as on a GPU. On a CPU `foreach` was
-            measured slower than the loop, and is for those who ask for it.
+        prefers_foreach: whether a few launches for all tensors are faster than some for each, as on a GPU. If not,
+            `foreach` is taken only by name.
     """
     for name, kind in _CLASSES.items():
         switches = inspect.signature(kind).parameters
@@ -77,20 +77,20 @@ def register_torch_optimizers(
 
 
 def _made_by(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """A factory of a class that has no option `state_dtype`: it is taken where it says what the class does anyway."""
+    """Return a factory that accepts `state_dtype`, which the class lacks; `_loop_supports` has checked it."""
 
     def make(params: Any, *, state_dtype: str | None = None, **options: Any) -> torch.optim.Optimizer:
         made = kind(params, **options)
         for group in made.param_groups:
-            if not isinstance(group["lr"], Tensor):  # the host would have to wait for one
-                not_negative(lr=group["lr"])  # torch looks at the default only, and takes nan in SGD
+            if not isinstance(group["lr"], Tensor):  # reading one would make the host wait
+                not_negative(lr=group["lr"])  # torch checks the default only, and accepts nan in SGD
         return made
 
     return update_wrapper(make, kind, updated=())
 
 
 def _loses_epsilon(request: Request) -> bool:
-    """Whether eps is added to numbers in fp16, of which it is less than half of the smallest."""
+    """Return whether eps is added to fp16 numbers and rounds to zero."""
     in_fp16 = any(parameter.dtype == torch.float16 for parameter in request.parameters)
     given = request.values("eps", _EPSILON[request.name])
     return in_fp16 and any(isinstance(eps, int | float) and eps < 2**-25 for eps in given)
@@ -124,7 +124,7 @@ def _foreach_supports(request: Request) -> str | None:
 def _loop_supports(request: Request) -> str | None:
     given = [switch for switch in ("fused", "foreach") if switch in request.options]
     if given:
-        return f"say route=... instead of {given[0]}="
+        return f"use route=... instead of {given[0]}="
     dtypes = {parameter.dtype for parameter in request.parameters}
     for name in set(request.values("state_dtype", None)) - {None}:
         if others := dtypes - {STATE_DTYPES.get(name)}:
@@ -132,7 +132,7 @@ def _loop_supports(request: Request) -> str | None:
     low = {dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize}
     if low and request.name in FORMULAS and request.route == "auto" and None in request.values("state_dtype", None):
         return (
-            f"it would keep the state of {_named(low)} parameters in that precision: ask for it by route or state_dtype"
+            f"it would keep the state of {_named(low)} parameters in that precision: request it by route or state_dtype"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Optimizers: a name in the script, the fastest correct implementation on this device."""
+"""Registry of optimizers: a name in the script, the fastest correct implementation on this device."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ logger = logging.getLogger("accelcore")
 
 
 class Optimizers:
-    """The registry of one backend: optimizer name -> routes, best first.
+    """Registry of one backend: the routes of each optimizer, best first.
 
     A route is one implementation: torch's fused kernel, a vendor's class, a compiled formula. The backend registers
     its own, extensions may add more, and `create` takes the one of highest priority that supports the request. The
-    optimizers of `accelcore.optim.formulas` are there from the start, by a route `"formula"` that runs on every device.
+    optimizers of `accelcore.optim.formulas` are always registered, by a route `"formula"` that runs on every device.
     """
 
     def __init__(self) -> None:
@@ -51,15 +51,17 @@ class Optimizers:
 
         Args:
             name: the optimizer, in any letter case: `"adamw"`.
-            route: this implementation's name among those of `name`.
-            factory: called as `factory(params, **options)`; returns a `torch.optim.Optimizer` without state.
-            priority: the highest that supports a request is taken; torch's plain loops have 0, its kernels 10.
-            supports: given the request, None where this route can serve it, else the reason why it cannot.
-            memory: what the factory can be given as parameters. `"tensors"`: each as it is. `"any"`: it treats each
-                element alike, so that a 1-D tensor may stand for many parameters. `"flat"`: such tensors only; where it
-                has to tell the parameters apart, the class has a method `place_runs(runs)`.
-            scattered: whether it updates many tensors at once wherever they lie, so that a trainer which may choose
-                does not lay them flat first.
+            route: the name of this implementation.
+            factory: called as `factory(params, **options)`; returns a `torch.optim.Optimizer` without state, best an
+                `accelcore.optim.engine.Engine`.
+            priority: of the routes that support a request, `create` takes the one with the highest; torch's plain loops
+                have 0, its kernels 10.
+            supports: returns None if this route supports a request, else the reason why not.
+            memory: `"tensors"`: it updates a tensor for each parameter. `"any"`: it treats each element alike, so that
+                a 1-D tensor may hold many parameters. `"flat"`: it updates such tensors only; `Engine.place_runs` tells
+                it which parameters they hold.
+            scattered: whether it updates many tensors in one call wherever they are in memory, so that flat memory
+                makes it no faster.
 
         Raises:
             ConfigurationError: `name` already has a route of that name, or one of that priority.
@@ -69,7 +71,7 @@ class Optimizers:
             if other.name == route or other.priority == priority:
                 raise ConfigurationError(
                     f"optimizer {name!r} already has a route {other.name!r} of priority {other.priority}",
-                    why=f"{route!r} of priority {priority} would make the choice depend on the order of registration",
+                    why=f"with {route!r} of priority {priority} the order of registration would decide",
                 )
         routes.append(Route(route, factory, priority, memory, supports, scattered))
         routes.sort(key=lambda entry: -entry.priority)
@@ -77,13 +79,13 @@ class Optimizers:
     def distrust(
         self, name: str, route: str, fault: KnownFault, *, when: Callable[[Request], bool] = lambda request: True
     ) -> None:
-        """Refuse a route, in the versions of the fault: its kernel is known to be wrong.
+        """Refuse a route whose kernel is known to be wrong, in the versions of the fault.
 
         Args:
             name: the optimizer, in any letter case.
-            route: its route, which has to be registered.
-            fault: what is wrong, and in which versions; in others nothing is refused.
-            when: whether the kernel is wrong for a request. By default it is for every one.
+            route: a registered route.
+            fault: the fault and its versions.
+            when: whether the kernel is wrong for a request; by default for all.
 
         Raises:
             ConfigurationError: there is no such route.
@@ -95,29 +97,29 @@ class Optimizers:
                     routes[place] = replace(known, supports=_unless(when, str(fault), known.supports))
                 return
         raise ConfigurationError(
-            f"optimizer {name!r} has no route {route!r} to be distrusted",
+            f"optimizer {name!r} has no route {route!r} to distrust",
             available=", ".join(known.name for known in routes),
         )
 
     def copy(self) -> Optimizers:
-        """A registry with the same routes, to which more can be added without changing this one."""
+        """Return a registry with the same routes. Adding routes to it does not change this one."""
         twin = copy.copy(self)
         twin._routes = {name: list(routes) for name, routes in self._routes.items()}
         return twin
 
     def take_over(self, other: Optimizers) -> None:
-        """Have another registry's routes from now on, and none of these: for what was made here, and then moved.
+        """Replace the routes by another registry's, for optimizers whose parameters were moved to its device.
 
-        An optimizer that exists takes one of them when it is bound again.
+        An existing optimizer chooses among them when it is bound again.
         """
         self._routes = other.copy()._routes
 
     def names(self) -> tuple[str, ...]:
-        """The optimizers that `create` knows here, sorted."""
+        """Return the names of the optimizers, sorted."""
         return tuple(sorted(self._routes))
 
     def explain(self, name: str | type[torch.optim.Optimizer], **options: Any) -> tuple[Choice, ...]:
-        """Every route to `name`, best first, with the one `create` would take for these options, and why not others."""
+        """Return every route to `name`, best first, and whether `create` takes it for these options, or why not."""
         return self._explain(Request(_name(name), options))
 
     def create(
@@ -131,18 +133,18 @@ class Optimizers:
     ) -> RoutedOptimizer:
         """Create an optimizer. No state is allocated before its first step, except by torch's Adagrad.
 
-        The route is taken for the parameters as they are now, so that what no route supports is refused here; and once
-        more for what is trained in the end, if that is something else.
+        The route is chosen for the parameters as they are now, so that an unsupported request is refused here. A
+        trainer that casts or moves them, or makes masters, lets the optimizer choose again.
 
         Args:
-            name: one of `names()`, in any letter case; or the class of torch's that goes by it.
+            name: one of `names()`, in any letter case; or torch's class of that name.
             params: parameters, or parameter groups, as for `torch.optim`.
-            lr: learning rate; None takes the optimizer's own default.
-            route: `"auto"`, or one route by name.
+            lr: learning rate; None: the optimizer's default.
+            route: `"auto"`, or the name of a route.
             options: hyperparameters, named as in `torch.optim`.
 
         Raises:
-            UnsupportedError: there is no such optimizer here, or no route supports this request; each says why.
+            UnsupportedError: the optimizer is unknown, or no route supports the request; the message gives each reason.
             ConfigurationError: a hyperparameter is unknown or out of range.
         """
         name = _name(name)
@@ -159,16 +161,16 @@ class Optimizers:
         return RoutedOptimizer(request, groups, self._choose)
 
     def fastest(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The same optimizer by its fastest route here: for one that somebody else's factory has made.
+        """Return the same optimizer by its fastest route here, with the groups, options and state of the given one.
 
-        It takes over groups, options and state. Make schedules from what is returned. One whose class is not torch's
-        own is returned as it is, and the log says so.
+        Make schedules for the returned one. An optimizer whose class is not torch's is returned unchanged, with a
+        warning in the log.
         """
         if isinstance(optimizer, RoutedOptimizer):
             return optimizer
         name = name_of(type(optimizer))
         if name is None or name not in self._routes:
-            logger.warning("%s goes on as it is: no other route to it is known here", type(optimizer).__name__)
+            logger.warning("%s is used as it is: no other route to it is known here", type(optimizer).__name__)
             return optimizer
         groups, options = _request_of(optimizer)
         made = self.create(name, groups, **options)
@@ -185,8 +187,7 @@ class Optimizers:
                 f"optimizer {request.name!r} cannot be made by route {request.route!r}",
                 why="; ".join(f"{choice.route}: {choice.reason}" for choice in choices),
                 available=", ".join(choice.route for choice in choices),
-                remedy="change the options named above"
-                + ("" if request.route == "auto" else ", or let route='auto' choose"),
+                remedy="change the options named above" + ("" if request.route == "auto" else ", or use route='auto'"),
             )
         return next(route for route in self._routes[request.name] if route.name == chosen)
 
@@ -203,8 +204,8 @@ class Optimizers:
 
 
 def _request_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The groups and options with which the like of an optimizer of torch's is made."""
-    takes = inspect.signature(type(optimizer)).parameters  # a class may write more into its groups than it takes
+    """Return groups and options with which the registry makes the same optimizer as this one of torch's."""
+    takes = inspect.signature(type(optimizer)).parameters  # a class may write more into its groups than its options
 
     def chosen(options: dict[str, Any]) -> dict[str, Any]:
         left_out = {*SWITCHES, *(optimizer.defaults.keys() - takes.keys())}
@@ -215,15 +216,15 @@ def _request_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]],
 
 
 def _refuse_switches(request: Request, routes: list[str]) -> None:
-    """Say once, and not of each route, that routes are chosen by name and not by torch's switches."""
+    """Raise one error for torch's switches, not one reason for each route."""
     switch = next((switch for switch in ("fused", "foreach") if switch in request.options), None)
     if switch is not None:
-        asks = f"; route={switch!r} asks for torch's" if switch in routes else ""
+        asks = f"; route={switch!r} requests torch's" if switch in routes else ""
         raise UnsupportedError(
             f"optimizer {request.name!r} cannot be made with {switch}=",
-            why="which implementation is taken is chosen by route=",
+            why="route= chooses the implementation",
             available=", ".join(routes),
-            remedy=f"leave {switch}= out: the fastest route is taken anyhow{asks}",
+            remedy=f"leave {switch}= out: the fastest route is the default{asks}",
         )
 
 
@@ -231,8 +232,8 @@ def _name(asked: str | type[torch.optim.Optimizer]) -> str:
     name = name_of(asked) if isinstance(asked, type) else asked.lower() if isinstance(asked, str) else None
     if name is None:
         raise ConfigurationError(
-            f"{asked!r} is neither the name of an optimizer nor a class of torch's",
-            remedy='give a name, such as "adamw"; an optimizer of another\'s making goes to accel.trainer as it is',
+            f"{asked!r} is neither the name of an optimizer nor one of torch's classes",
+            remedy='use a name such as "adamw"; give an optimizer of another class to accel.trainer as it is',
         )
     return name
 
@@ -244,13 +245,13 @@ def _unless(
 
 
 def _listed(params: Parameters) -> list[Any]:
-    """The parameters or groups as lists, because looking at a generator would use it up."""
+    """Return the parameters or groups as lists, because reading a generator exhausts it."""
     return [{**group, "params": _members(group["params"])} if _is_group(group) else group for group in params]
 
 
 def _members(params: Any) -> list[Any]:
     if isinstance(params, set | frozenset):
-        raise TypeError("a set of parameters has no order, and an optimizer's state goes by their order")
+        raise TypeError("a set of parameters has no order, and an optimizer's state depends on it")
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
@@ -261,7 +262,7 @@ def _is_group(group: Any) -> bool:
 def _parameters(groups: list[Any]) -> Iterable[torch.Tensor]:
     for group in groups:
         for member in group["params"] if _is_group(group) else (group,):
-            # Named parameters come as pairs, as model.named_parameters() yields them.
+            # Named parameters are pairs, as from model.named_parameters().
             parameter = member[1] if isinstance(member, tuple) and len(member) == 2 else member
-            if isinstance(parameter, torch.Tensor):  # the optimizer itself refuses anything else
+            if isinstance(parameter, torch.Tensor):  # the optimizer refuses anything else
                 yield parameter

@@ -1,4 +1,4 @@
-"""Adadelta: steps as long as the latest ones were, so that the learning rate needs no unit."""
+"""Adadelta: the size of a step follows the latest steps, so that the learning rate has no unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamP: Adam without the part of a step that only lengthens a weight whose length has no effect."""
+"""AdamP: Adam without the part of an update that only changes the length of a scale-invariant weight."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["AdamP"]
 
 
 class AdamP(FusibleFormula):
-    """Adam, with the update d of a weight projected onto what is orthogonal to it, where its gradient nearly is.
+    """Adam that removes the radial part of an update if a weight and its gradient are nearly orthogonal.
 
     d = m / (√v̂ + eps), or with Nesterov's momentum (b1 · m + (1 - b1) · g) / (√v̂ + eps). A parameter p of two or more
-    dimensions is looked at row by row (its first dimension's), then as one row. Where each row's
-    |cos(g, p)| < delta / √(elements in a row), d = d - p̂ · <p̂, d>, with p̂ = p / (‖p‖ + eps), and weight decay counts
-    wd_ratio times only. Then p = p · (1 - lr · weight_decay) - lr / (1 - b1^t) · d.
+    dimensions is tested by rows, the slices along its first dimension, and then as one row. If every row has
+    |cos(g, p)| < delta / √(elements in a row), d = d - p̂ · <p̂, d>, with p̂ = p / (‖p‖ + eps), and the weight decay is
+    multiplied by wd_ratio. Then p = p · (1 - lr · weight_decay) - lr / (1 - b1^t) · d.
 
     Source: Heo et al., "AdamP: Slowing Down the Slowdown for Momentum Optimizers on Scale-invariant Weights" (2021); as
     its authors' code, torch_optimizer's AdamP and torch_npu's NpuFusedAdamP.
@@ -42,7 +42,7 @@ class AdamP(FusibleFormula):
         eps: added to the root of the second moment, and to norms.
         weight_decay: decoupled from the gradient, as AdamW's.
         delta: how close to orthogonal weight and gradient have to be.
-        wd_ratio: share of the weight decay where an update is projected.
+        wd_ratio: factor of the weight decay if the update is projected.
         nesterov: with Nesterov's momentum.
         state_dtype: see `Formula`.
 

@@ -33,14 +33,14 @@ class BertAdam(FusibleFormula):
     s = x / warmup; then the schedule decides, and s stays 0 after the end (`warmup_constant`: 1).
 
     Source: Devlin et al., "BERT" (2019), in the form of torch_npu's NpuFusedBertAdam. pytorch_pretrained_bert 0.6.2 has
-    the same, but clips each parameter by itself and begins its cosine after the warmup. Ascend's apex has other
+    the same, but clips each parameter separately and begins its cosine after the warmup. Ascend's apex has other
     defaults, b2=0.99 and max_grad_norm=-1. In torch_npu the cosine schedule raises, the polynomial one becomes complex
-    after t_total, and the state counts no updates; here a resumed run goes on within its schedule.
+    after t_total, and the state counts no updates; here a resumed run continues its schedule.
 
     Args:
         params: parameters or groups.
         lr: learning rate.
-        warmup: share of t_total in which the rate rises from 0; -1: none, which with `warmup_linear` means
+        warmup: share of t_total in which the rate rises from 0; -1: no warmup, which with `warmup_linear` means
             s = (1 - x) / 2.
         t_total: updates that the schedule extends over; -1: no schedule.
         schedule: `"warmup_linear"`: (1 - x) / (1 - warmup); `"warmup_constant"`: 1; `"warmup_cosine"`:
@@ -48,7 +48,7 @@ class BertAdam(FusibleFormula):
         b1, b2: decay of the first and second moment.
         e: added to the root of the second moment.
         weight_decay: share of the parameter in the update.
-        max_grad_norm: the gradients of a group are scaled down to this norm of all of them together; -1: they are not.
+        max_grad_norm: the gradients of a group are scaled down to this total norm; -1: no clipping.
         state_dtype: see `Formula`.
 
     Raises:

@@ -72,7 +72,7 @@ class Formula(Engine, torch.optim.Optimizer):
             for group in self.param_groups:
                 group.setdefault("state_dtype", state_dtype)
         for group in self.param_groups:
-            not_negative(lr=group["lr"])  # torch looks at the default only, and takes nan in SGD
+            not_negative(lr=group["lr"])  # torch checks the default only, and accepts nan in SGD
             _check_state_dtype(group)
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:

@@ -27,7 +27,7 @@ from accelcore.optim.segments import Segments, Whole, parameters_of
 __all__ = ["Lamb"]
 
 _LARGEST_NORM = 10.0
-"""Norms of a parameter above this count as this."""
+"""Larger norms of a parameter are cut off here."""
 
 
 class Lamb(FusibleFormula):
@@ -43,8 +43,8 @@ class Lamb(FusibleFormula):
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: share of the parameter in the update.
-        adam: the ratio is 1 for all.
-        use_global_grad_norm: gradients are divided by the norm of all of them together where that exceeds 1.
+        adam: the ratio is always 1.
+        use_global_grad_norm: gradients are divided by their total norm if that exceeds 1.
         state_dtype: see `Formula`.
 
     Raises:

@@ -23,7 +23,7 @@ __all__ = ["RMSpropTF"]
 class RMSpropTF(FusibleFormula):
     """p = p - lr · g / √(v + eps), with v the running mean of g², which starts at 1; centered: v - ḡ².
 
-    With momentum, b = momentum · b + lr · g / √(v + eps) and p = p - b, so that a change of lr does not reach back.
+    With momentum, b = momentum · b + lr · g / √(v + eps) and p = p - b, so that a new lr changes only new updates.
     Source: TensorFlow 1's RMSPropOptimizer, in the form of timm's RMSpropTF and torch_npu's NpuFusedRMSpropTF. timm's
     decoupled decay is scaled by lr, this one is not; Ascend's apex starts v at 0.
 
@@ -33,7 +33,7 @@ class RMSpropTF(FusibleFormula):
         alpha: decay of the mean square and the mean gradient.
         eps: added to the mean square, inside the root.
         weight_decay: share of the parameter that is added to the gradient.
-        momentum: decay of the buffer of updates; without it there is none.
+        momentum: decay of the buffer of updates; 0: no buffer.
         centered: divide by the variance of the gradient, not by its square.
         decoupled_decay: p is multiplied by 1 - weight_decay instead; lr has no part in that.
         lr_in_momentum: False: b = momentum · b + g / √(v + eps) and p = p - lr · b.

@@ -26,7 +26,7 @@ class SGD(Formula, torch.optim.SGD):
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         if not group["momentum"]:
             return {}
-        # Zeros lead to the right first buffer, unless the gradient would be dampened: nan then means that none came.
+        # Zeros give the right first buffer, unless the gradient is dampened: nan then marks a new buffer.
         return {"momentum_buffer": math.nan if group["dampening"] else 0.0}
 
     def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
