@@ -40,7 +40,7 @@ def test_torchs_own_switches_are_refused_because_the_route_says_it(accel, switch
     for route in ("auto", "fused", "loop", "foreach"):
         with pytest.raises(UnsupportedError, match=f"leave {switch}= out: the fastest") as caught:
             accel.optimizers.create("adamw", [parameter()], route=route, **{switch: value})
-        assert f"route={switch!r} asks for torch's" in caught.value.remedy
+        assert f"route={switch!r} requests torch's" in caught.value.remedy
         assert str(caught.value).count(f"{switch}=") == 2
 
 
