@@ -76,11 +76,11 @@ def test_a_wrapped_model_and_a_schedule_that_needs_a_metric_are_refused(accel):
 
 
 def test_slow_low_precision_is_said_once(accel, caplog):
-    from accelcore_cpu import low
+    from accelcore_cpu import precision, processor
 
-    if low.has_units(torch.float16):
+    if processor.has_units(torch.float16):
         pytest.skip("this CPU has fp16 units: there is nothing to say")
-    low.say.cache_clear()
+    precision.warn_without_units.cache_clear()
     model = net()
     with caplog.at_level(logging.WARNING, "accelcore"):
         for _ in range(2):
