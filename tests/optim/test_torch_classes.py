@@ -146,7 +146,7 @@ def test_lbfgs_without_a_closure_says_what_it_needs(accel):
 def test_a_trainer_refuses_what_needs_a_closure_when_it_is_made(accel, ours):
     model = net()
     optimizer = accel.optimizers.create("lbfgs", model.parameters()) if ours else torch.optim.LBFGS(model.parameters())
-    with pytest.raises(UnsupportedError, match="closure|several times"):
+    with pytest.raises(UnsupportedError, match="closure"):
         accel.trainer(model, optimizer, loss=loss_of)
     same(model, net())
 
