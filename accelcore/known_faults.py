@@ -1,15 +1,13 @@
-"""Known wrong kernels: what computes something else than it says, in which versions, and what is done instead.
+"""Known kernel bugs: affected versions, symptom, workaround.
 
-A table, not a list of complaints: a fault is here because its result is wrong without an error. Those of torch in
-general are below; a plugin has those of its device, and answers the hook `accelcore_known_faults` with them. The tests
-ask every entry whether it is still true of the installed version, so that the table cannot go out of date unnoticed.
-Free of torch, because `accelcore doctor` shows the table and imports none.
+Listed are kernels that compute a wrong result without an error. Bugs of torch on every device are below; a plugin lists
+those of its device in the hook `accelcore_known_faults`. The tests check every entry against the installed version.
+This module does not import torch, because `accelcore doctor` shows the table without it.
 """
 
 from __future__ import annotations
 
-import pkgutil
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -18,21 +16,16 @@ __all__ = ["TORCH_FAULTS", "KnownFault"]
 
 @dataclass(frozen=True)
 class KnownFault:
-    """A kernel that computes something else than it says.
+    """Kernel that computes a wrong result without an error.
 
     Attributes:
-        kernel: what computes it, as its users call it.
-        package: the distribution that it comes with.
-        versions: in which of its versions, as pip writes it (`">=2.10,<2.14"`).
-        what: what is wrong, in one sentence without its full stop.
-        instead: what accelcore does instead, likewise.
-        reference: where it is described; a URL where there is one.
-        seen: with which version and where we have seen it ourselves; empty where we only know it from the reference.
-        probe: the function that asks the installed version, as `"module:function"`. It returns whether the kernel is
-            wrong, or None where that cannot be told here, because the device is not there.
-
-    Raises:
-        ValueError: a field that has to say something is empty or no text.
+        kernel: the kernel, as users call it.
+        package: the distribution that contains it.
+        versions: the affected versions, as pip writes them (`">=2.10,<2.14"`).
+        what: the symptom, in one sentence without its full stop.
+        instead: accelcore's workaround, likewise.
+        reference: where the bug is described; a URL if there is one.
+        seen: the version and device with which we reproduced it; empty if we did not.
     """
 
     kernel: str
@@ -42,17 +35,10 @@ class KnownFault:
     instead: str
     reference: str
     seen: str
-    probe: str
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, str) or not (value or field.name == "seen"):
-                raise ValueError(f"known fault of {self.kernel!r}: {field.name} is {value!r}")
 
     @property
     def installed(self) -> str | None:
-        """The version of the package that is installed, or None."""
+        """Installed version of the package; None if it is not installed."""
         try:
             return _version(self.package)
         except PackageNotFoundError:
@@ -60,16 +46,11 @@ class KnownFault:
 
     @property
     def applies(self) -> bool:
-        """Whether the installed version is one of those."""
-        from packaging.specifiers import SpecifierSet  # only for those who ask: it takes longer than this module
+        """Whether the installed version is affected."""
+        from packaging.specifiers import SpecifierSet  # imported late: it takes longer than this module
 
-        has = self.installed
-        return has is not None and SpecifierSet(self.versions).contains(has, prereleases=True)
-
-    def still_wrong(self) -> bool | None:
-        """Ask the kernel, whatever its version: whether it is wrong, or None where there is no such device here."""
-        answer: bool | None = pkgutil.resolve_name(self.probe)()
-        return answer
+        installed = self.installed
+        return installed is not None and SpecifierSet(self.versions).contains(installed, prereleases=True)
 
     def __str__(self) -> str:
         return f"{self.what} ({self.package} {self.versions}: {self.reference})"
@@ -77,7 +58,7 @@ class KnownFault:
 
 @cache
 def _version(package: str) -> str:
-    """Kept, because each backend asks for the same ones again and finding out means parsing all of their metadata."""
+    # Each backend asks for the same packages, and `version` parses all of their metadata.
     return version(package)
 
 
@@ -90,7 +71,6 @@ FP16_EPSILON = KnownFault(
     instead="the route is refused for such a request, and the fused kernel or the formula taken, where there is one",
     reference="https://github.com/pytorch/pytorch/issues/147437",
     seen="torch 2.13.0, CPU",
-    probe="accelcore.fault_probes:fp16_epsilon",
 )
 SKIPPED_FIRST_STEP = KnownFault(
     kernel="torch.optim.SGD(fused=True) with momentum",
@@ -101,7 +81,6 @@ SKIPPED_FIRST_STEP = KnownFault(
     instead="our route to the same kernel begins with momentum that is 0",
     reference="https://github.com/LibreYOLO/libreyolo/pull/771",
     seen="torch 2.13.0, CPU",
-    probe="accelcore.fault_probes:skipped_first_step",
 )
 BACKWARD_UNDER_AUTOCAST = KnownFault(
     kernel="torch.compile, backward of a model that was called under autocast",
@@ -111,7 +90,6 @@ BACKWARD_UNDER_AUTOCAST = KnownFault(
     instead='compiled models are called with the setting backward_pass_autocast="off"',
     reference="https://github.com/pytorch/pytorch/issues/153044",
     seen="torch 2.13.0, CPU",
-    probe="accelcore.fault_probes:backward_under_autocast",
 )
 TORCH_FAULTS = (FP16_EPSILON, SKIPPED_FIRST_STEP, BACKWARD_UNDER_AUTOCAST)
-"""Faults of torch that every device has."""
+"""Bugs of torch on every device."""

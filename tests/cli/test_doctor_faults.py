@@ -11,7 +11,7 @@ PLUGIN = """
 def accelcore_known_faults():
     from accelcore.known_faults import KnownFault
 
-    words = dict(package="torch", what="it adds wrongly", instead="a loop", reference="page 1", seen="", probe="a:b")
+    words = dict(package="torch", what="it adds wrongly", instead="a loop", reference="page 1", seen="")
     return [KnownFault("a kernel", versions=">=2", **words), KnownFault("an old one", versions="<1", **words)]
 """
 

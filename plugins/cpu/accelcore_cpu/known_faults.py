@@ -14,7 +14,6 @@ LOW_PRECISION_SGD = KnownFault(
     instead="the route is refused for such parameters, and another one taken",
     reference="https://github.com/pytorch/pytorch/issues/191763",
     seen="torch 2.13.0: of 100 bf16 elements a step changes 4",
-    probe="accelcore_cpu.fault_probes:low_precision_sgd",
 )
 MEMORY_ORDER = KnownFault(
     kernel="torch._fused_adam_, _fused_adamw_, _fused_adagrad_, _fused_sgd_ on the CPU",
@@ -24,6 +23,5 @@ MEMORY_ORDER = KnownFault(
     instead="our route to the same kernels lays such a gradient out as its parameter first",
     reference="https://github.com/pytorch/pytorch/issues/110758 (where it is an error, on a GPU)",
     seen="torch 2.13.0: a transposed parameter with a contiguous gradient",
-    probe="accelcore_cpu.fault_probes:memory_order",
 )
 KNOWN_FAULTS = (LOW_PRECISION_SGD, MEMORY_ORDER)

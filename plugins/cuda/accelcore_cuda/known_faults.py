@@ -1,4 +1,4 @@
-"""What is known to be wrong with torch's kernels and compilers for the GPU; free of torch."""
+"""Known bugs of torch's kernels and compilers for the GPU. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,5 @@ MIX_ORDER_REDUCTION = KnownFault(
     instead="models are compiled with triton.mix_order_reduction=False, unless the options ask for it",
     reference="https://github.com/pytorch/pytorch/issues/193061",
     seen="",
-    probe="accelcore_cuda.fault_probes:mix_order_reduction",
 )
 KNOWN_FAULTS = (MIX_ORDER_REDUCTION,)

@@ -1,6 +1,6 @@
-"""What is known to be wrong with torch_npu's kernels and optimizers; free of torch.
+"""Known bugs of torch_npu's kernels and optimizers. This module does not import torch.
 
-Only what is wrong without an error. Where its classes raise instead, ours have the same answer and need no entry.
+Listed are wrong results without an error. If torch_npu's classes raise, no entry is needed.
 """
 
 from __future__ import annotations
@@ -23,37 +23,30 @@ KNOWN_FAULTS = (
         instead="no kernel of an NPU is trusted to unscale or to skip; the scaler does both",
         reference="op-plugin, FusedAdamwKernelNpu, as published",
         seen="",
-        probe="accelcore_npu.fault_probes:scaling_ignored",
     ),
     _Emulated(
         kernel="torch_npu.optim.NpuFusedSGD, NpuFusedBertAdam",
         what="a parameter whose first gradient comes after the first step is never updated",
-        probe="accelcore_npu.fault_probes:late_gradient_lost",
     ),
     _Emulated(
         kernel="torch_npu.optim.NpuFused*, but for AdamP",
         what="after zero_grad() set gradients to None, the step uses those of the first step again",
-        probe="accelcore_npu.fault_probes:stale_gradients",
     ),
     _Emulated(
         kernel="torch_npu.optim.NpuFused*",
         what="a state that is loaded after a step is not used",
-        probe="accelcore_npu.fault_probes:loaded_state_ignored",
     ),
     _Emulated(
         kernel="torch_npu.optim.NpuFusedBertAdam",
         what="steps are not counted in its state, so that a run which resumes starts its schedule anew",
-        probe="accelcore_npu.fault_probes:steps_uncounted",
     ),
     _Emulated(
         kernel="torch_npu.optim.NpuFusedBertAdam with several groups",
         what="every group is clipped by the max_grad_norm of the first",
-        probe="accelcore_npu.fault_probes:clipped_by_first_group",
     ),
     _Emulated(
         kernel="torch_npu.optim.NpuFusedAdam, NpuFusedAdamW, fp16",
         what="moments are fp16, where an eps of 1e-8 is 0: parameters become inf in one step",
         instead="the moments of low-precision parameters are fp32, or the route is refused for them",
-        probe="accelcore_npu.fault_probes:fp16_epsilon",
     ),
 )

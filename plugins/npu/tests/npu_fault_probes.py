@@ -1,7 +1,7 @@
-"""What the faults of torch_npu ask of the installed version; see `known_faults.py`.
+"""Probes: whether the installed torch_npu still has the known faults.
 
-They run on an NPU, emulated or not; on an emulated one the Python of torch_npu's optimizers is its own, and kernels are
-not, so that what is wrong with a kernel cannot be told there.
+They run on an NPU, emulated or not. An emulated one has the Python of torch_npu's optimizers, and other kernels: what
+is wrong with a kernel cannot be found out there.
 """
 
 from __future__ import annotations
@@ -14,20 +14,9 @@ from typing import Any
 
 import torch
 import torch_npu
+from accelcore_npu import emulation
 from torch import Tensor, nn
 from torch_npu import optim
-
-from accelcore_npu import emulation
-
-__all__ = [
-    "clipped_by_first_group",
-    "fp16_epsilon",
-    "late_gradient_lost",
-    "loaded_state_ignored",
-    "scaling_ignored",
-    "stale_gradients",
-    "steps_uncounted",
-]
 
 _OPTIONS: dict[Any, dict[str, float]] = {
     optim.NpuFusedAdadelta: {"lr": 0.5},
@@ -170,3 +159,15 @@ def _trained(kind: Any, values: list[float]) -> Tensor:
     for value in values:
         _step(optimizer, parameters, value)
     return parameters[0].detach()
+
+
+PROBES: dict[str, Callable[[], bool | None]] = {
+    "torch._fused_adamw_ on an NPU": scaling_ignored,
+    "torch_npu.optim.NpuFusedSGD, NpuFusedBertAdam": late_gradient_lost,
+    "torch_npu.optim.NpuFused*, but for AdamP": stale_gradients,
+    "torch_npu.optim.NpuFused*": loaded_state_ignored,
+    "torch_npu.optim.NpuFusedBertAdam": steps_uncounted,
+    "torch_npu.optim.NpuFusedBertAdam with several groups": clipped_by_first_group,
+    "torch_npu.optim.NpuFusedAdam, NpuFusedAdamW, fp16": fp16_epsilon,
+}
+"""By the kernel of a known fault, its probe; None if it cannot tell here."""

@@ -1,4 +1,4 @@
-"""What the faults of torch in general ask of the installed version; see `known_faults.py`."""
+"""Probes: whether the installed torch still has the known faults of its general and its CPU kernels."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ _WITH_EPSILON: tuple[Any, ...] = (
     torch.optim.RAdam,
     torch.optim.RMSprop,
 )
-
-__all__ = ["backward_under_autocast", "fp16_epsilon", "skipped_first_step", "steps"]
+_FUSED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
 
 
 def steps(make: Callable[[list[Tensor]], torch.optim.Optimizer], start: Tensor, gradients: list[Tensor]) -> Tensor:
-    """What becomes of `start` when this optimizer takes a step with each gradient."""
+    """Return `start` after a step of this optimizer with each gradient."""
     parameter = nn.Parameter(start.clone())
     optimizer = make([parameter])
     for gradient in gradients:
@@ -33,7 +32,7 @@ def steps(make: Callable[[list[Tensor]], torch.optim.Optimizer], start: Tensor, 
 
 
 def fp16_epsilon() -> bool:
-    """Some steps of each class with gradients of 1e-5 in fp16: does not one of them leave the parameter finite?"""
+    """Check that no class leaves a parameter finite in some steps with gradients of 1e-5 in fp16."""
     small = torch.full((8,), 1e-5, dtype=torch.float16)
     return not any(
         bool(steps(partial(kind, foreach=foreach), small, [small] * 6).isfinite().all())
@@ -43,7 +42,7 @@ def fp16_epsilon() -> bool:
 
 
 def skipped_first_step() -> bool:
-    """Memory that was never written is made NaN: does momentum begin with it?"""
+    """Check if momentum begins with memory that was never written, which is made NaN."""
     parameter = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, fused=True)
     with _unwritten_is_nan():
@@ -55,7 +54,7 @@ def skipped_first_step() -> bool:
 
 
 def backward_under_autocast() -> bool:
-    """The gradient of a part that forward computes in fp32: has it fewer bits where the model is compiled?"""
+    """Check if the gradient of a part that forward computes in fp32 has fewer bits if the model is compiled."""
     torch.manual_seed(0)
     weight, rows = torch.randn(16, 16), torch.randn(8, 16)
 
@@ -70,6 +69,25 @@ def backward_under_autocast() -> bool:
             loss = forward(leaf)
         gradients += torch.autograd.grad(loss, [leaf])
     return not torch.allclose(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
+
+
+def low_precision_sgd() -> bool:
+    """Check if a step of 1 from 1 does not end at 0 everywhere, in bf16 or fp16."""
+    make = partial(torch.optim.SGD, lr=1.0, fused=True)
+    ones = [torch.ones(100, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
+    return any(bool(steps(make, one, [one]).any()) for one in ones)
+
+
+def memory_order() -> bool:
+    """Check if a kernel differs from the loop for a transposed parameter with a contiguous gradient."""
+    start, gradient = torch.arange(6.0).reshape(3, 2).t(), torch.arange(-6.0, 0.0).reshape(2, 3)
+    return any(
+        not torch.allclose(
+            steps(partial(kind, lr=0.1, fused=True), start, [gradient] * 2),
+            steps(partial(kind, lr=0.1, foreach=False), start, [gradient] * 2),
+        )
+        for kind in _FUSED
+    )
 
 
 @contextmanager
