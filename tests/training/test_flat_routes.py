@@ -39,6 +39,16 @@ def network():
     return nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 1))
 
 
+def test_a_class_with_place_runs_that_is_no_engine_is_refused(accel):
+    class Unplaced(torch.optim.SGD):
+        def place_runs(self, runs):
+            raise AssertionError
+
+    accel.optimizers.register("unplaced", "flat", Unplaced, memory="flat")
+    with pytest.raises(accelcore.PluginError, match=r"Unplaced.*Engine"):
+        accel.optimizers.create("unplaced", [nn.Parameter(torch.ones(2))])
+
+
 def step(trainer, dtype=torch.float32):
     trainer.backward(trainer.forward(torch.ones(2, 600, dtype=dtype)).float().square().mean())
     trainer.update()

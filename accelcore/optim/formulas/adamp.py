@@ -67,14 +67,9 @@ class AdamP(FusibleFormula):
         not_negative(lr=lr, eps=eps, weight_decay=weight_decay, delta=delta, wd_ratio=wd_ratio)
         fractions(**{"betas[0]": betas[0], "betas[1]": betas[1]})
         defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "delta": delta,
-            "wd_ratio": wd_ratio,
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "delta": delta, "wd_ratio": wd_ratio,
             "nesterov": nesterov,
-        }
+        }  # fmt: skip
         super().__init__(params, defaults, state_dtype=state_dtype)
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:

@@ -78,16 +78,9 @@ class BertAdam(FusibleFormula):
         if schedule not in _SCHEDULES:
             raise ValueError(f"schedule={schedule!r} is unknown; available: {', '.join(_SCHEDULES)}")
         defaults = {
-            "lr": lr,
-            "warmup": warmup,
-            "t_total": t_total,
-            "schedule": schedule,
-            "b1": b1,
-            "b2": b2,
-            "e": e,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-        }
+            "lr": lr, "warmup": warmup, "t_total": t_total, "schedule": schedule, "b1": b1, "b2": b2, "e": e,
+            "weight_decay": weight_decay, "max_grad_norm": max_grad_norm,
+        }  # fmt: skip
         super().__init__(params, defaults, state_dtype=state_dtype)
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:

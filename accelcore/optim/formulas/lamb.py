@@ -67,13 +67,9 @@ class Lamb(FusibleFormula):
         not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         fractions(**{"betas[0]": betas[0], "betas[1]": betas[1]})
         defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adam": adam,
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adam": adam,
             "use_global_grad_norm": use_global_grad_norm,
-        }
+        }  # fmt: skip
         super().__init__(params, defaults, state_dtype=state_dtype)
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:

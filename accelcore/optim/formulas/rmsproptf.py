@@ -58,15 +58,9 @@ class RMSpropTF(FusibleFormula):
     ) -> None:
         not_negative(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
         defaults = {
-            "lr": lr,
-            "alpha": alpha,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "centered": centered,
-            "decoupled_decay": decoupled_decay,
-            "lr_in_momentum": lr_in_momentum,
-        }
+            "lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum,
+            "centered": centered, "decoupled_decay": decoupled_decay, "lr_in_momentum": lr_in_momentum,
+        }  # fmt: skip
         super().__init__(params, defaults, state_dtype=state_dtype)
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
