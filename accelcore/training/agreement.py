@@ -82,14 +82,14 @@ class Agreement:
         )
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def together(self, what: str, kind: type[AccelError] = CheckpointError) -> Iterator[None]:
         """Run a block on all ranks; if it raises on one of them, all raise after it."""
         failure: Exception | None = None
         try:
             yield
         except Exception as error:  # noqa: BLE001  # `settle` raises it, when all ranks know
             failure = error
-        self.settle(failure, what)
+        self.settle(failure, what, kind)
 
     def settle(self, failure: BaseException | None, what: str, kind: type[AccelError] = CheckpointError) -> None:
         """Raise this rank's failure, or an error of class `kind` if another rank has one."""

@@ -30,7 +30,6 @@ class ModelSnapshot:
     def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None] = lambda: None) -> None:
         self._model, self._optimizer, self._rest = model, optimizer, rest
         self._members = [list(group["params"]) for group in optimizer.param_groups]
-        self._held = _held(optimizer)
         self._by_name = dict(model.named_parameters())
         self._parameters = list(self._by_name.values())
         self._trainable = list(map(_TRAINABLE, self._parameters))
@@ -83,16 +82,9 @@ class ModelSnapshot:
         self._rest()
         now = dict(self._model.named_parameters())
         gone = [name for name, parameter in self._by_name.items() if now.get(name) is not parameter]
-        held = _held(self._optimizer)
-        known = held | set(map(id, self._by_name.values()))
+        known = {id(held) for group in self._optimizer.param_groups for held in group["params"]}
+        known |= set(map(id, self._by_name.values()))
         strange = [name for name, parameter in now.items() if id(parameter) not in known and parameter.requires_grad]
-        if held - self._held - set(map(id, now.values())):
-            raise TrainingError(
-                "the optimizer was given parameters that are not in the model",
-                why="they would be neither moved to the device, nor reduced over ranks, nor saved",
-                remedy="make them a submodule of the model; the trainer makes fp32 masters itself: "
-                'precision=Policy(model_dtype="bfloat16")',
-            )
         if gone or strange:
             what = f"{gone[0]!r} was removed or replaced" if gone else f"{strange[0]!r} is new, and in no group"
             raise TrainingError(
@@ -127,7 +119,3 @@ class ModelSnapshot:
                 said.append(f"group {number} of the optimizer has other parameters")
         more = len(said) - _NAMED
         return ", ".join([*said[:_NAMED], *([f"and {more} more"] if more > 0 else [])])
-
-
-def _held(optimizer: Optimizer) -> set[int]:
-    return {id(held) for group in optimizer.param_groups for held in group["params"]}

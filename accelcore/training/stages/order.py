@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from accelcore.errors import DistributedError
 from accelcore.training.agreement import Agreement, describe
@@ -59,24 +60,16 @@ class Preparation:
 
     def _check_together(self, what: str, check: Callable[[], None] = lambda: None) -> None:
         """Run every check on all ranks of the job, and compare what the ranks are about to train."""
-        backend = self._plan.backend
-        if backend.collectives.world_size == 1:
+        collectives, device = self._plan.backend.collectives, self._plan.backend.device
+        agreement = Agreement(collectives, device) if collectives.world_size > 1 else None
+        if agreement is not None:
+            agreement.meet(what)
+        with nullcontext() if agreement is None else agreement.together("prepare this training", DistributedError):
             check()
-            self._check()
-            return
-        agreement, failure = Agreement(backend.collectives, backend.device), None
-        agreement.meet(what)
-        try:
-            check()
-            self._check()
-        except Exception as error:  # noqa: BLE001  # raised by `settle`, when all ranks know
-            failure = error
-        agreement.settle(failure, "prepare this training", DistributedError)
-        agreement.train_alike(describe(self._plan))
-
-    def _check(self) -> None:
-        for stage in self._stages:
-            stage.check(self._plan)
+            for stage in self._stages:
+                stage.check(self._plan)
+        if agreement is not None:
+            agreement.train_alike(describe(self._plan))
 
     def _apply(self) -> None:
         for stage in self._stages:
