@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from accelcore.backend import Backend
@@ -9,16 +11,14 @@ from accelcore.capabilities import Capabilities
 from accelcore.roles.collectives import TorchCollectives
 from accelcore.roles.compiler import TorchCompiler
 from accelcore.roles.scaler import Scalers
-from accelcore_cpu.compiler import missing_compiler
-from accelcore_cpu.fork import make_fork_safe
 from accelcore_cpu.kernels.library import unavailable
 from accelcore_cpu.optimizers import NATIVE
 from accelcore_cpu.precision import CpuPrecision
 from accelcore_cpu.processor import fast_format
 from accelcore_cpu.routes import FUSED, create_optimizers
-from accelcore_cpu.runtime import CpuRuntime
+from accelcore_cpu.runtime import CpuRuntime, make_fork_safe
 
-__all__ = ["create", "declare"]
+__all__ = ["create", "declare", "missing_compiler"]
 
 
 def declare(*, compiler: bool) -> Capabilities:
@@ -52,3 +52,20 @@ def create() -> Backend:
         compiler=TorchCompiler(missing_compiler),
         runtime=CpuRuntime(device),
     )
+
+
+def missing_compiler() -> str | None:
+    """Return why inductor cannot compile here, or None. CXX counts, as for inductor."""
+    # Importing inductor takes seconds, which only those who compile should wait for.
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except OSError as error:
+        return (
+            f"the C++ compiler CXX={os.environ.get('CXX')!r} cannot be run: {error} (name one that can, or unset CXX)"
+        )
+    except InvalidCxxCompiler as error:
+        return f"{str(error).strip().splitlines()[0]} (install g++, or name a compiler in CXX)"
+    return None

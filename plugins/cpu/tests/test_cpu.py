@@ -217,7 +217,7 @@ def test_memory_is_the_processs_and_the_machines(accel):
 
 
 def test_a_missing_cpp_compiler_is_named():
-    from accelcore_cpu.compiler import missing_compiler
+    from accelcore_cpu.backend import missing_compiler
     from torch._inductor import config
 
     with config.patch({"cpp.cxx": ("/nowhere/c++",)}):
