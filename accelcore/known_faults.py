@@ -1,7 +1,7 @@
 """Known kernel bugs: affected versions, symptom, workaround.
 
 Listed are kernels that compute a wrong result without an error. Bugs of torch on every device are below; a plugin lists
-those of its device in the hook `accelcore_known_faults`. The tests check every entry against the installed version.
+the bugs of its device in the hook `accelcore_known_faults`. The tests check every entry against the installed version.
 This module does not import torch, because `accelcore doctor` shows the table without it.
 """
 
@@ -24,7 +24,7 @@ class KnownFault:
         versions: the affected versions, as pip writes them (`">=2.10,<2.14"`).
         what: the symptom, in one sentence without its full stop.
         instead: accelcore's workaround, likewise.
-        reference: where the bug is described; a URL if there is one.
+        reference: a description of the bug; a URL if there is one.
         seen: the version and device with which we reproduced it; empty if we did not.
     """
 

@@ -1,1 +1,1 @@
-"""Checkpoints: atomic, verified, independent of the device, and free of pickle."""
+"""Checkpoints on disk: atomic, verified, independent of the device, without pickle."""

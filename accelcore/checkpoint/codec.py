@@ -1,7 +1,7 @@
-"""State trees as JSON and named tensors, so that reading a checkpoint can run no code.
+"""Conversion of state trees to JSON and named tensors, so that reading a checkpoint runs no code.
 
-JSON has no tuples, no integer keys and no tensors; these become objects with one key, `"$"` and its kind. A tensor is
-stored under its path in the tree, once: tied weights stay tied.
+JSON has no tuples, integer keys and tensors; they become objects with the key `"$"`. A tensor is stored once, under its
+path in the tree, so tied weights stay tied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from accelcore.wording import kind_of
 __all__ = ["Pieces", "decode", "encode"]
 
 Pieces = dict[str, tuple[Tensor, int, int]]
-"""By name, a shard of a tensor, its first row and the number of its rows."""
+"""Shards of tensors by name, each with its first row and its number of rows."""
 
 _TAG = "$"
 _DTYPES = {
@@ -27,17 +27,18 @@ _DTYPES = {
     torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
     torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
 }  # fmt: skip
-"""What safetensors stores."""
+"""Dtypes that safetensors stores."""
 
 
 def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tensor]]:
     """Split a tree of dicts, lists, tuples, counters, plain values and tensors into JSON data and CPU tensors.
 
     Args:
-        pieces: takes this rank's shards of those that are divided among ranks, which then are not among the tensors.
+        tree: the state tree.
+        pieces: receives this rank's shards of sharded tensors, which are then not among the returned tensors.
 
     Raises:
-        CheckpointError: the tree holds something else; the message names where.
+        CheckpointError: the tree holds another type; the message names its path.
     """
     tensors: dict[str, Tensor] = {}
     stored: dict[tuple[Any, ...], str] = {}
@@ -61,18 +62,18 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
         raise CheckpointError(
             f"{path.lstrip('.')} is {kind_of(value)}, which a checkpoint cannot hold",
             available="None, bools, numbers, strings, tensors, and lists, tuples and dicts of these",
-            remedy="turn it into one of those, or leave it out of what is saved",
+            remedy="convert it to one of those, or do not save it",
         )
 
     def store(tensor: Tensor, path: str) -> str:
-        # The same bytes seen through the same shape are one tensor; any other view is copied out of its buffer.
+        # Views of the same memory with the same shape are one tensor; any other view is copied.
         divided = is_sharded(tensor) and pieces is not None
         whole, tensor = tensor, shard(tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{path.lstrip('.')} is a {tensor.layout} tensor of {tensor.dtype}, which a checkpoint cannot hold",
                 available="dense tensors of the dtypes that safetensors knows",
-                remedy="save between windows if it is a sparse gradient; else convert it in its state_dict",
+                remedy="save between two windows if it is a sparse gradient; otherwise convert it in its state_dict",
             )
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in stored:
@@ -96,16 +97,16 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
 
 
 class Tensors(Protocol):
-    """Tensors by name."""
+    """Mapping of names to tensors."""
 
     def __getitem__(self, name: str, /) -> Tensor: ...
 
 
 def decode(data: Any, tensors: Tensors) -> Any:
-    """Put together what `encode` split.
+    """Return the tree that `encode` split.
 
     Raises:
-        CheckpointError: the data is not of that form.
+        CheckpointError: the data is malformed.
     """
     if isinstance(data, list):
         return [decode(entry, tensors) for entry in data]

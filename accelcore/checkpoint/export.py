@@ -1,4 +1,4 @@
-"""A checkpoint's model as one file for other programs."""
+"""Export of a checkpoint's model as one file for other programs."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ __all__ = ["export"]
 
 
 def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = None) -> Path:
-    """Write the model of a checkpoint, also one that several ranks have saved in pieces, to one safetensors file.
+    """Write the model of a checkpoint, sharded or not, to one safetensors file.
 
-    Names are those of the model's `state_dict`; tied weights are in it once, under their first name. It takes the
-    memory of the whole model on the host, and no device. The file appears when it is complete.
+    The names are the keys of the model's `state_dict`; tied weights are written once, under their first name. The host
+    needs memory for the whole model; no device is used. The file appears when it is complete.
 
     Args:
-        checkpoint: a checkpoint, or a folder of them, of which the newest is taken.
-        file: where to write; what is there is replaced.
-        trainer: whose model, by the name that it has in the `Together` that saved it; None where it was saved alone.
+        checkpoint: a checkpoint, or a folder of checkpoints, of which the newest is exported.
+        file: the file to write; an existing file is replaced.
+        trainer: the trainer's name if several were saved by `Together`; None if the trainer was saved alone.
 
     Returns:
-        The checkpoint that was taken.
+        The checkpoint that was exported.
 
     Raises:
-        ConfigurationError: `file` cannot be the name of one.
-        CheckpointError: there is none, or it is damaged, or has no such trainer; the file cannot be written.
+        ConfigurationError: `file` cannot be a file.
+        CheckpointError: the checkpoint is missing or damaged or has no such trainer, or the file cannot be written.
     """
     found, target = find(Path(checkpoint)), Path(file)
     _check_target(target)
     if found is None:
         raise CheckpointError(
-            f"there is no checkpoint in {Path(checkpoint)}", remedy="give the folder that trainer.save had"
+            f"there is no checkpoint in {Path(checkpoint)}", remedy="give the folder that was given to trainer.save"
         )
     part = file_of(_checked(trainer or "", found), MODEL)
     tensors = {name: value for name, value in found.part(part).items() if isinstance(value, Tensor)}
@@ -52,7 +52,7 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
         raise CheckpointError(
             f"the model could not be written to {target}",
             why=str(error),
-            remedy="make room, or see that the folder may be written to",
+            remedy="free disk space, or check the permissions of the folder",
         ) from error
     finally:
         with suppress(OSError):
@@ -64,25 +64,25 @@ def _check_target(target: Path) -> None:
     if target.is_dir():
         raise ConfigurationError(f"{target} is a folder", remedy=f"name a file in it: {target / 'model.safetensors'}")
     if target.exists() and not target.is_file():
-        raise ConfigurationError(f"{target} is no file that can be replaced", remedy="name another")
+        raise ConfigurationError(f"{target} is not a regular file and cannot be replaced", remedy="name another")
     above = next(folder for folder in target.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ConfigurationError(f"{above} is a file, and {target} would be in it", remedy="name a file in a folder")
 
 
 def _checked(trainer: str, checkpoint: store.Checkpoint) -> str:
-    """The name of a trainer, where the checkpoint has it; "" is the only one's."""
+    """Return the trainer's name; raise CheckpointError if the checkpoint does not have it."""
     names = list(checkpoint.manifest["trainers"])
     if trainer in names:
         return trainer
     if names == [""]:
         raise CheckpointError(
-            f"the checkpoint {checkpoint.path} has no trainer {trainer!r}: it holds one trainer, without a name",
-            remedy="leave --trainer out; of export(), trainer=",
+            f"the checkpoint {checkpoint.path} has no trainer {trainer!r}: it has one trainer, without a name",
+            remedy="leave out --trainer, or trainer= of export()",
         )
     asked = f"none of them is {trainer!r}" if trainer else "none was named"
     raise CheckpointError(
         f"the checkpoint {checkpoint.path} holds several trainers, and {asked}",
         available=", ".join(names),
-        remedy=f"say whose model to take: --trainer {names[0]}, or export(..., trainer={names[0]!r})",
+        remedy=f"name the trainer: --trainer {names[0]}, or export(..., trainer={names[0]!r})",
     )

@@ -1,4 +1,4 @@
-"""Finding the checkpoint that a training goes on from."""
+"""Search for the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ __all__ = ["find"]
 
 
 def find(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint | None:
-    """`folder` itself, where it is a checkpoint, or the newest in it, also where it was given another name.
+    """Return `folder` if it is a checkpoint, else the newest checkpoint in it, even if it was renamed.
 
     Args:
-        share: which of how many ranks this is; see `Checkpoint`.
+        folder: a checkpoint, or a folder of checkpoints.
+        share: rank and number of ranks; see `Checkpoint`.
 
     Raises:
-        CheckpointError: it is a file, or the checkpoint is damaged, or no whole one.
+        CheckpointError: `folder` is a file, or the checkpoint is damaged or incomplete.
     """
     if (folder / MANIFEST).exists() or is_checkpoint_name(folder):
         return Checkpoint(folder, share)
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(
             f"{folder} is a file",
-            remedy="give the folder that checkpoints were saved to; another program's file is for trainer.load(...)",
+            remedy="give the folder of the checkpoints; load another program's file by trainer.load(...)",
         )
     if any(folder.glob(f"{RANK}*.safetensors")):
         raise _not_whole(folder)
     named = checkpoints(folder)
     found = {path: place_of(path)[0] for path in named[-1:]}
     found.update({path: _steps_in(path) for path in _renamed(folder)})
-    return (
-        Checkpoint(max(found, key=found.__getitem__), share) if found else None
-    )  # of two alike, the first: the named one
+    if not found:
+        return None
+    return Checkpoint(max(found, key=found.__getitem__), share)  # of equal steps the first one, which kept its name
 
 
 def _not_whole(folder: Path) -> CheckpointError:
-    """The refusal of a folder of a rank's files that no manifest speaks of."""
+    """Return the error of a folder that has files of ranks and no manifest."""
     if (folder.parent / MANIFEST).is_file():
         return CheckpointError(
             f"{folder} is a part of a checkpoint",
@@ -51,7 +52,7 @@ def _not_whole(folder: Path) -> CheckpointError:
 
 
 def _renamed(folder: Path) -> list[Path]:
-    """Checkpoints with names of others' choosing: folders with a manifest, and tensors beside it."""
+    """Return checkpoints that were renamed: folders with a manifest and tensors."""
     if not folder.is_dir():
         return []
     return [
@@ -63,7 +64,7 @@ def _renamed(folder: Path) -> list[Path]:
 
 
 def _steps_in(path: Path) -> int:
-    """What the manifest of a checkpoint says; -1 where it cannot be read, so that any other comes first."""
+    """Return the steps in a manifest; -1 if it cannot be read, so that any other checkpoint is preferred."""
     try:
         steps = json.loads((path / MANIFEST).read_bytes())["steps"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Reading what other programs have saved: torch, accelerate, Lightning. Nothing in a file is ever run."""
+"""Reading checkpoints of other programs: torch, accelerate, Lightning. No code in a file is run."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ logger = logging.getLogger("accelcore")
 
 _MODEL = ("model", "state_dict", "model_state_dict", "model_state", "module")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim")
-# What accelerate and transformers write into a folder, preferred first.
+# Files that accelerate and transformers write, preferred first.
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _OPTIMIZER_FILE = "optimizer.bin"
-_COMPILED = "_orig_mod."  # what torch.compile puts into the names of a module
+_COMPILED = "_orig_mod."  # torch.compile adds it to the names of a module
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """What another program has saved.
+    """Checkpoint of another program.
 
     Attributes:
-        model: a model's `state_dict`.
-        optimizer: an optimizer's, its parameters by number; None where there is none.
+        model: the `state_dict` of the model.
+        optimizer: the `state_dict` of the optimizer, with numbered parameters; None if it was not saved.
         rest: everything else, as it was saved.
     """
 
@@ -48,11 +48,12 @@ def read_foreign(path: Path, names: Collection[str]) -> Foreign:
     """Read a file of `torch.save` (`.pth`, `.pt`, Lightning's `.ckpt`) or of safetensors, or accelerate's folder.
 
     Args:
-        names: those in the model's own `state_dict`. What wrappers have put before them (`module.`, `_orig_mod.`, in a
-            LightningModule the name of an attribute) is taken off.
+        path: the file or folder.
+        names: the keys of the model's own `state_dict`. Prefixes of wrappers (`module.`, `_orig_mod.`, the attribute
+            of a LightningModule) are removed from the saved names.
 
     Raises:
-        CheckpointError: it cannot be read, or no model's `state_dict` is in it.
+        CheckpointError: it cannot be read, or has no model's `state_dict`.
     """
     tree = _of_folder(path) if path.is_dir() else _read(path)
     if not isinstance(tree, Mapping):
@@ -64,8 +65,8 @@ def read_foreign(path: Path, names: Collection[str]) -> Foreign:
         name = next((name for name in _MODEL if _is_state(tree.get(name))), None)
         if name is None:
             raise CheckpointError(
-                f"no model's state_dict is found in {path}",
-                available=f"in it: {', '.join(map(str, tree))}",
+                f"{path} has no state_dict of a model",
+                available=f"it has: {', '.join(map(str, tree))}",
                 remedy=f"save it under one of {', '.join(_MODEL)}, or load it by model.load_state_dict",
             )
         model = rest.pop(name)
@@ -74,13 +75,14 @@ def read_foreign(path: Path, names: Collection[str]) -> Foreign:
         optimizer = optimizer[0]
     if optimizer is not None and not (isinstance(optimizer, Mapping) and {"state", "param_groups"} <= set(optimizer)):
         raise CheckpointError(
-            f"what {path} has of an optimizer is not one optimizer's state_dict", remedy="load it by hand"
+            f"the optimizer in {path} is not the state_dict of one optimizer",
+            remedy="load it yourself by optimizer.load_state_dict",
         )
     return Foreign(_renamed(model, names), None if optimizer is None else dict(optimizer), rest)
 
 
 def _renamed(model: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """A model's state under its own names; as it is, where no prefix makes them fit."""
+    """Remove the prefix that makes the saved names fit the model's; change nothing if there is no such prefix."""
     plain = {name.replace(_COMPILED, ""): value for name, value in model.items()}
     first = next(iter(names), "")
     for prefix in sorted({name[: -len(first)] for name in plain if first and name.endswith(first)}, key=len):
@@ -94,7 +96,7 @@ def _renamed(model: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
 def _of_folder(folder: Path) -> dict[str, Any]:
     name = next((name for name in _FILES if (folder / name).is_file()), None)
     if name is None:
-        raise CheckpointError(f"no model is found in {folder}", available=f"names that are known: {', '.join(_FILES)}")
+        raise CheckpointError(f"there is no model in {folder}", available=f"known file names: {', '.join(_FILES)}")
     if name.endswith(".json"):
         model: dict[str, Any] = {}
         for part in sorted(set(_weight_map(folder / name).values())):
@@ -110,7 +112,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         return {str(name): str(part) for name, part in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is no index of a model's files", why=repr(error)) from error
+        raise CheckpointError(f"{index} is not an index of a model's files", why=repr(error)) from error
 
 
 def _read(path: Path) -> Any:
@@ -120,17 +122,17 @@ def _read(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds more than tensors and plain values, and reading that would run code",
+            f"{path} has more than tensors and plain values, and reading it would run code",
             why=str(error).strip().split("\n", 1)[0],
-            remedy="where you trust it, name the classes in it by torch.serialization.add_safe_globals; or save its "
-            "state_dicts anew, alone",
+            remedy="if you trust it, allow its classes by torch.serialization.add_safe_globals; or save only the "
+            "state_dicts again",
         ) from error
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read", why=str(error).strip().split("\n", 1)[0]) from error
 
 
 def _is_state(tree: Any) -> bool:
-    """Whether this is a model's state: names and tensors, and at most what modules add to them."""
+    """Check if this is a model's state_dict: names and tensors, and possibly extra state of modules."""
     return (
         isinstance(tree, Mapping)
         and any(isinstance(value, Tensor) for value in tree.values())

@@ -203,7 +203,7 @@ def path_of(folder: Path, steps: int, number: int) -> Path:
 
 
 def keep_newest(newest: Path, keep: int) -> list[Path]:
-    """Delete all but `keep` of the checkpoints up to `newest` that belong to its run; return those of other runs."""
+    """Delete all but `keep` of its run's checkpoints up to `newest`; return the checkpoints of other runs."""
     run = _run_of(newest)
     found = checkpoints(newest.parent)
     own = [path for path in found if _run_of(path) in (run, None)]
@@ -259,7 +259,7 @@ class Checkpoint:
         return 1 + int(digest_of_manifest(self.manifest)[:14], 16)
 
     def part(self, name: str, layout: Layout = lambda name, shape: None) -> Any:
-        """Return the state tree of one part with CPU tensors; those that `layout` shards hold only this rank's rows."""
+        """Return the state tree of one part with CPU tensors; a sharded `layout` selects this rank's rows."""
         if name not in self.manifest["files"]:
             raise CheckpointError(
                 f"the checkpoint {self.path} has no {name}", available=", ".join(self.manifest["files"])

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's part, read as they are asked for: whole, or as much as one rank needs."""
+"""Lazy reading of the tensors of a checkpoint's part: whole, or only the rows that one rank needs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "Place", "StoredTensors"]
 
 Layout = Callable[[str, Size], "Tensor | None"]
-"""Given the name of a tensor and its shape, what it is to be divided like; None: it is wanted whole."""
+"""Function of a tensor's name and shape: the sharded tensor whose layout it gets; None to read it whole."""
 
 Place = tuple[str, int, int]
-"""A file, and which rows of a tensor it holds: the first, and how many."""
+"""File, first row and number of the rows of a tensor."""
 
 
 class StoredTensors:
-    """Tensors by name, on the CPU, for as long as a `with` holds the files open.
+    """Mapping of names to CPU tensors; a `with` keeps the files open.
 
     Args:
         folder: the checkpoint.
-        part: the file that holds what is whole.
-        pieces: where the rows are of those tensors that are not.
-        layout: says which are wanted divided; their rows that other ranks have are not read.
+        part: the file of the tensors that are stored whole.
+        pieces: the places of the rows of each sharded tensor.
+        layout: returns the layout of each tensor; only the rows of this rank are read.
     """
 
     def __init__(self, folder: Path, part: str, pieces: Mapping[str, Sequence[Place]], layout: Layout) -> None:
@@ -52,16 +52,16 @@ class StoredTensors:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the part's own file says beside its tensors."""
+        """Metadata in the part's own file."""
         found: dict[str, str] = self._file(self._part).metadata()
         return found
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor, the same one each time.
+        """Return a tensor; the same object each time.
 
         Raises:
-            KeyError: there is none of that name.
-            ValueError: its rows are not all there.
+            KeyError: there is no tensor of that name.
+            ValueError: some of its rows are missing.
         """
         if name not in self._known:
             self._known[name] = self._read(name)
@@ -82,7 +82,7 @@ class StoredTensors:
             end = 0
             for _, first, count in places:
                 if first != end:
-                    raise ValueError(f"of {name!r} the rows from {end} on are missing")
+                    raise ValueError(f"{name!r} lacks rows from {end} on")
                 end += count
             shape = Size([end, *self._file(places[0][0]).get_slice(name).get_shape()[1:]])
         like = self._layout(name, shape)

@@ -68,7 +68,7 @@ class Agreement:
         """Check that all ranks have the same description of what they train; see `describe`.
 
         Raises:
-            DistributedError: on every rank; it names the ranks that differ, and in what.
+            DistributedError: on every rank; it names the ranks that differ, and the differences.
         """
         text = json.dumps(description).encode()
         if self.all_equal(int.from_bytes(hashlib.sha256(text).digest()[:7], "big")):

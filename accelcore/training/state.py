@@ -42,7 +42,7 @@ class TrainingState:
     """One trainer's share of a checkpoint.
 
     Attributes:
-        backend: where the training runs.
+        backend: the device and the job of the training.
         parts: every kind of state.
         steps: windows closed so far.
         acquire_gradients: puts this training's gradients on the parameters, which other trainers may share.
@@ -124,7 +124,7 @@ def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> P
 
 
 def resume(trainings: Trainings, folder: Path) -> Resumed | None:
-    """Restore a checkpoint; see `Trainer.resume`. Return None if there is none."""
+    """Restore a checkpoint; see `Trainer.resume`. Return None if `folder` has no checkpoint."""
     backend, agreement = _agreement(trainings)
     agreement.meet("trainer.resume()")
     rank, world_size = backend.collectives.rank, backend.collectives.world_size
@@ -238,7 +238,7 @@ def _updates_of_all_ranks(checkpoint: store.Checkpoint, trainer: str, count: int
 
 
 def _layout(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
-    """Return the sharded parameter that a stored tensor of this shape belongs to; None if there is none."""
+    """Return the sharded parameter that a stored tensor of this shape belongs to, or None."""
     for prefix in ("optimizer.state.", "updates."):
         if name.startswith(prefix):
             name = name.removeprefix(prefix).rpartition(".")[0]

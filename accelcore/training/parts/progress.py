@@ -75,7 +75,7 @@ class ScalerPart:
             return lambda: scaler.load_state_dict(state)
         if table(saved.own.get("window"), "window", "micro")["micro"]:
             raise CheckpointError(
-                "the checkpoint was saved within a window, and with another loss scale than this training's",
+                "the checkpoint was saved within a window with another loss scale",
                 why="the gradients of the window are multiplied by that loss scale",
                 remedy="resume with the precision it was saved with, or from a checkpoint saved between two windows",
             )
