@@ -131,9 +131,9 @@ class Evil:
     ("tree", "says"),
     [
         ({"model": net().state_dict(), "code": Evil()}, "would run code"),
-        ({"weights": net().state_dict()}, "no model's state_dict is found"),
+        ({"weights": net().state_dict()}, "no state_dict of a model"),
         ({"model": nn.Linear(2, 2).state_dict()}, "of another model"),
-        ({"model": net().state_dict(), "optimizer": [1, 2]}, "not one optimizer's state_dict"),
+        ({"model": net().state_dict(), "optimizer": [1, 2]}, "not the state_dict of one"),
         (
             {"model": net().state_dict(), "optimizer": torch.optim.AdamW(net()[0].parameters()).state_dict()},
             "other parameter groups",
