@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accelcore.backend import Backend
     from accelcore.capabilities import Capabilities
+    from accelcore.devices.hookspecs import API, hookimpl
+    from accelcore.devices.probe import Probe
+    from accelcore.devices.select import installed, select
     from accelcore.errors import (
         AccelError,
         AmpError,
@@ -29,17 +32,14 @@ if TYPE_CHECKING:
         UnknownBackendError,
         UnsupportedError,
     )
-    from accelcore.hookspecs import API, hookimpl
     from accelcore.known_faults import KnownFault
-    from accelcore.probe import Probe
-    from accelcore.roles.loss_scale import LossScale
-    from accelcore.selection import installed, select
+    from accelcore.precision.policy import Policy
+    from accelcore.scaling.settings import LossScale
     from accelcore.training.activations import Recompute
+    from accelcore.training.data.sharded_stream import ShardedStream
     from accelcore.training.observers import Observer
     from accelcore.training.options import FSDP
-    from accelcore.training.policy import Policy
-    from accelcore.training.saving import Together
-    from accelcore.training.sharded_stream import ShardedStream
+    from accelcore.training.saving.saver import Together
     from accelcore.training.trainer import Trainer
 
     __version__: str
@@ -75,22 +75,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "API": "hookspecs",
+    "API": "devices.hookspecs",
     "Backend": "backend",
     "Capabilities": "capabilities",
     "FSDP": "training.options",
     "KnownFault": "known_faults",
-    "LossScale": "roles.loss_scale",
+    "LossScale": "scaling.settings",
     "Observer": "training.observers",
-    "Policy": "training.policy",
-    "Probe": "probe",
+    "Policy": "precision.policy",
+    "Probe": "devices.probe",
     "Recompute": "training.activations",
-    "ShardedStream": "training.sharded_stream",
-    "Together": "training.saving",
+    "ShardedStream": "training.data.sharded_stream",
+    "Together": "training.saving.saver",
     "Trainer": "training.trainer",
-    "hookimpl": "hookspecs",
-    "installed": "selection",
-    "select": "selection",
+    "hookimpl": "devices.hookspecs",
+    "installed": "devices.select",
+    "select": "devices.select",
 }
 
 

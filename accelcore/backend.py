@@ -9,9 +9,9 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from accelcore.capabilities import Capabilities
+from accelcore.devices.probe import Probe
 from accelcore.errors import ConfigurationError
-from accelcore.launchers import Launch, read_launch
-from accelcore.probe import Probe
+from accelcore.jobs.launchers import Launch, read_launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from typing_extensions import Unpack
 
-    from accelcore.roles.collectives import Collectives
+    from accelcore.jobs.collectives import Collectives
+    from accelcore.jobs.job import Job
+    from accelcore.optim.registry import Optimizers
+    from accelcore.precision.role import Precision
     from accelcore.roles.compiler import Compiler
-    from accelcore.roles.job import Job
-    from accelcore.roles.optimizers import Optimizers
-    from accelcore.roles.precision import Precision
     from accelcore.roles.runtime import Runtime
-    from accelcore.roles.scaler import Scalers
+    from accelcore.scaling.dynamic import Scalers
     from accelcore.training.options import TrainerOptions
     from accelcore.training.trainer import Trainer
 
@@ -77,7 +77,7 @@ class Backend:
             dtype: a dtype or its name, such as `"bf16"`. `"best"` is the fastest that the backend declares; the context
                 does nothing if that is fp32.
         """
-        from accelcore.training.policy import autocast_dtype
+        from accelcore.precision.policy import autocast_dtype
 
         if dtype is not None:
             dtype = autocast_dtype(dtype, self)
@@ -111,7 +111,7 @@ class Backend:
         Raises:
             UnsupportedError: the job has several ranks and the backend does not declare `"ddp"`.
         """
-        from accelcore.training.strategies.ddp import replicate
+        from accelcore.training.parallel.ddp import replicate
 
         return replicate(self, module, **options)
 
@@ -142,7 +142,7 @@ class Backend:
             ConfigurationError: an argument or a variable is invalid; no device was touched.
             DistributedError: the ranks could not meet, or a rank was lost in the block. The message names it.
         """
-        from accelcore.roles.job import joined
+        from accelcore.jobs.job import joined
 
         return joined(self.collectives, _launch(rank, world_size, local_rank, init_method, timeout), timeout)
 
@@ -160,7 +160,7 @@ class Backend:
         See `distributed` for the arguments. The job is left when the interpreter exits: at once if an error ended
         the script, otherwise when all ranks have come, or after a minute.
         """
-        from accelcore.roles.job import join
+        from accelcore.jobs.job import join
 
         return join(
             self.distributed(
@@ -180,7 +180,7 @@ class Backend:
 
     def __reduce__(self) -> tuple[Callable[[str], Backend], tuple[str]]:
         # The function is found by name, because selection imports this module.
-        return resolve_name("accelcore.selection:select"), (f"{self.name}:{self.index}",)
+        return resolve_name("accelcore.devices.select:select"), (f"{self.name}:{self.index}",)
 
 
 def _launch(

@@ -24,9 +24,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import accelcore
-from accelcore.optim.memory import lay_flat
+from accelcore.optim.flat.memory import lay_flat
+from accelcore.optim.flat.runs import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.optim.runs import Slot
 from benchmarks.paired import Samples, compare, sample
 from benchmarks.report import Goal, Row, Table
 

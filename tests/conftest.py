@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 
 import accelcore
-from accelcore.launchers import JOB_VARIABLES
+from accelcore.jobs.launchers import JOB_VARIABLES
 
 sys.path.insert(0, str(Path(__file__).parent))  # also for the forks, which import it by its name
 forks = importlib.import_module("forks")

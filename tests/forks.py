@@ -33,7 +33,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # What scripts import, some of it when they first need it; nothing here starts a thread.
 _PRELOADED = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "safetensors.torch", "pytest"),
-    *("accelcore.selection", "accelcore.training.trainer", "accelcore_cpu.backend"),
+    *("accelcore.devices.select", "accelcore.training.trainer", "accelcore_cpu.backend"),
 ]
 
 servers = multiprocessing.get_context("forkserver")

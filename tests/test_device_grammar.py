@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelcore
-from accelcore.choices import Choice, parse
+from accelcore.devices.request import Choice, parse
 from accelcore.errors import (
     AccelError,
     ConfigurationError,

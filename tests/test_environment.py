@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelcore
-from accelcore.choices import probe_timeout
+from accelcore.devices.request import probe_timeout
 from accelcore.errors import ConfigurationError
 
 

@@ -12,8 +12,8 @@ import torch
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.known_faults import FP16_EPSILON, TORCH_FAULTS, KnownFault
+from accelcore.optim.registry import Optimizers
 from accelcore.roles.compiler import TorchCompiler
-from accelcore.roles.optimizers import Optimizers
 from tests import fault_probes
 
 PAGE = Path(__file__).parents[1] / "docs" / "known_faults.md"

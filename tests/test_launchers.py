@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import accelcore
 from accelcore.errors import ConfigurationError
-from accelcore.launchers import JOB_VARIABLES, LAUNCHERS, Launch, outside_any_job, read_launch
+from accelcore.jobs.launchers import JOB_VARIABLES, LAUNCHERS, Launch, outside_any_job, read_launch
 
 GOOD = {
     "RANK": "2",

@@ -214,7 +214,7 @@ def test_a_list_stops_at_the_first_that_works_and_imports_none_behind_it(fakes):
 )
 def test_a_plugin_for_this_interface_or_the_one_before_works(fakes, monkeypatch, current, stated, works, newer):
     """One that does not say was written for the first, whatever this accelcore's is."""
-    monkeypatch.setattr(accelcore.hookspecs, "API", current)
+    monkeypatch.setattr(accelcore.devices.hookspecs, "API", current)
     fakes.backend("timely", **stated)
     probe = accelcore.installed()["timely"]
     assert probe.available == works, probe.reason

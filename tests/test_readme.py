@@ -81,7 +81,7 @@ def test_it_runs_where_no_strategy_is_declared(fakes, monkeypatch, tmp_path):
         """
         import dataclasses
         from accelcore import Probe, hookimpl
-        from accelcore.roles.collectives import NoCollectives
+        from accelcore.jobs.collectives import NoCollectives
 
         @hookimpl
         def accelcore_probe():

@@ -19,20 +19,20 @@ from accelcore.apex.levels import Properties
 from accelcore.apex.loss_scaling import AmpScaler
 from accelcore.backend import Backend
 from accelcore.errors import AmpError
+from accelcore.optim.flat.runs import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.optim.runs import Slot
-from accelcore.training.gradients import first_not_finite
+from accelcore.training.gradients.base import first_not_finite
 from accelcore.training.options import complete
-from accelcore.training.plan import Plan
-from accelcore.training.stages.bind import Bind
-from accelcore.training.stages.flatten import Flatten
-from accelcore.training.strategies.choose import create_strategy
-from accelcore.training.strategies.strategy import (
+from accelcore.training.parallel.choose import create_strategy
+from accelcore.training.parallel.strategy import (
     SingleProcess,
     all_reduce_gradients,
     any_overflow,
     broadcast_buffers,
 )
+from accelcore.training.plan import Plan
+from accelcore.training.stages.bind import Bind
+from accelcore.training.stages.flatten import Flatten
 
 __all__ = ["Accumulated"]
 

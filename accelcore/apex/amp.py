@@ -25,7 +25,7 @@ from accelcore.apex.prepared import is_prepared, prepared_of
 from accelcore.apex.state import casts_suspended, leave_o1, listed
 from accelcore.apex.state import state as _amp_state
 from accelcore.errors import AmpError, CheckpointError
-from accelcore.precision.registration import (
+from accelcore.precision.o1.registration import (
     float_function,
     half_function,
     promote_function,
@@ -33,7 +33,7 @@ from accelcore.precision.registration import (
     register_half_function,
     register_promote_function,
 )
-from accelcore.wording import is_whole
+from accelcore.util.text import is_whole
 
 __all__ = [
     "disable_casts",

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from accelcore.backend import Backend
+from accelcore.devices.select import select
 from accelcore.errors import AmpError
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.roles.optimizers import Optimizers
-from accelcore.selection import select
+from accelcore.optim.registry import Optimizers
 
 __all__ = ["Parameters", "backend_of", "choose_routes_again", "create_optimizer"]
 

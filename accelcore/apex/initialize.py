@@ -19,9 +19,9 @@ from accelcore.apex.prepared import Prepared, is_prepared
 from accelcore.apex.state import enter_o1, listed, state
 from accelcore.backend import Backend
 from accelcore.errors import AmpError, UnsupportedError
-from accelcore.precision.casting import CastBoundary, FP32StateDict, hold
-from accelcore.precision.table import LOW_PRECISION
-from accelcore.wording import is_whole
+from accelcore.precision.cast_model import CastBoundary, FP32StateDict, hold
+from accelcore.precision.o1.table import LOW_PRECISION
+from accelcore.util.text import is_whole
 
 __all__ = ["initialize"]
 

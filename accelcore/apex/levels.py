@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from accelcore.errors import AmpError
-from accelcore.roles.loss_scale import LossScale
-from accelcore.training.policy import Policy
+from accelcore.precision.policy import Policy
+from accelcore.scaling.settings import LossScale
 
 __all__ = ["Properties", "resolve"]
 

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from accelcore.backend import Backend
 from accelcore.errors import CheckpointError
-from accelcore.roles.loss_scale import LossScale
-from accelcore.roles.loss_scaler import Agree, FindBad, LossScaler
-from accelcore.training.policy import Policy, create_scaler
+from accelcore.precision.policy import Policy, create_scaler
+from accelcore.scaling.contract import Agree, FindBad, LossScaler
+from accelcore.scaling.settings import LossScale
 
 __all__ = ["AmpScaler"]
 

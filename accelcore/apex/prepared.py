@@ -17,7 +17,7 @@ from accelcore.apex.accumulated import Accumulated
 from accelcore.apex.loss_scaling import AmpScaler
 from accelcore.apex.state import casts_suspended
 from accelcore.errors import AmpError, ConfigurationError
-from accelcore.roles.loss_scaler import SkippingOptimizer
+from accelcore.scaling.contract import SkippingOptimizer
 from accelcore.training.clipping import Clipping
 
 __all__ = ["Prepared", "is_prepared", "prepared_of"]

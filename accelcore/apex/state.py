@@ -17,7 +17,7 @@ import torch
 from accelcore.apex.loss_scaling import AmpScaler
 from accelcore.backend import Backend
 from accelcore.errors import AmpError
-from accelcore.precision.region import clear_cast_cache
+from accelcore.precision.o1.region import clear_cast_cache
 
 __all__ = ["State", "casts_suspended", "enter_o1", "leave_o1", "listed", "state"]
 

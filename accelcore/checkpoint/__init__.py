@@ -1,1 +1,4 @@
-"""Checkpoints on disk: atomic, verified, independent of the device, without pickle."""
+"""Checkpoints on disk: manifest, tensors, atomic writes, reading, export.
+
+The parts of a checkpoint are in `training/saving`.
+"""

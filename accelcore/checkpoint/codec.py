@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accelcore.errors import CheckpointError
 from accelcore.optim.shards import is_sharded, rows_of, shard
-from accelcore.wording import kind_of
+from accelcore.util.text import kind_of
 
 __all__ = ["Pieces", "decode", "encode"]
 

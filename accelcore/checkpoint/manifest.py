@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelcore.errors import CheckpointError
-from accelcore.wording import is_whole
+from accelcore.util.text import is_whole
 
 __all__ = [
     "FORMAT",

@@ -57,7 +57,7 @@ def devices(context: click.Context, parameter: click.Parameter, incomplete: str)
     """Complete the names of installed backends."""
     from importlib.metadata import entry_points
 
-    from accelcore.plugins import BACKENDS
+    from accelcore.devices.plugins import BACKENDS
 
     names = {"auto", *(point.name for point in entry_points(group=BACKENDS))}  # by their metadata: nothing is loaded
     return sorted(name for name in names if name.startswith(incomplete.lower()))
@@ -115,7 +115,7 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
       accelcore doctor --deep --timeout 120
       accelcore doctor --json | python -m json.tool
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from accelcore.cli import diagnosis, layout
+    from accelcore.cli.doctor import diagnosis, layout
 
     found = diagnosis.diagnose(deep_timeout=timeout if deep else None)
     layout.show(found, as_json=as_json)
@@ -192,7 +192,7 @@ def run(
       accelcore run --emulate npu --device npu train.py
       accelcore run --apex train.py
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from accelcore.cli.run import run
+    from accelcore.cli.run.script import run
 
     given = {name: machines[name[2:].replace("-", "_")] for name in _SEVERAL_MACHINES}
     run(

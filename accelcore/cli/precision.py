@@ -129,7 +129,7 @@ def main() -> int:
 
 def _torchs_table(name: str) -> dict[str, Any]:
     """Return the operators that torch's autocast intercepts on a backend, from the device or from torch alone."""
-    from accelcore.selection import select
+    from accelcore.devices.select import select
 
     try:
         backend = select(name)

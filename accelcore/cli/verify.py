@@ -21,19 +21,19 @@ from typing import Any
 
 import click
 
-from accelcore.choices import parse
 from accelcore.cli import ROLES, child
 from accelcore.cli.child import Ended, exceptions_for_signals
+from accelcore.devices.request import parse
+from accelcore.devices.select import decide
 from accelcore.errors import ConfigurationError, PluginError
-from accelcore.launchers import outside_any_job
-from accelcore.selection import decide
-from accelcore.wording import shown
+from accelcore.jobs.launchers import outside_any_job
+from accelcore.util.text import shown
 
 __all__ = ["OUTCOMES", "Scorecard", "Verdict", "show", "verify"]
 
 OUTCOMES = ("passed", "failed", "not declared", "not tried")
 
-_SUITE = "accelcore.testing.suite"  # as the child imports it: a path could belong to another installation
+_SUITE = "accelcore.testing.whole_suite"  # as the child imports it: a path could belong to another installation
 _DONE = (0, 1, 5)  # pytest's codes: all passed, some failed, nothing left to run
 _ENDS = "The process that used the backend ends without a crash."
 _TAIL = 2000  # last characters of a process's output, or
@@ -219,7 +219,7 @@ def _run(
     """Run one process of pytest, for `timeout` seconds a test; return its end and its last output."""
     command = [
         sys.executable, "-X", "faulthandler", "-m", "pytest", "--pyargs", *classes,
-        "-p", "accelcore.testing.report", "--accelcore-backend", name, "--accelcore-report", str(report),
+        "-p", "accelcore.testing.support.report", "--accelcore-backend", name, "--accelcore-report", str(report),
         # Without the user's configuration, plugins and caches.
         "-c", os.devnull, f"--rootdir={report.parent}", "--noconftest", "-p", "no:cacheprovider", "-q", "--tb=short",
     ]  # fmt: skip

@@ -11,10 +11,10 @@ from torch import Tensor, optim
 
 from accelcore.errors import TrainingError
 from accelcore.optim.engine import as_engine, equal_groups
+from accelcore.optim.flat.memory import FlatMemory, lay_flat
+from accelcore.optim.flat.runs import Run, Slot
 from accelcore.optim.formulas import FORMULAS
-from accelcore.optim.memory import FlatMemory, lay_flat
-from accelcore.optim.runs import Run, Slot
-from accelcore.optim.slot_state import Entry, by_parameter, divide, load_state
+from accelcore.optim.state import Entry, by_parameter, divide, load_state
 
 __all__ = ["Binding", "GroupBinding", "RunBinding", "updated_together"]
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.optim.binding import Binding, GroupBinding, RunBinding, updated_together
 from accelcore.optim.engine import as_engine, given, loss_by, needs_closure
+from accelcore.optim.flat.runs import Run
 from accelcore.optim.route import Request, Route
-from accelcore.optim.runs import Run
 from accelcore.optim.shards import is_sharded
-from accelcore.optim.slot_state import Entry, read_options, read_state
+from accelcore.optim.state import Entry, read_options, read_state
 
 if TYPE_CHECKING:
     from typing_extensions import Self

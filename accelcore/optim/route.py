@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.optim.engine import Engine
+from accelcore.optim.flat.memory import unfit
 from accelcore.optim.formulas import FORMULAS, Formula
-from accelcore.optim.memory import unfit
-from accelcore.wording import did_you_mean
+from accelcore.util.text import did_you_mean
 
 __all__ = ["Choice", "Factory", "Memory", "Request", "Route", "choose", "formula_routes", "name_of"]
 

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from accelcore.precision.dispatcher import overrides
-from accelcore.precision.kernels import forget_installed
-from accelcore.precision.registration import (
+from accelcore.precision.o1.kernels import forget_installed
+from accelcore.precision.o1.registration import (
     Registration,
     float_function,
     half_function,
@@ -17,7 +17,7 @@ from accelcore.precision.registration import (
     register_promote_function,
     remove_all,
 )
-from accelcore.precision.table import O1, Treatment
+from accelcore.precision.o1.table import O1, Treatment
 
 __all__ = [
     "O1",

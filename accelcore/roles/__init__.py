@@ -1,1 +1,4 @@
-"""Roles of a backend, each a contract with its implementation on plain torch, and the job built on collectives."""
+"""Contracts of a backend that have no folder of their own: the runtime, its accelerator variant, the compiler.
+
+The other roles are in `precision`, `scaling`, `optim` and `jobs`.
+"""

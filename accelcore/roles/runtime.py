@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import CheckpointError, ConfigurationError, UnsupportedError
-from accelcore.nested import moved
 from accelcore.randomness import draw_on_device, draw_on_host, draws_on_host
+from accelcore.util.containers import moved
 
 __all__ = ["Memory", "Runtime", "TorchRuntime", "host_rng_state", "set_host_rng_state"]
 

@@ -22,17 +22,19 @@ import pytest
 
 _ROLES = ("backend", "collectives", "compiler", "optimizers", "parallel", "precision", "runtime", "scaler", "training")
 _PARTS = ("levels", "optimizer_state")
-pytest.register_assert_rewrite(*(f"accelcore.testing.{name}" for name in _ROLES + _PARTS))  # before they are imported
+pytest.register_assert_rewrite(
+    *(f"accelcore.testing.suite.{name}" for name in _ROLES + _PARTS)
+)  # before they are imported
 
-from accelcore.testing.backend import TestBackend
-from accelcore.testing.collectives import TestCollectives
-from accelcore.testing.compiler import TestCompiler
-from accelcore.testing.optimizers import TestOptimizers
-from accelcore.testing.parallel import TestParallel
-from accelcore.testing.precision import TestPrecision
-from accelcore.testing.runtime import TestRuntime
-from accelcore.testing.scaler import TestScaler
-from accelcore.testing.training import TestTraining
+from accelcore.testing.suite.backend import TestBackend
+from accelcore.testing.suite.collectives import TestCollectives
+from accelcore.testing.suite.compiler import TestCompiler
+from accelcore.testing.suite.optimizers import TestOptimizers
+from accelcore.testing.suite.parallel import TestParallel
+from accelcore.testing.suite.precision import TestPrecision
+from accelcore.testing.suite.runtime import TestRuntime
+from accelcore.testing.suite.scaler import TestScaler
+from accelcore.testing.suite.training import TestTraining
 
 __all__ = [
     "TestBackend",

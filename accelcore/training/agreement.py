@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelcore.errors import AccelError, CheckpointError, DistributedError
-from accelcore.roles.collectives import Collectives
-from accelcore.roles.gathering import gather
+from accelcore.jobs.collectives import Collectives
+from accelcore.jobs.gathering import gather
 from accelcore.training.plan import Plan
-from accelcore.wording import ranks
+from accelcore.util.text import ranks
 
 __all__ = ["Agreement", "describe", "differences"]
 

@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 
 from accelcore.backend import Backend
-from accelcore.training.policy import Policy
+from accelcore.precision.policy import Policy
 
 __all__ = ["Contexts"]
 

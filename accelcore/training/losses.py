@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from accelcore.errors import TrainingError
-from accelcore.wording import kind_of
+from accelcore.util.text import kind_of
 
 __all__ = ["loss_of_model", "no_loss", "split_loss"]
 

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.errors import ConfigurationError
-from accelcore.roles.scaler import LossScale
+from accelcore.precision.policy import Policy
+from accelcore.scaling.dynamic import LossScale
 from accelcore.training.activations import Recompute
 from accelcore.training.modules import Parts, check_parts
 from accelcore.training.observers import Observer
-from accelcore.training.policy import Policy
 from accelcore.training.schedule import ScheduleBy
-from accelcore.wording import did_you_mean, is_number, is_whole, kind_of
+from accelcore.util.text import did_you_mean, is_number, is_whole, kind_of
 
 __all__ = ["DEFAULTS", "FSDP", "Loss", "TrainerOptions", "Weight", "check_arguments", "check_values", "complete"]
 

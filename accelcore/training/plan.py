@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.backend import Backend
+from accelcore.precision.policy import Policy
 from accelcore.roles.compiler import Compiled
 from accelcore.training.captured import CapturedStep
 from accelcore.training.contexts import Contexts
-from accelcore.training.gradients import Gradients, PerTensor
+from accelcore.training.gradients.base import Gradients, PerTensor
 from accelcore.training.observers import Listeners
 from accelcore.training.options import TrainerOptions
-from accelcore.training.policy import Policy
-from accelcore.training.strategies.strategy import Strategy
+from accelcore.training.parallel.strategy import Strategy
 
 __all__ = ["Plan", "Stage"]
 

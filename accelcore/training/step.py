@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import DistributedError, TrainingError
-from accelcore.nested import detached
-from accelcore.optim.fused_kernels import FusedStep
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.roles.scaler import LossScaler
+from accelcore.optim.torch_fused import FusedStep
+from accelcore.scaling.dynamic import LossScaler
 from accelcore.training.captured import CapturedStep
 from accelcore.training.clipping import Clipping, ClippingBy
-from accelcore.training.gradients import backward, first_not_finite
+from accelcore.training.gradients.base import backward, first_not_finite
 from accelcore.training.losses import loss_of_model, no_loss, split_loss
+from accelcore.training.parallel.strategy import any_overflow, broadcast_buffers, whole_norm
 from accelcore.training.plan import Plan
 from accelcore.training.shared_parameters import SharedParameters
-from accelcore.training.strategies.strategy import any_overflow, broadcast_buffers, whole_norm
 from accelcore.training.window import Window
+from accelcore.util.containers import detached
 
 __all__ = ["Step"]
 

@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 
 from accelcore.backend import Backend
 from accelcore.errors import TrainingError
+from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
 from accelcore.training.clipping import Clipping
-from accelcore.training.data_loop import DataLoop
-from accelcore.training.data_stream import Batches, DataStreams
-from accelcore.training.evaluation import Evaluation
+from accelcore.training.data.data_loop import DataLoop
+from accelcore.training.data.data_stream import Batches, DataStreams
+from accelcore.training.data.evaluation import Evaluation
 from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete
 from accelcore.training.plan import Plan
-from accelcore.training.policy import create_scaler, fp32_mode, preset_name
-from accelcore.training.saving import Saver
+from accelcore.training.saving.saver import Saver
 from accelcore.training.schedule import Schedule
 from accelcore.training.stages.order import Preparation
 from accelcore.training.step import Step

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError
-from accelcore.training.strategies.strategy import Strategy
-from accelcore.wording import is_number
+from accelcore.training.parallel.strategy import Strategy
+from accelcore.util.text import is_number
 
 __all__ = ["Window"]
 

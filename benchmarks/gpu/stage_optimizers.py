@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelcore.optim.flat.memory import lay_flat
+from accelcore.optim.flat.runs import Run, Slot
 from accelcore.optim.formulas import FORMULAS
-from accelcore.optim.memory import lay_flat
-from accelcore.optim.runs import Run, Slot
 from benchmarks.gpu.device import Deadline, Device
 from benchmarks.gpu.measure import first_line
 from benchmarks.gpu.results import Case, Findings, Goal

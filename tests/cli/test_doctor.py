@@ -10,10 +10,10 @@ import sys
 import pytest
 
 import accelcore
-from accelcore import autoload
-from accelcore.cli import deep
 from accelcore.cli.child import Ended
-from accelcore.cli.diagnosis import diagnose
+from accelcore.cli.doctor import deep
+from accelcore.cli.doctor.diagnosis import diagnose
+from accelcore.devices import torch_autoload as autoload
 
 TORCH_FREE = """
 import contextlib, io, sys

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from accelcore.cli import ask_plugins
+from accelcore.cli.doctor import ask_plugins
 
 NO_CORE = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\nimport os, signal\n"
 SEGFAULT = "os.kill(os.getpid(), signal.SIGSEGV)"

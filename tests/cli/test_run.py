@@ -102,7 +102,9 @@ def test_torch_is_not_imported_and_its_launcher_only_used_where_it_has_work(mach
     done = machine.python("-c", program)
     assert done.returncode == 0, done.stderr
     file, command, environ = json.loads(done.stdout)
-    front = [file, "-m", "accelcore.cli.launcher", "--standalone", *launcher, "--no-python", "--"] if launcher else []
+    front = (
+        [file, "-m", "accelcore.cli.run.launcher", "--standalone", *launcher, "--no-python", "--"] if launcher else []
+    )
     assert command[: len(front)] == front
     python, *options = command[len(front) : -3]
     assert (python, bool(options)) == (file, bool(launcher))

@@ -38,7 +38,7 @@ def test_a_group_of_nccl_alone_gets_one_for_the_host(accel, tmp_path):
 
 
 def test_ddp_with_one_rank_is_the_training_without_it(accel, tmp_path):
-    from accelcore.testing.oracles import batches, error, network, weights
+    from accelcore.testing.support.oracles import batches, error, network, weights
 
     def train(parallel):
         model = network()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelcore.testing.oracles import error
+from accelcore.testing.support.oracles import error
 
 
 def product(accel):

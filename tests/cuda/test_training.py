@@ -11,7 +11,7 @@ import torch
 from accelcore_cuda.compiler import missing_for_inductor
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelcore.testing.oracles import batches, error, network, weights
+from accelcore.testing.support.oracles import batches, error, network, weights
 
 FUSED = ("adam", "adamw", "sgd")
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accelcore.optim.flat_route import FLAT_FORMULAS
-from accelcore.optim.memory import lay_flat
-from accelcore.optim.runs import Slot
-from accelcore.optim.segments import channels_of, parameters_of
-from accelcore.roles.optimizers import Optimizers
+from accelcore.optim.flat.memory import lay_flat
+from accelcore.optim.flat.route import FLAT_FORMULAS
+from accelcore.optim.flat.runs import Slot
+from accelcore.optim.flat.segments import channels_of, parameters_of
+from accelcore.optim.registry import Optimizers
 
 STEPS = 5
 OPTIONS = [

@@ -14,7 +14,7 @@ from torch import nn
 import accelcore
 from accelcore.errors import ConfigurationError, TrainingError, UnsupportedError
 from accelcore.optim.formulas import FORMULAS
-from accelcore.testing.options import LR, NINE, ORACLES, oracle
+from accelcore.testing.support.options import LR, NINE, ORACLES, oracle
 
 EACH = pytest.mark.parametrize("name", NINE)
 LOW = (torch.bfloat16, torch.float16)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import accelcore
-from accelcore.training.policy import Policy
+from accelcore.precision.policy import Policy
 
 
 def test_a_parameter_that_lies_flat_is_saved_by_itself(accel):

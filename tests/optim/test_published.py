@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelcore.optim.formulas import FORMULAS
-from accelcore.testing.options import LR, STEPS, gradients, oracle, parameters
+from accelcore.testing.support.options import LR, STEPS, gradients, oracle, parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import accelcore
 from accelcore.optim.formulas import FORMULAS
-from accelcore.testing.options import LR, NINE, ORACLES, oracle, taken_by
+from accelcore.testing.support.options import LR, NINE, ORACLES, oracle, taken_by
 
 EACH = pytest.mark.parametrize("name", NINE)
 IN_TORCH = {

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import accelcore
-from accelcore.optim.fused_kernels import FUSED
+from accelcore.optim.torch_fused import FUSED
 
 ROUTES = pytest.mark.parametrize("route", ["fused", "loop", "foreach"])
 NAMES = pytest.mark.parametrize("name", ["adamw", "sgd"])

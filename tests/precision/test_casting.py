@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accelcore.precision.casting import CastBoundary, FP32StateDict, hold
+from accelcore.precision.cast_model import CastBoundary, FP32StateDict, hold
 
 LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 

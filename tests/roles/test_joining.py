@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import accelcore
 from accelcore.errors import ConfigurationError, DistributedError
-from accelcore.launchers import Launch
-from accelcore.roles.collectives import TorchCollectives
+from accelcore.jobs.collectives import TorchCollectives
+from accelcore.jobs.launchers import Launch
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelcore.errors import ConfigurationError, PluginError, UnsupportedError
-from accelcore.roles.optimizers import Choice, Optimizers
+from accelcore.optim.registry import Choice, Optimizers
 
 
 def parameter():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelcore.roles.scaler import OverflowStreak
+from accelcore.scaling.dynamic import OverflowStreak
 from tests.roles.scaled_steps import INF, NAN, ROUTES, parameter, train_step
 
 

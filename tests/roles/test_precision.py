@@ -5,7 +5,7 @@ import torch
 
 from accelcore.capabilities import Capabilities
 from accelcore.errors import UnsupportedError
-from accelcore.roles.precision import TorchPrecision
+from accelcore.precision.role import TorchPrecision
 
 A, B = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(0, 2, 8).view(4, 2)
 

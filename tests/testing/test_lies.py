@@ -17,8 +17,8 @@ from accelcore_cpu.backend import create
 import accelcore
 from accelcore.cli import main
 from accelcore.cli import verify as command
-from accelcore.testing import suite
-from accelcore.testing.options import ORACLES, options_of
+from accelcore.testing import whole_suite as suite
+from accelcore.testing.support.options import ORACLES, options_of
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
@@ -84,7 +84,7 @@ def forked(fork, monkeypatch):
 
     Real processes: the suite's in tests/examples/test_third_party.py, its ranks' in plugins/npu/tests.
     """
-    monkeypatch.setattr("accelcore.testing.job.subprocess", forks.in_place_of_subprocess(fork))
+    monkeypatch.setattr("accelcore.testing.support.job.subprocess", forks.in_place_of_subprocess(fork))
     monkeypatch.setattr("accelcore.cli.child.subprocess", forks.in_place_of_subprocess(fork))
 
 
@@ -179,7 +179,7 @@ def test_the_scorecard_and_the_text_name_the_lie_and_the_lines(liars, forked, ve
     assert "the driver cannot be asked" in failed["why"]
     line = inspect.getsource(lies.verify).splitlines().index('        raise OSError("the driver cannot be asked")') + 1
     first, *_, last = failed["where"]
-    assert first.rpartition(":")[0].endswith("accelcore/testing/runtime.py")
+    assert first.rpartition(":")[0].endswith("accelcore/testing/suite/runtime.py")
     assert last.endswith(f"lies/verify.py:{line}")
     assert 'raise OSError("the driver cannot be asked")' in failed["traceback"]
     assert all(test["where"] == [] and test["traceback"] == "" for test in card["tests"] if test != failed)

@@ -8,8 +8,18 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from accelcore.testing.options import LR, OPTIONS, ORACLES, STEPS, options_of, oracle, parameters, step, taken_by
-from accelcore.testing.oracles import Stateful, batches, buffers, error, evaluated
+from accelcore.testing.support.options import (
+    LR,
+    OPTIONS,
+    ORACLES,
+    STEPS,
+    options_of,
+    oracle,
+    parameters,
+    step,
+    taken_by,
+)
+from accelcore.testing.support.oracles import Stateful, batches, buffers, error, evaluated
 
 HOST = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accelcore.training.agreement import differences
-from accelcore.wording import ranks
+from accelcore.util.text import ranks
 
 SCRIPT = Path(__file__).with_name("agreement_ranks.py")
 

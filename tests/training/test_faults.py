@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accelcore
+from accelcore.precision.policy import Policy
 from accelcore.training.observers import Observer
-from accelcore.training.policy import Policy
 
 FAULTY = 2  # the window in which something is raised, of
 WINDOWS = 6

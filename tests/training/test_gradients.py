@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from accelcore.optim.runs import Slot
-from accelcore.training.gradients import PerTensor
+from accelcore.optim.flat.runs import Slot
+from accelcore.training.gradients.base import PerTensor
 
 
 def exchange(gradients, parameters):

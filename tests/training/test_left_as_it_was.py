@@ -12,7 +12,7 @@ from torch import nn
 from toys import OPTIMIZERS, loss_of
 
 import accelcore
-from accelcore.training.policy import Policy
+from accelcore.precision.policy import Policy
 
 
 def model_of_three():

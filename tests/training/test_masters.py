@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import accelcore
-from accelcore.training.policy import Policy
+from accelcore.precision.policy import Policy
 
 BF16 = Policy(model_dtype="bfloat16")
 

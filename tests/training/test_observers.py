@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accelcore
+from accelcore.precision.policy import Policy
 from accelcore.training.observers import Observer
-from accelcore.training.policy import Policy
 
 
 def net(seed=0):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import accelcore
-from accelcore.training.policy import Policy
+from accelcore.precision.policy import Policy
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelcore
-from accelcore.training.policy import Policy
+from accelcore.precision.policy import Policy
 
 
 def model():

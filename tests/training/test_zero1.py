@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelcore.testing.options import NINE
+from accelcore.testing.support.options import NINE
 
 RANKS = Path(__file__).with_name("zero1_ranks.py")
 WAYS = ("tensors", "flat", "torch", "torch, flat")

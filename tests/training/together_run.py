@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import accelcore
-from accelcore.roles.collectives import NoCollectives
+from accelcore.jobs.collectives import NoCollectives
 
 SAVES = 4
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelcore.optim.flat.runs import Run
+from accelcore.optim.flat.segments import Channels, channels_of
 from accelcore.optim.formulas.formula import (
     FusibleFormula,
     Number,
@@ -18,8 +20,6 @@ from accelcore.optim.formulas.formula import (
     not_negative,
     options,
 )
-from accelcore.optim.runs import Run
-from accelcore.optim.segments import Channels, channels_of
 
 __all__ = ["AdamP"]
 

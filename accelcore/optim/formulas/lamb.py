@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from accelcore.optim.flat.runs import Run
+from accelcore.optim.flat.segments import Segments, Whole, parameters_of
 from accelcore.optim.formulas.formula import (
     FusibleFormula,
     Number,
@@ -21,8 +23,6 @@ from accelcore.optim.formulas.formula import (
     options,
     plus_decay,
 )
-from accelcore.optim.runs import Run
-from accelcore.optim.segments import Segments, Whole, parameters_of
 
 __all__ = ["Lamb"]
 

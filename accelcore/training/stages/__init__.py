@@ -1,1 +1,1 @@
-"""The stages of making a training ready, one file each."""
+"""Stages that prepare a model and an optimizer. All are checked before one is applied; `order` has their order."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from accelcore.errors import UnsupportedError
 from accelcore.optim.engine import needs_closure
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.training.gradients import runs
+from accelcore.training.gradients.base import runs
 from accelcore.training.plan import Plan
 
 __all__ = ["Bind"]

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from accelcore.errors import UnsupportedError
-from accelcore.precision.casting import CastBoundary, FP32StateDict, hold
-from accelcore.precision.table import LOW_PRECISION
+from accelcore.precision.cast_model import CastBoundary, FP32StateDict, hold
+from accelcore.precision.o1.table import LOW_PRECISION
+from accelcore.precision.policy import choose_policy
 from accelcore.training.contexts import Contexts
 from accelcore.training.plan import Plan
-from accelcore.training.policy import choose_policy
 
 __all__ = ["Cast"]
 

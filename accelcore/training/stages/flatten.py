@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import ConfigurationError
-from accelcore.optim.memory import unfit
+from accelcore.optim.flat.memory import unfit
+from accelcore.optim.flat.runs import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.optim.runs import Slot
-from accelcore.precision.table import LOW_PRECISION
-from accelcore.training.gradients import Flat, Gradients, PerTensor
-from accelcore.training.masters import Masters
+from accelcore.precision.o1.table import LOW_PRECISION
+from accelcore.training.gradients.base import Flat, Gradients, PerTensor
+from accelcore.training.gradients.masters import Masters
+from accelcore.training.gradients.sharded import ShardedGradients
 from accelcore.training.plan import Plan
-from accelcore.training.sharded_gradients import ShardedGradients
 
 __all__ = ["Flatten"]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from accelcore.errors import ConfigurationError
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.shards import as_shard, shard_of
+from accelcore.training.parallel.choose import create_strategy
 from accelcore.training.plan import Plan
-from accelcore.training.strategies.choose import create_strategy
 
 __all__ = ["Replicate", "Shard"]
 

@@ -2,13 +2,13 @@ import psutil
 import torch
 
 from accelcore import Backend, Capabilities
-from accelcore.optim.torch_optimizers import register_torch_optimizers
-from accelcore.roles.collectives import NoCollectives
+from accelcore.jobs.collectives import NoCollectives
+from accelcore.optim.registry import Optimizers
+from accelcore.optim.torch_routes import register_torch_optimizers
+from accelcore.precision.role import TorchPrecision
 from accelcore.roles.compiler import NoCompiler
-from accelcore.roles.optimizers import Optimizers
-from accelcore.roles.precision import TorchPrecision
 from accelcore.roles.runtime import Memory, TorchRuntime
-from accelcore.roles.scaler import Scalers
+from accelcore.scaling.dynamic import Scalers
 
 CAN = Capabilities(autocast_dtypes=("bfloat16",), model_dtypes=("float32", "bfloat16"))
 

@@ -8,9 +8,9 @@ import torch
 
 from accelcore.backend import Backend
 from accelcore.capabilities import Capabilities
-from accelcore.roles.collectives import TorchCollectives
+from accelcore.jobs.collectives import TorchCollectives
 from accelcore.roles.compiler import TorchCompiler
-from accelcore.roles.scaler import Scalers
+from accelcore.scaling.dynamic import Scalers
 from accelcore_cpu.kernels.library import unavailable
 from accelcore_cpu.optimizers import NATIVE
 from accelcore_cpu.precision import CpuPrecision

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from accelcore.errors import TrainingError
+from accelcore.optim.flat.memory import unfit
+from accelcore.optim.flat.runs import Run
 from accelcore.optim.formulas import Formula
-from accelcore.optim.memory import unfit
-from accelcore.optim.runs import Run
 from accelcore_cpu.table import TYPES, Found, Member, Table
 
 __all__ = ["Native", "refusal"]

@@ -10,8 +10,8 @@ from functools import cache
 import torch
 
 from accelcore.capabilities import Capabilities
-from accelcore.precision.table import Treatment
-from accelcore.roles.precision import TorchPrecision
+from accelcore.precision.o1.table import Treatment
+from accelcore.precision.role import TorchPrecision
 from accelcore_cpu import fp16_products, processor
 from accelcore_cpu.attention import replace_attention
 

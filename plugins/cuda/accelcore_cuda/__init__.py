@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accelcore.hookspecs import hookimpl
-from accelcore.probe import Probe
+from accelcore.devices.hookspecs import hookimpl
+from accelcore.devices.probe import Probe
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend

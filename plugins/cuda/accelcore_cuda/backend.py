@@ -25,8 +25,8 @@ def create(index: int) -> Backend:
     import torch
     import torch.distributed as dist
 
-    from accelcore.roles.collectives import NoCollectives
-    from accelcore.roles.scaler import Scalers
+    from accelcore.jobs.collectives import NoCollectives
+    from accelcore.scaling.dynamic import Scalers
     from accelcore_cuda.collectives import CudaCollectives
     from accelcore_cuda.compiler import CudaCompiler, missing_for_inductor
     from accelcore_cuda.declaration import declare, emulates_bfloat16

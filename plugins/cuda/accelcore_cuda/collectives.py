@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from accelcore.launchers import Launch
-from accelcore.roles.collectives import TorchCollectives
+from accelcore.jobs.collectives import TorchCollectives
+from accelcore.jobs.launchers import Launch
 
 __all__ = ["CudaCollectives"]
 

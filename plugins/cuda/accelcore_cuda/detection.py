@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Iterator
 
-from accelcore.autoload import VARIABLE, autoloads, enabled
-from accelcore.probe import Probe
+from accelcore.devices.probe import Probe
+from accelcore.devices.torch_autoload import VARIABLE, autoloads, enabled
 from accelcore_cuda import amd, nvidia
 from accelcore_cuda.builds import Build, installed_build, minimum_driver, numbers
 from accelcore_cuda.hardware import Fault, Hardware

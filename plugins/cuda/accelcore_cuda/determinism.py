@@ -8,7 +8,7 @@ import os
 import torch
 
 from accelcore.errors import ConfigurationError
-from accelcore.wording import shown
+from accelcore.util.text import shown
 
 __all__ = ["make_deterministic"]
 

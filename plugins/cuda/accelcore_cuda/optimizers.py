@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.optim.flat_route import FLAT_FORMULAS
-from accelcore.optim.torch_optimizers import register_torch_optimizers
-from accelcore.roles.optimizers import Optimizers, Request
+from accelcore.optim.flat.route import FLAT_FORMULAS
+from accelcore.optim.registry import Optimizers, Request
+from accelcore.optim.torch_routes import register_torch_optimizers
 
 __all__ = ["create_optimizers", "fused_kernels"]
 

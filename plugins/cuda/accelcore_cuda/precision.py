@@ -11,8 +11,8 @@ import torch
 
 from accelcore.capabilities import Capabilities
 from accelcore.errors import ConfigurationError
-from accelcore.precision.table import Treatment
-from accelcore.roles.precision import TorchPrecision
+from accelcore.precision.o1.table import Treatment
+from accelcore.precision.role import TorchPrecision
 
 __all__ = ["CudaPrecision"]
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accelcore.wording import shown
+from accelcore.util.text import shown
 
 __all__ = ["Visible", "visible"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from accelcore_cuda import amd, builds, detection, nvidia
 
-from accelcore.autoload import Autoload
+from accelcore.devices.torch_autoload import Autoload
 
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",

@@ -10,7 +10,7 @@ import torch
 from accelcore_cuda.runtime import CudaRuntime
 
 from accelcore.errors import BackendUnavailableError
-from accelcore.roles.collectives import NoCollectives
+from accelcore.jobs.collectives import NoCollectives
 
 create = accelcore_cuda.accelcore_create_backend
 

@@ -18,7 +18,7 @@ from accelcore_cuda.determinism import make_deterministic
 from accelcore_cuda.known_faults import MIX_ORDER_REDUCTION
 
 from accelcore.errors import ConfigurationError, DistributedError
-from accelcore.launchers import Launch
+from accelcore.jobs.launchers import Launch
 
 DEVICE = torch.device("cuda", 1)
 

@@ -11,7 +11,7 @@ import torch
 from accelcore.backend import Backend
 from accelcore.capabilities import Capabilities
 from accelcore.errors import BackendUnavailableError
-from accelcore.roles.scaler import Scalers
+from accelcore.scaling.dynamic import Scalers
 from accelcore_npu import emulation
 
 __all__ = ["create"]

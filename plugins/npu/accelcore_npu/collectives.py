@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch_npu
 
 from accelcore.errors import ConfigurationError
-from accelcore.launchers import Launch
-from accelcore.roles.collectives import TorchCollectives
+from accelcore.jobs.collectives import TorchCollectives
+from accelcore.jobs.launchers import Launch
 
 __all__ = ["NpuCollectives"]
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from accelcore.autoload import autoloads, enabled
-from accelcore.probe import Probe
-from accelcore.wording import shown
+from accelcore.devices.probe import Probe
+from accelcore.devices.torch_autoload import autoloads, enabled
+from accelcore.util.text import shown
 from accelcore_npu import compatibility, emulation, libraries
 
 __all__ = ["detect"]

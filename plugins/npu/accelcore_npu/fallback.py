@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from accelcore.errors import ConfigurationError, UnsupportedError
-from accelcore.wording import shown
+from accelcore.util.text import shown
 
 __all__ = ["VARIABLE", "apply_setting"]
 

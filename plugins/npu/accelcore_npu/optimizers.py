@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelcore.optim.torch_optimizers import register_torch_optimizers
-from accelcore.roles.optimizers import Optimizers, Request
+from accelcore.optim.registry import Optimizers, Request
+from accelcore.optim.torch_routes import register_torch_optimizers
 from accelcore_npu.fused import FUSED
 
 __all__ = ["create_optimizers"]

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch_npu
 
-from accelcore.precision.table import Treatment
-from accelcore.roles.precision import TorchPrecision
+from accelcore.precision.o1.table import Treatment
+from accelcore.precision.role import TorchPrecision
 
 __all__ = ["NpuPrecision"]
 

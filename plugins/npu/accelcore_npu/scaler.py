@@ -14,8 +14,8 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from accelcore.roles.collectives import Collectives
-from accelcore.roles.scaler import GradScaler, LossScale
+from accelcore.jobs.collectives import Collectives
+from accelcore.scaling.dynamic import GradScaler, LossScale
 
 __all__ = ["FlagScaler", "NpuScaler"]
 

@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import accelcore
 from accelcore.errors import TrainingError, UnsupportedError
-from accelcore.optim.flat_route import FLAT_FORMULAS
+from accelcore.optim.flat.route import FLAT_FORMULAS
 from accelcore.roles.accelerator import AcceleratorRuntime
-from accelcore.testing.oracles import batches, network, weights
-from accelcore.testing.training import loss_of
+from accelcore.testing.suite.training import loss_of
+from accelcore.testing.support.oracles import batches, network, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch_npu's deepcopy
 

@@ -21,7 +21,7 @@ pytestmark = [
 def _forked_job(fork: Callable[..., Any]) -> Iterator[None]:
     """The suite's ranks are forks; those of the CPU's suite, in tests/, are processes, as users get."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accelcore.testing.job.subprocess", forks.in_place_of_subprocess(fork))
+        patch.setattr("accelcore.testing.support.job.subprocess", forks.in_place_of_subprocess(fork))
         yield
 
 

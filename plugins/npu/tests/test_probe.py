@@ -10,7 +10,7 @@ import pytest
 from accelcore_npu import detection, emulation, libraries
 
 import accelcore
-from accelcore.autoload import Autoload
+from accelcore.devices.torch_autoload import Autoload
 from accelcore.errors import BackendUnavailableError
 
 

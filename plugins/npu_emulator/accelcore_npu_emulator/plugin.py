@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
+from accelcore.devices.hookspecs import hookimpl
 from accelcore.errors import ConfigurationError
-from accelcore.hookspecs import hookimpl
 from accelcore_npu_emulator.bootstrap import environment
 from accelcore_npu_emulator.settings import Settings
 

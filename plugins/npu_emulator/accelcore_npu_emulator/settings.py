@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accelcore.errors import ConfigurationError
-from accelcore.wording import shown
+from accelcore.util.text import shown
 
 __all__ = ["Fault", "Settings"]
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 import torch.distributed as dist
 
-from accelcore.roles.collectives import TorchCollectives
+from accelcore.jobs.collectives import TorchCollectives
 from lies.lie import LIES, Lie, declaring, lie
 
 

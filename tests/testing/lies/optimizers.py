@@ -6,9 +6,9 @@ import dataclasses
 
 import torch
 
-from accelcore.optim.torch_optimizers import register_torch_optimizers
-from accelcore.roles.optimizers import Optimizers
-from accelcore.testing.options import ORACLES
+from accelcore.optim.registry import Optimizers
+from accelcore.optim.torch_routes import register_torch_optimizers
+from accelcore.testing.support.options import ORACLES
 from lies.lie import LIES, Lie, declaring, lie
 
 

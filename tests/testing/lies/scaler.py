@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from accelcore.roles.scaler import GradScaler, Scalers
+from accelcore.scaling.dynamic import GradScaler, Scalers
 from lies.lie import LIES, Lie, declaring, lie
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from accelcore import Backend, Policy, UnsupportedError
-from accelcore.roles.collectives import NoCollectives, TorchCollectives
+from accelcore.jobs.collectives import NoCollectives, TorchCollectives
 from lies.lie import LIES, declaring, lie, replaced
 from lies.optimizers import adam_for_adamw, registry
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from platformdirs import user_cache_dir
 
 from accelcore.errors import ConfigurationError
-from accelcore.wording import shown
+from accelcore.util.text import shown
 
 __all__ = ["find", "folder", "keep", "open_folder"]
 

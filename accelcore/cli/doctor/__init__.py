@@ -1,0 +1,1 @@
+"""`accelcore doctor`: ask plugins in separate processes, diagnose, and print."""

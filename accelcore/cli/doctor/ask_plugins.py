@@ -1,0 +1,255 @@
+"""Ask plugins in child processes, because a plugin may crash, exit or block the process that loads it.
+
+All are asked in one child. If it does not live to answer, each plugin is asked in a child of its own: the plugin to
+blame is named, and the others are shown as usual. The answers cross over as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+from accelcore.cli import child
+from accelcore.cli.child import Ended
+from accelcore.devices import plugins
+from accelcore.devices.entry_points import declared
+from accelcore.devices.plugins import BACKENDS, EXTENSIONS, Candidate, Extension
+from accelcore.devices.probe import Probe
+from accelcore.devices.request import parse, probe_timeout, requested_device
+from accelcore.devices.select import decide
+from accelcore.errors import AccelError, PluginError
+from accelcore.known_faults import KnownFault
+
+__all__ = ["Answers", "Fault", "PassedOver", "SelectionPreview", "ask_plugins", "main"]
+
+_START = 10.0  # seconds that a child has to start on a busy machine, beside the time for its plugins
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """A device that a list or `auto` could not use before the one it chose."""
+
+    name: str
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Error that `select()` would raise; its `type` is empty if the process would end or block instead."""
+
+    type: str
+    what: str
+    why: str
+    available: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class SelectionPreview:
+    """Choice that `select()` would make in the present environment, found without creating a backend.
+
+    Attributes:
+        request: the text of the request; `"auto"` if ACCEL_DEVICE is not set.
+        source: `"ACCEL_DEVICE"` or `"default"`.
+        chosen: the device, `"cpu:0"`; None if there would be an error.
+        why: the reason for this choice.
+        passed_over: devices that could not be used before it.
+        error: the error, if there would be one.
+    """
+
+    request: str
+    source: str
+    chosen: str | None = None
+    why: str = ""
+    passed_over: tuple[PassedOver, ...] = ()
+    error: Fault | None = None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to one question, or to all.
+
+    Attributes:
+        candidates: the backends, without hooks; of an error only its text is kept.
+        extensions: the extensions, without hooks.
+        selection: the choice of `select()`, if that was asked.
+    """
+
+    candidates: tuple[Candidate, ...] = ()
+    extensions: tuple[Extension, ...] = ()
+    selection: SelectionPreview | None = None
+
+    def to_json(self) -> str:
+        candidates = [
+            {
+                "name": candidate.name,
+                "distribution": candidate.distribution,
+                "broken": candidate.error is not None,
+                "probe": asdict(candidate.probe),
+                "faults": [asdict(fault) for fault in candidate.faults],
+            }
+            for candidate in self.candidates
+        ]
+        extensions = [(one.name, one.distribution, one.reason) for one in self.extensions]
+        selection = self.selection and asdict(self.selection)
+        return json.dumps({"candidates": candidates, "extensions": extensions, "selection": selection})
+
+    @classmethod
+    def from_json(cls, text: str) -> Answers:
+        """Read the answers; raise ValueError if the text is incomplete, PluginError if no plugin could be asked."""
+        data = json.loads(text)
+        if "error" in data:
+            raise PluginError(
+                "the installed plugins cannot be found or asked",
+                why=data["error"],
+                remedy="repair the damaged installation; pip check may tell which distribution it is",
+            )
+        candidates = []
+        for one in data["candidates"]:
+            values: dict[str, Any] = {
+                field: tuple(value) if isinstance(value, list) else value for field, value in one["probe"].items()
+            }
+            error = PluginError(values["reason"]) if one["broken"] else None
+            faults = tuple(KnownFault(**fault) for fault in one["faults"])
+            candidates.append(Candidate(one["name"], one["distribution"], Probe(**values), error=error, faults=faults))
+        preview = data["selection"]
+        if preview:
+            preview["passed_over"] = tuple(PassedOver(**passed) for passed in preview["passed_over"])
+            preview["error"] = preview["error"] and Fault(**preview["error"])
+        extensions = tuple(Extension(*one) for one in data["extensions"])
+        return cls(tuple(candidates), extensions, SelectionPreview(**preview) if preview else None)
+
+
+def ask_plugins() -> tuple[Answers, str]:
+    """Return every plugin's answer, and how all together ended their process if no plugin does so alone."""
+    limit = probe_timeout()
+    # Plugins in a list are asked one after the other, and once more for the error; then extensions load.
+    choosing = limit * (_asked()[0].count(",") + 3)
+    ended, found = _ask(2 * limit + choosing, "all")
+    if found is not None:
+        return found, ""
+    together = _fate(ended, "loading and probing all plugins at once")
+    candidates: list[Candidate] = []
+    extensions: list[Extension] = []
+    culprit: Ended | None = None
+    backends = declared(BACKENDS)
+    for name in dict.fromkeys(entry.name for entry in backends):
+        ended, found = _ask(limit, "backend", name)
+        if found is None:
+            culprit = ended
+            labels = " and ".join(entry.label for entry in backends if entry.name == name)
+            candidates.append(_broken(name, labels, _fate(ended, "loading or probing it")))
+        else:
+            candidates += found.candidates
+    for position, entry in enumerate(declared(EXTENSIONS)):
+        ended, found = _ask(limit, "extension", str(position))
+        if found is None:
+            culprit = ended
+            reason = f"{_fate(ended, 'loading it')}; every select() loads it"
+            extensions.append(Extension(entry.name, entry.label, reason))
+        else:
+            extensions += found.extensions
+    if culprit is not None and _asked()[0] == "auto":  # which loads every plugin
+        selection = _no_choice(culprit)
+    else:
+        ended, found = _ask(choosing, "selection")
+        selection = found.selection if found is not None and found.selection is not None else _no_choice(ended)
+    return Answers(tuple(candidates), tuple(extensions), selection), "" if culprit is not None else together
+
+
+def main() -> NoReturn:
+    """Answer the question in the arguments, in the child process."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)  # what a plugin prints is not an answer
+        sys.stdout = sys.stderr
+        try:
+            answer = _answer(*sys.argv[1:]).to_json()
+        except Exception as error:  # noqa: BLE001  # a plugin's own error is among the answers
+            answer = json.dumps({"error": plugins.describe(error)})
+        answers.write(answer)
+    sys.stderr.flush()
+    os._exit(0)  # without what a plugin would do at exit, and without waiting for its threads
+
+
+def _answer(question: str, which: str = "") -> Answers:
+    """Answer `all`, `backend NAME`, `extension POSITION` or `selection`."""
+    if question == "backend":
+        candidate = plugins.find(which)
+        return Answers(() if candidate is None else (candidate,))
+    if question == "extension":
+        return Answers(extensions=tuple(plugins.load_extensions([declared(EXTENSIONS)[int(which)]])))
+    if question == "all":
+        return Answers(tuple(plugins.probe_all().values()), tuple(plugins.load_extensions()), _preview_selection())
+    selection = _preview_selection()
+    if selection.chosen is not None:
+        plugins.load_extensions()  # as `select()` does for the device it has chosen
+    return Answers(selection=selection)
+
+
+def _asked() -> tuple[str, str]:
+    """Return the request in the present environment, and where it comes from."""
+    text = requested_device()
+    return ("auto", "default") if text is None else (text, "ACCEL_DEVICE")
+
+
+def _preview_selection() -> SelectionPreview:
+    """Follow `select()` up to where it would create a backend."""
+    request, source = _asked()
+    try:
+        chosen, passed_over = decide(request, "ACCEL_DEVICE", str)
+    except AccelError as error:
+        fault = Fault(type(error).__name__, error.what, error.why, error.available, error.remedy)
+        return SelectionPreview(request, source, error=fault)
+    over = tuple(PassedOver(probe.name, probe.reason, probe.remedy) for probe in passed_over)
+    choices = parse(request, "ACCEL_DEVICE")
+    if choices is None:
+        why = "the highest priority of the backends that work here"
+    else:
+        why = "the first of ACCEL_DEVICE that works here" if len(choices) > 1 else "ACCEL_DEVICE asks for it"
+    return SelectionPreview(request, source, chosen, why, over)
+
+
+def _ask(limit: float, *question: str) -> tuple[Ended, Answers | None]:
+    """Ask in a child process; return None for the answers if it did not live to give them."""
+    ended = child.call(__name__, *question, environ=os.environ, limit=_START + limit)
+    try:
+        found = Answers.from_json(ended.stdout) if ended.status == 0 else None
+    except ValueError:  # a plugin ended the process with exit code 0
+        found = None
+    if found is not None or question[0] in ("backend", "extension"):
+        sys.stderr.write(ended.stderr)
+    return ended, found
+
+
+def _fate(ended: Ended, cause: str) -> str:
+    if ended.status is None:
+        return f"{cause} blocked the process, which was killed after {ended.limit:g} seconds"
+    if ended.signal:
+        return f"{cause} ended the process by {ended.signal}{ended.where}"
+    return f"{cause} ended the process with exit code {ended.status}"
+
+
+def _broken(name: str, labels: str, reason: str) -> Candidate:
+    remedy = (
+        f"repair or uninstall {labels}; until then name another backend in ACCEL_DEVICE or in select(), which then "
+        "does not load this one"
+    )
+    probe = Probe(name, available=False, reason=reason, remedy=remedy)
+    return Candidate(name, labels, probe, error=PluginError(reason))
+
+
+def _no_choice(ended: Ended) -> SelectionPreview:
+    request, source = _asked()
+    fault = Fault(
+        type="",
+        what="select() would take the script down",
+        why=_fate(ended, "loading the plugins for it"),
+        available="",
+        remedy="repair or uninstall what is broken; if ACCEL_DEVICE or select() names another backend, a broken "
+        "plugin is not loaded",
+    )
+    return SelectionPreview(request, source, error=fault)

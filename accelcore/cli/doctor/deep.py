@@ -1,0 +1,157 @@
+"""`accelcore doctor --deep`: try `import torch` and every usable backend, each in a child process with a time limit.
+
+The child may crash, hang or raise. It writes a line that begins with `SAYS`: that all is well, or the error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from accelcore.cli import child
+from accelcore.cli.child import Ended
+from accelcore.devices.plugins import Candidate, describe
+from accelcore.devices.torch_autoload import VARIABLE, Autoload, enabled, of_unusable_backends
+from accelcore.jobs.launchers import outside_any_job
+
+__all__ = ["SAYS", "WORKS", "Deep", "Trial", "examine", "main"]
+
+SAYS = "accelcore trial: "
+"""Beginning of the line in which the child reports its result."""
+
+WORKS = "works"
+"""The result if all is well; exit code 0 alone may come from a library that exits."""
+
+_KEPT = 30  # lines of a child's stderr
+_LONGEST = 300  # characters of its last line that are shown
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Result of one child process.
+
+    Attributes:
+        name: `"torch"`, or the backend's name.
+        outcome: `"works"`, `"failed"` (it raised), `"crashed"` (a signal ended it), `"hung"` or `"not tried"`.
+        stderr: the last lines that the process wrote.
+    """
+
+    name: str
+    outcome: str
+    reason: str = ""
+    remedy: str = ""
+    seconds: float = 0.0
+    stderr: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Deep:
+    """Results of `--deep`: `import torch`, and each backend.
+
+    Attributes:
+        autoload_broken: whether `import torch` works only with torch's autoload off. The backends were then tried so.
+    """
+
+    torch: Trial
+    autoload_broken: bool
+    backends: tuple[Trial, ...]
+
+
+def examine(candidates: Sequence[Candidate], found: Sequence[Autoload], timeout: float) -> Deep:
+    """Try torch, then each usable backend, for `timeout` seconds each; the others are listed as not tried."""
+    environ = outside_any_job(os.environ)  # the trial is not a rank
+    torch = _try(None, environ, timeout)
+    autoload_broken = False
+    if torch.outcome != "works" and found and enabled(environ):
+        without = {**environ, VARIABLE: "0"}
+        if _try(None, without, timeout).outcome == "works":
+            torch, autoload_broken, environ = _blamed_on_autoload(torch, found, candidates), True, without
+    backends = []
+    for candidate in candidates:
+        if not candidate.probe.available:
+            backends.append(Trial(candidate.name, "not tried", reason="it is not usable here"))
+        elif torch.outcome != "works" and not autoload_broken:
+            backends.append(Trial(candidate.name, "not tried", reason="torch cannot be imported"))
+        else:
+            backends.append(_try(candidate.name, environ, timeout))
+    return Deep(torch, autoload_broken, tuple(backends))
+
+
+def _blamed_on_autoload(trial: Trial, found: Sequence[Autoload], candidates: Sequence[Candidate]) -> Trial:
+    points = "; ".join(map(str, found))
+    # `run` sets the variable only for entry points of backends that are installed and cannot work here.
+    run = ", start scripts with accelcore run" if of_unusable_backends(found, candidates) else ""
+    owners = ", ".join(sorted({autoload.distribution for autoload in found}))
+    return replace(
+        trial,
+        reason=f"import torch works with {VARIABLE}=0, and not without it, because torch's "
+        f"backend autoload calls {points} ({trial.reason})",
+        remedy=f"set {VARIABLE}=0{run}, or repair or uninstall {owners}",
+    )
+
+
+def _try(name: str | None, environ: Mapping[str, str], timeout: float) -> Trial:
+    ended = child.call(__name__, *([name] if name else []), environ=environ, limit=timeout)
+    written = ended.stderr.splitlines()
+    outcome, reason, remedy = _judge(ended, [line for line in written if line.strip()])
+    return Trial(
+        name=name or "torch",
+        outcome=outcome,
+        reason=reason,
+        remedy=remedy,
+        seconds=round(ended.seconds, 3),
+        stderr=() if outcome == "works" else tuple(written[-_KEPT:]),
+    )
+
+
+def _judge(ended: Ended, written: Sequence[str]) -> tuple[str, str, str]:
+    said = [line.removeprefix(SAYS) for line in written if line.startswith(SAYS)]
+    if ended.status == 0 and said[-1:] == [WORKS]:
+        return "works", "", ""
+    if ended.status is None:
+        reason = f"it did not end within {ended.limit:g} seconds, and was killed"
+        return "hung", reason, "give it longer with --timeout, or see what its driver says"
+    if ended.signal:
+        remedy = "install versions that fit together; the last lines it wrote are in --json"
+        if ended.signal == "SIGKILL":
+            remedy = "see whether the machine ran out of memory"
+        return "crashed", f"{ended.signal} ended it{ended.where}", remedy
+    last = (said or written)[-1:]
+    reason = last[0].strip()[:_LONGEST] if last else f"it exited with {ended.status} and wrote nothing"
+    return "failed", reason, _remedy(reason)
+
+
+def _remedy(reason: str) -> str:
+    if "undefined symbol" in reason:
+        return "it is built for another version of what it links to: install versions that fit together"
+    if "cannot open shared object file" in reason:
+        return "a library is missing: install the vendor's runtime, or set up its environment"
+    if "No module named" in reason:
+        return "install what is missing"
+    return "the traceback is in the stderr of --json"
+
+
+def main() -> int:
+    """Import torch, and multiply two matrices on the backend that the arguments may name: the child process."""
+    try:
+        import torch
+
+        for name in sys.argv[1:]:
+            import accelcore
+
+            backend = accelcore.select(name)
+            matrix = torch.tensor([[0.0, 1.0], [2.0, 3.0]], device=backend.device)
+            product = (matrix @ matrix).cpu().tolist()
+            if product != [[2.0, 3.0], [6.0, 11.0]]:
+                raise ArithmeticError(f"{name} multiplies wrongly: [[0, 1], [2, 3]] squared is {product}")
+    except BaseException as error:  # noqa: BLE001  # SystemExit too: it is the plugin's, not this program's
+        traceback.print_exc()
+        while error.__cause__ is not None:
+            error = error.__cause__
+        sys.stderr.write(f"{SAYS}{describe(error)}\n")
+        return 1
+    sys.stderr.write(f"{SAYS}{WORKS}\n")
+    return 0

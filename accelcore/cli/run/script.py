@@ -1,0 +1,208 @@
+"""`accelcore run`: prepare the script's environment, then become the script, or torch's launcher that starts ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+from accelcore.cli.run import rank
+from accelcore.devices.entry_points import declared
+from accelcore.devices.plugins import Candidate
+from accelcore.devices.request import Choice, parse, requested_device
+from accelcore.devices.torch_autoload import VARIABLE, Autoload, autoloads, of_unusable_backends
+from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.util.text import shown
+
+__all__ = ["run"]
+
+_LAUNCHER = "accelcore.cli.run.launcher"  # not imported: it imports torch
+_APEX = Path(__file__).parents[2] / "apex" / "stand_in"
+
+
+def run(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    module: bool = False,
+    device: str | None = None,
+    nproc: int = 1,
+    machines: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
+    check_collectives: bool = False,
+    emulate: str | None = None,
+    apex: bool = False,
+) -> NoReturn:
+    """Become the script, or the launcher of its ranks. Every mistake is found before that.
+
+    Args:
+        machines: torchrun's options for a job of several machines, such as `{"--nnodes": "2"}`.
+
+    Raises:
+        ConfigurationError: `device` or ACCEL_DEVICE is outside the grammar of `select()`; the script does not exist; an
+            option lacks another; or `apex` is given, and there is an apex beside the script.
+        UnknownBackendError: `device` is one backend, and no installed plugin offers it.
+        UnsupportedError: no installed emulator emulates the backend `emulate`.
+    """
+    environ = dict(os.environ)
+    program = ["-m", script, *arguments] if module else [script, *arguments]
+    if device is not None:
+        from accelcore.devices.select import check_installed
+
+        check_installed(device, "--device")  # else each rank would fail, with an error about ACCEL_DEVICE
+        environ["ACCEL_DEVICE"] = device
+    elif (asked := requested_device()) is not None:
+        parse(asked, "ACCEL_DEVICE")
+    machines = machines or {}
+    if machines:
+        _check_machines(machines, environ)
+    launched = nproc > 1 or max_restarts > 0 or bool(machines)
+    if not module:
+        _check_script(script, launched)
+    if check_collectives:
+        if nproc == 1 and not machines:
+            raise ConfigurationError("--check-collectives needs a job of several ranks", remedy="add --nproc 2")
+        environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    hidden = ""
+    if emulate is not None:
+        environ.update(_emulation(emulate, nproc))
+        sys.stderr.write(
+            f"accelcore: EMULATED: {emulate} is imitated on the host; its speed and numerics prove nothing\n"
+        )
+    elif VARIABLE not in environ:
+        hidden = _turn_off_autoload(environ, hide=module or script != "-")  # only Python itself reads stdin
+    if apex:
+        folder = Path.cwd() if module or script == "-" else Path(script).parent
+        environ["PYTHONPATH"] = _apex_path(environ, folder)
+    command = [sys.executable, *program]
+    if launched:
+        # This process becomes the launcher, so that its id is the launcher's. A rank's output is not buffered, or what
+        # it printed would be lost if it is killed. "--": else torch reads options of the script that resemble its own.
+        meeting = [word for option in machines.items() for word in option] or ["--standalone"]
+        ranks = ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts), "--no-python", "--"]
+        each = [sys.executable, "-u", rank.__file__, str(os.getpid()), hidden, *program]
+        command = [sys.executable, "-m", _LAUNCHER, *meeting, *ranks, *each]
+        # torch 2.13 keeps one store over restarts, in which gloo finds the addresses of ranks that have ended: every
+        # other restart fails or hangs. With this, each start has a store of its own.
+        environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    elif hidden:
+        command = [sys.executable, rank.__file__, "0", hidden, *program]
+    if nproc > 1:
+        # Otherwise each rank would use all cores; torch's launcher would give each one core, with a long warning.
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // nproc)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # No child process: signals, exit code, terminal and process id are the script's own.
+    os.execve(sys.executable, command, environ)  # noqa: S606
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check_script(script: str, launched: bool) -> None:
+    if script == "-":
+        if launched:
+            raise ConfigurationError(
+                "several ranks, or restarts, of a script from stdin",
+                why="stdin can be read only once",
+                remedy="put the script in a file",
+            )
+    elif not Path(script).exists():
+        raise ConfigurationError(
+            f"there is no script {shown(script, 200)}",
+            why=f"no such file in {Path.cwd()}" if not Path(script).is_absolute() else "no such file",
+            remedy="correct the path; for a module, use -m",
+        )
+
+
+def _check_machines(machines: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """Raise if an option is missing without which torchrun would start a job on this machine alone."""
+    needed = [("--nnodes",), ("--rdzv-endpoint", "--master-addr")]
+    if machines.get("--rdzv-backend", "static") == "static":
+        needed.append(("--node-rank",))
+    for options in needed:
+        variables = ("PET_" + option[2:].replace("-", "_").upper() for option in options)  # torchrun reads these, too
+        if not any(option in machines for option in options) and not any(name in environ for name in variables):
+            raise ConfigurationError(
+                f"{' and '.join(machines)} without {' or '.join(options)}",
+                why="a job of several machines needs their number, a meeting point, and the number of this machine",
+                remedy="give --nnodes 2 --node-rank 0 --rdzv-endpoint HOST:PORT; another --node-rank on each machine; "
+                "with --rdzv-backend c10d, torch numbers the machines",
+            )
+
+
+def _emulation(name: str, devices: int) -> Mapping[str, str]:
+    from accelcore.devices import plugins
+
+    one = parse(name, "--emulate") == (Choice(name),)
+    variables = plugins.emulate(name, devices) if one else None
+    if variables is None:
+        raise UnsupportedError(
+            f"--emulate {shown(name)}: nothing installed emulates a backend of that name",
+            available=", ".join(entry.name for entry in declared(plugins.EMULATORS)) or "no emulator is installed",
+            remedy=f"install the package that emulates {name}, if there is one; docs/install.md lists accelcore's own"
+            if one
+            else "name one backend, and no device",
+        )
+    return variables
+
+
+def _turn_off_autoload(environ: MutableMapping[str, str], *, hide: bool) -> str:
+    """Keep `import torch` from loading the runtimes of unusable backends; return the packages to hide."""
+    failing = _autoloads_that_would_fail()
+    if not failing:
+        return ""
+    environ[VARIABLE] = "0"
+    hidden = ",".join(dict.fromkeys(autoload.package for autoload, _ in failing)) if hide else ""
+    reasons = "; ".join(
+        f"import torch would load {autoload}, and {candidate.name} is not usable here: {candidate.probe.reason}"
+        for autoload, candidate in failing
+    )
+    also = f"; {hidden} is hidden from it" if hidden else ""
+    sys.stderr.write(f"accelcore: {VARIABLE}=0 for this run, because {reasons}{also}\n")
+    return hidden
+
+
+def _autoloads_that_would_fail() -> Iterable[tuple[Autoload, Candidate]]:
+    """Return the entry points that `import torch` must not call, with their backends."""
+    found = autoloads()
+    if not found:
+        return []
+    from accelcore.cli.doctor.ask_plugins import (
+        ask_plugins,  # in another process: this one is about to become the script
+    )
+
+    return of_unusable_backends(found, ask_plugins()[0].candidates)
+
+
+def _apex_path(environ: Mapping[str, str], folder: Path) -> str:
+    """Return the PYTHONPATH with which `import apex` finds accelcore.apex; warn if this hides another apex.
+
+    Args:
+        environ: the script's environment.
+        folder: the folder that Python searches first: the script's, or for a module the working directory.
+
+    Raises:
+        ConfigurationError: there is an apex in that folder.
+    """
+    beside = next((path for path in (folder / "apex.py", folder / "apex" / "__init__.py") if path.exists()), None)
+    if beside is not None:
+        raise ConfigurationError(
+            "--apex, and the script has an apex of its own",
+            why=f"Python would find {beside} first",
+            remedy="rename that one, or leave --apex out",
+        )
+    spec = find_spec("apex")
+    if spec is not None and spec.origin is not None and not Path(spec.origin).is_relative_to(_APEX):
+        try:
+            found = f"apex {version('apex')}"
+        except PackageNotFoundError:
+            found = spec.origin
+        sys.stderr.write(f"accelcore: --apex: the script imports accelcore.apex, not the installed {found}\n")
+    return os.pathsep.join(filter(None, (str(_APEX), environ.get("PYTHONPATH"))))

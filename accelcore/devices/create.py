@@ -1,0 +1,132 @@
+"""Create a backend: import torch, call the plugin's hook, and let the plugin and extensions register optimizers.
+
+The hook runs in the caller's thread, because vendors' runtimes keep state such as the current device for each thread.
+It has no time limit, because the first start of a device may take minutes. A long start is logged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from accelcore.devices import plugins
+from accelcore.devices.plugins import Candidate
+from accelcore.devices.request import probe_timeout
+from accelcore.devices.torch_autoload import import_torch
+from accelcore.errors import AccelError, PluginError
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
+
+__all__ = ["create_backend"]
+
+logger = logging.getLogger("accelcore")
+
+_LONG = 6  # times ACCEL_PROBE_TIMEOUT until a start is logged as long
+
+
+def create_backend(candidate: Candidate, index: int, request: str, others: Callable[[], str]) -> Backend:
+    """Create the backend of a plugin whose probe reported that it is available.
+
+    Args:
+        candidate: the plugin.
+        index: index of the device.
+        request: the user's request, for messages.
+        others: returns the available devices, for messages.
+
+    Raises:
+        BackendUnavailableError: torch cannot be imported.
+        PluginError: the plugin raised another error than an AccelError, or did not return the backend.
+    """
+    import_torch()
+    try:
+        with _logged_if_long(candidate, index):
+            backend = candidate.hooks.accelcore_create_backend(name=candidate.name, index=index)
+    except (AccelError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise PluginError(
+            f"{request}: {candidate.distribution} could not create its backend",
+            why=plugins.describe(error),
+            available=others(),
+            remedy=f"see the cause above; repair or uninstall {candidate.distribution}, or choose another backend",
+        ) from error
+    return _with_registered_optimizers(_checked(backend, candidate, index), candidate, request, others)
+
+
+@contextmanager
+def _logged_if_long(candidate: Candidate, index: int) -> Iterator[None]:
+    seconds = _LONG * probe_timeout()
+    message = "%s has been creating %s:%d for %g seconds; to use another backend, name it in ACCEL_DEVICE"
+    timer = threading.Timer(seconds, logger.warning, (message, candidate.distribution, candidate.name, index, seconds))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _checked(backend: object, candidate: Candidate, index: int) -> Backend:
+    from accelcore.backend import Backend
+
+    if not isinstance(backend, Backend) or (backend.name, backend.index) != (candidate.name, index):
+        raise PluginError(
+            f"{candidate.distribution} was asked for {candidate.name}:{index} and returned "
+            + (f"{backend.name}:{backend.index}" if isinstance(backend, Backend) else type(backend).__name__),
+            remedy=f"report this to the authors of {candidate.distribution}",
+        )
+    return backend
+
+
+def _with_registered_optimizers(
+    backend: Backend, candidate: Candidate, request: str, others: Callable[[], str]
+) -> Backend:
+    extended, error = _extended(backend, candidate.hooks)
+    if error is not None:
+        raise PluginError(
+            f"{request}: {candidate.distribution} could not register its optimizers",
+            why=plugins.describe(error),
+            available=others(),
+            remedy=f"repair or uninstall {candidate.distribution}, or choose another backend",
+        ) from error
+    for extension in plugins.extensions():
+        extended, error = _extended(extended, extension.hooks)
+        if error is not None:
+            logger.warning(
+                "extension %s of %s could not register its optimizers for %s: %s",
+                extension.name, extension.distribution, candidate.name, plugins.describe(error),
+            )  # fmt: skip
+    return extended
+
+
+def _extended(backend: Backend, hooks: Any) -> tuple[Backend, BaseException | None]:
+    """Return the backend with the optimizers that the hook registers, or the backend as it is and the hook's error.
+
+    The hook gets a copy of the registry, which is dropped if the hook fails or runs longer than its time limit.
+    """
+    draft = dataclasses.replace(backend, optimizers=backend.optimizers.copy())
+    register = partial(hooks.accelcore_register_optimizers, backend=draft, registry=draft.optimizers)
+    error = plugins.within_time(_on_current_device(register, backend.device.type))
+    return (draft, None) if error is None else (backend, error)
+
+
+def _on_current_device(function: Callable[[], Any], kind: str) -> Callable[[], Any]:
+    """Return the function for use in another thread, with this thread's current device."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != kind:  # asking for its device would initialise it
+        return function
+    index = torch.accelerator.current_device_index()
+
+    def call() -> Any:
+        with torch.accelerator.device_index(index):
+            return function()
+
+    return call

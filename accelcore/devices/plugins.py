@@ -1,0 +1,282 @@
+"""Find, load and probe plugins: each alone, so that none can break another.
+
+Only this file and `hookspecs.py` use pluggy. Each plugin is loaded and probed in a thread, because its import may raise
+anything, exit, or never return. `installed()` shows the error, and selecting that plugin raises it as the cause.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import EntryPoint
+from types import TracebackType
+from typing import Any, cast
+
+import pluggy
+
+from accelcore.devices import hookspecs
+from accelcore.devices.entry_points import Declared, declared
+from accelcore.devices.probe import Probe
+from accelcore.devices.request import probe_timeout
+from accelcore.errors import PluginError
+from accelcore.known_faults import KnownFault
+from accelcore.util.text import shown
+
+__all__ = [
+    "BACKENDS",
+    "EMULATORS",
+    "EXTENSIONS",
+    "Candidate",
+    "Extension",
+    "describe",
+    "emulate",
+    "extensions",
+    "find",
+    "load_extensions",
+    "probe_all",
+    "within_time",
+]
+
+BACKENDS = "accelcore.backends"
+EXTENSIONS = "accelcore.extensions"
+EMULATORS = "accelcore.emulators"
+
+_LONGEST = 300  # characters of a plugin's own message that are shown
+
+logger = logging.getLogger("accelcore")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One installed backend, with its probe or its error.
+
+    Attributes:
+        name: the entry point's name, by which users select it.
+        distribution: the distributions that offer it, with versions.
+        probe: the plugin's answer, or one with the reason why there is no answer.
+        error: the error of a broken plugin.
+        hooks: the plugin's hooks; None if it is broken.
+        faults: its known kernel bugs.
+    """
+
+    name: str
+    distribution: str
+    probe: Probe
+    error: BaseException | None = None
+    hooks: Any = None
+    faults: tuple[KnownFault, ...] = ()
+
+
+@dataclass(frozen=True)
+class Extension:
+    """One installed extension, with its hooks or its error.
+
+    Attributes:
+        name: the entry point's name.
+        distribution: the distribution that offers it, with its version.
+        reason: the error in one line; empty if it loads.
+        hooks: the extension's hooks; None if it is broken.
+    """
+
+    name: str
+    distribution: str
+    reason: str = ""
+    hooks: Any = None
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    value: Any = None
+    error: BaseException | None = None
+    traceback: TracebackType | None = None
+
+
+class _Call:
+    """Call in a daemon thread, which may never return."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._done = threading.Event()
+        self._outcome = _Outcome()
+        threading.Thread(target=self._run, name="accelcore-probe", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome = _Outcome(value=self._function())
+        except BaseException as error:  # noqa: BLE001  # SystemExit too: a plugin must not end the program
+            self._outcome = _Outcome(error=error, traceback=error.__traceback__)
+        self._done.set()
+
+    def outcome(self, deadline: float) -> _Outcome | None:
+        """Wait for the outcome; return None if the call has not returned by the deadline."""
+        return self._outcome if self._done.wait(max(0.0, deadline - time.monotonic())) else None
+
+
+# A load that never returns holds its thread; later requests wait for the same load.
+_loads: dict[EntryPoint, _Call] = {}
+_loads_lock = threading.Lock()
+
+
+def probe_all() -> dict[str, Candidate]:
+    """Probe every installed backend plugin, all at the same time; sorted by name."""
+    return _probe(declared(BACKENDS))
+
+
+def find(name: str) -> Candidate | None:
+    """Probe the plugin of a backend without loading another; return None if no plugin has that name."""
+    return _probe([entry for entry in declared(BACKENDS) if entry.name == name]).get(name)
+
+
+def extensions() -> list[Extension]:
+    """Return every extension that loads; log a warning for one that does not."""
+    loaded = load_extensions()
+    for extension in loaded:
+        if extension.reason:
+            logger.warning(
+                "extension %s of %s is left out: %s", extension.name, extension.distribution, extension.reason
+            )
+    return [extension for extension in loaded if not extension.reason]
+
+
+def load_extensions(entries: Sequence[Declared] | None = None) -> list[Extension]:
+    """Load extensions, by default every installed one; the `reason` of one that fails says why."""
+    entries = declared(EXTENSIONS) if entries is None else entries
+    loads = [_load(entry.point) for entry in entries]  # all at the same time: one that hangs does not delay the others
+    deadline = time.monotonic() + probe_timeout()
+    loaded = []
+    for entry, load in zip(entries, loads, strict=True):
+        outcome = load.outcome(deadline)
+        if outcome is None or outcome.error is not None:
+            reason = "it did not load in time" if outcome is None else describe(outcome.error)
+            loaded.append(Extension(entry.name, entry.label, reason=reason))
+        else:
+            loaded.append(Extension(entry.name, entry.label, hooks=outcome.value))
+    return loaded
+
+
+def emulate(name: str, devices: int) -> Mapping[str, str] | None:
+    """Return the environment that emulates the backend `name`, or None if no emulator is installed. May take long.
+
+    Raises:
+        PluginError: the emulator cannot be loaded or does not answer, or two distributions offer one.
+    """
+    offers = [entry for entry in declared(EMULATORS) if entry.name == name]
+    if not offers:
+        return None
+    labels = " and ".join(entry.label for entry in offers)
+    if len(offers) > 1:
+        raise PluginError(f"two distributions emulate {name!r}: {labels}", remedy="uninstall one of them")
+    remedy = f"repair or uninstall {labels}"
+    try:
+        hooks = _hooks(offers[0].point)
+    except Exception as error:
+        raise PluginError(
+            f"the emulator of {name!r} ({labels}) is broken",
+            why=describe(error),
+            remedy=remedy,
+        ) from error
+    variables = hooks.accelcore_emulate(name=name, devices=devices)
+    if variables is None:
+        raise PluginError(f"the emulator of {name!r} ({labels}) does not answer accelcore_emulate", remedy=remedy)
+    return cast("Mapping[str, str]", variables)
+
+
+def within_time(function: Callable[[], Any]) -> BaseException | None:
+    """Call a plugin's function in a thread; return its error, a TimeoutError if it hangs, or None."""
+    limit = probe_timeout()
+    outcome = _Call(function).outcome(time.monotonic() + limit)
+    if outcome is None:
+        return TimeoutError(f"it did not return within {limit:g} seconds (ACCEL_PROBE_TIMEOUT)")
+    return outcome.error
+
+
+def _probe(entries: list[Declared]) -> dict[str, Candidate]:
+    limit = probe_timeout()
+    deadline = time.monotonic() + limit
+    by_name: dict[str, list[Declared]] = {}
+    for entry in entries:
+        by_name.setdefault(entry.name, []).append(entry)
+    calls = {name: _Call(partial(_ask, offers[0], deadline)) for name, offers in by_name.items() if len(offers) == 1}
+    candidates = {}
+    for name, offers in by_name.items():
+        distribution = " and ".join(entry.label for entry in offers)
+        outcome = calls[name].outcome(deadline) if name in calls else _Outcome(error=_duplicate(name, distribution))
+        if outcome is None:
+            outcome = _Outcome(error=TimeoutError(f"it did not answer within {limit:g} seconds (ACCEL_PROBE_TIMEOUT)"))
+        if outcome.error is None:
+            hooks, probe, faults = outcome.value
+            candidates[name] = Candidate(name, distribution, probe, hooks=hooks, faults=faults)
+        else:
+            remedy = getattr(outcome.error, "remedy", "") or f"repair or uninstall {distribution}"
+            broken = Probe(name, available=False, reason=describe(outcome.error), remedy=remedy)
+            candidates[name] = Candidate(name, distribution, broken, error=outcome.error)
+    return candidates
+
+
+def _ask(entry: Declared, deadline: float) -> tuple[Any, Probe, tuple[KnownFault, ...]]:
+    point = entry.point
+    outcome = _load(point).outcome(deadline)
+    if outcome is None:
+        raise TimeoutError("its import did not return in time (ACCEL_PROBE_TIMEOUT)")
+    if outcome.error is not None:
+        raise outcome.error.with_traceback(outcome.traceback)  # without the frames of earlier raises
+    hooks = outcome.value
+    answers = hooks.accelcore_probe()
+    if len(answers) != 1 or not isinstance(answers[0], Probe):
+        raise PluginError(f"{point.value} does not answer accelcore_probe with a Probe (its answers: {answers!r})")
+    probe = answers[0]
+    if probe.name != point.name:
+        raise PluginError(f"{point.value} is installed as {point.name!r} but calls itself {probe.name!r}")
+    oldest = max(1, hookspecs.API - 1)
+    if not oldest <= probe.api <= hookspecs.API:
+        works = f"interface {oldest}" if oldest == hookspecs.API else f"interfaces {oldest} and {hookspecs.API}"
+        newer = "accelcore" if probe.api > hookspecs.API else entry.label
+        raise PluginError(
+            f"{point.value} is written for plugin interface {probe.api}, and this accelcore works with {works}",
+            remedy=f"install a newer {newer}",
+        )
+    return hooks, probe, tuple(_known_faults(point, hooks.accelcore_known_faults()))
+
+
+def _known_faults(point: EntryPoint, answers: Iterable[Any]) -> Iterator[KnownFault]:
+    for answer in answers:
+        for fault in answer:
+            if not isinstance(fault, KnownFault):
+                raise PluginError(f"{point.value} answers accelcore_known_faults with {fault!r}, not a KnownFault")
+            yield fault
+
+
+def _load(point: EntryPoint) -> _Call:
+    with _loads_lock:
+        if point not in _loads:
+            _loads[point] = _Call(partial(_hooks, point))
+        return _loads[point]
+
+
+def _hooks(point: EntryPoint) -> Any:
+    if point.pattern.match(point.value) is None:
+        raise PluginError(f"its entry point {shown(point.value)} is malformed: it must be MODULE or MODULE:OBJECT")
+    manager = pluggy.PluginManager("accelcore")  # one each: a plugin's hooks are called alone
+    manager.add_hookspecs(hookspecs)
+    manager.register(point.load(), name=point.name)
+    manager.check_pending()  # raises for a misspelled hook, which would never be called
+    return manager.hook
+
+
+def _duplicate(name: str, distributions: str) -> PluginError:
+    return PluginError(f"two distributions offer the backend {name!r}: {distributions}", remedy="uninstall one of them")
+
+
+def describe(error: BaseException | None) -> str:
+    """Return the first line of an error, shortened; safe for an error whose `__str__` raises."""
+    try:
+        text = str(error).split("\n", 1)[0][:_LONGEST]
+    except Exception:  # noqa: BLE001  # its __str__ may raise
+        text = ""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({text})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

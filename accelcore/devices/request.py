@@ -1,0 +1,83 @@
+"""The user's request for a device: the grammar of `select()` and ACCEL_DEVICE, and ACCEL_PROBE_TIMEOUT.
+
+    request = "auto" | choice {"," choice}
+    choice  = name [":" index]            name: a-z, then a-z 0-9 _;  index: no sign, no leading zero
+
+ASCII only. Letter case and blanks around the whole are ignored. An empty variable counts as unset, because a shell or
+a manifest has no other way to unset it; an invalid value raises.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from accelcore.errors import ConfigurationError
+from accelcore.util.text import kind_of, shown
+
+__all__ = ["Choice", "parse", "probe_timeout", "requested_device"]
+
+_CHOICE = re.compile(r"([a-z][a-z0-9_]{0,31})(?::(0|[1-9][0-9]{0,3}))?")
+_LONGEST = 256
+_GRAMMAR = "NAME, NAME:INDEX, a list of these in order of preference (npu,cuda,cpu), or auto"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend's name, and the device's index if the user gave one."""
+
+    name: str
+    index: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.index is None else f"{self.name}:{self.index}"
+
+
+def parse(text: str, source: str = "device") -> tuple[Choice, ...] | None:
+    """Read a request; None means `auto`. Errors are ConfigurationErrors that name `source`."""
+    if not isinstance(text, str):
+        raise ConfigurationError(
+            f"{source} is {kind_of(text)}, not a string", available=_GRAMMAR, remedy="give a string"
+        )
+    request = text.strip(" \t").lower() if text.isascii() else text
+    fault = _fault(request)
+    if fault:
+        raise ConfigurationError(
+            f"{source}={shown(text)} is not a device",
+            why=fault,
+            available=_GRAMMAR,
+            remedy=f"correct {source}" + (", or unset it" if source == "ACCEL_DEVICE" else ""),
+        )
+    if request == "auto":
+        return None
+    matches = [_CHOICE.fullmatch(part) for part in request.split(",")]
+    return tuple(Choice(match[1], None if match[2] is None else int(match[2])) for match in matches if match)
+
+
+def _fault(request: str) -> str:
+    if len(request) > _LONGEST:
+        return f"it has more than {_LONGEST} characters"
+    parts = request.split(",")
+    for part in parts:
+        if not _CHOICE.fullmatch(part):
+            return f"{shown(part)} is neither NAME nor NAME:INDEX"
+        if part.split(":")[0] == "auto" and request != "auto":
+            return "auto stands alone: it takes no index and cannot be in a list"
+    return "it names a device twice" if len(set(parts)) < len(parts) else ""
+
+
+def requested_device() -> str | None:
+    """Return the text of ACCEL_DEVICE; None if it is unset or empty."""
+    return os.environ.get("ACCEL_DEVICE") or None
+
+
+def probe_timeout() -> float:
+    """Return how many seconds a plugin may take to load and answer: ACCEL_PROBE_TIMEOUT, 5 by default."""
+    text = os.environ.get("ACCEL_PROBE_TIMEOUT") or "5"
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,3})?", text, re.ASCII) or float(text) == 0:
+        raise ConfigurationError(
+            f"ACCEL_PROBE_TIMEOUT={shown(text)} is not a number of seconds above 0",
+            remedy="set it to a number such as 5 or 0.5, or unset it",
+        )
+    return float(text)

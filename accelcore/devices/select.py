@@ -1,0 +1,294 @@
+"""Selection of a device.
+
+A request for one device works or raises. A list or `auto` may fall back, and logs once what it passed over and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+from accelcore.devices import plugins
+from accelcore.devices.create import create_backend
+from accelcore.devices.entry_points import declared, how_to_install, own_plugins
+from accelcore.devices.plugins import Candidate
+from accelcore.devices.probe import Probe
+from accelcore.devices.request import Choice, parse, requested_device
+from accelcore.errors import (
+    AccelError,
+    BackendUnavailableError,
+    ConfigurationError,
+    PluginError,
+    UnknownBackendError,
+)
+from accelcore.jobs.launchers import read_launch
+from accelcore.util.text import is_whole, nearest, shown
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
+
+__all__ = ["Found", "check_installed", "decide", "installed", "select"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger("accelcore")
+
+_said: set[str] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """This process's place on its host.
+
+    Attributes:
+        local_rank: its number on its host; None if unknown.
+        own_devices: whether it sees only its own devices.
+    """
+
+    local_rank: int | None
+    own_devices: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A device that is available according to its plugin's probe.
+
+    Attributes:
+        candidate: the plugin.
+        index: the device's index.
+        request: the user's request, for messages.
+        others: returns the usable backends, for messages; it may probe every plugin.
+    """
+
+    candidate: Candidate
+    index: int
+    request: str
+    others: Callable[[], str]
+
+    def __str__(self) -> str:
+        return f"{self.candidate.name}:{self.index}"
+
+
+def installed() -> dict[str, Probe]:
+    """Return the probe of every installed backend by name; a broken plugin's probe has its error.
+
+    This imports no torch and initialises no device.
+    """
+    return {name: candidate.probe for name, candidate in plugins.probe_all().items()}
+
+
+def select(device: str | None = None, *, local_rank: int | None = None) -> Backend:
+    """Choose a device and create its backend.
+
+    Args:
+        device: `"cpu"`, `"cuda:1"`, a preference list such as `"npu,cuda,cpu"`, or `"auto"`. None means the
+            environment variable ACCEL_DEVICE or, if that is unset or empty, `"auto"`: the best device that works here.
+            Without an index, a launcher's rank takes the device with its local rank, or its only device if `srun`
+            shows it just one.
+        local_rank: this rank's number on its host, in a script that starts its own ranks; None means the launcher's.
+
+    Returns:
+        A new `Backend`. Its `passed_over` holds the probes that a list or `auto` could not use. Several backends may
+        live in one process. Creating one may set state of the vendor's runtime, such as the current device: see the
+        plugin's documentation.
+
+    Raises:
+        ConfigurationError: `device`, ACCEL_DEVICE or a launcher's variable is invalid, or LOCAL_RANK is needed and not
+            set.
+        UnknownBackendError: no installed plugin has that name.
+        BackendUnavailableError: the device, or every device of a list, is not available, or torch cannot be imported.
+        PluginError: the selected plugin is broken; its own error is the cause.
+    """
+    if local_rank is not None and not is_whole(local_rank):
+        raise ConfigurationError(
+            f"local_rank={local_rank!r} is not a rank", remedy="give this rank's number on its host, counted from 0"
+        )
+    source, text = "device", device
+    if text is None:
+        source, text = "ACCEL_DEVICE", requested_device() or "auto"
+    backend, passed_over = decide(text, source, _create, local_rank=local_rank)
+    if passed_over:
+        _say_once(text, source, backend, passed_over)
+    return dataclasses.replace(backend, passed_over=passed_over)
+
+
+def check_installed(text: str, source: str) -> None:
+    """Raise if a request names one backend and no installed plugin offers it, without loading a plugin.
+
+    Raises:
+        ConfigurationError: the request is outside the grammar of `select()`.
+        UnknownBackendError: there is no such backend.
+    """
+    choices, names = parse(text, source), {entry.name for entry in declared(plugins.BACKENDS)}
+    if choices is not None and len(choices) == 1 and choices[0].name not in names:
+        raise _unknown(choices[0], f"{source}={shown(text)}", ", ".join(sorted(names)) or "no backend is installed")
+
+
+def decide(
+    text: str, source: str, make: Callable[[Found], T], *, local_rank: int | None = None
+) -> tuple[T, tuple[Probe, ...]]:
+    """Call `make` with the first available device of a request.
+
+    Args:
+        text: the request.
+        source: its origin, for messages.
+        make: may raise an AccelError; a list or `auto` then continues with the next device.
+        local_rank: this rank's number on its host; None means the launcher's.
+
+    Returns:
+        The result of `make`, and the devices that a list or `auto` passed over.
+    """
+    choices = parse(text, source)
+    place = _place(local_rank)
+    wishes: Iterable[tuple[Choice, Candidate | None]]
+    if choices is None:
+        ranking = sorted(plugins.probe_all().values(), key=lambda entry: (-entry.probe.priority, entry.name))
+        wishes = ((Choice(candidate.name), candidate) for candidate in ranking)
+        return _first_that_works(wishes, place, "auto", make)
+    request = f"{source}={shown(text)}"
+    if len(choices) == 1:
+        return make(_admit(choices[0], plugins.find(choices[0].name), place, request, _usable)), ()
+    # One after the other, so that no plugin after the first that works is loaded.
+    wishes = ((choice, plugins.find(choice.name)) for choice in choices)
+    return _first_that_works(wishes, place, request, make)
+
+
+def _first_that_works(
+    wishes: Iterable[tuple[Choice, Candidate | None]],
+    place: _Place | None,
+    request: str,
+    make: Callable[[Found], T],
+) -> tuple[T, tuple[Probe, ...]]:
+    passed_over: list[Probe] = []
+    for choice, candidate in wishes:
+        if candidate is not None and candidate.probe.available and choice.index is None:
+            # Raise instead of falling back: a rank that falls back alone cannot join the others.
+            _index(choice, candidate.probe, place, request)
+        try:
+            return make(_admit(choice, candidate, place, str(choice), lambda: "")), tuple(passed_over)
+        except AccelError as error:
+            passed_over.append(
+                Probe(
+                    str(choice),
+                    available=False,
+                    reason=error.why or error.what,
+                    remedy=error.remedy or f"select {choice} alone to see the whole error",
+                )
+            )
+    if not passed_over:
+        raise BackendUnavailableError(
+            "no backend is installed",
+            why="backends are plugins, and this environment has no plugin",
+            remedy=how_to_install("accelcore-cpu") + "; and the package of every other device that you have",
+        )
+    raise BackendUnavailableError(
+        f"{request}: none of the choices can be used here",
+        why="; ".join(f"{probe.name}: {probe.reason}" for probe in passed_over),
+        available=_usable(),
+        remedy="; ".join(f"{probe.name}: {probe.remedy}" for probe in passed_over),
+    )
+
+
+def _admit(
+    choice: Choice,
+    candidate: Candidate | None,
+    place: _Place | None,
+    request: str,
+    others: Callable[[], str],
+) -> Found:
+    """Return the device if its plugin reports it as available; raise otherwise."""
+    if candidate is None:
+        raise _unknown(choice, request, others())
+    probe = candidate.probe
+    if candidate.error is not None:
+        raise PluginError(
+            f"{request}: the plugin for {choice.name!r} ({candidate.distribution}) is broken",
+            why=probe.reason,
+            available=others(),
+            remedy=probe.remedy,
+        ) from candidate.error
+    if not probe.available:
+        raise BackendUnavailableError(
+            f"{request} cannot be used here", why=probe.reason, available=others(), remedy=probe.remedy
+        )
+    return Found(candidate, _index(choice, probe, place, request), request, others)
+
+
+def _place(local_rank: int | None) -> _Place | None:
+    if local_rank is not None:
+        return _Place(local_rank)
+    launch = read_launch()
+    return None if launch is None else _Place(launch.local_rank, launch.own_devices)
+
+
+def _create(found: Found) -> Backend:
+    return create_backend(found.candidate, found.index, found.request, found.others)
+
+
+def _index(choice: Choice, probe: Probe, place: _Place | None, request: str) -> int:
+    by_rank = choice.index is None and place is not None and probe.exclusive
+    index = choice.index or 0
+    if by_rank and place is not None and place.own_devices and probe.count == 1:
+        _log_once(logging.INFO, f"this rank takes {choice.name}:0, the one device that its launcher shows it")
+    elif by_rank and place is not None:
+        if place.local_rank is None:
+            raise ConfigurationError(
+                f"{request}: LOCAL_RANK is not set, and each rank needs a {choice.name} device of its own",
+                why="the job may span hosts, so RANK does not tell which of this host's devices belongs to this rank",
+                remedy="set LOCAL_RANK to this rank's number on its host, counted from 0; or LOCAL_WORLD_SIZE if the "
+                f"whole job is on one host; or name the device: {choice.name}:0",
+            )
+        index = place.local_rank
+    if index < probe.count:
+        return index
+    raise BackendUnavailableError(
+        f"{f'rank {index} of this host' if by_rank else request}: there is no device {choice.name}:{index}",
+        why=f"this process sees {probe.count} {choice.name} devices, numbered from 0"
+        if probe.count != 1
+        else f"this process sees one {choice.name} device, numbered 0",
+        available=f"{choice.name}:0" + (f" to {choice.name}:{probe.count - 1}" if probe.count > 1 else ""),
+        remedy="start as many ranks on a host as it has devices; if the launcher shows each rank one device, set "
+        f"ACCEL_DEVICE={choice.name}:0"
+        if by_rank
+        else "choose one of those",
+    )
+
+
+def _unknown(choice: Choice, request: str, available: str) -> UnknownBackendError:
+    what, why = f"{request}: there is no backend {choice.name!r}", "no installed plugin offers that name"
+    return UnknownBackendError(what, why=why, available=available, remedy=_how_to_have(choice.name))
+
+
+def _how_to_have(name: str) -> str:
+    """Return the remedy if no installed plugin offers a backend of this name."""
+    own, offered = own_plugins(), {entry.name for entry in declared(plugins.BACKENDS)}
+    if name in own:
+        return f"{how_to_install(own[name])}; or choose another"
+    advice = "install its package (the README lists accelcore's own), or choose another"
+    near = nearest(name, offered | own.keys())
+    if near is None:
+        return advice
+    needs = "" if near in offered else f" Then {how_to_install(own[near])}."
+    return f"did you mean {near!r}?{needs} Else {advice}"
+
+
+def _usable() -> str:
+    names = [name for name, probe in installed().items() if probe.available]
+    return ", ".join(names) or "no usable backend is installed"
+
+
+def _say_once(text: str, source: str, backend: Backend, passed_over: tuple[Probe, ...]) -> None:
+    launch = read_launch()
+    if launch is not None and launch.rank != 0:
+        return
+    request = "auto" if parse(text, source) is None else f"{source}={shown(text)}"
+    reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in passed_over)
+    _log_once(logging.WARNING, f"{request} chose {backend.name}:{backend.index} and passed over {reasons}")
+
+
+def _log_once(level: int, message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        logger.log(level, "%s", message)

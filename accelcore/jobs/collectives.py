@@ -1,0 +1,291 @@
+"""Collectives: the process group, and the few operations that data parallelism needs of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]  # missing in torch's types
+
+from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
+from accelcore.jobs.launchers import Launch
+
+__all__ = ["Collectives", "NoCollectives", "Op", "TorchCollectives"]
+
+Op = Literal["sum", "avg", "min", "max"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+"""torch's reduction for each `Op`. An average is a sum that is divided here, because not every group can average."""
+
+_DRAIN_SECONDS = 0.1
+
+
+class Collectives(ABC):
+    """Communication between the ranks of a job. Scripts use it through `Job`.
+
+    Before `init`, and in a job of one process, rank is 0, world_size is 1 and every operation is the identity. So a
+    training loop need not check whether there are other ranks.
+
+    Attributes:
+        steps: the step of each trainer of this process, for messages about a missing rank. Trainers write to it.
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[int, int] = {}
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """This process's rank."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @abstractmethod
+    def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
+        """Join the process group that `launch` describes; None forms none. A group that exists is used.
+
+        Raises:
+            DistributedError: the ranks did not meet in time, or a group exists that does not fit.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        """Combine `tensor` over all ranks in place, and return it. It may be a view, and of any declared dtype.
+
+        `"avg"` takes floating-point tensors only. The average does not overflow if the values do not: ranks divide
+        before they add if the dtype's range is smaller than that of fp32, such as fp16's. Otherwise they divide after
+        adding, which rounds less.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Overwrite `tensor` with that of rank `src` in place, and return it."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+
+    @abstractmethod
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        """Return the process group for CPU tensors; None without a job."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the process group if `init` formed it."""
+
+
+class NoCollectives(Collectives):
+    """Collectives of a backend without process groups: there is always one process."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
+        if launch is not None and launch.world_size > 1:
+            raise UnsupportedError(
+                f"this backend declares no process group, and the job has {launch.world_size} ranks",
+                remedy="run one process, or choose another backend",
+            )
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        _check_reduction(tensor, op)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        _check_source(src, 1)
+        return tensor
+
+    def barrier(self) -> None:
+        pass
+
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class TorchCollectives(Collectives):
+    """Collectives over torch.distributed's default group.
+
+    Args:
+        device: where this rank's tensors are.
+        backend: torch.distributed's backend for the device, or a pair such as `"cpu:gloo,cuda:nccl"`.
+        host: torch.distributed's backend for CPU tensors. If the script's own group does not take them, a group of
+            this backend is formed. None if every group takes them.
+        records: environment variables that make torch or the vendor's library record collectives. Those that the user
+            has not set are set while a group that was formed here exists.
+        detailed: more of these, which cost time; set only if TORCH_DISTRIBUTED_DEBUG is DETAIL.
+
+    Attributes:
+        device: as given.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        backend: str,
+        host: str | None = None,
+        *,
+        records: Mapping[str, str] | None = None,
+        detailed: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.device = device
+        self._records = _FlightRecords(records or {}, detailed or {})
+        self._backend, self._host = backend, host
+        self._host_group: dist.ProcessGroup | None = None
+        self._entered: list[bool] = []  # one for each init that was not closed: whether it formed the group
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
+        forms = launch is not None and not dist.is_initialized()
+        if dist.is_initialized():
+            self._check_fits(launch)
+        elif launch is not None:
+            self._records.start()
+            try:
+                dist.init_process_group(
+                    self._backend,
+                    init_method=launch.init_method,
+                    rank=launch.rank,
+                    world_size=launch.world_size,
+                    timeout=timeout,
+                )
+            except (RuntimeError, ValueError) as error:
+                self._records.stop()
+                raise DistributedError(
+                    f"rank {launch.rank} of {launch.world_size} could not join the others at {launch.init_method}",
+                    why=str(error).split("\n", 1)[0],
+                    remedy="check that every rank was started, that the address is right and that its port is free",
+                ) from error
+        self._entered.append(forms)
+        needs_host = self._host is not None and self._host_group is None and dist.is_initialized()
+        if needs_host and "cpu:" not in dist.get_backend_config():
+            self._host_group = dist.new_group(backend=self._host, timeout=timeout)
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        _check_reduction(tensor, op)
+        if dist.is_initialized():
+            sent = _dense(tensor)
+            early, late = _divisors(sent.dtype, dist.get_world_size()) if op == "avg" else (1, 1)
+            if early != 1:
+                sent = sent / early
+            dist.all_reduce(sent, _OPS[op])
+            if late != 1:
+                sent.div_(late)
+            _store(tensor, sent)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        _check_source(src, self.world_size)
+        if dist.is_initialized():
+            sent = _dense(tensor)
+            dist.broadcast(sent, src)
+            _store(tensor, sent)
+        return tensor
+
+    def barrier(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        return self._host_group or (dist.group.WORLD if dist.is_initialized() else None)
+
+    def close(self) -> None:
+        if self._host_group is not None and len(self._entered) == 1:
+            dist.destroy_process_group(self._host_group)
+            self._host_group = None
+        if self._entered and self._entered.pop() and dist.is_initialized():
+            # A reduction that began in backward holds a Python object, which a thread of the group drops later. If
+            # that happens while the interpreter shuts down, the process aborts (pytorch#190489). Nothing reports when
+            # the object was dropped, so wait a little, once a job.
+            time.sleep(_DRAIN_SECONDS)
+            dist.destroy_process_group()
+        if not self._entered:
+            self._records.stop()
+
+    def _check_fits(self, launch: Launch | None) -> None:
+        formed = (dist.get_rank(), dist.get_world_size())
+        if launch is not None and formed != (launch.rank, launch.world_size):
+            raise DistributedError(
+                f"a process group exists in which this is rank {formed[0]} of {formed[1]}, "
+                f"not rank {launch.rank} of {launch.world_size}",
+                remedy="leave rank and world_size out to use the group that exists",
+            )
+        config = dist.get_backend_config()
+        if f"{self.device.type}:" not in config:
+            raise DistributedError(
+                f"the process group that exists ({config}) cannot reduce {self.device.type} tensors",
+                remedy=f"form it with backend={self._backend!r}, or let accel.distributed() form it",
+            )
+
+
+class _FlightRecords:
+    """Environment variables that turn on records of collectives, set while a job runs unless the user has set them."""
+
+    def __init__(self, always: Mapping[str, str], detailed: Mapping[str, str]) -> None:
+        self._always, self._detailed = always, detailed
+        self._set: list[str] = []
+
+    def start(self) -> None:
+        """Set the variables; libraries read them when they form a group."""
+        wanted = {**self._always, **(self._detailed if get_debug_level() == DebugLevel.DETAIL else {})}
+        self._set = [name for name in wanted if name not in os.environ]
+        os.environ.update({name: wanted[name] for name in self._set})
+
+    def stop(self) -> None:
+        """Unset them."""
+        for name in self._set:
+            os.environ.pop(name, None)
+        self._set = []
+
+
+def _check_reduction(tensor: Tensor, op: str) -> None:
+    if op not in _OPS:
+        raise ConfigurationError(f"there is no reduction {op!r}", available=", ".join(_OPS))
+    if op == "avg" and not tensor.is_floating_point():
+        raise ConfigurationError(f"the average of {tensor.dtype} tensors is not defined", remedy="use 'sum'")
+
+
+def _check_source(src: int, world_size: int) -> None:
+    if not 0 <= src < world_size:
+        raise ConfigurationError(f"there is no rank {src}", available=f"ranks 0 to {world_size - 1}")
+
+
+def _divisors(dtype: torch.dtype, world_size: int) -> tuple[int, int]:
+    """Return the divisors of an average before and after values are added."""
+    narrow = torch.finfo(dtype).smallest_normal > torch.finfo(torch.float32).smallest_normal
+    return (world_size, 1) if narrow else (1, world_size)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return contiguous memory to communicate: gloo ignores strides and takes the memory from the first element on."""
+    return tensor.detach().contiguous()
+
+
+def _store(tensor: Tensor, sent: Tensor) -> None:
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(sent)

@@ -1,0 +1,243 @@
+"""Job: the ranks that train together, and what a script asks of them."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accelcore.errors import DistributedError
+from accelcore.jobs import gathering
+from accelcore.jobs.collectives import Collectives, Op
+from accelcore.jobs.launchers import Launch, read_launch
+from accelcore.jobs.missing_ranks import MissingRanks
+
+__all__ = ["Job", "join", "joined"]
+
+logger = logging.getLogger("accelcore")
+
+Number = TypeVar("Number", float, Tensor)
+
+_EXIT_TIMEOUT = timedelta(minutes=1)
+"""Time that a rank waits for the others at exit, because a rank may have ended without a trace."""
+
+
+class Job:
+    """Words for scripts about the ranks of a job. Without a job, this process is rank 0 of 1.
+
+    Args:
+        collectives: the backend's role, which communicates.
+        launch: this process's place in the job; None if no launcher started it.
+        missing: names a rank that was lost; None if the script formed the process group.
+    """
+
+    def __init__(
+        self, collectives: Collectives, launch: Launch | None = None, missing: MissingRanks | None = None
+    ) -> None:
+        self._collectives, self._launch, self._missing = collectives, launch, missing
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._collectives.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._collectives.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes and prints for the whole job."""
+        return self.rank == 0
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its host.
+
+        Raises:
+            DistributedError: the launcher does not tell it.
+        """
+        local_rank = self._local_rank()
+        if local_rank is None:
+            raise DistributedError(
+                "this rank's number on its host is not known",
+                why="LOCAL_RANK is not set, and the job may span hosts",
+                remedy="set LOCAL_RANK, or call accel.distributed(rank=..., world_size=..., local_rank=...)",
+            )
+        return local_rank
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        """Combine `tensor` over all ranks in place, and return it; see `Collectives.all_reduce`."""
+        return self._collectives.all_reduce(tensor, op)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Overwrite `tensor` with that of rank `src` in place, and return it."""
+        return self._collectives.broadcast(tensor, src)
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        self._collectives.barrier()
+
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        """Return the process group for CPU tensors; None without a job."""
+        return self._collectives.cpu_group()
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Call Python's `print` on the main rank only."""
+        if self.is_main:
+            builtins.print(*values, **options)  # noqa: T201  # this method's purpose
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Let one rank of each host go first, and the others when it is done: `with job.first(): download()`.
+
+        The other ranks must then find what the first one left. If ranks do not know their number on their host, the
+        main rank goes before all others. Ranks wait at most the job's `timeout`.
+        """
+        local_rank = self._local_rank()
+        goes_first = (self.rank if local_rank is None else local_rank) == 0
+        if not goes_first:
+            self.barrier()
+        try:
+            yield
+        finally:  # after an error, too: the other ranks try for themselves
+            if goes_first:
+                self.barrier()
+
+    def gather(self, rows: Tensor | Sequence[Tensor]) -> Tensor:
+        """Concatenate the rows of all ranks, in the order of ranks, and return them on every rank.
+
+        Ranks may have different numbers of rows, or none. Gradients do not flow through.
+
+        Args:
+            rows: a tensor of any dtype, on the device or the CPU; a scalar is one row. Or a list of such tensors, one
+                for each batch, which are concatenated; the list is empty on a rank without batches.
+
+        Raises:
+            ConfigurationError: on every rank, if rows differ in dtype, shape or type of device, if a rank gave
+                something else, or if all lists are empty.
+        """
+        return gathering.gather(self._collectives, rows)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the objects of all ranks, in the order of ranks, on every rank. Tensors in them are on the CPU.
+
+        Args:
+            value: what a checkpoint can hold: a plain value, a tensor, or lists, tuples and dicts of these. Nothing is
+                pickled.
+
+        Raises:
+            ConfigurationError: on every rank, if a rank gave something else.
+        """
+        return gathering.gather_objects(self._collectives, value)
+
+    def mean(self, value: Number) -> Number:
+        """Return the mean over ranks of a number, or of a tensor element by element; `value` is not changed.
+
+        Each rank has the same weight. If ranks have seen different numbers of rows, `gather` the values of all rows.
+        """
+        if not isinstance(value, Tensor):
+            return float(self.mean(torch.tensor(value, dtype=torch.float64)).item())
+        group = self.cpu_group()
+        dtype = value.dtype if value.is_floating_point() else torch.float32
+        own = value.detach().to(dtype, copy=True)
+        if group is None:
+            return own
+        if own.device.type != "cpu":
+            return self.all_reduce(own, "avg")
+        total = own.double()
+        dist.all_reduce(total, group=group)
+        return (total / self.world_size).to(dtype)
+
+    def explain(self, error: BaseException) -> DistributedError | None:
+        """If a lost rank caused `error`, return an error that names the rank, and tell the other ranks.
+
+        Only the first call does anything; later ones return None.
+        """
+        return None if self._missing is None else self._missing.explain(error)
+
+    def _local_rank(self) -> int | None:
+        if self.world_size == 1:
+            return 0
+        launch = self._launch or read_launch()
+        return None if launch is None else launch.local_rank
+
+
+@contextmanager
+def joined(collectives: Collectives, launch: Launch | None, timeout: timedelta | None) -> Iterator[Job]:
+    """Join the process group that `launch` describes for the length of a `with`; see `Backend.distributed`."""
+    had_group = dist.is_initialized()
+    collectives.init(launch, timeout=timeout)
+    missing: MissingRanks | None = None
+    job: Job | None = None
+    try:
+        if not had_group and collectives.world_size > 1 and dist.is_initialized():
+            missing = MissingRanks(collectives, timeout or dist.default_pg_timeout)
+        job = Job(collectives, launch, missing)
+        yield job
+        # Rank 0 holds the store that all ranks talk to: it must not leave while others still work.
+        if missing is not None:
+            missing.leave()
+        collectives.barrier()
+    except BaseException as error:
+        explained = None if job is None else job.explain(error)
+        if explained is None:
+            raise
+        raise explained from error
+    finally:
+        if missing is not None:
+            missing.close()
+        collectives.close()
+
+
+def join(membership: AbstractContextManager[Job]) -> Job:
+    """Enter a job now, and leave it when the interpreter exits."""
+    job = membership.__enter__()
+    atexit.register(_leave_at_exit, membership, job)
+    sys.excepthook = partial(_show_explained, job, sys.excepthook)
+    return job
+
+
+def _show_explained(
+    job: Job,
+    show: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Show an error that ends the script; if a lost rank caused it, show the error that names the rank."""
+    explained = job.explain(error)
+    if explained is not None:
+        explained.__cause__ = error
+        kind, error, trace = type(explained), explained, None
+    show(kind, error, trace)
+
+
+def _leave_at_exit(membership: AbstractContextManager[Job], job: Job) -> None:
+    # Python stores here the error that ended the script. After an error, other ranks are not waited for.
+    failure: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    group = job.cpu_group()
+    if failure is None and group is not None:
+        try:
+            dist.monitored_barrier(group, timeout=_EXIT_TIMEOUT)
+        except ValueError:  # this kind of group has no barrier with a timeout
+            pass
+        except RuntimeError as error:
+            failure = error
+    try:
+        membership.__exit__(None if failure is None else type(failure), failure, None)
+    except BaseException as error:  # noqa: BLE001  # nobody is left to handle it
+        if error is not failure:
+            logger.warning("an error occurred while leaving the job: %s", error)

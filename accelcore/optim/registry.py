@@ -1,0 +1,268 @@
+"""Registry of optimizers: a name in the script, the fastest correct implementation on this device."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.known_faults import KnownFault
+from accelcore.optim.optimizer import RoutedOptimizer
+from accelcore.optim.route import Choice, Factory, Memory, Request, Route, choose, formula_routes, name_of
+from accelcore.optim.state import SWITCHES
+from accelcore.util.text import did_you_mean
+
+__all__ = ["Choice", "Factory", "Memory", "Optimizers", "Request"]
+
+Parameters = Iterable[Any]
+
+logger = logging.getLogger("accelcore")
+
+
+class Optimizers:
+    """Registry of one backend: the routes of each optimizer, best first.
+
+    A route is one implementation: torch's fused kernel, a vendor's class, a compiled formula. The backend registers
+    its own, extensions may add more, and `create` takes the one of highest priority that supports the request. The
+    optimizers of `accelcore.optim.formulas` are always registered, by a route `"formula"` that runs on every device.
+    """
+
+    def __init__(self) -> None:
+        self._routes: dict[str, list[Route]] = formula_routes()
+
+    def register(
+        self,
+        name: str,
+        route: str,
+        factory: Factory,
+        *,
+        priority: int = 0,
+        supports: Callable[[Request], str | None] = lambda request: None,
+        memory: Memory = "tensors",
+        scattered: bool = False,
+    ) -> None:
+        """Add a route.
+
+        Args:
+            name: the optimizer, in any letter case: `"adamw"`.
+            route: the name of this implementation.
+            factory: called as `factory(params, **options)`; returns a `torch.optim.Optimizer` without state, best an
+                `accelcore.optim.engine.Engine`.
+            priority: of the routes that support a request, `create` takes the one with the highest; torch's plain loops
+                have 0, its kernels 10.
+            supports: returns None if this route supports a request, else the reason why not.
+            memory: `"tensors"`: it updates a tensor for each parameter. `"any"`: it treats each element alike, so that
+                a 1-D tensor may hold many parameters. `"flat"`: it updates such tensors only; `Engine.place_runs` tells
+                it which parameters they hold.
+            scattered: whether it updates many tensors in one call wherever they are in memory, so that flat memory
+                makes it no faster.
+
+        Raises:
+            ConfigurationError: `name` already has a route of that name, or one of that priority.
+        """
+        routes = self._routes.setdefault(name.lower(), [])
+        for other in routes:
+            if other.name == route or other.priority == priority:
+                raise ConfigurationError(
+                    f"optimizer {name!r} already has a route {other.name!r} of priority {other.priority}",
+                    why=f"with {route!r} of priority {priority} the order of registration would decide",
+                )
+        routes.append(Route(route, factory, priority, memory, supports, scattered))
+        routes.sort(key=lambda entry: -entry.priority)
+
+    def distrust(
+        self, name: str, route: str, fault: KnownFault, *, when: Callable[[Request], bool] = lambda request: True
+    ) -> None:
+        """Refuse a route whose kernel is known to be wrong, in the versions of the fault.
+
+        Args:
+            name: the optimizer, in any letter case.
+            route: a registered route.
+            fault: the fault and its versions.
+            when: whether the kernel is wrong for a request; by default for all.
+
+        Raises:
+            ConfigurationError: there is no such route.
+        """
+        routes = self._routes.get(name.lower(), [])
+        for place, known in enumerate(routes):
+            if known.name == route:
+                if fault.applies:
+                    routes[place] = replace(known, supports=_unless(when, str(fault), known.supports))
+                return
+        raise ConfigurationError(
+            f"optimizer {name!r} has no route {route!r} to distrust",
+            available=", ".join(known.name for known in routes),
+        )
+
+    def copy(self) -> Optimizers:
+        """Return a registry with the same routes. Adding routes to it does not change this one."""
+        twin = copy.copy(self)
+        twin._routes = {name: list(routes) for name, routes in self._routes.items()}
+        return twin
+
+    def take_over(self, other: Optimizers) -> None:
+        """Replace the routes by another registry's, for optimizers whose parameters were moved to its device.
+
+        An existing optimizer chooses among them when it is bound again.
+        """
+        self._routes = other.copy()._routes
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the optimizers, sorted."""
+        return tuple(sorted(self._routes))
+
+    def explain(self, name: str | type[torch.optim.Optimizer], **options: Any) -> tuple[Choice, ...]:
+        """Return every route to `name`, best first, and whether `create` takes it for these options, or why not."""
+        return self._explain(Request(_name(name), options))
+
+    def create(
+        self,
+        name: str | type[torch.optim.Optimizer],
+        params: Parameters,
+        *,
+        lr: float | torch.Tensor | None = None,
+        route: str = "auto",
+        **options: Any,
+    ) -> RoutedOptimizer:
+        """Create an optimizer. No state is allocated before its first step, except by torch's Adagrad.
+
+        The route is chosen for the parameters as they are now, so that an unsupported request is refused here. A
+        trainer that casts or moves them, or makes masters, lets the optimizer choose again.
+
+        Args:
+            name: one of `names()`, in any letter case; or torch's class of that name.
+            params: parameters, or parameter groups, as for `torch.optim`.
+            lr: learning rate; None: the optimizer's default.
+            route: `"auto"`, or the name of a route.
+            options: hyperparameters, named as in `torch.optim`.
+
+        Raises:
+            UnsupportedError: the optimizer is unknown, or no route supports the request; the message gives each reason.
+            ConfigurationError: a hyperparameter is unknown or out of range.
+        """
+        name = _name(name)
+        try:
+            groups = _listed(params)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"optimizer {name!r} cannot be made of these parameters", why=str(error)
+            ) from error
+        if lr is not None:
+            options["lr"] = lr
+        overrides = tuple({**group, "params": None} if _is_group(group) else {} for group in groups)
+        request = Request(name, options, tuple(_parameters(groups)), overrides, route)
+        return RoutedOptimizer(request, groups, self._choose)
+
+    def fastest(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the same optimizer by its fastest route here, with the groups, options and state of the given one.
+
+        Make schedules for the returned one. An optimizer whose class is not torch's is returned unchanged, with a
+        warning in the log.
+        """
+        if isinstance(optimizer, RoutedOptimizer):
+            return optimizer
+        name = name_of(type(optimizer))
+        if name is None or name not in self._routes:
+            logger.warning("%s is used as it is: no other route to it is known here", type(optimizer).__name__)
+            return optimizer
+        groups, options = _request_of(optimizer)
+        made = self.create(name, groups, **options)
+        if optimizer.state:
+            made.load_state_dict(optimizer.state_dict())
+        return made
+
+    def _choose(self, request: Request) -> Route:
+        choices = self._explain(request)
+        chosen = next((choice.route for choice in choices if choice.chosen), None)
+        if chosen is None:
+            _refuse_switches(request, [choice.route for choice in choices])
+            raise UnsupportedError(
+                f"optimizer {request.name!r} cannot be made by route {request.route!r}",
+                why="; ".join(f"{choice.route}: {choice.reason}" for choice in choices),
+                available=", ".join(choice.route for choice in choices),
+                remedy="change the options named above" + ("" if request.route == "auto" else ", or use route='auto'"),
+            )
+        return next(route for route in self._routes[request.name] if route.name == chosen)
+
+    def _explain(self, request: Request) -> tuple[Choice, ...]:
+        if request.name not in self._routes:
+            raise UnsupportedError(
+                f"there is no optimizer {request.name!r} here",
+                available=", ".join(self.names()),
+                remedy=did_you_mean(
+                    request.name, self._routes, "choose one of those, or install a package that registers it"
+                ),
+            )
+        return choose(self._routes[request.name], request)
+
+
+def _request_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return groups and options with which the registry makes the same optimizer as this one of torch's."""
+    takes = inspect.signature(type(optimizer)).parameters  # a class may write more into its groups than its options
+
+    def chosen(options: dict[str, Any]) -> dict[str, Any]:
+        left_out = {*SWITCHES, *(optimizer.defaults.keys() - takes.keys())}
+        kept = {key: value for key, value in options.items() if key not in left_out}
+        return {**kept, "differentiable": True} if options.get("differentiable") else kept
+
+    return [chosen(group) for group in optimizer.param_groups], chosen(optimizer.defaults)
+
+
+def _refuse_switches(request: Request, routes: list[str]) -> None:
+    """Raise one error for torch's switches, not one reason for each route."""
+    switch = next((switch for switch in ("fused", "foreach") if switch in request.options), None)
+    if switch is not None:
+        asks = f"; route={switch!r} requests torch's" if switch in routes else ""
+        raise UnsupportedError(
+            f"optimizer {request.name!r} cannot be made with {switch}=",
+            why="route= chooses the implementation",
+            available=", ".join(routes),
+            remedy=f"leave {switch}= out: the fastest route is the default{asks}",
+        )
+
+
+def _name(asked: str | type[torch.optim.Optimizer]) -> str:
+    name = name_of(asked) if isinstance(asked, type) else asked.lower() if isinstance(asked, str) else None
+    if name is None:
+        raise ConfigurationError(
+            f"{asked!r} is neither the name of an optimizer nor one of torch's classes",
+            remedy='use a name such as "adamw"; give an optimizer of another class to accel.trainer as it is',
+        )
+    return name
+
+
+def _unless(
+    wrong: Callable[[Request], bool], reason: str, supports: Callable[[Request], str | None]
+) -> Callable[[Request], str | None]:
+    return lambda request: reason if wrong(request) else supports(request)
+
+
+def _listed(params: Parameters) -> list[Any]:
+    """Return the parameters or groups as lists, because reading a generator exhausts it."""
+    return [{**group, "params": _members(group["params"])} if _is_group(group) else group for group in params]
+
+
+def _members(params: Any) -> list[Any]:
+    if isinstance(params, set | frozenset):
+        raise TypeError("a set of parameters has no order, and an optimizer's state depends on it")
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and "params" in group
+
+
+def _parameters(groups: list[Any]) -> Iterable[torch.Tensor]:
+    for group in groups:
+        for member in group["params"] if _is_group(group) else (group,):
+            # Named parameters are pairs, as from model.named_parameters().
+            parameter = member[1] if isinstance(member, tuple) and len(member) == 2 else member
+            if isinstance(parameter, torch.Tensor):  # the optimizer refuses anything else
+                yield parameter

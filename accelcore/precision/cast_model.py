@@ -1,0 +1,141 @@
+"""A whole model in one dtype: parameters and buffers, inputs and outputs, and a state_dict in fp32.
+
+apex's O2 and O3 consist of these. Each change to a module is an object with `remove()`, except `hold`, which another
+`hold` in fp32 undoes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from accelcore.precision.o1.table import LOW_PRECISION
+from accelcore.torch_internals import AnyBatchNorm
+from accelcore.util.containers import cast
+
+__all__ = ["CastBoundary", "FP32StateDict", "hold"]
+
+
+def hold(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool, parameters: bool = True) -> None:
+    """Cast a model's parameters and floating-point buffers to a dtype.
+
+    They are cast in place: the `Parameter` objects, which an optimizer may hold, stay the same and get other memory. A
+    gradient is cast with its parameter. Integers and complex numbers stay as they are.
+
+    Args:
+        model: on any device.
+        dtype: a floating-point dtype.
+        keep_batchnorm_fp32: hold BatchNorm (of any kind, if it has weights) in fp32 instead, because its statistics are
+            sums over many numbers. It accepts inputs of any dtype, and returns that dtype.
+        parameters: if False, only buffers are cast.
+    """
+    for module in model.modules():
+        kept = keep_batchnorm_fp32 and isinstance(module, AnyBatchNorm) and module.affine
+        moved = _hold_own(module, torch.float32 if kept else dtype, parameters=parameters)
+        if moved and isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # cuDNN needs its weights in one piece of memory
+
+
+class _Hooks:
+    """Hooks on a model, until they are removed."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def remove(self) -> None:
+        """Remove the hooks. Copies of the model keep theirs."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class CastBoundary(_Hooks):
+    """Casts the floating-point inputs and outputs of a model's forward.
+
+    Tensors are found in tuples, lists, mappings and dataclasses, at any depth. A container without any tensor to cast
+    is passed on itself, others as shallow copies. Other objects are passed on as they are. The casts are
+    differentiable: a gradient has the dtype of its tensor.
+
+    These are two forward hooks on `model`, and none on its parts. Copies, pickles, compiled and replicated models have
+    them, too.
+
+    Args:
+        model: the root. Other methods than its `forward` do not cast.
+        inputs: dtype of the arguments; None leaves them alone.
+        outputs: dtype of the results; None leaves them alone.
+    """
+
+    def __init__(self, model: nn.Module, *, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+        super().__init__()
+        if inputs is not None:
+            self._handles.append(model.register_forward_pre_hook(_CastInputs(inputs), with_kwargs=True))
+        if outputs is not None:
+            self._handles.append(model.register_forward_hook(_CastOutputs(outputs)))
+
+
+class FP32StateDict(_Hooks):
+    """Makes `state_dict()` of a model in bf16 or fp16, and of its parts, return fp32.
+
+    A checkpoint then does not depend on the precision of the run. `load_state_dict` accepts it: torch casts each value
+    to the dtype of its parameter. `keep_vars=True` returns the parameters themselves, in their dtype.
+
+    Args:
+        model: the root.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for module in model.modules():
+            self._handles.append(module.register_state_dict_post_hook(_to_fp32))  # type: ignore[no-untyped-call]
+
+
+def _hold_own(module: nn.Module, dtype: torch.dtype, *, parameters: bool) -> bool:
+    """Cast a module's own tensors, not its children's, to a dtype; return whether a cast was needed."""
+    own = _own(module) if parameters else module.buffers(recurse=False)
+    strange = [tensor for tensor in own if tensor.is_floating_point() and tensor.dtype != dtype]
+    for tensor in strange:
+        gradient, tensor.grad = tensor.grad, None
+        tensor.data = tensor.data.to(dtype)
+        tensor.grad = None if gradient is None else gradient.to(dtype)
+    return bool(strange)
+
+
+def _own(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+@dataclass(frozen=True)
+class _CastInputs:
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return cast(inputs, self.dtype), cast(named, self.dtype)
+
+
+@dataclass(frozen=True)
+class _CastOutputs:
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        return cast(output, self.dtype)
+
+
+def _to_fp32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """Cast a module's own entries of a state_dict; a hook on each module."""
+    for name in _names(module):
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and value.dtype in LOW_PRECISION and not isinstance(value, nn.Parameter):
+            state[prefix + name] = value.float()
+
+
+def _names(module: nn.Module) -> Iterator[str]:
+    for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield name
+    for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
+        yield name

@@ -1,0 +1,240 @@
+"""O1's kernels on the autocast key of a device: which are installed, and what each does to an operator's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelcore.errors import TrainingError
+from accelcore.precision.dispatcher import Kernel, overrides
+from accelcore.precision.o1.region import in_low_precision, is_o1_active, is_torch_table_active
+from accelcore.precision.o1.table import LOW_PRECISION, O1, PROMOTES_BY_ITSELF, TORCH_DIFFERS, Treatment
+from accelcore.torch_internals import (
+    OpOverload,
+    has_any_kernel,
+    in_backward,
+    keyset_below,
+    operator_name,
+    operators_registered_at,
+    without_autocast,
+)
+
+__all__ = [
+    "castable_tensors",
+    "forget_installed",
+    "install_o1",
+    "install_refusals",
+    "listed_operators",
+    "torch_operators",
+    "widest_dtype",
+    "with_casts",
+]
+
+# These convert while they compute if they are given a dtype: they make no fp32 copy of the input.
+_CONVERTING = ("cumprod", "cumsum", "linalg_vector_norm", "log_softmax", "nansum", "prod", "softmax", "sum")
+
+_torch_operators: dict[str, frozenset[str]] = {}
+
+
+def install_o1(device_type: str, dispatch_key: str) -> None:
+    """Install O1's kernels for a device type, once. Outside O1's regions they do what torch does.
+
+    If torch's own kernel does what the table says, it stays; most low-precision operators are such a case.
+    """
+
+    def make() -> Iterator[tuple[tuple[OpOverload, str], Kernel]]:
+        known = _torch_operators[dispatch_key] = operators_registered_at(dispatch_key)
+        for operator, treatment in listed_operators():
+            if _is_needed(operator, treatment, known):
+                outside = _covered(operator, dispatch_key, known)
+                yield (operator, dispatch_key), _kernel(_treated(operator, treatment, device_type), outside)
+
+    overrides.install(dispatch_key, lambda: dict(make()))
+
+
+def install_refusals(device_type: str, dispatch_key: str) -> None:
+    """Install kernels that refuse, under torch's table too, what O1 refuses: alike on every device.
+
+    torch refuses these operators on some devices, whatever their dtype, and computes them in fp32 on others.
+    """
+
+    def make() -> dict[tuple[OpOverload, str], Kernel]:
+        known = operators_registered_at(dispatch_key)
+        return {
+            (operator, dispatch_key): _refusing(operator, device_type, _covered(operator, dispatch_key, known))
+            for operator, treatment in listed_operators()
+            if treatment is Treatment.REFUSED
+        }
+
+    overrides.install(f"refused on {dispatch_key}", make)
+
+
+def forget_installed() -> None:
+    """Forget what torch had before O1's kernels, after these were removed."""
+    _torch_operators.clear()
+
+
+def torch_operators(dispatch_key: str) -> frozenset[str]:
+    """Return the operators that torch's own autocast intercepts on a device type, such as `"aten::mm"`."""
+    registered = operators_registered_at(dispatch_key)
+    return _torch_operators.get(dispatch_key, registered)
+
+
+def listed_operators() -> Iterator[tuple[OpOverload, Treatment]]:
+    """Yield the table's operators, each overload that returns new tensors, with their treatment."""
+    for name, treatment in O1.items():
+        packet = getattr(torch.ops.aten, name, None)  # another version of torch may lack it
+        for overload in packet.overloads() if packet is not None else ():
+            operator = getattr(packet, overload)
+            schema = operator._schema
+            if (
+                has_any_kernel(operator)
+                and not schema.is_mutable
+                and any("Tensor" in str(argument.type) for argument in schema.arguments)
+                # With an out_dtype the caller decides; names of dimensions are a prototype in torch.
+                and not any(argument.name == "out_dtype" or "Dimname" in str(argument) for argument in schema.arguments)
+            ):
+                yield operator, treatment
+
+
+def castable_tensors(values: Iterable[Any], device_type: str | None = None) -> Iterator[Tensor]:
+    """Yield the tensors among arguments, and in lists of them, that autocast may cast: in fp32, bf16 or fp16.
+
+    If `device_type` is None, the device does not matter.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            if _is_castable(value, device_type or value.device.type):
+                yield value
+        elif isinstance(value, list | tuple):
+            yield from castable_tensors(value, device_type)
+
+
+def widest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the narrowest dtype that can hold all tensors' values: bf16 and fp16 together need fp32."""
+    return reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.bool)
+
+
+def with_casts(
+    function: Kernel, arguments: Iterable[Any], options: dict[str, Any], device_type: str, to: Kernel
+) -> Any:
+    """Call a function with `to(tensor)` instead of each argument that autocast may cast."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return to(value) if _is_castable(value, device_type) else value
+        if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+            return [cast(item) for item in value] if isinstance(value, list) else tuple(cast(item) for item in value)
+        return value
+
+    return function(*map(cast, arguments), **{name: cast(value) for name, value in options.items()})
+
+
+def _is_castable(tensor: Tensor, device_type: str) -> bool:
+    return tensor.dtype in (torch.float32, *LOW_PRECISION) and tensor.device.type == device_type
+
+
+def _is_needed(operator: OpOverload, treatment: Treatment, known: frozenset[str]) -> bool:
+    name = operator._opname
+    if operator_name(operator) in known:
+        return name in TORCH_DIFFERS
+    return treatment is not Treatment.AS_IS and name not in PROMOTES_BY_ITSELF
+
+
+def _covered(operator: OpOverload, dispatch_key: str, known: frozenset[str]) -> Kernel:
+    """Return what the dispatcher called at this key before an O1 kernel."""
+    if operator_name(operator) in known:
+        before: Kernel = torch.library.get_kernel(operator, dispatch_key).call_boxed
+        return before
+    below = keyset_below(dispatch_key)
+    return lambda keys, *arguments, **options: operator.redispatch(keys & below, *arguments, **options)
+
+
+def _kernel(treated: Kernel, outside: Kernel) -> Kernel:
+    def kernel(keys: torch.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+        if is_o1_active():
+            with without_autocast():
+                return treated(*arguments, **options)
+        return outside(keys, *arguments, **options)
+
+    return kernel
+
+
+def _refusing(operator: OpOverload, device_type: str, outside: Kernel) -> Kernel:
+    refused, in_fp32 = _refused(operator, device_type), _in_fp32(operator, device_type)
+
+    def kernel(keys: torch.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+        # The forward pass did not refuse what is now recomputed; its region is not known any more.
+        recomputed = in_backward() and not is_o1_active()
+        if recomputed or is_torch_table_active():
+            with without_autocast():
+                return (in_fp32 if recomputed else refused)(*arguments, **options)
+        return outside(keys, *arguments, **options)
+
+    return kernel
+
+
+def _treated(operator: OpOverload, treatment: Treatment, device_type: str) -> Kernel:
+    """Return the operator under a treatment, to be called with autocast off.
+
+    Autograd records the casts: a gradient has the dtype of its tensor.
+    """
+    if treatment is Treatment.AS_IS:
+        return operator
+    makers = {
+        Treatment.LOW: _in_low_precision,
+        Treatment.FP32: _in_fp32,
+        Treatment.WIDEST: _in_widest,
+        Treatment.REFUSED: _refused,
+    }
+    return makers[treatment](operator, device_type)
+
+
+def _in_low_precision(operator: OpOverload, device_type: str) -> Kernel:
+    def compute(*arguments: Any, **options: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        return with_casts(operator, arguments, options, device_type, partial(in_low_precision, dtype=dtype))
+
+    return compute
+
+
+def _in_fp32(operator: OpOverload, device_type: str) -> Kernel:
+    if operator._opname not in _CONVERTING:
+        return lambda *arguments, **options: with_casts(operator, arguments, options, device_type, Tensor.float)
+    position = [argument.name for argument in operator._schema.arguments].index("dtype")
+
+    def compute(*arguments: Any, **options: Any) -> Any:
+        chosen = options.get("dtype") is not None or len(arguments) > position  # by the caller
+        if not chosen and any(tensor.dtype in LOW_PRECISION for tensor in castable_tensors(arguments, device_type)):
+            options["dtype"] = torch.float32
+        return operator(*arguments, **options)
+
+    return compute
+
+
+def _in_widest(operator: OpOverload, device_type: str) -> Kernel:
+    def compute(*arguments: Any, **options: Any) -> Any:
+        dtype = widest_dtype(castable_tensors((*arguments, *options.values()), device_type))
+        return with_casts(operator, arguments, options, device_type, partial(Tensor.to, dtype=dtype))
+
+    return compute
+
+
+def _refused(operator: OpOverload, device_type: str) -> Kernel:
+    def compute(*arguments: Any, **options: Any) -> Any:
+        tensors = castable_tensors((*arguments, *options.values()), device_type)
+        low = {tensor.dtype for tensor in tensors} & set(LOW_PRECISION)
+        if low:
+            raise TrainingError(
+                f"under autocast, {operator._opname} refuses inputs in {', '.join(sorted(map(str, low)))}",
+                why="its gradient grows as 1 / p, out of the range of low precision",
+                available="binary_cross_entropy_with_logits, or BCEWithLogitsLoss, which is exact",
+                remedy="leave the sigmoid out and pass the logits to that one; or compute the probabilities in fp32",
+            )
+        return operator(*arguments, **options)
+
+    return compute

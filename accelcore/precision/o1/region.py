@@ -1,0 +1,162 @@
+"""Regions of autocast: where table O1 or torch's table applies, also when a checkpointed part is recomputed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from hashlib import sha256
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from accelcore.precision.o1.table import O1
+from accelcore.torch_internals import in_backward, is_fake_mode_active
+
+__all__ = [
+    "O1Region",
+    "TorchRegion",
+    "clear_cast_cache",
+    "in_low_precision",
+    "is_o1_active",
+    "is_torch_table_active",
+]
+
+
+class _State(threading.local):
+    """Regions that this thread is in, and the weights cast in them."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.torch_depth = 0
+        self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
+
+
+class _CompileMark:
+    """Marks code that is compiled under O1.
+
+    torch keeps compiled code on disk, by its source and the state of autocast. It does not know about O1's kernels:
+    without a mark, it would use code of one table for the other.
+    """
+
+    _MARK = f"accelcore O1 {sha256(repr(sorted((name, it.value) for name, it in O1.items())).encode()).hexdigest()}"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held = 0  # by all threads together: a mark holds for what other threads compile, too
+
+    def set(self) -> None:
+        with self._lock:
+            self._held += 1
+            if self._held == 1:
+                torch.compiler.config.cache_key_tag += self._MARK
+
+    def unset(self) -> None:
+        with self._lock:
+            self._held -= 1
+            if not self._held:
+                config = torch.compiler.config
+                config.cache_key_tag = config.cache_key_tag.removesuffix(self._MARK)
+
+
+_state = _State()
+_mark = _CompileMark()
+
+
+class O1Region:
+    """Context of autocast by table O1. It can be entered again after it was left.
+
+    torch's own cache of casts is off inside. O1 is recognized by this part of autocast's state: torch restores it where
+    a checkpointed part of a model is recomputed, and compiled code guards on it.
+
+    Args:
+        device_type: torch's name of the device.
+        dtype: the low precision.
+        prepare: called on entering; installs O1's kernels.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype, prepare: Callable[[], None]) -> None:
+        self._autocast = torch.autocast(device_type, dtype, cache_enabled=False)
+        self._prepare = prepare
+
+    def __enter__(self) -> None:
+        self._prepare()
+        self._autocast.__enter__()  # type: ignore[no-untyped-call]
+        if not _state.depth:
+            _mark.set()
+        _state.depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _state.depth -= 1
+        if not _state.depth:
+            _mark.unset()
+            _state.casts.clear()
+        self._autocast.__exit__(kind, error, traceback)
+
+
+class TorchRegion:
+    """Context of autocast by torch's table for a device. It can be entered again after it was left.
+
+    It uses torch's cache of casts, which distinguishes it from O1 inside a region of O1.
+
+    Args:
+        device_type: torch's name of the device.
+        dtype: the low precision.
+        prepare: called on entering; installs the kernels that refuse operators on every device.
+
+    Attributes:
+        dtype: as given.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype, prepare: Callable[[], None]) -> None:
+        self.dtype = dtype
+        self._autocast = torch.autocast(device_type, dtype, cache_enabled=True)
+        self._prepare = prepare
+
+    def __enter__(self) -> None:
+        self._prepare()
+        self._autocast.__enter__()  # type: ignore[no-untyped-call]
+        _state.torch_depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _state.torch_depth -= 1
+        self._autocast.__exit__(kind, error, traceback)
+
+
+def is_torch_table_active() -> bool:
+    """Return whether autocast follows torch's table now, in a `TorchRegion` of this thread."""
+    return _state.torch_depth > 0 and torch.is_autocast_cache_enabled()
+
+
+def is_o1_active() -> bool:
+    """Return whether autocast follows table O1 now.
+
+    It does in an `O1Region` of this thread, except under an inner autocast that has torch's cache. It also does where a
+    backward pass recomputes a checkpointed part of such a region, maybe in a thread of the autograd engine. Compilers
+    trace without the cache, too; that is a different case.
+    """
+    return not torch.is_autocast_cache_enabled() and (_state.depth > 0 or (in_backward() and not is_fake_mode_active()))
+
+
+def in_low_precision(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `tensor.to(dtype)`. A weight is cast once for all regions of this thread, as by torch's autocast."""
+    if tensor.dtype is dtype:
+        return tensor
+    if not (_state.depth and tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()):
+        return tensor.to(dtype)
+    if is_fake_mode_active():
+        return tensor.to(dtype)
+    # The weight is kept with its cast, so that no other tensor can get its id.
+    kept = _state.casts.get((id(tensor), dtype))
+    if kept is None or kept[1] != tensor._version:  # or written to, for example by load_state_dict
+        kept = _state.casts[id(tensor), dtype] = (tensor, tensor._version, tensor.to(dtype))
+    return kept[2]
+
+
+def clear_cast_cache() -> None:
+    """Cast weights again from now on, in regions that this thread stays in. Needed after an optimizer's update."""
+    _state.casts.clear()

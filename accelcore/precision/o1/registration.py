@@ -1,0 +1,153 @@
+"""Registered functions: under O1 they run in low precision, in fp32, or in the widest dtype of their inputs.
+
+A registration takes precedence over the table: inside such a function autocast is off.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial, wraps
+from types import TracebackType
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from accelcore.errors import ConfigurationError
+from accelcore.precision.o1.kernels import castable_tensors, widest_dtype, with_casts
+from accelcore.precision.o1.region import in_low_precision, is_o1_active
+from accelcore.precision.o1.table import Treatment
+from accelcore.util.text import did_you_mean
+
+__all__ = [
+    "Registration",
+    "float_function",
+    "half_function",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "remove_all",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_ABSENT = object()
+_registrations: list[Registration] = []
+_lock = threading.Lock()
+
+
+@final
+class Registration:
+    """Registered function, until `remove()`, the end of a `with`, or `accelcore.precision.reset()`.
+
+    A wrapper replaces the function. It does nothing outside of O1, or after it was removed.
+    """
+
+    def __init__(self, module: Any, name: str, treatment: Treatment) -> None:
+        found = getattr(module, name, _ABSENT)
+        if not callable(found):
+            names = [name for name in dir(module) if callable(getattr(module, name, None))]
+            raise ConfigurationError(
+                f"{getattr(module, '__name__', module)!s} has no function {name!r}",
+                remedy=did_you_mean(name, names, "give the name of a function, such as 'softmax'"),
+            )
+        self._module, self._name, self._active = module, name, True
+        treated = _treated(found, treatment)
+
+        @wraps(found)
+        def wrapper(*arguments: Any, **options: Any) -> Any:
+            return (treated if self._active else found)(*arguments, **options)
+
+        with _lock:
+            for other in _registrations:
+                if other._module is module and other._name == name:
+                    raise ConfigurationError(f"{name!r} is registered already", remedy="remove that registration first")
+            self._before = vars(module).get(name, _ABSENT)  # a class may only have inherited it
+            self._wrapper = wrapper
+            setattr(module, name, wrapper)
+            _registrations.append(self)
+
+    def remove(self) -> None:
+        """Restore the function. Later calls do nothing."""
+        with _lock:
+            self._active = False
+            if self in _registrations:
+                _registrations.remove(self)
+                if vars(self._module).get(self._name) is self._wrapper:  # and not another wrapper around it
+                    if self._before is _ABSENT:
+                        delattr(self._module, self._name)
+                    else:
+                        setattr(self._module, self._name, self._before)
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def register_half_function(module: Any, name: str) -> Registration:
+    """Make a function run in autocast's dtype under O1. The name is apex's.
+
+    Args:
+        module: a module, or a class such as `torch.Tensor`.
+        name: the name of its function.
+
+    Raises:
+        ConfigurationError: there is no such function, or it is registered already. It is a ValueError, too.
+    """
+    return Registration(module, name, Treatment.LOW)
+
+
+def register_float_function(module: Any, name: str) -> Registration:
+    """Make a function run in fp32 under O1; otherwise like `register_half_function`."""
+    return Registration(module, name, Treatment.FP32)
+
+
+def register_promote_function(module: Any, name: str) -> Registration:
+    """Make a function run in the widest dtype of its inputs under O1; otherwise like `register_half_function`."""
+    return Registration(module, name, Treatment.WIDEST)
+
+
+def half_function(function: F) -> F:
+    """Decorate a function to run in autocast's dtype under O1."""
+    return _treated(function, Treatment.LOW)
+
+
+def float_function(function: F) -> F:
+    """Decorate a function to run in fp32 under O1."""
+    return _treated(function, Treatment.FP32)
+
+
+def promote_function(function: F) -> F:
+    """Decorate a function to run in the widest dtype of its inputs under O1."""
+    return _treated(function, Treatment.WIDEST)
+
+
+def remove_all() -> None:
+    """Remove every registration."""
+    for registration in list(_registrations):
+        registration.remove()
+
+
+def _treated(function: F, treatment: Treatment) -> F:
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        tensors = list(castable_tensors((*arguments, *options.values()))) if is_o1_active() else []
+        kinds = {tensor.device.type for tensor in tensors}
+        device_type = next((kind for kind in kinds if torch.is_autocast_enabled(kind)), None)
+        if device_type is None:
+            return function(*arguments, **options)
+        to: Callable[[Tensor], Tensor] = Tensor.float
+        if treatment is Treatment.LOW:
+            to = partial(in_low_precision, dtype=torch.get_autocast_dtype(device_type))
+        elif treatment is Treatment.WIDEST:
+            to = partial(Tensor.to, dtype=widest_dtype(tensors))
+        with torch.autocast(device_type, enabled=False):
+            return with_casts(function, arguments, options, device_type, to)
+
+    return call  # type: ignore[return-value]

@@ -1,0 +1,157 @@
+"""Precision: which operators run in which dtype, and how exact fp32 arithmetic is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+
+import torch
+
+from accelcore.capabilities import Capabilities
+from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.precision.o1.kernels import install_o1, install_refusals, listed_operators, torch_operators
+from accelcore.precision.o1.region import O1Region, TorchRegion
+from accelcore.precision.o1.table import Treatment
+from accelcore.torch_internals import operator_name
+
+__all__ = ["Precision", "TorchPrecision"]
+
+
+class Precision(ABC):
+    """Role of a backend for autocast and for the precision of fp32 products."""
+
+    @abstractmethod
+    def autocast(
+        self, dtype: torch.dtype | None = None, *, enabled: bool = True, table: str = "torch"
+    ) -> AbstractContextManager[object]:
+        """Return a context in which eligible operators run in `dtype`; None is the device's preferred one.
+
+        Enter it around the forward pass and the loss, not around backward. With `enabled=False` the context switches an
+        outer autocast off. `table` names the lists of operators and their dtypes.
+
+        A trainer creates one context and enters it in every step. So return an object with `__enter__` and `__exit__`,
+        not the result of a function under `@contextmanager`, which can be entered only once.
+
+        Raises:
+            UnsupportedError: the backend does not declare `dtype` or `table`.
+        """
+
+    @abstractmethod
+    def fp32(self, mode: str) -> AbstractContextManager[None]:
+        """Return a context in which fp32 matrix products are exact (`"ieee"`) or fast (`"fast"`).
+
+        `Capabilities.fast_fp32` names the fast format. The setting is that of the process, and is restored on leaving.
+        Backward must run inside, too, so enter the context around whole steps. It can be entered once.
+
+        Raises:
+            UnsupportedError: unknown mode, or `"fast"` and the backend declares no `fast_fp32`.
+        """
+
+    @abstractmethod
+    def table(self, name: str = "torch") -> frozenset[str]:
+        """Return the operators that autocast intercepts under table `name`, such as `"aten::mm"`."""
+
+    def prepare(self, dtype: torch.dtype) -> None:  # noqa: B027  # most devices have nothing to do
+        """Prepare the device for a model whose parameters are in `dtype`."""
+
+    def has_units(self, dtype: torch.dtype) -> bool:
+        """Return whether the device has hardware for products in `dtype`, so that they are faster than in fp32."""
+        return True
+
+    def treatments(self) -> Mapping[str, Treatment]:
+        """Return table O1's treatment of operators that only this device's autocast knows.
+
+        Keys are names without overload, such as `"aten::mm"`.
+        """
+        return {}
+
+
+class TorchPrecision(Precision):
+    """Precision through `torch.autocast` and `torch.set_float32_matmul_precision`.
+
+    Args:
+        device_type: torch's name of the device.
+        capabilities: the backend's declaration.
+        dispatch_key: the dispatcher key of this device's autocast kernels.
+        fast_setting: torch's setting of fp32 products for `fp32="fast"`.
+    """
+
+    def __init__(
+        self, device_type: str, capabilities: Capabilities, dispatch_key: str, fast_setting: str = "high"
+    ) -> None:
+        self._device_type = device_type
+        self._capabilities = capabilities
+        self._dispatch_key = dispatch_key
+        self._fast_setting = fast_setting
+        self._dtypes = {getattr(torch, name): name for name in capabilities.autocast_dtypes}
+
+    def autocast(
+        self, dtype: torch.dtype | None = None, *, enabled: bool = True, table: str = "torch"
+    ) -> AbstractContextManager[object]:
+        self._check_table(table)
+        if dtype is None and self._dtypes:
+            dtype = next(iter(self._dtypes))
+        if enabled and dtype not in self._dtypes:
+            raise UnsupportedError(
+                f"autocast to {dtype} is not available on {self._device_type}",
+                available=", ".join(self._capabilities.autocast_dtypes) or "none",
+                remedy="choose one of those, or train in fp32",
+            )
+        if not enabled:
+            return torch.autocast(self._device_type, dtype=dtype, enabled=False)
+        assert dtype is not None, "it is a declared dtype"
+        if table == "O1":
+            return O1Region(self._device_type, dtype, partial(install_o1, self._device_type, self._dispatch_key))
+        return TorchRegion(self._device_type, dtype, partial(install_refusals, self._device_type, self._dispatch_key))
+
+    def fp32(self, mode: str) -> AbstractContextManager[None]:
+        known = ("ieee", "fast") if self._capabilities.fast_fp32 else ("ieee",)
+        if mode not in known:
+            raise UnsupportedError(
+                f"fp32={mode!r} is not available on {self._device_type}",
+                available=", ".join(known),
+                remedy="leave fp32 out to keep the present setting",
+            )
+        return self.products(fast=mode == "fast")
+
+    def products(self, *, fast: bool) -> AbstractContextManager[None]:
+        """Return the context of `fp32` for a valid mode. A device with other switches than torch's overrides this."""
+        self._legacy_setting()  # raises now if the setting could not be restored later
+        return self._switched(self._fast_setting if fast else "highest")
+
+    def table(self, name: str = "torch") -> frozenset[str]:
+        self._check_table(name)
+        if name == "torch":
+            return torch_operators(self._dispatch_key)
+        return frozenset(
+            operator_name(operator) for operator, treatment in listed_operators() if treatment is not Treatment.AS_IS
+        )
+
+    @contextmanager
+    def _switched(self, setting: str) -> Iterator[None]:
+        # The legacy setter on purpose: after a write through the new API, inductor's legacy reads raise.
+        before = self._legacy_setting()
+        torch.set_float32_matmul_precision(setting)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def _legacy_setting(self) -> str:
+        try:
+            return torch.get_float32_matmul_precision()
+        except RuntimeError as error:
+            raise ConfigurationError(
+                "the precision of fp32 products was set through torch.backends...fp32_precision",
+                why="torch cannot read that setting together with the one that fp32= changes",
+                remedy="use either fp32= or torch.backends...fp32_precision",
+            ) from error
+
+    def _check_table(self, name: str) -> None:
+        if name not in self._capabilities.autocast_tables:
+            raise UnsupportedError(
+                f"there is no autocast table {name!r} on {self._device_type}",
+                available=", ".join(self._capabilities.autocast_tables),
+            )

@@ -1,0 +1,265 @@
+"""Contract of loss scalers, and the two that do not look for overflows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accelcore.errors import CheckpointError, TrainingError
+from accelcore.scaling.state import VERSION, is_static, static_scale
+
+__all__ = [
+    "Agree",
+    "FindBad",
+    "LossScaler",
+    "NoScaler",
+    "SkippingOptimizer",
+    "StaticScaler",
+    "by_dtype",
+    "first_not_finite",
+    "gradients_of",
+    "is_finite",
+    "refuse_closure",
+    "refuse_fp16",
+]
+
+Agree = Callable[[Tensor], Tensor]
+"""Function of 1.0 if this rank found an overflow, which returns 1.0 if any rank did."""
+
+FindBad = Callable[[], "str | None"]
+"""Function that returns the name of the first parameter whose gradient is not finite; None if all are finite."""
+
+# Called for every gradient in every step, so without a Python frame for each.
+_DTYPE, _IS_SPARSE = attrgetter("dtype"), attrgetter("is_sparse")
+
+
+@runtime_checkable
+class SkippingOptimizer(Protocol):
+    """Optimizer with a method for skipped steps; accelcore's have it."""
+
+    def skip(self) -> None:
+        """Update nothing."""
+
+
+class LossScaler(ABC):
+    """Loss scale of a training. A step calls `scale`, `unscale_` if gradients are read, `step`, `update` in this order.
+
+    With several optimizers, `unscale_` and `step` are called for each, and `update` once. All have one scale. Only the
+    optimizers whose own gradients overflowed skip the step. An optimizer that needs a closure is refused, because it
+    computes its loss several times a step.
+
+    `unscale_` and `step` read the gradients of the optimizer's parameters unless `gradients` are given. A trainer gives
+    the memory in which they are, and `agree` if ranks must agree on an overflow.
+
+    Attributes:
+        reads_gradients: whether the scaler reads gradients at all.
+        takes_fp16: whether fp16 gradients are accepted. They are refused by default, because dividing them by the scale
+            loses small values.
+    """
+
+    reads_gradients = True
+    takes_fp16 = False
+
+    @abstractmethod
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss to call backward on."""
+
+    @abstractmethod
+    def unscale_(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+    ) -> None:
+        """Divide the gradients by the scale in place. Call it before gradients are clipped or read."""
+
+    @abstractmethod
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
+        """Update the parameters with unscaled gradients, unless a gradient overflowed."""
+
+    @abstractmethod
+    def update(self, find_bad: FindBad | None = None) -> None:
+        """Choose the next scale. Call it once a step, after the last optimizer's `step`.
+
+        Args:
+            find_bad: returns the name of the first parameter with a gradient that is not finite. None looks among the
+                parameters of the optimizers.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, which may be empty. It has the keys of torch.amp.GradScaler's, which can load it."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; raises CheckpointError if the state is that of another kind of scaler."""
+
+    def takes(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state, complete or not, is that of this kind of scaler."""
+        return bool(state) == bool(self.state_dict())
+
+    def abandon(self) -> None:  # noqa: B027  # most scalers keep nothing during a step
+        """Forget a step that has failed, so that the next one can begin."""
+
+    @property
+    def overflowed(self) -> Tensor | None:
+        """1.0 if a gradient of this step overflowed, from `unscale_` or `step` to `update`; None if not known."""
+        return None
+
+    @property
+    def skipped(self) -> int:
+        """Number of updates skipped so far. Reading it waits for the device."""
+        return 0
+
+
+class NoScaler(LossScaler):
+    """Scaler for fp32 and bf16, which have the exponent range to need no scale."""
+
+    reads_gradients = False
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale_(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+    ) -> None:
+        pass
+
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
+        refuse_closure(gradients)
+        optimizer.step()
+
+    def update(self, find_bad: FindBad | None = None) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            raise CheckpointError(
+                "the checkpoint has the state of a loss scaler, and this training has none",
+                remedy="train with the precision that the checkpoint was saved with",
+            )
+
+
+class StaticScaler(NoScaler):
+    """Fixed loss scale. It never looks for overflows and never skips, as in apex with a number for `loss_scale`."""
+
+    reads_gradients = True
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._unscaled: set[int] = set()
+        self._inverses: dict[tuple[torch.dtype, torch.device], float | Tensor] = {}
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self._scale
+
+    def unscale_(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+    ) -> None:
+        if id(optimizer) in self._unscaled:
+            raise TrainingError("unscale_ was called twice for one optimizer since the last update")
+        given = by_dtype(gradients_of(optimizer) if gradients is None else gradients)
+        if not self.takes_fp16:
+            refuse_fp16(given)
+        self._unscaled.add(id(optimizer))
+        for members in given.values():
+            torch._foreach_mul_(members, self._inverse(members[0]))  # type: ignore[call-overload]
+
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
+        refuse_closure(gradients)
+        if id(optimizer) not in self._unscaled:
+            self.unscale_(optimizer, gradients)
+        optimizer.step()
+
+    def update(self, find_bad: FindBad | None = None) -> None:
+        self._unscaled.clear()
+
+    def abandon(self) -> None:
+        self._unscaled.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self._scale, "dynamic": False, "version": VERSION}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = static_scale(state)
+        if saved != self._scale:
+            raise CheckpointError(
+                f"the checkpoint was saved with loss_scale={saved}, and this training has {self._scale}",
+                remedy="train with the loss scale that the checkpoint was saved with",
+            )
+
+    def takes(self, state: Mapping[str, Any]) -> bool:
+        return is_static(state) and static_scale(state) == self._scale
+
+    def _inverse(self, like: Tensor) -> float | Tensor:
+        """Return the factor, as a tensor if the dtype is exact enough: kernels for tensors are faster."""
+        key = like.dtype, like.device
+        if key not in self._inverses:
+            exact = like.dtype.itemsize >= 4
+            self._inverses[key] = torch.full((), 1 / self._scale).to(like) if exact else 1 / self._scale
+        return self._inverses[key]
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the gradients of an optimizer's parameters, of sparse ones the values."""
+    groups = optimizer.param_groups
+    found = [gradient for group in groups for p in group["params"] if (gradient := p.grad) is not None]
+    if True in map(_IS_SPARSE, found):
+        return [gradient._values() if gradient.is_sparse else gradient for gradient in found]
+    return found
+
+
+def by_dtype(gradients: Sequence[Tensor]) -> Mapping[torch.dtype, Sequence[Tensor]]:
+    """Group gradients by dtype, because a fused kernel takes one dtype. Complex ones become pairs of real numbers."""
+    dtypes = set(map(_DTYPE, gradients))
+    if any(dtype.is_complex for dtype in dtypes):
+        return by_dtype([torch.view_as_real(each) if each.is_complex() else each for each in gradients])
+    if len(dtypes) == 1:
+        return {dtypes.pop(): gradients}
+    return {dtype: [each for each in gradients if each.dtype == dtype] for dtype in dtypes}
+
+
+def refuse_fp16(dtypes: Iterable[torch.dtype]) -> None:
+    """Raise TrainingError if gradients are fp16."""
+    if torch.float16 in dtypes:
+        raise TrainingError(
+            "the gradients are fp16",
+            why="dividing them by the loss scale in fp16 would lose small values",
+            remedy="keep the parameters in fp32 and let autocast choose the dtype of each operator, or train fp32 "
+            'masters: precision="O2"',
+        )
+
+
+def refuse_closure(gradients: object) -> None:
+    """Raise TrainingError if `step` was called with a closure, which torch's optimizers accept."""
+    if callable(gradients):
+        raise TrainingError(
+            "a loss scaler cannot step an optimizer with a closure",
+            why="a closure computes the loss several times a step, which is unscaled once",
+            remedy="compute the loss before step; or train in fp32 or bf16, without a loss scale",
+        )
+
+
+def first_not_finite(optimizers: Iterable[Optimizer]) -> str | None:
+    """Return the name or position of the first parameter with an inf or NaN gradient. Waits for the device."""
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if parameter.grad is not None and not is_finite(parameter.grad):
+                    names = group.get("param_names")  # given if the optimizer was made from named parameters
+                    if names is not None:
+                        return str(names[position])
+                    return f"parameter {position} of group {number}, of shape {tuple(parameter.shape)}"
+    return None
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Return whether all values are finite. Waits for the device."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.isfinite().all())

@@ -1,0 +1,339 @@
+"""Dynamic loss scale, and the role that makes loss scalers.
+
+The dynamic scale follows torch.amp.GradScaler (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2). It
+has the same defaults, order of calls and state. There are two differences. The scale stays within `[min, max]`, so that
+endless overflows cannot make it zero and the next update NaN. And it works on any device.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
+from accelcore.scaling.contract import (
+    Agree,
+    FindBad,
+    LossScaler,
+    NoScaler,
+    SkippingOptimizer,
+    StaticScaler,
+    by_dtype,
+    first_not_finite,
+    gradients_of,
+    refuse_closure,
+    refuse_fp16,
+)
+from accelcore.scaling.settings import LossScale
+from accelcore.scaling.state import VERSION, as_torch_writes, described, is_static
+
+__all__ = ["GradScaler", "LossScale", "LossScaler", "NoScaler", "Scalers", "StaticScaler", "described"]
+
+logger = logging.getLogger("accelcore")
+
+PATIENCE = 20
+"""Overflows in a row before a warning. The search for the first scale takes at most sixteen halvings of the default."""
+
+
+class _Stage(Enum):
+    SCALED = auto()
+    UNSCALED = auto()
+    STEPPED = auto()
+
+
+@dataclass
+class _Progress:
+    """Stage of an optimizer in this step; `known`: whether it overflowed, if the host has read that."""
+
+    optimizer: Optimizer
+    found: Tensor
+    had_gradients: bool
+    stage: _Stage = _Stage.SCALED
+    known: bool | None = None
+
+
+class GradScaler(LossScaler):
+    """Dynamic loss scale: multiplied by `backoff` after an overflow, by `growth` after `interval` clean steps in a row.
+
+    Scale, growth count and overflow flag stay on the device. If an optimizer's kernel takes `grad_scale` and
+    `found_inf`, as torch's fused ones do, the kernel unscales and skips. Any other optimizer makes the host wait for
+    the device once a step. After 20 overflows in a row the log names the first parameter whose gradient is not finite.
+
+    Args:
+        device: where gradients are.
+        settings: how the scale starts and moves.
+
+    Attributes:
+        trusts_kernels: whether kernels that take `grad_scale` and `found_inf` use them. False on a device whose kernels
+            ignore them.
+    """
+
+    trusts_kernels = True
+
+    def __init__(self, device: torch.device, settings: LossScale) -> None:
+        self._settings = settings
+        self._scale = torch.full((), settings.init, dtype=torch.float32, device=device)
+        self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._skipped = torch.zeros((), dtype=torch.float32, device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._progress: dict[int, _Progress] = {}
+        self._streak = OverflowStreak(device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self._scale
+
+    def unscale_(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+    ) -> None:
+        stage = self._stage(optimizer)
+        if stage is not _Stage.SCALED:
+            done = "unscale_ was already called" if stage is _Stage.UNSCALED else "step was already called"
+            raise TrainingError(f"{done} for this optimizer since the last update", remedy="call scaler.update() first")
+        self._find_overflow(optimizer, gradients, self._scale.double().reciprocal().float(), agree)
+        self._progress[id(optimizer)].stage = _Stage.UNSCALED
+
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
+        refuse_closure(gradients)
+        stage = self._stage(optimizer)
+        if stage is _Stage.STEPPED:
+            raise TrainingError("step was called twice since the last update", remedy="call scaler.update() first")
+        if self.trusts_kernels and getattr(optimizer, "_step_supports_amp_scaling", False):
+            if stage is _Stage.SCALED:
+                self._find_overflow(optimizer, gradients, self._one, agree)
+            progress = self._progress[id(optimizer)]
+            _step_in_kernel(optimizer, None if stage is _Stage.UNSCALED else self._scale, progress.found)
+        else:
+            if stage is _Stage.SCALED:
+                self.unscale_(optimizer, gradients, agree)
+            progress = self._progress[id(optimizer)]
+            progress.known = bool(progress.found.item())
+            if not progress.known:
+                optimizer.step()
+            elif isinstance(optimizer, SkippingOptimizer):
+                optimizer.skip()
+        progress.stage = _Stage.STEPPED
+
+    def update(self, find_bad: FindBad | None = None) -> None:
+        found = self.overflowed
+        if found is None:
+            raise TrainingError(
+                "update was called before step or unscale_, so no gradient was checked for overflow",
+                remedy="call scaler.step(optimizer), or unscale_, first",
+            )
+        steps = self._progress.values()
+        if any(step.had_gradients for step in steps):  # without gradients nothing is known about the scale
+            settings = self._settings
+            torch._amp_update_scale_(
+                self._scale, self._clean_steps, found, settings.growth, settings.backoff, settings.interval
+            )
+            self._scale.clamp_(settings.min, settings.max)
+            self._skipped += found
+            optimizers = [step.optimizer for step in steps]
+            in_a_row = self._streak.add(found, _known(steps))
+            self._streak.warn(in_a_row, self._scale, find_bad or partial(first_not_finite, optimizers))
+        self.abandon()
+
+    def abandon(self) -> None:
+        self._progress = {}
+
+    @property
+    def overflowed(self) -> Tensor | None:
+        found = [progress.found for progress in self._progress.values()]
+        return None if not found else found[0] if len(found) == 1 else torch.stack(found).amax()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "scale": self._scale.item(),
+            "growth_factor": self._settings.growth,
+            "backoff_factor": self._settings.backoff,
+            "growth_interval": self._settings.interval,
+            "_growth_tracker": self._clean_steps.item(),
+            "skipped": self.skipped,
+            "dynamic": True,  # torch_npu's scaler requires it
+            "version": VERSION,
+        }
+
+    def check(self, gradients: Sequence[Tensor], multiplier: Tensor) -> Tensor:
+        """Multiply every gradient by `multiplier`, and return 1.0 if one was inf or NaN, else 0.0.
+
+        A device that reports overflows in another way overrides this.
+        """
+        found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        alike = by_dtype(gradients)
+        if not self.takes_fp16:
+            refuse_fp16(alike)
+        for members in alike.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(list(members), found, multiplier)
+        return found
+
+    def takes(self, state: Mapping[str, Any]) -> bool:
+        return bool(state) and (set(state) == {"loss_scale", "unskipped"} or not is_static(state))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`, or the state of torch's, torch_npu's or apex's scaler.
+
+        torch's has no count of skipped steps, and apex's only the scale and the count of clean steps. What a state does
+        not contain is not changed.
+        """
+        saved, own = as_torch_writes(state), self._settings
+        low, high = own.min, own.max
+        try:
+            scale, clean_steps = float(saved["scale"]), int(saved["_growth_tracker"])
+            skipped = int(saved.get("skipped", 0))
+            kept = max(low, min(scale, high))
+            if not (0 <= scale < math.inf and clean_steps >= 0 and skipped >= 0):
+                raise ValueError(f"scale={scale}, _growth_tracker={clean_steps}, skipped={skipped}")
+            settings = replace(
+                own,
+                init=kept,
+                growth=float(saved.get("growth_factor", own.growth)),
+                backoff=float(saved.get("backoff_factor", own.backoff)),
+                interval=int(saved.get("growth_interval", own.interval)),
+            )
+        except (TypeError, ValueError, ConfigurationError) as error:
+            raise CheckpointError(
+                "the state of the loss scaler has invalid values",
+                why=str(error),
+                remedy="load an unchanged `state_dict()` of a loss scaler",
+            ) from error
+        if kept != scale:
+            logger.warning("the saved loss scale %g is outside %g to %g: continuing with %g", scale, low, high, kept)
+        self._settings = settings
+        self._scale.fill_(kept)
+        self._clean_steps.fill_(clean_steps)
+        self._skipped.fill_(skipped)
+
+    @property
+    def skipped(self) -> int:
+        return int(self._skipped.item())
+
+    def _stage(self, optimizer: Optimizer) -> _Stage:
+        progress = self._progress.get(id(optimizer))
+        return _Stage.SCALED if progress is None else progress.stage
+
+    def _find_overflow(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None, multiplier: Tensor, agree: Agree | None
+    ) -> None:
+        given = gradients_of(optimizer) if gradients is None else gradients
+        found = self.check(given, multiplier)
+        self._progress[id(optimizer)] = _Progress(
+            optimizer, found if agree is None else agree(found), had_gradients=bool(given) or agree is not None
+        )
+
+
+class OverflowStreak:
+    """Counter of overflows in a row, which does not make the host wait for the device.
+
+    If the host knows whether each step overflowed, the host counts. Otherwise the device counts and copies its count to
+    the host, which then learns of an overflow a few steps later.
+
+    Args:
+        device: where overflows are found.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known = 0
+        self._count: Tensor | None = None
+        self._seen: Tensor | None = None
+        self._next = PATIENCE
+
+    def add(self, found: Tensor, known: bool | None) -> int:
+        """Count a step, and return the number of overflows in a row that the host knows of.
+
+        Args:
+            found: 1.0 if gradients overflowed in the step, else 0.0.
+            known: the same, if the host has read it, else None.
+        """
+        if known is not None:
+            self._known = self._known + 1 if known else 0
+            return self._known
+        if self._count is None or self._seen is None:
+            self._count = torch.zeros((), device=self._device)
+            on_host = self._device.type == "cpu"
+            self._seen = self._count if on_host else torch.zeros((), pin_memory=True)
+        torch.addcmul(found, self._count, found, out=self._count)
+        if self._seen is not self._count:
+            self._seen.copy_(self._count, non_blocking=True)
+        return int(self._seen.numpy())  # `item()` would wait for the device
+
+    def warn(self, in_a_row: int, scale: Tensor, find_bad: FindBad) -> None:
+        """Warn after every `PATIENCE` overflows in a row, with the name of the first parameter that overflowed."""
+        if in_a_row < PATIENCE:
+            self._next = PATIENCE
+        if in_a_row < self._next:
+            return
+        self._next = in_a_row + PATIENCE
+        name = find_bad()
+        logger.warning(
+            "%d updates in a row were skipped because gradients overflowed. The loss scale is %g. %s. Look for an inf "
+            "or NaN in losses and activations, lower the learning rate, or train in bf16",
+            in_a_row,
+            scale.item(),
+            "No gradient is inf or NaN now" if name is None else f"The first inf or NaN gradient is that of {name}",
+        )
+
+
+def _step_in_kernel(optimizer: Any, scale: Tensor | None, found: Tensor) -> None:
+    optimizer.grad_scale, optimizer.found_inf = scale, found
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+def _known(steps: Collection[_Progress]) -> bool | None:
+    """Return whether one overflowed; None if only the device knows."""
+    if any(step.known is None for step in steps):
+        return None
+    return any(step.known for step in steps)
+
+
+class Scalers:
+    """Factory of loss scalers for one device.
+
+    Args:
+        device: where gradients are.
+        dynamic: makes a dynamic scaler of a device and its settings.
+    """
+
+    def __init__(
+        self, device: torch.device, dynamic: Callable[[torch.device, LossScale], LossScaler] = GradScaler
+    ) -> None:
+        self._device, self._dynamic = device, dynamic
+
+    def create(
+        self,
+        *,
+        init: float = 65536.0,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
+        min: float = 1.0,
+        max: float = 2.0**24,
+        dynamic: bool = True,
+    ) -> LossScaler:
+        """Return a scaler. A dynamic one starts at `init`; a static one (`dynamic=False`) keeps `init`.
+
+        Raises:
+            ConfigurationError: a scale, factor or interval cannot work.
+        """
+        if not dynamic:
+            if not 0 < init <= torch.finfo(torch.float32).max:
+                raise ConfigurationError(f"{init} is not a static loss scale", remedy="give a finite number > 0")
+            return StaticScaler(float(init))
+        settings = LossScale(init=init, growth=growth, backoff=backoff, interval=interval, min=min, max=max)
+        return self._dynamic(self._device, settings)
+
+    def none(self) -> LossScaler:
+        """Return the scaler that changes nothing."""
+        return NoScaler()

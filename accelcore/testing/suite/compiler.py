@@ -1,0 +1,157 @@
+"""Conformance of the compiler role: a compiled module computes the same, and a failed compilation runs eagerly."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from accelcore import AccelError, Backend, ConfigurationError, LossScale
+from accelcore.testing.support.declared import declared
+from accelcore.testing.support.oracles import ExactHead, batches, eps, error, network
+
+__all__ = ["TestCompiler"]
+
+
+_AUTOCAST = (("bf16", "bfloat16"), ("fp16", "float16"), ("O1", "float16"))  # presets, and the dtypes they compute in
+
+
+def _failing(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("a compiler that cannot compile this")
+
+
+class _Shifted(torch.nn.Module):
+    """Parameters, buffers that a forward pass changes, a mode that matters, and an argument with a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def forward(self, rows: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
+        shifted: torch.Tensor = self.norm(rows) + shift
+        return shifted
+
+
+class TestCompiler:
+    """Compiled modules against eager ones."""
+
+    def test_compiled_is_the_same(self, accel: Backend) -> None:
+        """A compiled module gives the outputs and gradients of the eager one, in the very same parameters."""
+        with declared(bool(accel.capabilities.compilers), "a compiler"):
+            module, reference = network().to(accel.device), network()
+            compiled = accel.compiler.compile(module, {})
+            (inputs, _), (others, _) = batches(2)
+            for rows in (inputs, others):
+                output = compiled.module(rows.to(accel.device))
+                assert output.device == accel.device
+                assert error(output, reference(rows)) < 1e-4, "a compiled module computes something else"
+                output.square().mean().backward()
+                reference(rows).square().mean().backward()
+            gradients = [(parameter.grad, other.grad) for parameter, other in _pairs(module, reference)]
+            for found, expected in gradients:
+                assert found is not None, "a parameter has no gradient: something else than its module was compiled"
+                assert expected is not None
+                assert error(found, expected) < 1e-3, "a compiled module has other gradients"
+            assert compiled.compiled or compiled.reason, "it runs eagerly, and does not say why"
+
+    def test_compiled_follows_its_module(self, accel: Backend) -> None:
+        """A compiled module follows later changes of mode, weights and buffers, new shapes and named arguments."""
+        with declared(bool(accel.capabilities.compilers), "a compiler"):
+            module, reference = _Shifted().to(accel.device), _Shifted()
+            compiled = accel.compiler.compile(module, {})
+            for count, training in ((16, True), (5, True), (16, False)):
+                ((rows, _),) = batches(1, count)
+                for each in (module.train(training), reference.train(training)):
+                    torch.nn.init.constant_(each.norm.weight, count)
+                found = compiled.module(rows.to(accel.device), shift=2.0)
+                assert error(found, reference(rows, shift=2.0)) < 1e-4, "what became of the module later does not count"
+            for buffer, expected in zip(module.buffers(), reference.buffers(), strict=True):
+                assert error(buffer, expected) < 1e-4, "a buffer of the module did not follow"
+
+    def test_backward_is_outside_autocast(self, accel: Backend) -> None:
+        """A compiled backward computes in the dtypes of the eager one, also if forward ran under autocast."""
+        known = accel.capabilities
+        with declared(bool(known.compilers) and bool(known.autocast_dtypes), "a compiler under autocast"):
+            module, reference = (ExactHead(accel.device.type).to(accel.device) for _ in range(2))
+            compiled, ((rows, _),) = accel.compiler.compile(module, {}), batches(1)
+            for call in (compiled.module, reference):
+                with accel.autocast():
+                    output = call(rows.to(accel.device))
+                output.square().mean().backward()
+            found, expected = module.head.weight.grad, reference.head.weight.grad
+            assert found is not None
+            assert expected is not None
+            assert error(found, expected) < 1e-4, "backward was compiled as if it ran under autocast"
+
+    @pytest.mark.parametrize(("precision", "dtype"), _AUTOCAST)
+    def test_training_is_eager(self, accel: Backend, precision: str, dtype: str) -> None:
+        """A head that disables autocast, because its gradients overflow fp16, does not overflow when compiled."""
+        known = accel.capabilities
+        with declared(
+            bool(known.compilers) and dtype in known.autocast_dtypes, f"a compiler under autocast to {dtype}"
+        ):
+            data, found = batches(6), []
+            for compile_ in (False, True):
+                model = ExactHead(accel.device.type)
+                optimizer = accel.optimizers.create("sgd", model.parameters(), lr=1e-3)
+                trainer = accel.trainer(
+                    model, optimizer, loss=lambda m, b: cross_entropy(m(b[0]), b[1]), precision=precision,
+                    loss_scale=LossScale(init=2.0**22), compile=compile_,
+                )  # fmt: skip
+                losses = [float(trainer(accel.runtime.to_device(batch))) for batch in data]
+                found.append((losses, trainer.skipped))
+            (eager, eager_skipped), (compiled, skipped) = found
+            assert not eager_skipped, "an eager window was skipped: autocast(enabled=False) does not hold in backward"
+            assert not skipped, f"compiled, {skipped} of {len(data)} windows are skipped, and none where it is eager"
+            assert error(torch.tensor(compiled), torch.tensor(eager)) < 8 * eps(getattr(torch, dtype))
+
+    def test_every_compiler_is_there(self, accel: Backend) -> None:
+        """Each declared compiler can be chosen by `{"backend": name}`, and computes what the module does."""
+        for name in accel.capabilities.compilers:
+            module, reference, ((rows, _),) = network().to(accel.device), network(), batches(1)
+            try:
+                compiled = accel.compiler.compile(module, {"backend": name})
+            except AccelError as refusal:
+                raise AssertionError(f"compilers declares {name}, which is refused") from refusal
+            assert error(compiled.module(rows.to(accel.device)), reference(rows)) < 1e-4, name
+            assert compiled.compiled or compiled.reason, f"{name} runs eagerly, and does not say why"
+
+    def test_failure_falls_back_once(self, accel: Backend, caplog: pytest.LogCaptureFixture) -> None:
+        """If compilation fails, the module runs eagerly, with the right result, one report and the reason."""
+        with declared(bool(accel.capabilities.compilers), "a compiler"):
+            module, reference = network().to(accel.device), network()
+            with caplog.at_level(logging.WARNING, logger="accelcore"):
+                try:
+                    compiled = accel.compiler.compile(module, {"backend": _failing})
+                except ConfigurationError:
+                    pytest.skip("this compiler takes no backend that could be made to fail")
+                for rows, _ in batches(3):
+                    assert error(compiled.module(rows.to(accel.device)), reference(rows)) < 1e-4
+            assert not compiled.compiled, "it says that it runs compiled, with a compiler that failed"
+            assert compiled.reason, "it does not say why it runs eagerly"
+            said = [record for record in caplog.records if "eager" in record.getMessage()]
+            assert len(said) == 1, f"the log says it {len(said)} times"
+
+    def test_unknown_option(self, accel: Backend) -> None:
+        """An option that the compiler does not know is refused when it is given."""
+        with declared(bool(accel.capabilities.compilers), "a compiler"), pytest.raises(ConfigurationError):
+            accel.compiler.compile(network().to(accel.device), {"no_such_option": True})
+
+    def test_errors_of_the_model_pass(self, accel: Backend) -> None:
+        """An error of the model itself reaches the user, instead of a fallback."""
+
+        class Wrong(torch.nn.Module):
+            def forward(self, rows: torch.Tensor) -> torch.Tensor:
+                return rows @ rows
+
+        with declared(bool(accel.capabilities.compilers), "a compiler"):
+            compiled = accel.compiler.compile(Wrong().to(accel.device), {})
+            with pytest.raises(Exception, match=r"(?i)shape|size|dimension|mat1|matmul"):
+                compiled.module(torch.ones(2, 3, device=accel.device))
+
+
+def _pairs(module: torch.nn.Module, other: torch.nn.Module) -> Any:
+    return zip(module.parameters(), other.parameters(), strict=True)

@@ -1,0 +1,187 @@
+"""Conformance of the optimizer state: its layout, its precision, and moving it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accelcore import Backend, ConfigurationError, UnsupportedError
+from accelcore.testing.support.declared import declared
+from accelcore.testing.support.options import EVERY, LR, NINE, ORACLES, STEPS, gradients, oracle, parameters, step
+from accelcore.testing.support.oracles import eps, error
+
+__all__ = ["StateOfOptimizers", "on_host", "routes_of", "state_error", "with_rate"]
+
+
+def with_rate(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with the suite's learning rate."""
+    return {"lr": LR, **options}
+
+
+def on_host(name: str, options: dict[str, Any]) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """Return the oracle in float64, and its parameters."""
+    members = parameters(torch.device("cpu"), torch.float64)
+    return oracle(name, members, **with_rate(options)), members
+
+
+def routes_of(
+    accel: Backend, name: str, options: dict[str, Any]
+) -> Iterator[tuple[str, torch.optim.Optimizer, list[nn.Parameter]]]:
+    """Yield every route that takes the request, with its optimizer and the optimizer's parameters."""
+    taken = 0
+    for choice in accel.optimizers.explain(name, **with_rate(options)):
+        members = parameters(accel.device)
+        try:
+            optimizer = accel.optimizers.create(name, members, route=choice.route, **with_rate(options))
+        except UnsupportedError:
+            continue  # this route does not take these options
+        taken += 1
+        yield choice.route, optimizer, members
+    assert taken, f"no route to {name} takes {options}"
+
+
+def state_error(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> float:
+    """Return the largest error between the states, of the entries that both have."""
+    states, expected_states = found.state_dict()["state"], expected.state_dict()["state"]
+    return max(
+        (
+            error(torch.as_tensor(states[number][key]), torch.as_tensor(value))
+            for number, entry in expected_states.items()
+            for key, value in entry.items()
+            if value is not None and states.get(number, {}).get(key) is not None
+        ),
+        default=0.0,
+    )
+
+
+class StateOfOptimizers:
+    """The part of `TestOptimizers` that is about state."""
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_state_round_trip(self, accel: Backend, name: str) -> None:
+        """An optimizer restored from a saved state goes on as if nothing had happened, hyperparameters included."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            options = with_rate(ORACLES[name][1][-1])
+            through = parameters(accel.device)
+            optimizer = accel.optimizers.create(name, through, **options)
+            for number in range(2):
+                step(optimizer, through, number)
+            saved = copy.deepcopy(optimizer.state_dict())
+            restored = [nn.Parameter(parameter.detach().clone()) for parameter in through]
+            twin = accel.optimizers.create(name, restored, **{**options, "lr": LR / 4})
+            twin.load_state_dict(saved)
+            for number in range(2, 4):
+                step(optimizer, through, number)
+                step(twin, restored, number)
+            assert all(error(a, b) < 1e-6 for a, b in zip(restored, through, strict=True)), "the state was not restored"
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_state_layout(self, accel: Backend, name: str) -> None:
+        """The state has torch's layout, so that a run on one device can be resumed on another, either way."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            options = with_rate(ORACLES[name][1][-1])
+            trained, references = parameters(accel.device), parameters(torch.device("cpu"))
+            optimizer, reference = (
+                accel.optimizers.create(name, trained, **options),
+                oracle(name, references, **options),
+            )
+            for number in range(2):
+                step(optimizer, trained, number)
+                step(reference, references, number)
+            found, expected = optimizer.state_dict()["state"], reference.state_dict()["state"]
+            assert found.keys() == expected.keys()
+            for number, entry in expected.items():
+                assert found[number].keys() == entry.keys(), f"the state is {list(found[number])}, not {list(entry)}"
+                for key, value in entry.items():
+                    if isinstance(value, Tensor):
+                        assert found[number][key].shape == value.shape, key
+            # Each goes on from the other's state, in which steps may be counted by a plain number.
+            saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(reference.state_dict())
+            for entry in saved[1]["state"].values():
+                entry.update({key: int(value) for key, value in entry.items() if key == "step"})
+            twin, other = accel.optimizers.create(name, trained, **options), oracle(name, references, **options)
+            twin.load_state_dict(saved[1])
+            other.load_state_dict(saved[0])
+            for number in range(2, 4):
+                step(twin, trained, number)
+                step(other, references, number)
+            assert max(map(error, trained, references)) < 1e-4, "torch's class and this one do not go on alike"
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_state_between_routes(self, accel: Backend, name: str) -> None:
+        """A run goes from each route to the next, parameters and state, as if nothing had happened."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            options = ORACLES[name][1][-1]
+            reference, expected = on_host(name, options)
+            number, saved, passed = 0, None, parameters(accel.device)
+            routes = []
+            for route, optimizer, members in routes_of(accel, name, options):
+                with torch.no_grad():
+                    for parameter, value in zip(members, passed, strict=True):
+                        parameter.copy_(value)
+                if saved is not None:
+                    optimizer.load_state_dict(saved)
+                for _ in range(2):
+                    step(reference, expected, number)
+                    step(optimizer, members, number)
+                    number += 1
+                routes.append(route)
+                worst = max(map(error, members, expected))
+                assert worst < 5e-5, f"after {' -> '.join(routes)} the parameters are off by {worst:.1e}"
+                saved, passed = optimizer.state_dict(), members
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize("name", NINE)
+    def test_low_precision_state(self, accel: Backend, name: str, dtype: str) -> None:
+        """Parameters of low precision are updated by the formula in float32, in which their state is kept, too."""
+        if dtype not in accel.capabilities.model_dtypes:
+            pytest.skip(f"not declared: models in {dtype}")
+        low, options = getattr(torch, dtype), ORACLES[name][1][-1]
+        members = parameters(accel.device, low)
+        optimizer = accel.optimizers.create(name, members, **with_rate(options))
+        reference, expected = on_host(name, options)
+        for number in range(STEPS):
+            for each, own in ((optimizer, members), (reference, expected)):
+                with torch.no_grad():
+                    for parameter, gradient in zip(own, gradients(number), strict=True):
+                        parameter.copy_(parameter.to(low))
+                        parameter.grad = torch.empty_like(parameter).copy_(gradient.to(low))
+                each.step()
+        for entry in optimizer.state_dict()["state"].values():
+            for key, value in entry.items():
+                kept = value.dtype if isinstance(value, Tensor) else torch.float32
+                assert kept == torch.float32, f"the {key} of a {dtype} parameter is kept in {kept}"
+        worst = state_error(optimizer, reference)
+        assert worst < 0.05, f"the state of route {optimizer.route} is off by {worst:.1e}"
+        worst = max(map(error, members, expected))
+        assert worst < STEPS * eps(low), f"route {optimizer.route} is off by {worst:.1e}"
+
+    @pytest.mark.parametrize("name", NINE)
+    def test_state_dtype(self, accel: Backend, name: str) -> None:
+        """`state_dtype` is the dtype of the state, also of loaded state."""
+        options = {**with_rate(ORACLES[name][1][-1]), **({"momentum": 0.7} if name == "sgd" else {})}
+
+        def found(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:
+            entries = optimizer.state_dict()["state"].values()
+            return {value.dtype for entry in entries for key, value in entry.items() if key != "step"}
+
+        saved: list[Any] = []
+        for state_dtype in ("bfloat16", "float32"):
+            members = parameters(accel.device)
+            optimizer = accel.optimizers.create(name, members, state_dtype=state_dtype, **options)
+            wanted = {getattr(torch, state_dtype)}
+            for number in range(2):
+                step(optimizer, members, number)
+            assert found(optimizer) == wanted, f"state_dtype={state_dtype} keeps the state in {found(optimizer)}"
+            for other in saved:
+                optimizer.load_state_dict(other)
+                step(optimizer, members, 2)
+                assert found(optimizer) == wanted, f"state_dtype={state_dtype} takes over a state in {found(optimizer)}"
+            saved.append(optimizer.state_dict())
+        with pytest.raises(ConfigurationError):
+            accel.optimizers.create(name, parameters(accel.device), state_dtype="float8", **options)

@@ -1,0 +1,217 @@
+"""Conformance of the optimizer registry: every route computes what the oracle computes, and remembers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accelcore import AccelError, Backend, ConfigurationError, UnsupportedError
+from accelcore.testing.suite.optimizer_state import StateOfOptimizers, on_host, routes_of, state_error, with_rate
+from accelcore.testing.support.declared import MODEL_DTYPES, declared
+from accelcore.testing.support.options import EVERY, LR, NINE, ORACLES, STEPS, oracle, parameters, step, taken_by
+from accelcore.testing.support.oracles import Launches, eps, error, weights
+
+__all__ = ["TestOptimizers"]
+
+
+def _launches(accel: Backend, make: Callable[..., torch.optim.Optimizer], count: int) -> list[str]:
+    """Return the operators that one step of `count` parameters launches, after the first steps."""
+    members = [nn.Parameter(torch.ones(8, device=accel.device)) for _ in range(count)]
+    optimizer, launches = make(members), Launches(accel.device)
+    for number in range(3):
+        for parameter in members:
+            parameter.grad = torch.ones_like(parameter)
+        with launches if number == 2 else nullcontext():
+            optimizer.step()
+    return launches.names
+
+
+class TestOptimizers(StateOfOptimizers):
+    """The registry, and every optimizer in it that there is an oracle for."""
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_numerics(self, accel: Backend, name: str) -> None:
+        """Some steps and their state equal the oracle's in float64, by every route, with every option."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            for options in ORACLES[name][1]:
+                reference, expected = on_host(name, options)
+                for number in range(STEPS):
+                    step(reference, expected, number)
+                for route, optimizer, members in routes_of(accel, name, options):
+                    for number in range(STEPS):
+                        step(optimizer, members, number)
+                    worst = max(map(error, members, expected))
+                    assert worst < 2e-5, f"route {route} with {options} is off by {worst:.1e}"
+                    worst = state_error(optimizer, reference)
+                    assert worst < 1e-4, f"the state of route {route} with {options} is off by {worst:.1e}"
+                    assert all(parameter.device == accel.device for parameter in members)
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_group_added_later(self, accel: Backend, name: str) -> None:
+        """A parameter group that is added between steps is stepped from then on, with its own learning rate."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+
+            def train(optimizer: torch.optim.Optimizer, members: list[nn.Parameter]) -> None:
+                step(optimizer, members, 0)
+                late = nn.Parameter(torch.ones_like(members[1]))
+                optimizer.add_param_group({"params": [late], "lr": LR / 2})
+                members.append(late)
+                for number in (1, 2):
+                    late.grad = torch.ones_like(late) / number
+                    step(optimizer, members, number)
+
+            options = ORACLES[name][1][-1]
+            reference, expected = on_host(name, options)
+            train(reference, expected)
+            for route, optimizer, members in routes_of(accel, name, options):
+                train(optimizer, members)
+                assert max(map(error, members, expected)) < 2e-5, f"route {route} does not step a group added later"
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_closure(self, accel: Backend, name: str) -> None:
+        """`step(closure)` computes the loss with gradients, steps, and returns the loss."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+
+            def train(optimizer: torch.optim.Optimizer, members: list[nn.Parameter]) -> Any:
+                def closure() -> Tensor:
+                    optimizer.zero_grad()
+                    loss = torch.stack([(parameter - 2).square().sum() for parameter in members]).sum()
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    return loss
+
+                with torch.no_grad():  # as some loops do: step enables gradients for the closure
+                    return [optimizer.step(closure) for _ in range(2)][-1]  # type: ignore[arg-type]
+
+            reference, expected = on_host(name, {})
+            loss = train(reference, expected)
+            for route, optimizer, members in routes_of(accel, name, {}):
+                found = train(optimizer, members)
+                right = isinstance(found, Tensor) and error(found, loss) < 1e-4
+                assert right, f"route {route} returns {found} for a closure's loss of {loss}"
+                assert max(map(error, members, expected)) < 2e-5, f"route {route} steps otherwise with a closure"
+
+    def test_nine(self, accel: Backend) -> None:
+        """The nine optimizers of every device are registered, with their formulas."""
+        for name in NINE:
+            assert name in accel.optimizers.names(), f"{name} is missing, which every registry has from the start"
+            routes = [choice.route for choice in accel.optimizers.explain(name, lr=LR)]
+            assert "formula" in routes, f"{name} is here by {', '.join(routes)}, and not by its formula"
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_no_gradient_is_no_update(self, accel: Backend, name: str) -> None:
+        """A parameter without gradient does not change, and is updated when it has one."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            options = with_rate(ORACLES[name][1][-1])
+            members = parameters(accel.device)
+            optimizer = accel.optimizers.create(name, members, **options)
+            before = weights(members)
+            step(optimizer, members, 0, without=1)
+            middle = weights(members)
+            assert torch.equal(middle[1], before[1]), "a parameter without gradient was changed"
+            assert not torch.equal(middle[0], before[0])
+            step(optimizer, members, 1)
+            assert not torch.equal(weights(members)[1], middle[1]), "its first gradient came late, and was ignored"
+            last = weights(members)
+            optimizer.zero_grad(set_to_none=True)
+            optimizer.step()
+            after = weights(members)
+            assert all(torch.equal(a, b) for a, b in zip(after, last, strict=True)), "old gradients were used again"
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_native(self, accel: Backend, name: str) -> None:
+        """A native optimizer launches its own kernels, and their number does not grow with the parameters."""
+        if name in accel.capabilities.native_optimizers:
+            make = partial(accel.optimizers.create, name, lr=LR)
+            few, many = (_launches(accel, make, count) for count in (4, 32))
+            assert len(few) == len(many), f"it launches {len(few)} operators for 4 parameters, {len(many)} for 32"
+            kind = ORACLES[name][0]
+            switch = {"foreach": True} if "foreach" in taken_by(kind) else {}
+            loop = _launches(accel, partial(kind, lr=LR, **switch), 4)
+            assert few != loop, f"it launches what torch's foreach loop does: {', '.join(few)}"
+            return
+        with declared(False, f"a native {name}"):
+            accel.optimizers.create(name, parameters(accel.device), lr=LR, route="fused")
+
+    def test_every_native_is_there(self, accel: Backend) -> None:
+        """Every optimizer that is declared native can be created, and updates its parameters."""
+        for name in accel.capabilities.native_optimizers:
+            members = parameters(accel.device)[:2]
+            try:
+                optimizer = accel.optimizers.create(name, members, lr=LR)
+            except AccelError as error:
+                raise AssertionError(f"native_optimizers declares {name}, which cannot be made") from error
+            before = weights(members)
+            step(optimizer, members, 0)
+            assert not any(torch.equal(a, b) for a, b in zip(weights(members), before, strict=True)), name
+
+    @pytest.mark.parametrize("dtype", MODEL_DTYPES)
+    @pytest.mark.parametrize("name", ["sgd", "adamw"])
+    def test_model_dtypes(self, accel: Backend, name: str, dtype: str) -> None:
+        """All elements of parameters of every declared model dtype are updated."""
+        if dtype not in accel.capabilities.model_dtypes:
+            pytest.skip(f"not declared: models in {dtype}; the training part sees that the trainer refuses them")
+        kind: torch.dtype = getattr(torch, dtype)
+        parameter = nn.Parameter(torch.ones(300_001, device=accel.device, dtype=kind))
+        optimizer = accel.optimizers.create(name, [parameter], lr=0.25, weight_decay=0.0)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        off = error(parameter, torch.full((300_001,), 0.75))
+        assert off < max(4 * eps(kind), 1e-6), f"some elements are off by {off:.1e}"
+
+    def test_groups(self, accel: Backend) -> None:
+        """Parameter groups keep their own learning rates and decay."""
+        first, second = (nn.Parameter(torch.ones(4, device=accel.device)) for _ in range(2))
+        groups = [{"params": [first], "lr": 0.5}, {"params": [second], "weight_decay": 1.0}]
+        optimizer = accel.optimizers.create("sgd", groups, lr=0.25)
+        for parameter in (first, second):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert first.tolist() == [0.5] * 4
+        assert second.tolist() == [0.5] * 4
+
+    @pytest.mark.parametrize("name", ["sgd", "adamw"])
+    def test_changes_between_steps(self, accel: Backend, name: str) -> None:
+        """A step uses the current hyperparameters and weights, which a schedule or a checkpoint may have set."""
+
+        def train(optimizer: torch.optim.Optimizer, members: list[nn.Parameter]) -> None:
+            for number in range(4):
+                step(optimizer, members, number)
+                optimizer.param_groups[0]["lr"] /= 4
+                optimizer.param_groups[1]["weight_decay"] += 0.5
+                with torch.no_grad():
+                    for parameter in members:
+                        parameter.add_(1.0)
+
+        def groups(members: list[nn.Parameter]) -> list[dict[str, Any]]:
+            return [{"params": members[:2]}, {"params": members[2:], "lr": 0.1, "weight_decay": 0.25}]
+
+        found, expected = parameters(accel.device), parameters(torch.device("cpu"), torch.float64)
+        train(accel.optimizers.create(name, groups(found), lr=LR), found)
+        train(oracle(name, groups(expected), lr=LR), expected)
+        assert max(map(error, found, expected)) < 2e-5, "it steps by what was set when it was made"
+
+    def test_explain(self, accel: Backend) -> None:
+        """For every optimizer exactly one route is chosen, and the others have a reason."""
+        assert {"sgd", "adamw"} <= set(accel.optimizers.names()), "every backend can at least run torch's loops"
+        for name in accel.optimizers.names():
+            options = {"lr": LR} if name in ORACLES else {}
+            choices = accel.optimizers.explain(name, **options)
+            assert sum(choice.chosen for choice in choices) == 1, name
+            assert all(choice.reason for choice in choices if not choice.chosen), name
+
+    def test_refusals(self, accel: Backend) -> None:
+        """An optimizer, route or hyperparameter that does not exist is refused."""
+        with pytest.raises(UnsupportedError):
+            accel.optimizers.create("no such optimizer", parameters(accel.device))
+        with pytest.raises(UnsupportedError):
+            accel.optimizers.create("sgd", parameters(accel.device), lr=LR, route="no such route")
+        with pytest.raises(ConfigurationError):
+            accel.optimizers.create("sgd", parameters(accel.device), lr=LR, no_such_option=1)
+        with pytest.raises(ConfigurationError):
+            accel.optimizers.create("adamw", parameters(accel.device), lr=-1.0)

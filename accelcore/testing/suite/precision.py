@@ -1,0 +1,234 @@
+"""Conformance of the precision role: low precision that is really low, and fp32 that is really fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d, cross_entropy, linear
+
+from accelcore import Backend, UnsupportedError
+from accelcore.testing.suite.op_tables import OpTables
+from accelcore.testing.support.declared import FAST_FP32, LOW_PRECISION, MOST_BITS, declared
+from accelcore.testing.support.oracles import eps, error, weights
+
+__all__ = ["TestPrecision"]
+
+OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a row and a column
+    "linear": lambda row, column: linear(row, column.t()),
+    "batched": lambda row, column: torch.bmm(row[None], column[None]),
+    "convolution": lambda row, column: conv2d(row.reshape(1, 2, 1, 1), column.reshape(1, 2, 1, 1)),
+}
+
+
+def _convolve(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply two matrices as a convolution."""
+    return conv2d(a.t()[None, :, None, :], b.t()[:, :, None, None])[0, :, 0, :].t()
+
+
+def _bits_kept(device: torch.device, multiply: Callable[[Tensor, Tensor], Tensor]) -> int:
+    """Return how many fraction bits of its fp32 factors a product keeps, up to `MOST_BITS`.
+
+    Row k is 1 + 2**-k and 1 in turn, and is multiplied by 1 and -1 in turn: the result is 32 * 2**-k, or 0 if
+    the format has fewer than k bits. Whichever way the device adds it up, fp32 holds every sum exactly.
+    """
+    exponents = torch.arange(1, 65).clamp(max=MOST_BITS).float()
+    rows = torch.ones(64, 64)
+    rows[:, ::2] += (2.0**-exponents)[:, None]
+    signs = torch.tensor([1.0, -1.0]).repeat(32)[:, None].expand(64, 64).contiguous()
+    found = multiply(rows.to(device), signs.to(device)).cpu()
+    kept = (found == (32 * 2.0**-exponents)[:, None]).all(1)[:MOST_BITS].tolist()
+    return (*kept, False).index(False)
+
+
+@contextmanager
+def _torchs_setting(value: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(value)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class TestPrecision(OpTables):
+    """Autocast, its tables, and the exactness of fp32 matrix products."""
+
+    @pytest.mark.parametrize("name", LOW_PRECISION)
+    def test_autocast_computes_in_its_dtype(self, accel: Backend, name: str) -> None:
+        """Under autocast a matrix product rounds its inputs to the dtype, computes in it, and returns it."""
+        dtype = getattr(torch, name)
+        with declared(name in accel.capabilities.autocast_dtypes, f"autocast to {name}"):
+            low = torch.tensor([[1 + eps(dtype) / 4, 1.0]], device=accel.device)
+            ones = torch.tensor([[1.0], [-1.0]], device=accel.device)
+            with accel.autocast(dtype):
+                product = low @ ones
+            assert product.dtype == dtype, f"under autocast to {name} a product is {product.dtype}"
+            # 1 + eps/4 is 1 in this dtype. Products of the fp32 inputs, rounded afterwards, leave eps/4.
+            assert product.item() == 0.0, f"the product was computed in more precision than {name} has"
+
+    @pytest.mark.parametrize("operator", sorted(OPERATORS))
+    @pytest.mark.parametrize("name", LOW_PRECISION)
+    def test_autocast_reaches(self, accel: Backend, name: str, operator: str) -> None:
+        """Linear layers, batched products and convolutions round and compute like a matrix product."""
+        dtype = getattr(torch, name)
+        with declared(name in accel.capabilities.autocast_dtypes, f"autocast to {name}"):
+            row = torch.tensor([[1 + eps(dtype) / 4, 1.0]], device=accel.device)
+            with accel.autocast(dtype):
+                result = OPERATORS[operator](row, torch.tensor([[1.0], [-1.0]], device=accel.device))
+            assert result.dtype == dtype, f"under autocast to {name} it is {result.dtype}"
+            assert result.item() == 0.0, f"it was computed in more precision than {name} has"
+
+    @pytest.mark.parametrize("name", LOW_PRECISION)
+    def test_autocast_keeps_losses_exact(self, accel: Backend, name: str) -> None:
+        """Softmax and loss of fp32 logits stay fp32 under autocast."""
+        with declared(name in accel.capabilities.autocast_dtypes, f"autocast to {name}"):
+            logits, classes = torch.linspace(-4, 4, 60).reshape(6, 10), torch.arange(6)
+            with accel.autocast(getattr(torch, name)):
+                loss = cross_entropy(logits.to(accel.device), classes.to(accel.device))
+            assert error(loss, cross_entropy(logits.double(), classes)) < 1e-5
+
+    @pytest.mark.parametrize("name", LOW_PRECISION)
+    def test_autocast_is_accurate(self, accel: Backend, name: str) -> None:
+        """A large matrix product under autocast is as exact as the dtype allows, because sums are kept in fp32."""
+        dtype = getattr(torch, name)
+        with declared(name in accel.capabilities.autocast_dtypes, f"autocast to {name}"):
+            generator = torch.Generator().manual_seed(0)
+            a, b = torch.randn(32, 512, generator=generator), torch.randn(512, 32, generator=generator)
+            with accel.autocast(dtype):
+                product = a.to(accel.device) @ b.to(accel.device)
+            assert error(product, a.double() @ b.double()) < 4 * eps(dtype)
+
+    @pytest.mark.parametrize("name", LOW_PRECISION)
+    def test_autocast_leaves_parameters_alone(self, accel: Backend, name: str) -> None:
+        """Parameters and their gradients stay fp32; the loss can be computed in fp32 beside them."""
+        dtype = getattr(torch, name)
+        with declared(name in accel.capabilities.autocast_dtypes, f"autocast to {name}"):
+            layer = torch.nn.Linear(8, 8).to(accel.device)
+            before = weights(layer)
+            with accel.autocast(dtype):
+                output = layer(torch.ones(2, 8, device=accel.device))
+                loss = output.float().square().mean()
+            loss.backward()
+            assert output.dtype == dtype
+            assert all(torch.equal(a, b) for a, b in zip(weights(layer), before, strict=True)), "they were rounded"
+            gradients = [parameter.grad for parameter in layer.parameters()]
+            assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients)
+
+    def test_preferred_dtype_comes_first(self, accel: Backend) -> None:
+        """Autocast without a dtype takes the first declared one."""
+        names = accel.capabilities.autocast_dtypes
+        with declared(bool(names), "autocast"):
+            matrix = torch.ones(2, 2, device=accel.device)
+            with accel.autocast():
+                assert (matrix @ matrix).dtype == getattr(torch, names[0])
+
+    def test_autocast_is_entered_again(self, accel: Backend) -> None:
+        """One context serves many steps: it can be entered again, also after an error."""
+        with declared(bool(accel.capabilities.autocast_dtypes), "autocast"):
+            matrix, context = torch.ones(2, 2, device=accel.device), accel.autocast()
+            with pytest.raises(ZeroDivisionError), context:
+                raise ZeroDivisionError
+            try:
+                for _ in range(2):
+                    with context:
+                        product = matrix @ matrix
+            except (AttributeError, RuntimeError) as error:
+                raise AssertionError(
+                    "what autocast returns can be entered once only: return an object with __enter__ and __exit__, "
+                    "not one that @contextmanager makes"
+                ) from error
+            assert product.dtype == getattr(torch, accel.capabilities.autocast_dtypes[0])
+            assert (matrix @ matrix).dtype == torch.float32, "autocast goes on behind its context"
+
+    def test_autocast_ends(self, accel: Backend) -> None:
+        """`enabled=False` switches an outer autocast off, leaving a region restores it, also after an error."""
+        names = accel.capabilities.autocast_dtypes
+        with declared(bool(names), "autocast"):
+            low, matrix = getattr(torch, (*names, "bfloat16")[0]), torch.ones(2, 2, device=accel.device)
+            with accel.autocast(low):
+                with accel.autocast(enabled=False):
+                    assert (matrix @ matrix).dtype == torch.float32
+                with accel.autocast(getattr(torch, names[-1])):
+                    assert (matrix @ matrix).dtype == getattr(torch, names[-1])
+                assert (matrix @ matrix).dtype == low, "an inner autocast changed the dtype of the outer one"
+            with pytest.raises(ZeroDivisionError), accel.autocast(low):
+                raise ZeroDivisionError
+            assert (matrix @ matrix).dtype == torch.float32
+
+    def test_disabled_autocast_asks_for_nothing(self, accel: Backend) -> None:
+        """`enabled=False` works on a device without low precision."""
+        matrix = torch.ones(2, 2, device=accel.device)
+        with accel.autocast(enabled=False):
+            assert (matrix @ matrix).dtype == torch.float32
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
+    def test_autocast_refuses_other_dtypes(self, accel: Backend, dtype: torch.dtype) -> None:
+        """Autocast refuses any dtype that is not declared."""
+        with declared(False, f"autocast to {dtype}"):
+            accel.autocast(dtype)
+
+    def test_ieee_fp32(self, accel: Backend) -> None:
+        """Under `fp32="ieee"` products and convolutions keep all bits, whatever was set outside."""
+        with _torchs_setting("medium"):
+            with accel.precision.fp32("ieee"):
+                bits, of_convolution = (_bits_kept(accel.device, multiply) for multiply in (torch.mm, _convolve))
+            assert bits == of_convolution == MOST_BITS, f"a product kept {bits} bits, a convolution {of_convolution}"
+
+    def test_fp32_is_accurate(self, accel: Backend) -> None:
+        """Large fp32 products are as exact as fp32 allows, also in `fp32="fast"` if that is declared exact."""
+        generator = torch.Generator().manual_seed(0)
+        a, b = torch.randn(64, 256, generator=generator), torch.randn(256, 64, generator=generator)
+        for mode in ("ieee", "fast") if accel.capabilities.fast_fp32 == "fp32" else ("ieee",):
+            with accel.precision.fp32(mode):
+                product = a.to(accel.device) @ b.to(accel.device)
+            assert product.dtype == torch.float32
+            found = error(product, a.double() @ b.double())
+            assert found < 2e-6, f"a product of fp32={mode!r} is off by {found:.0e}"
+
+    def test_fast_fp32(self, accel: Backend) -> None:
+        """Under `fp32="fast"` the factors of a product keep as many bits as the declared format has."""
+        declared_format = accel.capabilities.fast_fp32
+        with declared(declared_format is not None, "fp32='fast'"), accel.precision.fp32("fast"):
+            bits = _bits_kept(accel.device, torch.mm)
+        assert declared_format is not None
+        if accel.emulated and bits == MOST_BITS:
+            pytest.skip(f"an emulated device multiplies as its host does: only a real one shows {declared_format}")
+        least, most = FAST_FP32[declared_format]
+        assert least <= bits <= most, f"{declared_format} keeps {least} to {most} bits, and a product kept {bits}"
+
+    def test_fp32_modes_nest(self, accel: Backend) -> None:
+        """Leaving a mode, also by an error, restores the outer one."""
+        with declared(accel.capabilities.fast_fp32 is not None, "fp32='fast'"):
+            outside = _bits_kept(accel.device, torch.mm)
+            with accel.precision.fp32("fast"):
+                fast = _bits_kept(accel.device, torch.mm)
+                with accel.precision.fp32("ieee"):
+                    exact = _bits_kept(accel.device, torch.mm)
+                with pytest.raises(ZeroDivisionError), accel.precision.fp32("ieee"):
+                    raise ZeroDivisionError
+                again = _bits_kept(accel.device, torch.mm)
+            with pytest.raises(ZeroDivisionError), accel.precision.fp32("fast"):
+                raise ZeroDivisionError
+            behind = _bits_kept(accel.device, torch.mm)
+        if accel.emulated and fast == exact:
+            pytest.skip("an emulated device multiplies as its host does in every mode")
+        assert exact == MOST_BITS, "within fast fp32, ieee is not exact"
+        assert again == fast, "the setting was not put back after an error in ieee"
+        assert behind == outside, "the setting was not put back after an error in fast"
+
+    @pytest.mark.parametrize("before", ["medium", "highest"])
+    def test_fp32_is_put_back_after_an_error(self, accel: Backend, before: str) -> None:
+        """torch's own setting, which is the process's, is restored after an error."""
+        with _torchs_setting(before):
+            with pytest.raises(ZeroDivisionError), accel.precision.fp32("ieee"):
+                raise ZeroDivisionError
+            assert torch.get_float32_matmul_precision() == before, "torch's setting was not put back"
+
+    def test_unknown_fp32_mode(self, accel: Backend) -> None:
+        """A mode that does not exist is refused at once."""
+        with pytest.raises(UnsupportedError):
+            accel.precision.fp32("no such mode")

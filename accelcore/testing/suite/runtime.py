@@ -1,0 +1,259 @@
+"""Conformance of the runtime role: the device's random numbers, memory and transfers."""
+
+from __future__ import annotations
+
+import random
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from accelcore import Backend
+from accelcore.testing.support.declared import declared
+from accelcore.testing.support.kinds import CONTAINERS, VIEWS, described, tensors_in
+
+__all__ = ["TestRuntime"]
+
+MEBIBYTE = 2**20
+
+
+def draw(accel: Backend) -> list[Any]:
+    """Draw numbers from every generator that a training script uses."""
+    ones = torch.ones(64, device=accel.device)
+    return [
+        torch.randn(8, device=accel.device).cpu().tolist(),
+        torch.nn.functional.dropout(ones, 0.5).cpu().tolist(),
+        torch.randn(4).tolist(),
+        random.random(),  # noqa: S311  # what is tested
+        *_numpy(),
+    ]
+
+
+def _numpy() -> list[float]:
+    """Draw a number from NumPy's generator, if NumPy is installed."""
+    if find_spec("numpy") is None:
+        return []
+    import numpy
+
+    return [float(numpy.random.random())]
+
+
+def _busy(accel: Backend) -> Any:
+    """Return an event after enough queued work that the device is behind its host, if that is possible."""
+    module = torch.get_device_module(accel.device)
+    matrix = torch.ones(1024, 1024, device=accel.device) / 1024
+    event = module.Event()
+    for count in (16, 128, 1024):
+        for _ in range(count):
+            matrix = matrix @ matrix
+        event.record(module.current_stream(accel.device))
+        if not event.query() or accel.emulated:
+            break
+    return event
+
+
+# With seed 7, torch's generator of the host, a Mersenne Twister, first gives 8 numbers below a half or not; then these.
+_BELOW_HALF = [True, True, False, False, False, False, True, False]
+_BEHIND = [0.763043, 0.759357, 0.063021, 0.057556]
+
+
+class TestRuntime:
+    """Seeds, random states, memory, transfers."""
+
+    def test_seed(self, accel: Backend) -> None:
+        """The same seed gives the same numbers on the device and the host; another seed gives others."""
+        accel.runtime.seed(1)
+        first = draw(accel)
+        assert draw(accel) != first
+        accel.runtime.seed(1)
+        assert draw(accel) == first, "the same seed gives other numbers"
+        accel.runtime.seed(2)
+        assert draw(accel) != first, "another seed gives the same numbers"
+
+    def test_seed_deterministic(self, accel: Backend) -> None:
+        """`deterministic=True` makes torch refuse operators that are not deterministic; a seed alone does not."""
+        before = torch.are_deterministic_algorithms_enabled()
+        try:
+            torch.use_deterministic_algorithms(False)
+            accel.runtime.seed(1)
+            assert not torch.are_deterministic_algorithms_enabled(), "a seed alone made torch deterministic"
+            accel.runtime.seed(1, deterministic=True)
+            assert torch.are_deterministic_algorithms_enabled(), "deterministic=True was ignored"
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+    def test_same_seed_everywhere(self, accel: Backend) -> None:
+        """`same="everywhere"` gives the same numbers as on all devices, in any dtype."""
+
+        def drawn() -> list[Any]:
+            return [torch.rand(8, device=accel.device).cpu().tolist(), *draw(accel)]
+
+        accel.runtime.seed(7)
+        own = drawn()
+        try:
+            accel.runtime.seed(7, same="everywhere")
+            kept = torch.nn.functional.dropout(torch.ones(8, device=accel.device), 0.5) != 0
+            uniform = torch.rand(4, device=accel.device)
+            assert kept.tolist() == _BELOW_HALF, "dropout has another mask than everywhere"
+            assert uniform.cpu().sub(torch.tensor(_BEHIND)).abs().max() < 1e-6, (
+                "rand gives other numbers than everywhere"
+            )
+            for dtype in (getattr(torch, name) for name in accel.capabilities.model_dtypes):
+                host, device = torch.empty(4, 6, dtype=dtype), torch.empty(6, 4, dtype=dtype, device=accel.device).T
+                for tensor in (host, device):
+                    accel.runtime.seed(7, same="everywhere")
+                    torch.nn.init.normal_(tensor)
+                assert torch.equal(device.cpu(), host), f"normal_ in {dtype} gives other numbers than on the host"
+            state = accel.runtime.rng_state()
+            expected = drawn()
+            assert accel.runtime.set_rng_state(state) == []
+            assert drawn() == expected, "a state that was put back does not repeat the numbers drawn since"
+        finally:
+            accel.runtime.seed(7)
+        assert drawn() == own, "a seed without it does not give the device's own numbers"
+
+    def test_random_state_replays(self, accel: Backend) -> None:
+        """Restoring a random state repeats the numbers drawn since, on the device and the host."""
+        accel.runtime.seed(3)
+        draw(accel)
+        state = accel.runtime.rng_state()
+        expected = draw(accel)
+        for _ in range(2):  # a state can be used again
+            draw(accel)
+            assert accel.runtime.set_rng_state(state) == []
+            assert draw(accel) == expected, "a state that was put back does not repeat the numbers drawn since"
+
+    def test_random_state_can_be_saved(self, accel: Backend) -> None:
+        """A random state is CPU tensors by name, and drawing numbers does not change it."""
+        state = accel.runtime.rng_state()
+        assert state
+        assert all(isinstance(name, str) for name in state)
+        assert all(value.device.type == "cpu" for value in state.values())
+        before = {name: value.clone() for name, value in state.items()}
+        draw(accel)
+        accel.runtime.rng_state()
+        assert all(torch.equal(value, before[name]) for name, value in state.items())
+
+    def test_random_state_of_another_device(self, accel: Backend) -> None:
+        """A state of another kind of device is reported by name, and the rest is restored."""
+        state = accel.runtime.rng_state()
+        expected = draw(accel)
+        unknown = accel.runtime.set_rng_state({**state, "a generator of another device": torch.zeros(8)})
+        assert unknown == ["a generator of another device"], "what could not be restored is not reported"
+        assert draw(accel) == expected
+
+    @pytest.mark.parametrize("kind", CONTAINERS)
+    @pytest.mark.parametrize("way", ["to_device", "prefetch"])
+    def test_batches_move_whole(self, accel: Backend, kind: str, way: str) -> None:
+        """Every tensor of a batch arrives on the device; containers and other values do not change."""
+        batch = CONTAINERS[kind](torch.arange(3.0))
+        before = described(batch)
+        moved = accel.runtime.to_device(batch) if way == "to_device" else accel.runtime.prefetch(batch)()
+        assert type(moved) is type(batch), f"a {type(batch).__name__} arrived as a {type(moved).__name__}"
+        arrived = tensors_in(moved)
+        assert len(arrived) == len(tensors_in(batch))
+        for tensor in arrived:
+            assert tensor.device == accel.device, f"a tensor of the batch stayed on {tensor.device}"
+        assert described(moved) == before, "something arrived as something else"
+        assert described(batch) == before, "the batch itself was changed"
+
+    @pytest.mark.parametrize("kind", VIEWS)
+    def test_views_keep_values(self, accel: Backend, kind: str) -> None:
+        """A view arrives with its own elements, in their order."""
+        view = VIEWS[kind](torch.arange(24.0).reshape(4, 6))
+        assert torch.equal(accel.runtime.to_device(view).cpu(), view)
+
+    def test_transfers_keep_values(self, accel: Backend) -> None:
+        """Tensors of every dtype arrive unchanged."""
+        for tensor in (
+            torch.tensor([2**40, -1]),
+            torch.tensor([True, False]),
+            torch.ones(3).expand(2, 3),
+            torch.tensor([2**31 - 1], dtype=torch.int32),
+            torch.tensor([255], dtype=torch.uint8),
+            *(torch.ones(2, dtype=getattr(torch, name)) / 3 for name in accel.capabilities.model_dtypes),
+        ):
+            moved = accel.runtime.to_device(tensor)
+            assert moved.dtype == tensor.dtype, f"{tensor.dtype} arrived as {moved.dtype}"
+            assert torch.equal(moved.cpu(), tensor)
+
+    def test_no_needless_copy(self, accel: Backend) -> None:
+        """A tensor that is already on the device is not copied."""
+        there = torch.ones(3, device=accel.device)
+        assert accel.runtime.to_device([there])[0].data_ptr() == there.data_ptr(), "it was copied"
+
+    def test_synchronize(self, accel: Backend) -> None:
+        """synchronize returns when the queued work is done."""
+        accel.runtime.synchronize()
+        if not accel.capabilities.streams:
+            pytest.skip("it declares no streams, and nothing else shows whether synchronize waited")
+        done = _busy(accel)
+        if done.query():
+            pytest.skip("this device was never seen to be behind its host, so nothing shows whether synchronize waited")
+        accel.runtime.synchronize()
+        assert done.query(), "synchronize returned before the work was done"
+
+    def test_memory(self, accel: Backend) -> None:
+        """Memory figures are bytes, in order, and grow by what is allocated."""
+        before = accel.runtime.memory()
+        held = torch.ones(64 * MEBIBYTE // 4, device=accel.device)
+        accel.runtime.synchronize()
+        after = accel.runtime.memory()
+        for memory in (before, after):
+            assert 0 <= memory.used <= memory.peak <= memory.total, f"the figures contradict each other: {memory}"
+        assert after.total == before.total
+        assert after.peak >= before.peak
+        assert after.used - before.used > 48 * MEBIBYTE, "64 MiB were allocated, and the figure did not follow"
+        del held
+        # Up to what the host's own bookkeeping lags behind.
+        assert accel.runtime.memory().peak > after.used - 16 * MEBIBYTE, "the peak fell when memory was freed"
+
+    def test_prefetch(self, accel: Backend) -> None:
+        """A prefetched batch arrives whole, whatever is queued and freed in between."""
+        waiting = [accel.runtime.prefetch({"rows": torch.full((4096,), float(n)), "n": n}) for n in range(4)]
+        for n, ready in enumerate(waiting):
+            batch: Any = ready()
+            assert batch["rows"].device == accel.device
+            doubled = batch["rows"] * 2
+            assert (batch["n"], doubled.sum().item()) == (n, 8192.0 * n), "it is not the batch that was prefetched"
+
+    def test_side_stream(self, accel: Backend) -> None:
+        """Results of a side stream can be used after it, in order."""
+        with declared(accel.capabilities.streams, "side streams"):
+            with accel.runtime.side_stream():
+                pass
+            module = torch.get_device_module(accel.device)
+            outer = module.current_stream(accel.device)
+            with accel.runtime.side_stream():
+                assert module.current_stream(accel.device) != outer, "its work is queued on the stream outside it"
+            assert module.current_stream(accel.device) == outer, "later work is queued on the side stream, too"
+            total = torch.zeros(1024, device=accel.device)
+            for _ in range(8):
+                with accel.runtime.side_stream():
+                    total = total + 1
+                total = total * 1
+            assert total.sum().item() == 8 * 1024
+
+    def test_capture(self, accel: Backend) -> None:
+        """Captured work runs at each launch on the current values of its inputs, and not while it is recorded."""
+        with declared(accel.capabilities.graphs, "graphs"):
+            inputs, total = (torch.zeros(4, device=accel.device) for _ in range(2))
+            returned, launch = accel.runtime.capture(lambda: total.add_(inputs) * 2)
+            for number, expected in ((1.0, 1.0), (2.0, 3.0), (3.0, 6.0)):
+                inputs.fill_(number)
+                launch()
+                assert total.tolist() == [expected] * 4, "a launch did something else than the work, or not once"
+                assert returned.tolist() == [2 * expected] * 4, "what the work returned does not follow a launch"
+
+    def test_pinned_memory(self, accel: Backend) -> None:
+        """A pinned tensor arrives on the device with its values."""
+        if not accel.capabilities.pinned_memory:
+            pytest.skip("not declared: pinned memory; another test sees that a loader does not pin")
+        tensor = torch.arange(1024.0)
+        pinned = tensor.pin_memory()
+        assert pinned.is_pinned(), "it is not pinned"
+        moved = accel.runtime.to_device(pinned)
+        accel.runtime.synchronize()
+        assert torch.equal(moved.cpu(), tensor)

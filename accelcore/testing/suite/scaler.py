@@ -1,0 +1,295 @@
+"""Conformance of the scaler role: overflow skips, scales move, gradients are unscaled."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelcore import Backend, CheckpointError, ConfigurationError, TrainingError
+from accelcore.testing.support.oracles import error, overflow, spoil, weights
+
+__all__ = ["TestScaler"]
+
+Make = Callable[[Backend, list[nn.Parameter]], Optimizer]
+
+
+def _plain(accel: Backend, parameters: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5, foreach=False)
+
+
+def _own(accel: Backend, parameters: list[nn.Parameter]) -> Optimizer:
+    return accel.optimizers.create("sgd", parameters, lr=0.5, momentum=0.9)
+
+
+def _adaptive(accel: Backend, parameters: list[nn.Parameter]) -> Optimizer:
+    return accel.optimizers.create("adamw", parameters, lr=0.5, weight_decay=0.0)
+
+
+every_optimizer = pytest.mark.parametrize("make", [_plain, _own, _adaptive], ids=["plain", "sgd", "adamw"])
+
+
+def _parameters(accel: Backend, *sizes: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.linspace(1, 2, size).to(accel.device)) for size in sizes or (8, 5)]
+
+
+def _backward(accel: Backend, scaler: object, parameters: list[nn.Parameter], factor: float = 1.0) -> None:
+    """Compute new gradients of half the sum of squares: the parameters themselves, times `factor`."""
+    for parameter in parameters:
+        parameter.grad = None
+    loss = torch.stack([parameter.square().sum() / 2 for parameter in parameters]).sum()
+    scaled: Tensor = scaler.scale(loss * factor)  # type: ignore[attr-defined]
+    scaled.backward()  # type: ignore[no-untyped-call]
+
+
+def _update(scaler: Any, optimizer: Optimizer) -> None:
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def _refused(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except TrainingError:
+        return
+    pytest.fail("a call out of order was not refused")
+
+
+class TestScaler:
+    """Dynamic, static and no loss scaling."""
+
+    @every_optimizer
+    @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+    def test_overflow_skips_and_halves(self, accel: Backend, make: Make, value: float) -> None:
+        """An inf or NaN in one gradient skips the whole update and halves the scale; the next clean step updates."""
+        parameters = _parameters(accel)
+        optimizer, scaler = make(accel, parameters), accel.scaler.create(init=1024.0)
+        before = weights(parameters)
+        _backward(accel, scaler, parameters)
+        spoil(parameters[1], value)
+        _update(scaler, optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True)), "it was not skipped"
+        assert scaler.state_dict()["scale"] == 512.0, "the scale was not halved"
+        _backward(accel, scaler, parameters)
+        _update(scaler, optimizer)
+        after = weights(parameters)
+        assert all(bool(a.isfinite().all()) for a in after), "the skipped step left its inf behind"
+        assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True)), "a clean step updated nothing"
+        assert scaler.skipped == 1
+
+    @pytest.mark.parametrize("group", [0, 1])
+    @pytest.mark.parametrize("element", [0, 50_000, 99_999])
+    def test_overflow_anywhere(self, accel: Backend, group: int, element: int) -> None:
+        """One inf is found in any group of parameters and any element of a large gradient."""
+        parameters = _parameters(accel, 100_000, 100_000)
+        optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr=0.5, foreach=False)
+        scaler, before = accel.scaler.create(init=1024.0), weights(parameters)
+        _backward(accel, scaler, parameters, 1e-3)
+        spoil(parameters[group], math.inf, element)
+        _update(scaler, optimizer)
+        assert scaler.skipped == 1, "an overflow was not found"
+        assert all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True))
+
+    @every_optimizer
+    def test_overflow_ages_no_state(self, accel: Backend, make: Make) -> None:
+        """A skipped update does not change momentum and step counts."""
+        parameters = _parameters(accel)
+        optimizer, scaler = make(accel, parameters), accel.scaler.create(init=1024.0)
+        for spoilt in (False, True):
+            before, state = weights(parameters), copy.deepcopy(optimizer.state_dict()["state"])
+            _backward(accel, scaler, parameters)
+            if spoilt:
+                spoil(parameters[0], math.inf)
+            _update(scaler, optimizer)
+        same = all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True))
+        assert same, "a skipped update changed a weight"
+        for number, entry in optimizer.state_dict()["state"].items():
+            for key, value in entry.items():
+                same = torch.equal(value, state[number][key]) if isinstance(value, Tensor) else True
+                assert same, f"{key} was changed by an update that was skipped"
+
+    @every_optimizer
+    def test_absent_gradient(self, accel: Backend, make: Make) -> None:
+        """A parameter without gradient does not count as overflow, and does not change."""
+        parameters = _parameters(accel, 8, 5, 3)
+        optimizer, scaler, before = make(accel, parameters), accel.scaler.create(init=64.0), weights(parameters)
+        _backward(accel, scaler, parameters[:2])
+        _update(scaler, optimizer)
+        found = [torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True)]
+        assert found == [False, False, True]
+        assert scaler.skipped == 0
+
+    @every_optimizer
+    def test_scaling_changes_no_update(self, accel: Backend, make: Make) -> None:
+        """The scale does not change the updates."""
+        results = []
+        for scaler in (accel.scaler.none(), accel.scaler.create(init=4096.0), accel.scaler.create(init=8.0)):
+            parameters = _parameters(accel)
+            optimizer = make(accel, parameters)
+            for _ in range(3):
+                _backward(accel, scaler, parameters)
+                _update(scaler, optimizer)
+            results.append(weights(parameters))
+        for other in results[1:]:
+            assert all(error(a, b) < 1e-5 for a, b in zip(other, results[0], strict=True)), (
+                "the scale changed an update"
+            )
+
+    def test_scale_is_on_the_device(self, accel: Backend) -> None:
+        """A scaled loss is the loss times the scale, on the same device, in the same dtype."""
+        loss = torch.tensor(100_003.0, device=accel.device)  # more than fp16 holds
+        scaled = accel.scaler.create(init=128.0).scale(loss)
+        assert scaled.device == accel.device
+        assert scaled.dtype == loss.dtype
+        assert scaled.item() != loss.item(), "the scaler is off: it left the loss as it was"
+        assert scaled.item() == 128 * 100_003.0, "the scale is not the one that was asked for"
+
+    def test_overflow_flag(self, accel: Backend) -> None:
+        """An overflow that no gradient shows skips the step if the device reports it by a flag, and only then."""
+        flagged, parameters = accel.capabilities.overflow_flag, _parameters(accel)
+        optimizer, scaler, before = _plain(accel, parameters), accel.scaler.create(init=64.0), weights(parameters)
+        _backward(accel, scaler, parameters)
+        assert overflow(accel.device).item() > 0
+        _update(scaler, optimizer)
+        skipped = all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True))
+        if flagged:
+            assert skipped, "it declares an overflow flag, and what only the flag could show was not seen"
+        else:
+            assert not skipped, "it declares no overflow flag, and skipped a step whose gradients are finite"
+
+    def test_growth(self, accel: Backend) -> None:
+        """After `interval` clean steps the scale grows, up to `max`; an overflow shrinks it and restarts the count."""
+        parameters = _parameters(accel)
+        optimizer = _plain(accel, parameters)
+        scaler = accel.scaler.create(init=4.0, growth=4.0, backoff=0.25, interval=2, max=32.0)
+        scales = []
+        for step in range(9):
+            _backward(accel, scaler, parameters, 1e-3)
+            if step == 3:
+                spoil(parameters[0], math.inf)
+            _update(scaler, optimizer)
+            scales.append(scaler.state_dict()["scale"])
+        assert scales == [4.0, 16.0, 16.0, 4.0, 4.0, 16.0, 16.0, 32.0, 32.0], "the scale does not move as it was told"
+
+    def test_endless_overflow_has_a_floor(self, accel: Backend) -> None:
+        """The scale never falls below `min`, however long gradients overflow, and training recovers."""
+        parameters = _parameters(accel)
+        optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=8.0, min=2.0)
+        for _ in range(12):
+            _backward(accel, scaler, parameters)
+            spoil(parameters[0], math.inf)
+            _update(scaler, optimizer)
+        assert scaler.state_dict()["scale"] == 2.0, "the scale fell below its floor"
+        assert scaler.skipped == 12
+        _backward(accel, scaler, parameters)
+        _update(scaler, optimizer)
+        assert all(bool(weight.isfinite().all()) for weight in weights(parameters))
+
+    @every_optimizer
+    def test_unscale_then_clip(self, accel: Backend, make: Make) -> None:
+        """After `unscale_` gradients have their true values; clipping sees the true norm, and step keeps them."""
+        parameters = _parameters(accel)
+        optimizer, scaler = make(accel, parameters), accel.scaler.create(init=65536.0)
+        true = torch.cat(weights(parameters)).norm().item()
+        _backward(accel, scaler, parameters)
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+        assert abs(norm.item() - true) < 1e-5 * true, "the gradients were not unscaled"
+        clipped = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+        _update(scaler, optimizer)
+        reference = _parameters(accel)
+        for parameter, gradient in zip(reference, clipped, strict=True):
+            parameter.grad = gradient
+        make(accel, reference).step()
+        pairs = zip(weights(parameters), weights(reference), strict=True)
+        assert all(error(a, b) < 1e-6 for a, b in pairs), "step changed the gradients that were clipped"
+
+    def test_two_optimizers(self, accel: Backend) -> None:
+        """If one of two optimizers has an overflow, only that one is skipped; the scale falls once."""
+        left, right = _parameters(accel, 4), _parameters(accel, 6)
+        first, second = _plain(accel, left), _plain(accel, right)
+        scaler = accel.scaler.create(init=64.0)
+        _backward(accel, scaler, [*left, *right])
+        spoil(left[0], math.inf)
+        before = weights([*left, *right])
+        scaler.step(first)
+        scaler.step(second)
+        scaler.update()
+        after = weights([*left, *right])
+        assert torch.equal(after[0], before[0])
+        assert not torch.equal(after[1], before[1])
+        assert scaler.state_dict()["scale"] == 32.0
+        for optimizer, (parameter,) in ((first, left), (second, right)):
+            spoil(parameter, math.inf)
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.state_dict()["scale"] == 16.0, "the scale fell once an optimizer, not once a step"
+        assert scaler.skipped == 2
+
+    def test_calls_out_of_order(self, accel: Backend) -> None:
+        """Unscaling twice, stepping twice, or updating before a step is an error."""
+        parameters = _parameters(accel)
+        optimizer, scaler = _plain(accel, parameters), accel.scaler.create()
+        _refused(scaler.update)
+        _backward(accel, scaler, parameters)
+        for call in (scaler.unscale_, scaler.step):
+            call(optimizer)
+            _refused(partial(call, optimizer))
+        scaler.update()
+
+    def test_state_round_trip(self, accel: Backend) -> None:
+        """A restored scaler has the scale, growth count and skipped steps of the saved one."""
+        parameters = _parameters(accel)
+        optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=16.0, interval=3)
+        for step in range(3):
+            _backward(accel, scaler, parameters, 1e-3)
+            if step == 0:
+                spoil(parameters[0], math.nan)
+            _update(scaler, optimizer)
+        twin = accel.scaler.create(init=2.0, interval=7)
+        twin.load_state_dict(scaler.state_dict())
+        assert twin.skipped == scaler.skipped == 1
+        for scaler_ in (scaler, twin):
+            _backward(accel, scaler_, parameters, 1e-3)
+            scaler_.step(optimizer)
+            scaler_.update()
+        assert twin.state_dict() == scaler.state_dict(), "the restored scaler does not go on as the saved one"
+
+    def test_state_of_torch(self, accel: Backend) -> None:
+        """The state of torch.amp.GradScaler can be loaded; one with invalid values is refused."""
+        scaler = accel.scaler.create()
+        state = torch.amp.GradScaler("cpu", init_scale=256.0).state_dict()
+        scaler.load_state_dict(state)
+        assert scaler.state_dict()["scale"] == 256.0
+        for damaged in ({}, {**state, "scale": -1.0}, {**state, "scale": math.nan}):
+            with pytest.raises(CheckpointError):
+                scaler.load_state_dict(damaged)
+        assert scaler.state_dict()["scale"] == 256.0, "a refused state was taken in part"
+
+    def test_static(self, accel: Backend) -> None:
+        """A static scaler never skips, never moves, and changes no update."""
+        parameters, reference = _parameters(accel), _parameters(accel)
+        scaler = accel.scaler.create(init=128.0, dynamic=False)
+        for chosen, members in ((scaler, parameters), (accel.scaler.none(), reference)):
+            optimizer = _plain(accel, members)
+            _backward(accel, chosen, members)
+            chosen.step(optimizer)
+            chosen.update()
+        assert all(error(a, b) < 1e-6 for a, b in zip(weights(parameters), weights(reference), strict=True))
+        assert scaler.skipped == 0
+        assert scaler.scale(torch.ones((), device=accel.device)).item() == 128.0
+
+    @pytest.mark.parametrize(
+        "options", [{"init": 0.0}, {"init": math.nan}, {"growth": 1.0}, {"backoff": 1.0}, {"interval": 0}, {"min": 0.0}]
+    )
+    def test_nonsense_is_refused(self, accel: Backend, options: dict[str, float]) -> None:
+        """Options with which no scaler can work are refused."""
+        with pytest.raises(ConfigurationError):
+            accel.scaler.create(**options)  # type: ignore[arg-type]

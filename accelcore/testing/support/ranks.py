@@ -1,0 +1,233 @@
+"""Program of one rank of the suite's job of two: `python -m accelcore.testing.support.ranks NAME FOLDER`, by `job.py`.
+
+Each rank writes its results to FOLDER/RANK.json; the tests that started it judge them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import accelcore
+from accelcore.optim.shards import is_sharded, shard
+from accelcore.testing.support.declared import LOW_PRECISION, SHARDING
+from accelcore.testing.support.kinds import VIEWS
+from accelcore.testing.support.oracles import Stateful, batches, buffers, evaluated
+
+__all__ = [
+    "OPERATIONS",
+    "ROWS",
+    "STEPS",
+    "VARIANTS",
+    "Partly",
+    "base_of",
+    "main",
+    "reduced",
+    "share",
+    "uses",
+    "variants_of",
+]
+
+ROWS, STEPS = 16, 4
+OPERATIONS = ("sum", "avg", "min", "max", "broadcast")
+
+
+def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, Any]:
+    def tensor(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(values, device=accel.device, dtype=dtype)
+
+    value = float(job.rank + 1)
+    large = torch.full((300_001,), value, device=accel.device)
+    found = {
+        "rank": job.rank,
+        "world_size": job.world_size,
+        "device": str(accel.device),
+        "large": sorted(set(job.all_reduce(large).tolist())),
+        "integers": job.all_reduce(tensor(2**40 + job.rank, dtype=torch.int64)).tolist(),
+        "parameter": job.all_reduce(nn.Parameter(tensor(value))).tolist(),
+        "inf": job.all_reduce(tensor(float("inf") if job.rank else 1.0)).isinf().tolist(),
+        "low": {name: _low(job, tensor(value, 6e4, dtype=getattr(torch, name))) for name in reduced(accel)},
+        "views": {},
+    }
+    for operation in OPERATIONS:
+        for kind, view in VIEWS.items():
+            base = base_of(job.rank).to(accel.device)
+            part = view(base)
+            returned = job.broadcast(part, 1) if operation == "broadcast" else job.all_reduce(part, operation)
+            found["views"][f"{operation} {kind}"] = [returned is part, base.tolist()]
+    whole = tensor(2**40 + job.rank, dtype=torch.int64)
+    found["broadcast"] = [job.broadcast(tensor(value), source).tolist() for source in range(2)]
+    found["broadcast"].append(job.broadcast(whole, 1).tolist())
+    found["words"] = [job.is_main, job.local_rank, job.mean(value), job.mean(tensor(value, -value)).tolist()]
+    several, none_on_rank_0 = tensor(*[value] * (job.rank + 1)), [tensor(value)] * job.rank
+    gathered = [job.gather(rows) for rows in (several, torch.tensor(value), none_on_rank_0)]
+    found["gathered"], found["gathered_on"] = [rows.tolist() for rows in gathered], gathered[-1].device.type
+    group = job.cpu_group()
+    on_host = torch.tensor([value])
+    dist.all_reduce(on_host, group=group)
+    found["cpu_group"] = on_host.tolist()
+    here, late = folder / "rank 0 is here", folder / "rank 1 is here"
+    if job.rank == 0:
+        here.touch()
+        job.barrier()
+        found["waited"] = late.exists()
+    else:
+        while not here.exists():
+            time.sleep(0.01)
+        late.touch()
+        job.barrier()
+    return found
+
+
+def _low(job: Any, tensor: torch.Tensor) -> list[list[float]]:
+    """Return the sum over ranks of the first element, and the average of both."""
+    return [job.all_reduce(tensor[:1].clone()).tolist(), job.all_reduce(tensor.clone(), "avg").tolist()]
+
+
+def reduced(accel: accelcore.Backend) -> list[str]:
+    """Return the declared low-precision dtypes that gradients may have."""
+    known = accel.capabilities
+    return [name for name in LOW_PRECISION if name in (*known.model_dtypes, *known.autocast_dtypes)]
+
+
+def base_of(rank: int) -> torch.Tensor:
+    """Return the matrix of which a rank reduces views; neither rank's is larger everywhere."""
+    signs = torch.tensor([1.0, -1.0]).repeat(12) * (1 - 2 * rank)
+    return ((torch.arange(24.0) + 1) * (rank + 1) * signs).reshape(4, 6)
+
+
+def share(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return a rank's half of each batch."""
+    part = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
+    return [(rows[part], classes[part]) for rows, classes in batches(STEPS, ROWS)]
+
+
+class Partly(Stateful):
+    """Model with a layer that some batches do not use, and another that none uses."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed=seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.sometimes, self.never = nn.Linear(4, 4), nn.Linear(2, 2)
+
+    def forward(self, rows: torch.Tensor, use: bool = False) -> torch.Tensor:
+        """Return logits; with `use`, through the layer that some batches do not use."""
+        logits = super().forward(rows)
+        return logits + self.sometimes(logits) if use else logits
+
+
+def uses(rank: int, number: int) -> bool:
+    """Return whether a rank uses the layer: rank 0 in its first batch, rank 1 in every second one."""
+    return number == 0 if rank == 0 else number % 2 == 1
+
+
+def _replicated(accel: accelcore.Backend, job: Any) -> dict[str, Any]:
+    """Return a rank's gradient and weight of a replica, after backward on the rank's own rows."""
+    module = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(module.weight, 1.0 + job.rank)
+    rows = torch.full((1, 2), 1.0 + job.rank, device=accel.device)
+    replica = accel.replicate(module)
+    replica(rows).sum().backward()
+    assert module.weight.grad is not None, "backward left no gradient"
+    return {"gradient": module.weight.grad.tolist(), "weight": module.weight.tolist()}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"accumulate": 2},
+    "short": {"accumulate": 3},
+    "flat": {"accumulate": 2, "flat": True},
+}
+"""Options of the trainer with which two ranks train one model, by name."""
+
+
+def variants_of(strategy: str) -> dict[str, dict[str, Any]]:
+    """Return the variants that a strategy supports: sharded parameters cannot be flat."""
+    return {name: options for name, options in VARIANTS.items() if strategy not in SHARDING or "flat" not in options}
+
+
+def _trained(accel: accelcore.Backend, job: Any, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what a rank has after `STEPS` micro-batches. Ranks start with different weights."""
+    model = Partly(seed=job.rank)
+    optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.5)
+    trainer = accel.trainer(model, optimizer, parallel=strategy, **options)
+    local: list[list[float]] = []
+    for number, batch in enumerate(share(job.rank)):
+        rows, classes = accel.runtime.to_device(batch)
+        with trainer.autocast():
+            loss = nn.functional.cross_entropy(trainer.forward(rows, uses(job.rank, number)), classes)
+        trainer.backward(loss)
+        gradient = model.entry.weight.grad
+        assert gradient is not None, "backward left no gradient"
+        local.append(shard(gradient).flatten()[:4].tolist())
+        trainer.update()
+    trainer.flush()
+    return {
+        "weights": {name: _whole(parameter).cpu().tolist() for name, parameter in model.named_parameters()},
+        "elements": sum(shard(parameter).numel() for parameter in model.parameters()),
+        "moments": sum(
+            shard(value).numel()
+            for entry in optimizer.state.values()
+            for value in entry.values()
+            if isinstance(value, torch.Tensor) and value.dim()
+        ),
+        "buffers": {name: buffer.tolist() for name, buffer in buffers(model).items()},
+        "evaluated": evaluated(model, accel.device).tolist(),
+        "gradients": local,
+        "steps": trainer.steps,
+    }
+
+
+def _statistics(accel: accelcore.Backend, job: Any) -> list[float] | None:
+    """Return the means of a BatchNorm over ranks after `share`'s first rows; None if it is refused."""
+    strategies = [strategy for strategy in accel.capabilities.parallel if strategy != "none"]
+    rows = accel.runtime.to_device(share(job.rank)[0][0])
+    model = nn.Sequential(nn.BatchNorm1d(rows.shape[1], momentum=1.0))
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    try:
+        trainer = accel.trainer(model, optimizer, parallel=strategies[0], sync_batchnorm=True)
+    except accelcore.UnsupportedError:
+        return None
+    trainer.backward(trainer.forward(rows).square().mean())
+    means: list[float] = buffers(model)["0.running_mean"].tolist()
+    return means
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return whole.detach()
+
+
+def main() -> None:
+    """Form the job, do everything that the backend declares, and write the results."""
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    rank = int(os.environ["ACCEL_TEST_RANK"])
+    accel = accelcore.select(name)
+    meet = f"file://{folder.resolve()}/meet"
+    found: dict[str, Any] = {}
+    with accel.distributed(rank=rank, world_size=2, init_method=meet, timeout=timedelta(seconds=60)) as job:
+        found["collectives"] = _collectives(accel, job, folder)
+        if "ddp" in accel.capabilities.parallel:
+            found["replicated"] = _replicated(accel, job)
+        for strategy in accel.capabilities.parallel:
+            if strategy != "none":
+                found[strategy] = {
+                    name: _trained(accel, job, strategy, options) for name, options in variants_of(strategy).items()
+                }
+        found["statistics"] = _statistics(accel, job)
+    found["collectives"]["open"] = dist.is_initialized()
+    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Data of a training: streams of batches with a position, their division among ranks, evaluation."""

@@ -1,0 +1,353 @@
+"""Streams of batches for a training loop: this rank's share of the data, on the device, from a known position.
+
+A torch DataLoader draws its order from the random state at the moment an epoch starts. So a position is that random
+state and the number of batches taken since then. To restore it, the epoch starts again from the random state and skips
+as many batches. That also restores the random numbers inside loader workers. A loader with `state_dict` and
+`load_state_dict`, such as torchdata's StatefulDataLoader, restores its own position instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
+from accelcore.jobs.collectives import Collectives
+from accelcore.roles.runtime import Runtime
+from accelcore.training.data.sharding import EveryNth, share
+from accelcore.util.text import is_whole
+
+__all__ = ["Batches", "DataStream", "DataStreams"]
+
+logger = logging.getLogger("accelcore")
+
+
+class Batches(Iterator[Any]):
+    """Batches of one epoch, to be iterated over once.
+
+    The length is the number of batches of a whole epoch; after a resume within the epoch, fewer are left. An iterable
+    without a length has none here either.
+    """
+
+    def __init__(self, batches: Iterator[Any], length: Callable[[], int]) -> None:
+        self._batches, self._length = batches, length
+
+    def __iter__(self) -> Iterator[Any]:  # noqa: PYI034
+        return self._batches  # not self: the loop then calls the inner iterator directly
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        return self._length()
+
+
+class DataStream:
+    """One stream of batches, epoch after epoch.
+
+    Attributes:
+        epoch: the current epoch, or the next one between two epochs; counted from 0.
+        taken: the number of batches this rank has received in this epoch.
+        loop: the number of the current loop over the stream. An older loop has lost its position.
+    """
+
+    def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
+        self._runtime = runtime
+        self._collectives = collectives
+        self.epoch = 0
+        self.taken = 0
+        self.loop = 0
+        self._seed: int | None = None
+        self._start: dict[str, Tensor] = {}
+        self._generators_start: list[Tensor] = []
+        self._source: tuple[Any, Any] = (None, None)
+        self._resuming = False
+        self._stateful: Any = None  # the loader of the current loop, if it knows its own position
+        self._saved: Any = None  # the position of such a loader in the checkpoint
+
+    def batches(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
+        """Yield one epoch of `loader`, or the rest of it after a resume."""
+        source = self._source_of(loader, shard)
+        sampler = getattr(source, "sampler", None)
+        if isinstance(sampler, DistributedSampler) and sampler is not getattr(loader, "sampler", None):
+            sampler.seed = self._common_seed()  # `share` made this sampler
+        generators = _generators(loader)
+        if self._resuming:
+            iterator = self._restore_position(loader, source, generators)
+        else:
+            if self.taken:  # the previous loop was left early
+                self.epoch, self.taken = self.epoch + 1, 0
+            self._start = self._runtime.rng_state()
+            self._generators_start = [generator.get_state() for generator in generators]
+            iterator = self._begin(source)
+        self.loop += 1
+        loop = self.loop
+        self._stateful = loader if _is_stateful(loader) else None
+        # Only workers may read ahead. Without them the next batch would draw its random numbers too early, and a
+        # stateful loader would report a position that is ahead of the training.
+        reads_ahead = isinstance(source, DataLoader) and source.num_workers > 0 and source.pin_memory
+        ahead = reads_ahead and self._stateful is None
+        try:
+            for batch in self._one_ahead(iterator) if ahead else map(self._runtime.to_device, iterator):
+                self.taken += 1
+                yield batch
+                if loop != self.loop:
+                    raise TrainingError(
+                        "this loop over batches has lost its position",
+                        why="inside it a checkpoint was resumed, the epoch was set, or another loop began",
+                        remedy="start a new loop after trainer.resume(...)",
+                    )
+        finally:
+            if loop == self.loop:  # also if the loop is left early: that ends the epoch
+                self.epoch, self.taken = self.epoch + 1, 0
+                self._stateful = None
+                self._generators_start = [generator.get_state() for generator in generators]
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Yield the epochs that are left of `total`.
+
+        An epoch ends when the loop asks for the next one, even if its batches were not read through this stream.
+
+        Raises:
+            ConfigurationError: `total` is not a whole number >= 0.
+        """
+        _check_count(total, f"{total!r} is not a number of epochs")
+        if 0 < total <= self.epoch and self._collectives.rank == 0:
+            logger.warning(
+                "this training is finished: %d of %d epochs are done; to continue, ask for more epochs; to start over, "
+                "save to another folder, or delete this one",
+                self.epoch,
+                total,
+            )
+        return self._epochs_left(total)
+
+    def _epochs_left(self, total: int) -> Iterator[int]:
+        while self.epoch < total:
+            epoch, loop = self.epoch, self.loop
+            yield epoch
+            if self.epoch == epoch and self.loop == loop:
+                self.epoch += 1
+
+    def _one_ahead(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches on the device; the transfer of each starts before the previous batch is used."""
+        waiting: deque[Callable[[], Any]] = deque()
+        for batch in iterator:
+            waiting.append(self._runtime.prefetch(batch))
+            if len(waiting) > 1:
+                yield waiting.popleft()()
+        for ready in waiting:
+            yield ready()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, for `load_state_dict`."""
+        return {
+            "epoch": self.epoch,
+            "taken": self.taken,
+            "seed": self._seed,
+            "start": self._start if self.taken else {},
+            "generators": self._generators_start,
+            "loader": self._saved if self._stateful is None or not self.taken else self._stateful.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Restore a saved position, or the beginning for None; the next call of `batches` resumes there."""
+        self.loop += 1
+        self._source = (None, None)
+        self._resuming = state is not None
+        if state is None:
+            state = {"epoch": 0, "taken": 0, "seed": None, "start": {}, "generators": []}
+        self.epoch, self.taken, self._seed = state["epoch"], state["taken"], state["seed"]
+        self._start, self._generators_start = state["start"], state["generators"]
+        self._stateful, self._saved = None, state.get("loader")
+
+    def move_to(self, epoch: int) -> None:
+        """Set the position to the beginning of an epoch."""
+        _check_count(epoch, f"epoch={epoch!r} is not an epoch")
+        self.loop += 1
+        self.epoch, self.taken, self._resuming = epoch, 0, False
+        self._stateful = self._saved = None
+
+    def length(self, loader: Iterable[Any], *, shard: bool) -> int:
+        """Return how many batches an epoch of `loader` has for this rank, without communication."""
+        return len(self._source_of(loader, shard))  # type: ignore[arg-type]
+
+    def _begin(self, source: Any) -> Iterator[Any]:
+        loader = source.stream if isinstance(source, EveryNth) else source
+        for part in (loader, getattr(loader, "dataset", None), *_samplers(loader)):
+            set_epoch = getattr(part, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self.epoch)
+        return iter(source)
+
+    def _restore_position(self, loader: Any, source: Any, generators: list[torch.Generator]) -> Iterator[Any]:
+        if len(generators) != len(self._generators_start):
+            raise CheckpointError(
+                f"the loader has {len(generators)} random generators, and the checkpoint has "
+                f"{len(self._generators_start)}",
+                why="the order of the data would differ from the checkpoint's",
+                remedy="build the loader as it was built when the checkpoint was saved",
+            )
+        self._resuming = False
+        now = self._runtime.rng_state()
+        if getattr(source, "persistent_workers", False) and self.epoch:
+            logger.warning("persistent loader workers start with new random numbers after a resume")
+            iter(source)  # starts the workers, which draws a number that later epochs do not draw
+            self._runtime.set_rng_state(now)
+        for generator, state in zip(generators, self._generators_start, strict=True):
+            generator.set_state(state)
+        if not self.taken:
+            self._start = now
+            return self._begin(source)
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            _restore(loader, saved)
+            iterator = self._begin(source)
+            self._runtime.set_rng_state(now)  # `iter` may have drawn a number, as at the beginning of an epoch
+            return iterator
+        self._runtime.set_rng_state(self._start)
+        iterator = self._begin(source)
+        for done in range(self.taken):
+            if next(iterator, self) is self:
+                raise CheckpointError(
+                    f"the checkpoint was saved after {self.taken} batches of an epoch, and the loader has only {done}",
+                    remedy="give the loader the dataset and batch size it had when the checkpoint was saved",
+                )
+        self._runtime.set_rng_state(now)
+        return iterator
+
+    def _source_of(self, loader: Iterable[Any], shard: bool) -> Iterable[Any]:
+        if not shard or self._collectives.world_size == 1:
+            return loader
+        if self._source[0] is not loader:
+            self._source = (loader, share(loader, self._collectives.rank, self._collectives.world_size))
+        source: Iterable[Any] = self._source[1]
+        return source
+
+    def _common_seed(self) -> int:
+        """Return rank 0's seed: all ranks shuffle alike even if each was seeded differently."""
+        if self._seed is None:
+            seed = torch.tensor(torch.initial_seed() % 2**31, device=self._runtime.device)
+            self._seed = int(self._collectives.broadcast(seed).item())
+        return self._seed
+
+
+_all: WeakSet[DataStreams] = WeakSet()
+"""The streams of all trainers: a GAN's generator trains on batches that the critic's trainer reads."""
+
+
+class DataStreams:
+    """The streams of a trainer, by name.
+
+    Args:
+        runtime, collectives: of the backend.
+        counts_epochs: whether the schedule is stepped by the epochs of `"train"`.
+    """
+
+    def __init__(self, runtime: Runtime, collectives: Collectives, *, counts_epochs: bool = False) -> None:
+        self._runtime, self._collectives = runtime, collectives
+        self._streams: dict[str, DataStream] = {}
+        self._counts_epochs, self._warned, self._seen_first = counts_epochs, False, False
+        _all.add(self)
+
+    def __getitem__(self, name: str) -> DataStream:
+        if name not in self._streams:
+            self._streams[name] = DataStream(self._runtime, self._collectives)
+        return self._streams[name]
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a loop over one of the streams is running."""
+        return any(stream.taken for stream in self._streams.values())
+
+    def current_epoch(self, steps: int) -> int:
+        """Return the epoch of `"train"` for a loop that counts epochs; `steps`: the windows trained so far."""
+        self._counts_epochs = True
+        self.warn_if_unused(steps)
+        return self["train"].epoch
+
+    def warn_if_unused(self, steps: int) -> None:
+        """Warn once if epochs are counted, and no batch of `steps` windows was read through `batches`."""
+        if not self._counts_epochs or self._warned or self._used or not steps:
+            return
+        self._warned = True
+        if self._collectives.rank == 0:
+            logger.warning(
+                "no batch of this training came through trainer.batches(loader): its position in the data is not "
+                "saved, a resumed run begins at epoch 0, and in a job each rank trains on all of the data. Write `for "
+                "batch in trainer.batches(loader):`, or count epochs yourself and set trainer.epoch"
+            )
+
+    def check_first_batch(self) -> None:
+        """Warn once if the first batch was not read through `batches`, in a job or if epochs are counted.
+
+        Another trainer's stream counts too.
+        """
+        if self._seen_first:
+            return
+        self._seen_first = True
+        if self._collectives.world_size == 1:
+            self.warn_if_unused(1)
+        elif not self._used and not any(streams.is_reading for streams in _all) and self._collectives.rank == 0:
+            logger.warning(
+                "this job trains on batches that came through no trainer.batches(loader): unless each rank has its own "
+                "share by other means, each trains on all of the data. Write `for batch in trainer.batches(loader):`, "
+                "with shard=False if the loader divides the data itself"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of each stream, for `load_state_dict`."""
+        return {name: stream.state_dict() for name, stream in self._streams.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore saved positions; a stream that is not in `state` goes back to its beginning."""
+        for name in {*self._streams, *state}:
+            self[name].load_state_dict(state.get(name))
+
+    @property
+    def _used(self) -> bool:
+        return any(stream.epoch or stream.taken for stream in self._streams.values())
+
+
+def _check_count(value: Any, problem: str) -> None:
+    if not is_whole(value):
+        raise ConfigurationError(problem, remedy="give a whole number >= 0")
+
+
+def _is_stateful(loader: Any) -> bool:
+    """Whether a loader has torchdata's protocol to save and restore its position."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _restore(loader: Any, state: Any) -> None:
+    if not _is_stateful(loader):
+        raise CheckpointError(
+            f"the checkpoint has the position of a stateful loader, and this {type(loader).__name__} has no state_dict",
+            why="their batches or the order may differ",
+            remedy="give the loader it was saved with, or a checkpoint from the end of an epoch",
+        )
+    try:
+        loader.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(
+            f"the {type(loader).__name__} does not take the position it had in the checkpoint",
+            why=repr(error),
+            remedy="build the loader as it was built when the checkpoint was saved",
+        ) from error
+
+
+def _samplers(loader: Any) -> list[Any]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a loader draws its order from, besides the global one; each once."""
+    found = (getattr(part, "generator", None) for part in (loader, *_samplers(loader)))
+    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())

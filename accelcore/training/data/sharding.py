@@ -1,0 +1,185 @@
+"""Dividing data among the ranks of a job."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    get_worker_info,
+)
+
+from accelcore.errors import ConfigurationError
+from accelcore.jobs.collectives import Collectives
+from accelcore.training.data.sharded_stream import Last, ShardedStream, rounds
+
+__all__ = ["EveryNth", "share", "share_once"]
+
+# The options that a copy of a DataLoader takes over, besides dataset, sampler and worker_init_fn.
+_COPIED = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
+    """Return a rank's share of `loader` for training, with the same number of batches on all ranks.
+
+    The share of a loader that shuffles has a new DistributedSampler; the caller gives it one seed on all ranks.
+
+    Raises:
+        ConfigurationError: `loader` has a custom sampler, or divides the data for another job.
+    """
+    last: Last = "drop" if getattr(loader, "drop_last", False) else "repeat"
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return _share_of_stream(loader, rank, world_size, last)
+    if isinstance(loader.sampler, DistributedSampler):
+        _check_rank("DistributedSampler", loader.sampler.rank, loader.sampler.num_replicas, (rank, world_size))
+        plain = type(loader) is DataLoader and loader.batch_size is not None and loader.num_workers
+        return _copy_of(loader, rank, sampler=loader.sampler) if plain else loader
+    if not _is_plain(loader):
+        raise ConfigurationError(
+            f"this {type(loader).__name__} cannot be divided among {world_size} ranks",
+            why="it has a custom sampler or is a custom class",
+            available="DataLoaders made with shuffle=True or False, and any with a DistributedSampler",
+            remedy="make it with sampler=DistributedSampler(data, num_replicas=job.world_size, rank=job.rank); if it "
+            "already yields this rank's share, say trainer.batches(loader, shard=False)",
+        )
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        loader.dataset,
+        num_replicas=world_size,
+        rank=rank,
+        shuffle=isinstance(loader.sampler, RandomSampler),
+        drop_last=loader.drop_last,
+    )
+    return _copy_of(loader, rank, sampler=sampler)
+
+
+def share_once(loader: Iterable[Any], collectives: Collectives, device: torch.device) -> Iterable[Any]:
+    """Return a rank's share of `loader` for evaluation: each row comes to exactly one rank.
+
+    A map-style loader is divided by rows, into the same number of batches for each rank as far as the rows suffice. If
+    it does not shuffle, a rank gets consecutive rows, so that the ranks' results in turn are in order. Other streams
+    are divided by batches, and all ranks must read them alike.
+    """
+    rank, world_size = collectives.rank, collectives.world_size
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return _share_of_stream(loader, rank, world_size, "uneven")
+    rows: Sequence[Any] = range(len(loader.dataset))  # type: ignore[arg-type]
+    if isinstance(loader.sampler, DistributedSampler) or _is_plain(loader):
+        if loader.drop_last and not isinstance(loader.sampler, DistributedSampler):
+            rows = rows[: len(loader) * loader.batch_size]
+    else:
+        rows = list(loader.sampler)
+        if not all(type(row) is int for row in rows):
+            return EveryNth(loader, rank, world_size, "uneven")
+        size = int(collectives.broadcast(torch.tensor(len(rows), device=device)))
+        drawn = torch.tensor((rows + [0] * size)[:size], device=device)  # ranks may have drawn different orders
+        rows = collectives.broadcast(drawn).tolist()
+    batches = -(-len(rows) // (world_size * loader.batch_size))
+    batches_of_rank = [batch for batch in _parts(_parts(rows, world_size)[rank], batches) if batch]
+    return _copy_of(loader, rank, batch_sampler=batches_of_rank)
+
+
+def _share_of_stream(loader: Iterable[Any], rank: int, world_size: int, last: Last) -> Iterable[Any]:
+    stream = getattr(loader, "dataset", None)
+    if isinstance(stream, ShardedStream) and stream.world_size > 1:
+        _check_rank("ShardedStream", stream.rank, stream.world_size, (rank, world_size))
+        return loader
+    if type(loader) is DataLoader and type(stream) is ShardedStream:
+        of_rank = ShardedStream(stream.dataset, rank=rank, world_size=world_size, last=last)
+        return _copy_of(
+            loader, 0, dataset=of_rank
+        )  # rank 0: all ranks must read it alike, with the same random numbers
+    return EveryNth(loader, rank, world_size, last)
+
+
+def _check_rank(kind: str, rank: int, world_size: int, job: tuple[int, int]) -> None:
+    if (rank, world_size) != job:
+        raise ConfigurationError(
+            f"the {kind} divides the data for rank {rank} of {world_size}, and this is rank {job[0]} of {job[1]}",
+            why="rows would be lost, or come to several ranks",
+            remedy="make it inside `with accel.distributed() as job:`, with job.rank and job.world_size",
+        )
+
+
+def _copy_of(loader: DataLoader[Any], rank: int, **of_rank: Any) -> DataLoader[Any]:
+    """Return a copy of a loader with another dataset or sampler, whose workers are seeded for this rank."""
+    options = {name: getattr(loader, name) for name in _COPIED}
+    if "batch_sampler" not in of_rank:
+        options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    start = _StartWorker(rank, loader.worker_init_fn) if rank else loader.worker_init_fn
+    return DataLoader(**{"dataset": loader.dataset, "worker_init_fn": start, **options, **of_rank})
+
+
+class _StartWorker:
+    """Seed a loader's worker by its number among the workers of all ranks.
+
+    torch seeds a worker by its number on its rank and a random number of that rank. On ranks that are seeded alike, the
+    first workers would draw the same augmentations. On rank 0 the seeds are torch's.
+    """
+
+    def __init__(self, rank: int, then: Callable[[int], None] | None) -> None:
+        self._rank, self._then = rank, then
+
+    def __call__(self, number: int) -> None:
+        import numpy as np  # only workers need it
+
+        worker = get_worker_info()
+        assert worker is not None, "only a loader's workers call this"
+        seed = worker.seed + self._rank * worker.num_workers
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed([seed >> shift & 0xFFFFFFFF for shift in (0, 32)])  # as torch seeds it
+        if self._then is not None:
+            self._then(number)
+
+
+def _parts(rows: Sequence[Any], count: int) -> list[list[Any]]:
+    """Split rows into `count` parts of nearly equal length."""
+    return [list(rows[len(rows) * n // count : len(rows) * (n + 1) // count]) for n in range(count)]
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether a DistributedSampler can replace the sampler: it takes each row once, in order or shuffled."""
+    sampler = loader.sampler
+    if type(loader) is not DataLoader or loader.batch_size is None:
+        return False
+    if type(sampler) is RandomSampler:
+        whole = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        return whole and sampler.generator in (None, loader.generator)
+    return type(sampler) is SequentialSampler
+
+
+class EveryNth:
+    """A rank's share of a stream of batches that all ranks read alike.
+
+    Attributes:
+        stream: the whole stream.
+    """
+
+    def __init__(self, stream: Iterable[Any], rank: int, world_size: int, last: Last) -> None:
+        self.stream, self._rank, self._world_size, self._last = stream, rank, world_size, last
+
+    def __iter__(self) -> Iterator[Any]:
+        return rounds(iter(self.stream), self._rank, self._world_size, self._last)
+
+    def __len__(self) -> int:
+        batches = len(self.stream)  # type: ignore[arg-type]  # raises TypeError if the stream has no length
+        more = {"repeat": self._world_size - 1, "drop": 0, "uneven": self._world_size - 1 - self._rank}[self._last]
+        return (batches + more) // self._world_size

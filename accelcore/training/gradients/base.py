@@ -1,0 +1,232 @@
+"""The gradients of the trained parameters, as tensors of their own or in flat memory.
+
+Backward leaves gradients on the parameters, as torch does. At the end of a window `collect` finds them, and may
+copy them into flat memory. Then ranks reduce them, and fp32 masters receive them. Unscaling, checking and clipping walk
+`buffers`, and never the model or the optimizer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from accelcore.errors import TrainingError
+from accelcore.optim.flat.gradients import GradientMemory
+from accelcore.optim.flat.memory import FlatMemory, by_kind, lay_flat
+from accelcore.optim.flat.runs import Run, Slot
+from accelcore.optim.shards import as_shard, shard
+from accelcore.scaling.contract import is_finite
+
+__all__ = ["Flat", "Gradients", "PerTensor", "backward", "by_slot", "first_not_finite", "runs"]
+
+Value = TypeVar("Value", Tensor, Tensor | None)
+
+
+class Gradients(ABC):
+    """The gradients of a model's slots, from the first backward pass of a window to its update.
+
+    Attributes:
+        slots: the trained parameters, and what the optimizer updates in their place.
+        parameters: the parameter of each slot, on which backward leaves a gradient.
+        values: the tensors that hold the parameters: one tensor each, or one flat tensor for many.
+        flat: the flat memory of each of `values`; None for a tensor that is not flat.
+        memories: the memory that gradients are copied into, if any.
+        received: for each slot, whether it has a gradient; None is not zero. Known after `collect`.
+        held: gradients that keep their memory when they are cleared, because captured graphs add to it.
+    """
+
+    slots: Sequence[Slot]
+    values: Sequence[Tensor]
+    flat: Sequence[FlatMemory | None]
+    memories: Sequence[GradientMemory]
+    received: list[bool]
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots, self.received, self.memories = slots, [], []
+        self.parameters = [slot.parameter for slot in slots]
+        self.held: list[Tensor] = []
+
+    def refresh(self) -> None:  # noqa: B027  # most have nothing to do
+        """Take over what others wrote to the parameters since the last update."""
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Find the gradients of a window, after its backward passes."""
+
+    @abstractmethod
+    def reduce(self, mean: Callable[[Tensor], None]) -> None:
+        """Let `mean` make packed gradients their mean over ranks, in place.
+
+        There is one 1-D tensor for each dtype and device: the gradients of all slots, zeros for a slot without one, and
+        behind them for each slot a 1 if it has one. Afterwards a slot has a gradient if it had one on any rank.
+        """
+
+    @abstractmethod
+    def of_values(self) -> Sequence[Tensor | None]:
+        """Return the gradient of each of `values`."""
+
+    def buffers(self) -> list[Tensor]:
+        """Return all gradients, dense, as the optimizer takes them; flat memory has zeros for a slot without one."""
+        return [
+            gradient.values() if gradient.is_sparse else gradient
+            for gradient in self.of_values()
+            if gradient is not None
+        ]
+
+    def expose(self) -> None:  # noqa: B027
+        """Set `grad` of each trained tensor, for an optimizer that does not know of slots."""
+
+    def grads_to_masters(self) -> None:  # noqa: B027
+        """Give fp32 masters the gradients of their parameters."""
+
+    def masters_to_params(self) -> None:  # noqa: B027
+        """Give the parameters the values of their fp32 masters."""
+
+    def clear(self) -> None:
+        """Drop all gradients; set held gradients to zero."""
+        if self.held:
+            torch._foreach_zero_(self.held)
+        else:
+            for parameter in self.parameters:
+                parameter.grad = None
+        for memory in self.memories:
+            memory.received = [False] * len(memory.parameters)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the gradients of an open window by name; for a sharded parameter, this rank's shard."""
+        gradients = ((slot.name, slot.parameter.grad) for slot in self.slots)
+        return {name: shard(gradient) for name, gradient in gradients if gradient is not None}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the gradients of an open window."""
+        with torch.no_grad():
+            for slot in self.slots:
+                saved, parameter = state.get(slot.name), slot.parameter
+                own = None if saved is None else torch.empty_like(shard(parameter)).copy_(saved)
+                parameter.grad = None if own is None else as_shard(own, parameter)
+
+
+class PerTensor(Gradients):
+    """Gradients as backward left them, one tensor for each parameter."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        super().__init__(slots)
+        self.values, self.flat = self.parameters, [None] * len(slots)
+        self.memories: list[GradientMemory] = []
+
+    def collect(self) -> None:
+        self.received = [parameter.grad is not None for parameter in self.parameters]
+
+    def reduce(self, mean: Callable[[Tensor], None]) -> None:
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in self.parameters):
+            raise TrainingError(
+                "a gradient is sparse, and this strategy exchanges dense gradients only",
+                remedy='choose parallel="ddp", or make the embedding with sparse=False',
+            )
+        if not self.memories or not all(memory.fits for memory in self.memories):
+            self.memories[:] = [GradientMemory([slot.parameter for slot in alike]) for alike in by_kind(self.slots)]
+        for memory in self.memories:
+            memory.collect()
+        for memory in self.memories:
+            mean(memory.pack())
+        for memory in self.memories:
+            memory.unpack()
+            memory.expose(memory.parameters)
+        self.collect()
+
+    def of_values(self) -> Sequence[Tensor | None]:
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+        return [parameter.grad for parameter in self.parameters]
+
+
+class Flat(Gradients):
+    """Parameters and gradients in flat memory, one piece of each for every dtype and device.
+
+    Args:
+        slots: the trained parameters.
+        together: for each group, the number of the group that it may be updated with; empty: each by itself.
+    """
+
+    def __init__(self, slots: Sequence[Slot], together: Sequence[int] = ()) -> None:
+        self._memories = lay_flat(slots, together)
+        super().__init__(list(chain.from_iterable(memory.slots for memory in self._memories)))
+        self.memories = self.flat = self._memories
+        self.values = [memory.values for memory in self._memories]
+        self._gradients = [memory.gradients for memory in self._memories]
+
+    def refresh(self) -> None:
+        for memory in self._memories:
+            memory.refresh()
+
+    def collect(self) -> None:
+        self.refresh()
+        for memory in self._memories:
+            memory.collect()
+        self._read_received()
+
+    def reduce(self, mean: Callable[[Tensor], None]) -> None:
+        for memory in self._memories:
+            mean(memory.pack())
+        for memory in self._memories:
+            memory.unpack()
+        self._read_received()
+
+    def of_values(self) -> Sequence[Tensor | None]:
+        return self._gradients
+
+    def expose(self) -> None:
+        for memory in self._memories:
+            memory.expose(slot.trained for slot in memory.slots)
+
+    def _read_received(self) -> None:
+        first, *others = self._memories
+        self.received = first.received if not others else [flag for each in self._memories for flag in each.received]
+
+
+def backward(gradients: Gradients, loss: Tensor, start: Tensor | None, *, retain_graph: bool = False) -> None:
+    """Add the gradients of `loss`, multiplied by `start`; None for 1."""
+    # Held gradients stay where they are: no memory takes them in.
+    receiving = [] if gradients.held else [memory for memory in gradients.memories if memory.takes_in]
+    for memory in receiving:
+        memory.receives = True
+    try:
+        torch.autograd.backward(loss, start, retain_graph=retain_graph)
+    finally:
+        for memory in receiving:
+            memory.receives = False
+
+
+def by_slot(gradients: Gradients, tensors: Iterable[Value]) -> list[Value]:
+    """Split tensors that are laid out as `gradients.values` into one tensor for each slot."""
+    pieces = zip(gradients.flat, tensors, strict=True)
+    return [
+        view
+        for memory, tensor in pieces
+        for view in ([tensor] if memory is None or tensor is None else memory.layout.views(tensor))
+    ]
+
+
+def runs(gradients: Gradients) -> list[Run]:
+    """Return what an optimizer updates: each tensor, or stretches of flat memory."""
+    found: list[Run] = []
+    for number, (memory, value, gradient) in enumerate(
+        zip(gradients.flat, gradients.values, gradients.of_values(), strict=True)
+    ):
+        if memory is None:
+            found.append(Run([gradients.slots[number]], value))
+        elif gradient is not None:
+            found += memory.runs(value, gradient)
+    return found
+
+
+def first_not_finite(gradients: Gradients) -> str | None:
+    """Return the name of the first slot whose gradient has an inf or NaN. Waits for the device."""
+    pairs = zip(gradients.slots, by_slot(gradients, gradients.of_values()), strict=True)
+    return next((slot.name for slot, gradient in pairs if gradient is not None and not is_finite(gradient)), None)

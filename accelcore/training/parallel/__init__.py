@@ -1,0 +1,1 @@
+"""Strategies by which ranks share a training, one file each, named by the backend's declaration."""

@@ -1,0 +1,157 @@
+"""ddp: torch's DistributedDataParallel, which averages gradients in buckets while backward runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from accelcore.backend import Backend
+from accelcore.errors import DistributedError, TrainingError, UnsupportedError
+from accelcore.jobs.launchers import read_launch
+from accelcore.precision.policy import Policy
+from accelcore.training.gradients.base import Gradients
+from accelcore.training.options import TrainerOptions
+from accelcore.training.parallel.strategy import Strategy, all_reduce_gradients, broadcast_buffers, check_trainable
+
+__all__ = ["DDP", "replicate"]
+
+
+class DDP(Strategy):
+    """torch's DistributedDataParallel, in which parameters may go unused.
+
+    torch exchanges a bucket when all gradients in it are there, so that a parameter without one stops all ranks;
+    `find_unused_parameters=True` walks the graph in every step to prevent that. Here a small second backward pass at
+    the end of a window gives such parameters a gradient of zero. An additional parameter carries which parameters
+    received a gradient, so that None stays None if no rank had one.
+    """
+
+    layout = "tensors"
+
+    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
+        super().__init__(backend, options)
+        self._hooks: list[Any] = []
+        self._arrived: list[Tensor] = []
+        self._ran = [False]
+
+    def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:
+        check_trainable(model)
+
+    def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
+        self._remove_hooks()
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._module = _WithReceived(model, self._parameters)
+        options: dict[str, Any] = {
+            "device_ids": None if self.device.index is None else [self.device.index],
+            "gradient_as_bucket_view": True,
+            _name_of_buffer_sync(): False,  # a step broadcasts buffers once a window
+        }
+        self._ddp = DistributedDataParallel(self._module, **options)
+        broadcast_buffers(self.collectives, model)
+        # A hook lives as long as its parameter. So it holds no reference to the replica.
+        self._arrived, self._ran = [], [False]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived.append) for p in self._parameters]  # type: ignore[no-untyped-call]
+        self._ddp.register_forward_pre_hook(_NoteForward(self._ran))
+        return self._ddp
+
+    def before_forward(self, last: bool) -> None:
+        self._ddp.require_backward_grad_sync = last
+
+    def before_backward(self) -> None:
+        if not self._ran[0]:
+            raise TrainingError(
+                "backward was called, but the replicated model was not: gradients would stay on this rank",
+                why="the forward pass used your own module",
+                remedy="call trainer.forward(...), or the model that loss(model, batch) receives",
+            )
+        self._ran[0] = False
+        self._arrived.clear()
+
+    def after_backward(self) -> None:
+        if not self._ddp.require_backward_grad_sync:
+            return
+        arrived = set(map(id, self._arrived))
+        received = self._module.received
+        has = [parameter.grad is not None for parameter in self._parameters]
+        with torch.enable_grad():
+            loss = (received * torch.tensor(has).to(received)).sum()
+            for parameter in self._parameters:
+                if id(parameter) not in arrived:
+                    loss = loss + parameter.reshape(-1)[:0].sum()  # of no element: 0, even if the parameter has an inf
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._arrived.clear()
+        flags, received.grad = received.grad, None
+        assert flags is not None
+        if not all(has):  # only then the host waits for the flags of the other ranks
+            for parameter, anywhere in zip(self._parameters, (flags > 0).tolist(), strict=True):
+                if not anywhere:
+                    parameter.grad = None
+
+    def reduce(self, gradients: Gradients, *, full: bool) -> None:
+        if not (full and self._ddp.require_backward_grad_sync):
+            all_reduce_gradients(self.collectives, gradients, divisor=self.collectives.world_size)
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __del__(self) -> None:
+        self._remove_hooks()
+
+
+def replicate(backend: Backend, module: nn.Module, **options: Any) -> nn.Module:
+    """Move a module to the device, and let ranks average its gradients in backward; see `Backend.replicate`."""
+    check_trainable(module)
+    collectives, launch = backend.collectives, read_launch()
+    if collectives.world_size == 1 and launch is not None and launch.world_size > 1:
+        raise DistributedError(
+            f"a launcher started {launch.world_size} ranks, and they have not met",
+            why="each would train its own model",
+            remedy="call job = accel.join() before, or replicate inside `with accel.distributed():`",
+        )
+    if collectives.world_size > 1 and "ddp" not in backend.capabilities.parallel:
+        raise UnsupportedError(
+            f"modules cannot be replicated on {backend.name}",
+            why='it does not declare parallel="ddp"',
+            remedy='average gradients with job.all_reduce(parameter.grad, "avg"), or run one process',
+        )
+    module.to(backend.device)
+    if collectives.world_size == 1:
+        return module
+    device_ids = None if backend.device.index is None else [backend.device.index]
+    return DistributedDataParallel(module, device_ids=device_ids, **options)
+
+
+def _name_of_buffer_sync() -> str:
+    """Return the name of DDP's option for buffers; newer versions of torch deprecate the old name."""
+    options = inspect.signature(DistributedDataParallel.__init__).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
+
+
+class _WithReceived(nn.Module):
+    """The model, and a parameter whose gradient flags which of the model's parameters received one."""
+
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        # As the first of all parameters it is in the last bucket, which ranks wait for anyway.
+        self.received = nn.Parameter(parameters[0].detach().new_zeros(len(parameters)))
+        self.module = module
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.module(*inputs, **named)
+
+
+class _NoteForward:
+    """Note that a forward pass with gradients ran."""
+
+    def __init__(self, ran: list[bool]) -> None:
+        self._ran = ran
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        self._ran[0] = self._ran[0] or torch.is_grad_enabled()

@@ -1,0 +1,269 @@
+"""fsdp: torch's fully_shard, which divides parameters, gradients and optimizer state among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelcore.backend import Backend
+from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.optim.shards import is_sharded
+from accelcore.precision.o1.table import LOW_PRECISION
+from accelcore.precision.policy import Policy
+from accelcore.torch_internals import AnyBatchNorm
+from accelcore.training.gradients.base import Gradients
+from accelcore.training.modules import chosen
+from accelcore.training.options import FSDP, TrainerOptions
+from accelcore.training.parallel.strategy import (
+    Strategy,
+    broadcast_buffers,
+    broadcast_tensors,
+    check_trainable,
+    comm_dtype,
+)
+
+__all__ = ["FullySharded"]
+
+
+class FullySharded(Strategy):
+    """torch's fully_shard, group by group, and two things more.
+
+    1. A parameter may go unused on some ranks: torch then reduces zeros for it. `after_backward` exchanges which
+       parameters received a gradient on any rank, so that None stays None.
+    2. After a forward pass without gradients all groups are freed, as after a backward pass. A script that freezes a
+       parameter or reads a state_dict then finds the shards.
+
+    Gradients are reduced after each backward pass, also within a window: whole gradients would take the memory that
+    sharding saves.
+    """
+
+    layout = "shards"
+
+    def __init__(self, backend: Backend, options: TrainerOptions, sharding: FSDP) -> None:
+        super().__init__(backend, options)
+        self._sharding, self._pinned = sharding, backend.capabilities.pinned_memory
+        self._reduce_dtype = comm_dtype(options)
+        self._groups: list[Any] = []
+        self._hooks: list[Any] = []
+        self._arrived: set[int] = set()
+        self._ran: list[bool] = []
+
+    def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        if not all(hasattr(FSDPModule, name) for name in ("set_reduce_scatter_unused_params", "reset_iter_state")):
+            raise UnsupportedError(
+                "this torch is too old to shard a model",
+                why="ranks that use different parameters would deadlock",
+                available=f"torch {torch.__version__}",
+                remedy='install torch 2.13 or later, or choose parallel="ddp"',
+            )
+        check_trainable(model)
+        for name, parameter in model.named_parameters():
+            if not is_sharded(parameter) and (parameter.dim() == 0 or not parameter.is_contiguous()):
+                problem = "a scalar: make it a vector of one element" if parameter.dim() == 0 else "not contiguous"
+                raise ConfigurationError(f"the parameter {name!r} cannot be divided among ranks: it is {problem}")
+        if isinstance(model, FSDPModule):  # `trainer.refresh()`
+            for module in model.modules():  # an evaluation may have left groups gathered
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            if whole := [name for name, one in model.named_parameters() if not is_sharded(one)]:
+                raise ConfigurationError(
+                    f"the parameter {whole[0]!r} is not divided among the ranks, and the rest of the model is",
+                    why="it was added after the model was divided: ranks would not reduce its gradients",
+                    remedy="have every layer in the model before its trainer is made, frozen until it is needed; or "
+                    'choose parallel="ddp"',
+                )
+        if any(getattr(module, "sparse", False) is True for module in model.modules()):
+            raise ConfigurationError(
+                "an embedding has sparse gradients, and shards need dense gradients", remedy="make it with sparse=False"
+            )
+        if self._sharding.cpu_offload and policy.loss_scale is not None:
+            raise ConfigurationError(
+                "cpu_offload=True with a loss scale",
+                why="the scale is on the device, and the gradients are in host memory",
+                remedy='choose precision="bf16", which needs no loss scale',
+            )
+        self._plan_groups(model, policy)
+
+    def shard(self, model: nn.Module, policy: Policy) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+            for module, low in self._plan_groups(model, policy):
+                self._shard_group(module, low)
+        if not isinstance(model, FSDPModule):
+            raise ConfigurationError(
+                "a part of the model is already sharded, and the model is not",
+                remedy="call fully_shard on the model too, or leave all of it to the trainer",
+            )
+        self._model = model
+        self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        model.set_reduce_scatter_unused_params(True)
+        self._remove_hooks()
+        self._note_gradients()
+        self._hooks.append(model.register_forward_pre_hook(_NoteForward(self._ran)))
+        self._hooks.append(model.register_forward_hook(_FreeAfterEvaluation(self._groups)))
+
+    def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
+        broadcast_buffers(self.collectives, model)
+        return model
+
+    def before_backward(self) -> None:
+        self._arrived.clear()
+        self._had = [parameter.grad is not None for parameter in self._parameters]
+
+    def after_backward(self) -> None:
+        """Drop the zeros that were reduced for parameters that no rank used."""
+        has = [had or number in self._arrived for number, had in enumerate(self._had)]
+        flags = torch.tensor(has, dtype=torch.float32).to(self.device, non_blocking=True)
+        self.collectives.all_reduce(flags, "max")
+        if not all(has):  # only then the host waits for the flags of the other ranks
+            for parameter, anywhere in zip(self._parameters, flags.tolist(), strict=True):
+                if not anywhere:
+                    parameter.grad = None
+
+    def reduce(self, gradients: Gradients, *, full: bool) -> None:
+        pass  # torch reduced them in backward
+
+    def reset(self) -> None:
+        if self._ran:  # before its first forward pass torch has nothing to reset, and raises
+            self._model.reset_iter_state()
+        for group in self._groups:
+            group.reshard()
+
+    def _plan_groups(self, model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype | None]]:
+        """Return the groups, inner ones first, each with the low precision it is gathered in; None: as it is."""
+        low, in_fp32 = _gather_dtype(model, policy), _kept_in_fp32(model, policy)
+        chosen_groups = chosen(model, self._sharding.wrap, "wrap")
+        groups = [module for module in chosen_groups if module not in in_fp32 and not _shares(model, module)]
+        exact: list[tuple[nn.Module, torch.dtype | None]] = [(module, None) for module in in_fp32 if low is not None]
+        return [*exact, *((module, low) for module in (*reversed(groups), model))]
+
+    def _shard_group(self, module: nn.Module, low: torch.dtype | None) -> None:
+        """Move to the device what no inner group has, take rank 0's values, and shard it; in fp32 if `low` is given."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        whole = [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_sharded(tensor)]
+        for tensor in whole:
+            tensor.data = tensor.data.to(self.device)
+        broadcast_tensors(self.collectives, whole)
+        if low is not None:  # the shards are the masters
+            for parameter in whole:
+                if isinstance(parameter, nn.Parameter) and parameter.is_floating_point():
+                    parameter.data = parameter.data.float()
+        reduce_dtype = self._reduce_dtype or (None if low is None else torch.float32)
+        assert dist.group.WORLD is not None
+        fully_shard(
+            module,
+            mesh=DeviceMesh.from_group(dist.group.WORLD, self.device.type),
+            reshard_after_forward=None if self._sharding.reshard_after_forward else False,
+            mp_policy=MixedPrecisionPolicy(low, reduce_dtype, cast_forward_inputs=False),
+            offload_policy=CPUOffloadPolicy(pin_memory=self._pinned) if self._sharding.cpu_offload else OffloadPolicy(),
+        )
+
+    def _note_gradients(self) -> None:
+        """Note which parameters receive gradients, by hooks on the gathered parameters, which torch keeps."""
+        self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        for group in self._groups:
+            places = [
+                (part, name, numbers[id(parameter)])
+                for part in group.modules()
+                for name, parameter in part.named_parameters(recurse=False)
+                if id(parameter) in numbers
+            ]
+            group.unshard()
+            for part, name, number in places:
+                gathered = getattr(part, name)
+                if not is_sharded(gathered):  # otherwise another group's
+                    self._hooks.append(
+                        gathered.register_post_accumulate_grad_hook(_NoteGradient(self._arrived, number))
+                    )
+            group.reshard()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __del__(self) -> None:
+        self._remove_hooks()
+
+
+class _NoteGradient:
+    """Note that a parameter received a gradient."""
+
+    def __init__(self, arrived: set[int], number: int) -> None:
+        self._arrived, self._number = arrived, number
+
+    def __call__(self, parameter: Tensor) -> None:
+        self._arrived.add(self._number)
+
+
+class _NoteForward:
+    """Note that a forward pass ran."""
+
+    def __init__(self, ran: list[bool]) -> None:
+        self._ran = ran
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if not self._ran:
+            self._ran.append(True)
+
+
+class _FreeAfterEvaluation:
+    """Free gathered parameters after a forward pass without gradients."""
+
+    def __init__(self, groups: list[Any]) -> None:
+        self._groups = groups
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            for group in self._groups:
+                group.reshard()
+
+
+def _shares(model: nn.Module, module: nn.Module) -> bool:
+    """Whether a part of the model has a parameter in common with the rest of it."""
+    inside, own = set(module.modules()), set(module.parameters())
+    others = (other for other in model.modules() if other not in inside)
+    return any(parameter in own for other in others for parameter in other.parameters(recurse=False))
+
+
+def _kept_in_fp32(model: nn.Module, policy: Policy) -> list[nn.Module]:
+    """Return the modules that a policy computes in fp32."""
+    if not policy.keep_batchnorm_fp32:
+        return []
+    return [module for module in model.modules() if isinstance(module, AnyBatchNorm) and module.affine]
+
+
+def _gather_dtype(model: nn.Module, policy: Policy) -> torch.dtype | None:
+    """Return the low precision that fp32 shards are gathered in; None: they are gathered as they are.
+
+    Raises:
+        ConfigurationError: parameters are of several dtypes.
+    """
+    in_fp32 = {parameter for module in _kept_in_fp32(model, policy) for parameter in module.parameters()}
+    parameters = [p for p in model.parameters() if p.is_floating_point() and p not in in_fp32]
+
+    def dtypes_of(parameters: list[nn.Parameter]) -> set[torch.dtype]:
+        return {getattr(torch, policy.model_dtype) if policy.model_dtype else p.dtype for p in parameters}
+
+    dtypes = dtypes_of(parameters)
+    casts = policy.masters and not dtypes.isdisjoint(LOW_PRECISION)
+    if not casts:  # frozen parameters may differ
+        dtypes = dtypes_of([parameter for parameter in parameters if parameter.requires_grad])
+    if len(dtypes) > 1:
+        raise ConfigurationError(
+            f"the parameters are of several dtypes ({', '.join(sorted(map(str, dtypes)))})",
+            why="all shards of a group are gathered and reduced in one dtype",
+            remedy='cast the model, or set precision=Policy(model_dtype="bfloat16")',
+        )
+    return next(iter(dtypes)) if casts else None

@@ -1,0 +1,191 @@
+"""The contract of a parallel strategy, and what several strategies send between ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelcore.backend import Backend
+from accelcore.errors import ConfigurationError
+from accelcore.jobs.collectives import Collectives
+from accelcore.precision.policy import Policy
+from accelcore.training.gradients.base import Gradients
+from accelcore.training.options import TrainerOptions
+
+__all__ = [
+    "SingleProcess",
+    "Strategy",
+    "all_reduce_gradients",
+    "any_overflow",
+    "broadcast_buffers",
+    "broadcast_tensors",
+    "check_trainable",
+    "comm_dtype",
+    "owns",
+    "sharded_parameters",
+    "whole_norm",
+]
+
+_COMM_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Strategy(ABC):
+    """One way to train one model on several ranks.
+
+    All ranks make the same calls in the same order. A strategy is made once for a trainer; `trainer.refresh()` calls
+    `check`, `shard` and `replicate` again.
+
+    Args:
+        backend: the device, and the job.
+        options: the trainer's.
+
+    Attributes:
+        collectives, device: the backend's.
+    """
+
+    layout: Literal["any", "tensors", "shards"] = "any"
+    """How gradients lie: flat or not; one tensor each, because torch keeps them in buckets; or as shards of a divided
+    model."""
+
+    divisor: int = 1
+    """The factor that backward divides gradients by, so that their sum over ranks is their mean."""
+
+    owners: Mapping[str, int] | None = None
+    """The rank that updates each parameter, by name, and has its optimizer state; None: every rank updates all."""
+
+    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
+        self.collectives, self.device = backend.collectives, backend.device
+
+    def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:  # noqa: B027  # most take any
+        """Raise an error for a model or optimizer that this strategy cannot train; changes nothing.
+
+        Raises:
+            ConfigurationError: the model does not fit.
+            UnsupportedError: the optimizer, or this version of torch, does not fit.
+        """
+
+    def shard(self, model: nn.Module, policy: Policy) -> None:  # noqa: B027  # most leave the model whole
+        """Divide rank 0's model among the ranks, before the optimizer is bound.
+
+        Shards replace the parameters. They are on the device, in fp32 if the policy has masters.
+        """
+
+    @abstractmethod
+    def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
+        """Give all ranks rank 0's parameters and buffers; return the model to call."""
+
+    def before_forward(self, last: bool) -> None:  # noqa: B027
+        """Prepare for a micro-batch, before its forward pass; `last`: the last of its window."""
+
+    def before_backward(self) -> None:  # noqa: B027
+        """Prepare for a backward pass.
+
+        Raises:
+            TrainingError: the gradients would stay on this rank.
+        """
+
+    def after_backward(self) -> None:  # noqa: B027
+        """Complete the exchange of gradients that torch started in backward."""
+
+    @abstractmethod
+    def reduce(self, gradients: Gradients, *, full: bool) -> None:
+        """Make the gradients of a window their mean over ranks; `full`: the window has all of its micro-batches.
+
+        A parameter without a gradient on this rank has one afterwards if another rank had one.
+        """
+
+    def update(self, gradients: Gradients, step: Callable[[], None]) -> None:
+        """Update all parameters on all ranks; `step` updates the parameters that this rank owns."""
+        step()
+
+    def reset(self) -> None:  # noqa: B027
+        """Return to the state between two steps, also after a step that failed; free gathered parameters."""
+
+
+class SingleProcess(Strategy):
+    """The strategy of a job of one process, whatever was asked for."""
+
+    def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
+        return model
+
+    def reduce(self, gradients: Gradients, *, full: bool) -> None:
+        pass
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise ConfigurationError if no parameter requires a gradient."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigurationError("the model has no parameter to train", remedy="look for requires_grad_(False)")
+
+
+def comm_dtype(options: TrainerOptions) -> torch.dtype | None:
+    """Return the dtype to exchange gradients in; None: their own."""
+    name = options["comm_dtype"]
+    if name is not None and name not in _COMM_DTYPES:
+        raise ConfigurationError(f"comm_dtype={name!r} is not supported", available=", ".join(_COMM_DTYPES))
+    return None if name is None else getattr(torch, name)
+
+
+def owns(strategy: Strategy, name: str) -> bool:
+    """Whether this rank updates a parameter, and has its optimizer state."""
+    return strategy.owners is None or strategy.owners[name] == strategy.collectives.rank
+
+
+def sharded_parameters(strategy: Strategy, model: nn.Module) -> Mapping[str, Tensor]:
+    """Return the parameters that are divided among the ranks, under all of their names."""
+    if strategy.layout != "shards":
+        return {}
+    strategy.reset()
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def whole_norm(strategy: Strategy, local: Tensor) -> Tensor:
+    """Return the 2-norm of all gradients, given the norm of the gradients on this rank."""
+    if strategy.layout != "shards":
+        return local
+    squared = local.float().square().to(strategy.device)
+    return strategy.collectives.all_reduce(squared).sqrt().to(local.device)
+
+
+def any_overflow(strategy: Strategy, found: Tensor) -> Tensor:
+    """Return 1.0 if any rank found an overflow. Gradients that are summed over ranks carry it to all of them."""
+    return strategy.collectives.all_reduce(found, "max") if strategy.layout == "shards" else found
+
+
+def all_reduce_gradients(
+    collectives: Collectives, gradients: Gradients, *, divisor: int = 1, dtype: torch.dtype | None = None
+) -> None:
+    """Divide gradients by `divisor`, and sum them over ranks, in `dtype`; None: in their own."""
+
+    def mean(packed: Tensor) -> None:
+        if divisor != 1:
+            packed /= divisor  # before they are summed: the sum of many ranks may overflow in low precision
+        if dtype is None or dtype == packed.dtype:
+            collectives.all_reduce(packed)
+        else:
+            packed.copy_(collectives.all_reduce(packed.to(dtype)))
+
+    gradients.reduce(mean)
+
+
+def broadcast_buffers(collectives: Collectives, model: nn.Module) -> None:
+    """Give all ranks the buffers of rank 0."""
+    if collectives.world_size > 1:
+        broadcast_tensors(collectives, list(model.buffers()))
+
+
+@torch.no_grad()
+def broadcast_tensors(collectives: Collectives, tensors: list[Tensor], *, src: int = 0) -> None:
+    """Give all ranks these tensors of rank `src`, of any dtype, in one message of bytes."""
+    tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if not tensors:
+        return
+    parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    received = torch.split(collectives.broadcast(torch.cat(parts), src), [part.numel() for part in parts])
+    for tensor, part in zip(tensors, received, strict=True):
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

@@ -1,1 +1,0 @@
-"""Parts of a checkpoint: model, optimizer, and the progress of a training."""

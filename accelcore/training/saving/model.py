@@ -1,0 +1,154 @@
+"""Model and fp32 masters in a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from accelcore.errors import CheckpointError
+from accelcore.optim.flat.runs import Slot
+from accelcore.optim.shards import shard
+from accelcore.precision.o1.table import LOW_PRECISION
+from accelcore.training.gradients.base import Gradients
+from accelcore.training.saving.part import Saved, kind, table
+
+__all__ = ["MastersPart", "ModelPart"]
+
+logger = logging.getLogger("accelcore")
+
+_CONVERTIBLE = {torch.float32, *LOW_PRECISION}
+"""Dtypes between which a restored model is converted."""
+
+
+class ModelPart:
+    """The model's `state_dict`, with the values of fp32 masters in place of low-precision parameters.
+
+    It has a file of its own, which any safetensors tool reads.
+    """
+
+    name = "model"
+    scope: Literal["shared"] = "shared"
+
+    def __init__(self, model: nn.Module, gradients: Gradients) -> None:
+        self._model, self._gradients = model, gradients
+
+    def state(self) -> dict[str, Any]:
+        return _in_fp32(self._model, self._gradients)[0]
+
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        exact, have_masters = _saved_masters(saved), {id(slot.parameter) for slot in _with_master(self._gradients)}
+        own, state = self._model.state_dict(), dict(saved.model)
+        tensors = dict(_named_tensors(self._model))
+        rounded = []
+        for name, value in own.items():
+            new = state.get(name)
+            if _is_rounded_to(new, exact.get(name)):
+                new = exact[name]
+            if not isinstance(new, Tensor) or new.shape != value.shape or not {new.dtype, value.dtype} <= _CONVERTIBLE:
+                continue
+            state[name] = new.to(value.dtype)
+            tensor, part = tensors.get(name, value), shard(new)
+            if id(tensor) not in have_masters and not torch.equal(part, part.to(tensor.dtype).to(part.dtype)):
+                rounded.append(name)
+        _check(own, state)
+        if rounded:
+            logger.warning(
+                "%d tensors of the checkpoint, such as %s, lose precision: the model has no fp32 masters for them",
+                len(rounded),
+                rounded[0],
+            )
+
+        def commit() -> None:
+            self._model.load_state_dict(state)
+
+        return commit
+
+
+class MastersPart:
+    """fp32 masters by parameter name, if their values are not in the model's part already.
+
+    A checkpoint with masters also restores an fp32 model, and a checkpoint of an fp32 model restores masters. So a run
+    can change its precision without losing any.
+    """
+
+    name = "masters"
+    scope: Literal["shared"] = "shared"
+
+    def __init__(self, model: nn.Module, gradients: Gradients) -> None:
+        self._model, self._gradients = model, gradients
+
+    def state(self) -> dict[str, Tensor]:
+        _, in_model = _in_fp32(self._model, self._gradients)
+        return {slot.name: slot.trained for slot in _with_master(self._gradients) if slot.name not in in_model}
+
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        exact = {**saved.model, **_saved_masters(saved)}
+
+        def commit() -> None:
+            self._gradients.refresh()
+            with torch.no_grad():
+                for slot in _with_master(self._gradients):
+                    is_exact = _is_rounded_to(slot.parameter, exact.get(slot.name))
+                    slot.trained.copy_(exact[slot.name] if is_exact else slot.parameter)
+
+        return commit
+
+
+def _with_master(gradients: Gradients) -> list[Slot]:
+    return [slot for slot in gradients.slots if slot.trained is not slot.parameter]
+
+
+def _named_tensors(model: nn.Module) -> chain[tuple[str, Tensor]]:
+    """Return parameters and buffers under all their names."""
+    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+
+
+def _in_fp32(model: nn.Module, gradients: Gradients) -> tuple[dict[str, Any], set[str]]:
+    """Return the model's state_dict with masters in place of their parameters, and the names of these parameters.
+
+    A module or hook may have changed an entry of the state_dict. Such an entry is not replaced by the master.
+    """
+    gradients.refresh()
+    masters = {id(slot.parameter): slot for slot in _with_master(gradients)}
+    state, replaced = dict(model.state_dict()), set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        slot, value = masters.get(id(parameter)), state.get(name)
+        if slot is not None and _is_rounded_to(parameter, value):
+            state[name] = slot.trained
+            replaced.add(slot.name)
+    return state, replaced
+
+
+def _is_rounded_to(rounded: Any, value: Any) -> bool:
+    """Check if `value`, cast to the dtype of `rounded`, equals it."""
+    if not isinstance(rounded, Tensor) or not isinstance(value, Tensor) or value.shape != rounded.shape:
+        return False
+    rounded, value = shard(rounded), shard(value)
+    return torch.equal(value.to(rounded), rounded)
+
+
+def _saved_masters(saved: Saved) -> dict[str, Tensor]:
+    masters = table(saved.shared.get("masters"), "masters")
+    for name, value in masters.items():
+        of = saved.model.get(name)
+        if not isinstance(of, Tensor) or not of.is_floating_point() or kind(value) != kind(of.float()):
+            raise CheckpointError(f"the checkpoint has a master of {name!r}, which does not fit that parameter")
+    return masters
+
+
+def _check(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    problems = [f"{name} is missing in the checkpoint" for name in own.keys() - saved.keys()]
+    problems += [f"{name} is unknown to the model" for name in saved.keys() - own.keys()]
+    for name in own.keys() & saved.keys():
+        if kind(own[name]) != kind(saved[name]):
+            problems.append(f"{name} is {kind(own[name])} in the model and {kind(saved[name])} in the checkpoint")
+    if problems:
+        shown = "; ".join(sorted(problems)[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
+        raise CheckpointError(
+            "the checkpoint is of another model", why=shown, remedy="build the model as it was when it was saved"
+        )

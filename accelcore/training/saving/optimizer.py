@@ -1,0 +1,248 @@
+"""Optimizer in a checkpoint: under the names of the parameters, independent of the route that computes the updates."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Adafactor, Optimizer
+
+from accelcore.errors import CheckpointError
+from accelcore.optim.optimizer import RoutedOptimizer
+from accelcore.optim.route import name_of
+from accelcore.optim.state import COUNTERS, SWITCHES
+from accelcore.training.gradients.base import Gradients
+from accelcore.training.saving.part import Saved, table
+
+__all__ = ["OptimizerPart", "OwnStatePart"]
+
+logger = logging.getLogger("accelcore")
+
+_TELLS_ADAM_FROM_ADAMW = "decoupled_weight_decay"
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
+"""Entries that torch's schedulers write into the groups of their optimizer."""
+_OTHER_SHAPES = (Adafactor, LBFGS)
+"""Classes of torch whose state has other shapes than the parameters."""
+
+
+class OptimizerPart:
+    """Groups and state of an optimizer, under the names of its parameters.
+
+    They can be restored by another route of the registry, by torch's class, and on another device.
+
+    Args:
+        model: has the parameters and their names.
+        optimizer: the optimizer to save.
+        gradients: names the masters that torch's own optimizers have in their groups.
+        owns: whether this rank updates a parameter, by name.
+        divided: whether each rank has, and saves, the state of some parameters only; see `OwnStatePart`.
+    """
+
+    name = "optimizer"
+    scope: Literal["shared"] = "shared"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        gradients: Gradients,
+        *,
+        owns: Callable[[str], bool] = lambda name: True,
+        divided: bool = False,
+    ) -> None:
+        self._optimizer, self._owns, self._divided = optimizer, owns, divided
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names.update({id(slot.trained): slot.name for slot in gradients.slots})
+
+    def state(self) -> dict[str, Any]:
+        state = self._optimizer.state_dict()
+        order: dict[int, str] = {}
+        groups = []
+        for group, live in zip(state["param_groups"], self._optimizer.param_groups, strict=True):
+            members = self._members(live)
+            order.update(zip(group["params"], members, strict=True))
+            options = {key: value for key, value in group.items() if key not in SWITCHES}
+            options["lr"] = float(options["lr"])  # a tensor if steps are captured
+            groups.append({**options, "params": members})
+        tree = {"kind": self._kind(), "groups": groups}
+        if self._divided:
+            return tree
+        return {**tree, "state": {order[number]: entry for number, entry in state["state"].items()}}
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the state that this rank saves itself, by parameter name; empty if rank 0 saves everything."""
+        if not self._divided:
+            return {}
+        state = self._optimizer.state_dict()
+        numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+        names = chain.from_iterable(map(self._members, self._optimizer.param_groups))
+        held = ((name, state["state"].get(number)) for number, name in zip(numbers, names, strict=True))
+        return {name: entry for name, entry in held if entry and self._owns(name)}
+
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        tree = table(saved.shared.get("optimizer"), "optimizer state", "groups", "state")
+        if tree.get("kind", self._kind()) != self._kind():  # another program's file has no kind
+            raise _another(f"it is {tree['kind']!r}, and this one is {self._kind()!r}")
+        groups, numbers = self._groups(tree["groups"])
+        entries = table(tree["state"], "optimizer state")
+        if unknown := [name for name in entries if name not in numbers]:
+            raise _another(f"it has a state of {unknown[0]!r}, which this one does not train")
+        for group in self._optimizer.param_groups:
+            parameters = dict(zip(self._members(group), group["params"], strict=True))
+            self._check_entries({name: entries[name] for name in parameters if name in entries}, parameters, group)
+        own = {numbers[name]: entry for name, entry in entries.items() if self._owns(name)}
+
+        def commit() -> None:
+            self._optimizer.load_state_dict({"state": own, "param_groups": groups})
+            if not isinstance(self._optimizer, RoutedOptimizer):
+                _lay_out_as_parameters(self._optimizer)
+
+        return commit
+
+    def _check_entries(self, entries: dict[str, Any], parameters: Mapping[str, Tensor], group: dict[str, Any]) -> None:
+        """Raise CheckpointError for state that the parameters of a group cannot have.
+
+        A fused kernel relies on the shapes, so its state must also be complete. A class that is not torch's keeps what
+        it likes.
+        """
+        optimizer = self._optimizer
+        engine, fused = optimizer, bool(group.get("fused"))
+        if isinstance(optimizer, RoutedOptimizer):
+            engine, fused = optimizer.engine, fused or optimizer.keeps_shapes
+        shaped = fused or (name_of(type(engine)) is not None and not isinstance(engine, _OTHER_SHAPES))
+        for name, saved in entries.items():
+            entry = table(saved, f"state of {name}")
+            _check_count(name, entry, strict=fused)
+            if shaped:
+                _check_shapes(name, entry, parameters[name], strict=fused)
+            first = next(iter(entries))
+            if fused and entry.keys() != entries[first].keys():
+                raise CheckpointError(f"the checkpoint's states of {name!r} and {first!r} have different keys")
+
+    def _kind(self) -> str:
+        optimizer = self._optimizer
+        return optimizer.name if isinstance(optimizer, RoutedOptimizer) else type(optimizer).__name__.lower()
+
+    def _members(self, group: Mapping[str, Any]) -> list[str]:
+        return [self._names[id(parameter)] for parameter in group["params"]]
+
+    def _groups(self, saved: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """Return the groups as the optimizer's `load_state_dict` takes them, and the number of each parameter."""
+        if not isinstance(saved, list) or len(saved) != len(self._optimizer.param_groups):
+            count = len(saved) if isinstance(saved, list) else "no"
+            raise _another(f"it has {count} parameter groups, and this one has {len(self._optimizer.param_groups)}")
+        numbers: dict[str, int] = {}
+        groups = []
+        for position, (live, entry) in enumerate(zip(self._optimizer.param_groups, saved, strict=True)):
+            saved_group = table(entry, "parameter group", "params", "lr")
+            members = self._members(live)
+            own = {key: value for key, value in live.items() if key not in (*SWITCHES, "params")}
+            foreign = set(saved_group) - {"params"} - set(own)
+            if left := sorted(foreign & _OF_SCHEDULERS):
+                logger.warning(
+                    "%s of the checkpoint's optimizer belong to a scheduler: they are not restored, because this "
+                    "optimizer has no scheduler yet",
+                    ", ".join(left),
+                )
+                saved_group = {key: value for key, value in saved_group.items() if key not in left}
+                foreign -= _OF_SCHEDULERS
+            tells = _TELLS_ADAM_FROM_ADAMW
+            if set(saved_group["params"]) != set(members) or foreign or saved_group.get(tells) != own.get(tells):
+                raise _another(
+                    f"parameter group {position} has {len(members)} parameters with {sorted(own)} here, "
+                    f"{len(saved_group['params'])} with {sorted(set(saved_group) - {'params'})} in the checkpoint"
+                )
+            for key in set(own) & set(saved_group):
+                if not _alike(own[key], saved_group[key]):
+                    raise CheckpointError(
+                        f"the checkpoint's optimizer has {key}={saved_group[key]!r}, which cannot replace {own[key]!r}"
+                    )
+            if missing := sorted(set(own) - set(saved_group)):  # options that another version of torch did not have
+                logger.warning("the checkpoint's optimizer has no %s: they are not changed", ", ".join(missing))
+            for name in members:
+                numbers[name] = len(numbers)
+            switches = {key: live[key] for key in SWITCHES if key in live}
+            if isinstance(live["lr"], Tensor):
+                saved_group = {**saved_group, "lr": torch.full_like(live["lr"], saved_group["lr"])}
+            groups.append({**own, **saved_group, **switches, "params": [numbers[name] for name in members]})
+        return groups, numbers
+
+
+class OwnStatePart:
+    """The optimizer state of the parameters that only this rank updates."""
+
+    name = "updates"
+    scope: Literal["rank"] = "rank"
+
+    def __init__(self, optimizer: OptimizerPart) -> None:
+        self._optimizer = optimizer
+
+    def state(self) -> dict[str, Any]:
+        return self._optimizer.own_state()
+
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        return lambda: None  # `OptimizerPart` restores the state of all ranks
+
+
+def _another(why: str) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint is of another optimizer",
+        why=why,
+        remedy="build the optimizer as it was when the checkpoint was saved",
+    )
+
+
+def _alike(own: Any, saved: Any) -> bool:
+    """Check if a saved option has a type that can replace this value."""
+    if own is None or saved is None or isinstance(own, Tensor):
+        return True
+    if isinstance(own, bool) or isinstance(saved, bool):
+        return isinstance(own, bool) and isinstance(saved, bool)
+    if isinstance(own, int | float):
+        return isinstance(saved, int | float) and not math.isnan(saved)
+    if isinstance(own, list | tuple):
+        return isinstance(saved, list | tuple) and len(own) == len(saved) and all(map(_alike, own, saved))
+    return isinstance(saved, type(own))
+
+
+def _check_count(name: str, entry: Mapping[str, Any], *, strict: bool) -> None:
+    """Raise CheckpointError for a number of updates that is not a count, or, if `strict`, not a scalar."""
+    value = entry.get("step", 0)
+    if isinstance(value, Tensor) and value.numel() == 1 and not (strict and value.dim()):
+        value = value.item()
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise CheckpointError(f"the checkpoint has {value!r} as the number of times {name!r} was updated")
+
+
+def _check_shapes(name: str, entry: Mapping[str, Any], parameter: Tensor, *, strict: bool) -> None:
+    """Raise CheckpointError for a tensor that is neither a scalar nor shaped as its parameter, or of another type.
+
+    Args:
+        strict: whether each key must be a tensor of the parameter's shape; the `COUNTERS` must be scalars.
+    """
+    for key, value in entry.items():
+        if not isinstance(value, Tensor):
+            fits = not strict or (key in COUNTERS and isinstance(value, int | float))
+        elif key in COUNTERS or (not strict and value.dim() == 0):
+            fits = value.dim() == 0 or (not strict and value.shape == (1,))
+        else:
+            numbers = value.is_complex() if parameter.is_complex() else value.is_floating_point()
+            fits = numbers and value.shape == parameter.shape
+        if not fits:
+            found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise CheckpointError(
+                f"the checkpoint's {key} of {name!r} is {found}, and its parameter has shape {tuple(parameter.shape)}"
+            )
+
+
+def _lay_out_as_parameters(optimizer: Optimizer) -> None:
+    """Give state the strides of its parameter: files hold it contiguous, and a fused kernel walks both alike."""
+    for parameter, entry in optimizer.state.items():
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                entry[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

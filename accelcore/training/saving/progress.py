@@ -1,0 +1,251 @@
+"""Small parts of a checkpoint: schedule, loss scale, open window, data position, random states, extra."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from accelcore.errors import CheckpointError
+from accelcore.optim.shards import is_sharded, shard
+from accelcore.roles.runtime import Runtime
+from accelcore.scaling.dynamic import LossScaler, described
+from accelcore.training.data.data_stream import DataStreams
+from accelcore.training.gradients.base import Gradients
+from accelcore.training.saving.part import Saved, kind, number, table
+from accelcore.training.window import Window
+
+__all__ = ["DataStreamsPart", "ExtraPart", "RandomPart", "ScalerPart", "SchedulePart", "WindowPart"]
+
+logger = logging.getLogger("accelcore")
+
+
+class SchedulePart:
+    """The schedule of the learning rate."""
+
+    name = "schedule"
+    scope: Literal["shared"] = "shared"
+
+    def __init__(self, scheduler: LRScheduler | None, by: str) -> None:
+        self._scheduler, self._by = scheduler, by
+
+    def state(self) -> Any:
+        state = None if self._scheduler is None else self._scheduler.state_dict()
+        return {"kind": type(self._scheduler).__name__, "by": self._by, "state": state}
+
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        schedule = table(saved.shared.get("schedule"), "schedule", "kind", "by", "state")
+        own, scheduler = type(self._scheduler).__name__, self._scheduler
+        if schedule["kind"] != own:
+            raise CheckpointError(
+                f"the checkpoint's scheduler is a {schedule['kind']}, not a {own}",
+                remedy="build the trainer as it was built when the checkpoint was saved",
+            )
+        if schedule["by"] != self._by:
+            raise CheckpointError(
+                f"the checkpoint's scheduler is stepped by {schedule['by']}, and this one by {self._by}",
+                remedy=f'give the trainer schedule_by="{schedule["by"]}"',
+            )
+        if scheduler is None:
+            return lambda: None
+        state = table(schedule["state"], "schedule")
+        return lambda: scheduler.load_state_dict(state)
+
+
+class ScalerPart:
+    """The loss scale. If the training has another kind of loss scale, it keeps its own."""
+
+    name = "scaler"
+    scope: Literal["shared"] = "shared"
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+
+    def state(self) -> Any:
+        return self._scaler.state_dict()
+
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        scaler, before, state = self._scaler, self._scaler.state_dict(), table(saved.shared.get("scaler"), "loss scale")
+        if scaler.takes(state):
+            _rehearse(scaler.load_state_dict, state, before)
+            return lambda: scaler.load_state_dict(state)
+        if table(saved.own.get("window"), "window", "micro")["micro"]:
+            raise CheckpointError(
+                "the checkpoint was saved within a window with another loss scale",
+                why="the gradients of the window are multiplied by that loss scale",
+                remedy="resume with the precision it was saved with, or from a checkpoint saved between two windows",
+            )
+        logger.warning(
+            "the checkpoint has %s, and this training %s: it keeps its own", described(state), described(before)
+        )
+        return lambda: None
+
+
+class WindowPart:
+    """The open window: number of micro-batches, their weights and gradients, and this rank's buffers."""
+
+    name = "window"
+    scope: Literal["rank"] = "rank"
+
+    def __init__(self, model: nn.Module, window: Window, gradients: Gradients) -> None:
+        self._model, self._window, self._gradients = model, window, gradients
+
+    def state(self) -> Any:
+        open_ = self._window.micro > 0
+        return {
+            **self._window.state(),
+            "gradients": self._gradients.state() if open_ else {},
+            "sharded": self._is_sharded(),
+            # Within a window the buffers of the ranks may differ; they become equal when it ends.
+            "buffers": dict(self._model.named_buffers()) if open_ else {},
+        }
+
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        keys = ("micro", "accumulate", "divisor", "unit", "total", "gradients", "sharded", "buffers")
+        window = table(saved.own.get("window"), "window", *keys)
+        micro, accumulate = number(window["micro"], "micro"), number(window["accumulate"], "accumulate")
+        if micro and (accumulate != self._window.accumulate or micro >= accumulate):
+            raise CheckpointError(
+                f"the checkpoint was saved after {micro} micro-batches of a window of {accumulate}, "
+                f"and this trainer accumulates {self._window.accumulate}",
+                remedy=f"resume with accumulate={accumulate}, or from a checkpoint saved between two windows",
+            )
+        if micro and window["sharded"] != self._is_sharded():
+            raise CheckpointError(
+                "the checkpoint was saved within a window of a sharded model and this model is not sharded, or the "
+                "reverse",
+                why="sharded gradients are averaged over the ranks, others are not",
+                remedy="resume with the strategy it was saved with, or from a checkpoint saved between two windows",
+            )
+        gradients, buffers = table(window["gradients"], "gradients"), table(window["buffers"], "buffers")
+        own_buffers = dict(self._model.named_buffers())
+        _check_shapes(gradients, {slot.name: shard(slot.parameter) for slot in self._gradients.slots}, "gradient")
+        _check_shapes(buffers, own_buffers, "buffer")
+        total, unit = window["total"], window["unit"]
+        divided = number(window["divisor"], "divisor") / self._window.divisor
+        if not (total is None or (isinstance(total, Tensor) and total.numel() == 1)):
+            raise CheckpointError(f"the weight of the checkpoint's window is {kind(total)}, not a scalar")
+        if not (unit is None or isinstance(unit, float)):
+            raise CheckpointError(f"the unit of weights in the checkpoint's window is {unit!r}, not a float")
+
+        def commit() -> None:
+            with torch.no_grad():
+                for name, value in buffers.items():
+                    own_buffers[name].copy_(value)
+                self._gradients.load_state({name: gradient * divided for name, gradient in gradients.items()})
+            self._window.load_state({"micro": micro, "unit": unit, "total": total})
+
+        return commit
+
+    def _is_sharded(self) -> bool:
+        return any(is_sharded(slot.parameter) for slot in self._gradients.slots)
+
+
+class DataStreamsPart:
+    """This rank's positions in the data."""
+
+    name = "data"
+    scope: Literal["rank"] = "rank"
+
+    def __init__(self, streams: DataStreams, runtime: Runtime) -> None:
+        self._streams, self._runtime = streams, runtime
+
+    def state(self) -> Any:
+        return self._streams.state_dict()
+
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        positions = table(saved.own.get("data"), "positions in the data")
+        for name, position in positions.items():
+            # "loader" is checked by the loader, which is not known before it is read.
+            entry = table(position, f"position in {name}", "epoch", "taken", "seed", "start", "generators", "loader")
+            number(entry["epoch"], "epoch"), number(entry["taken"], "taken")
+            if entry["seed"] is not None:
+                number(entry["seed"], "seed")
+            start, generators = table(entry["start"], "random state"), entry["generators"]
+            if not isinstance(generators, list) or not _all_tensors([*start.values(), *generators]):
+                raise CheckpointError(f"the checkpoint's position in {name!r} has a random state that is not a tensor")
+            if start:
+                _rehearse(self._runtime.set_rng_state, start, self._runtime.rng_state())
+        return lambda: self._streams.load_state_dict(positions)
+
+
+class RandomPart:
+    """The random states of this rank."""
+
+    name = "random"
+    scope: Literal["rank"] = "rank"
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def state(self) -> Any:
+        return self._runtime.rng_state()
+
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        if not saved.same_job:
+            return lambda: None
+        states, before = table(saved.own.get("random"), "random states"), self._runtime.rng_state()
+        if not _all_tensors(states.values()):
+            raise CheckpointError("the checkpoint has a random state that is not a tensor")
+        _rehearse(self._runtime.set_rng_state, states, before)
+
+        def commit() -> None:
+            left = self._runtime.set_rng_state(states)
+            if left:
+                logger.warning("this device or process has no random generator for: %s", ", ".join(left))
+            if missing := sorted(before.keys() - states.keys()):
+                logger.warning("the checkpoint has no random state for %s: they keep theirs", ", ".join(missing))
+
+        return commit
+
+
+class ExtraPart:
+    """The script's own dict: plain values, tensors, and lists, tuples and dicts of these.
+
+    Args:
+        extra: the dict, which is restored in place.
+        name: its key in the checkpoint.
+    """
+
+    scope: Literal["shared"] = "shared"
+
+    def __init__(self, extra: dict[str, Any], name: str = "extra") -> None:
+        self._extra, self.name = extra, name
+
+    def state(self) -> Any:
+        return self._extra
+
+    def prepare(self, saved: Saved) -> Callable[[], None]:
+        extra = saved.shared.get(self.name)
+        if not isinstance(extra, dict):
+            raise CheckpointError(f"the checkpoint's {self.name} is {extra!r}, not a dict")
+
+        def commit() -> None:
+            self._extra.clear()
+            self._extra.update(extra)
+
+        return commit
+
+
+def _rehearse(load: Callable[[dict[str, Any]], object], state: dict[str, Any], before: dict[str, Any]) -> None:
+    """Load a state and then the one from before, so that a state that does not load is refused in time."""
+    try:
+        load(state)
+    finally:
+        load(before)
+
+
+def _all_tensors(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, Tensor) for value in values)
+
+
+def _check_shapes(saved: Mapping[str, Any], own: Mapping[str, Tensor], what: str) -> None:
+    for name, value in saved.items():
+        if not isinstance(value, Tensor) or name not in own or own[name].shape != value.shape:
+            raise CheckpointError(
+                f"the checkpoint has a {what} of {name!r}, {kind(value)}, which does not fit this model"
+            )

@@ -1,0 +1,310 @@
+"""Saving and restoring a training, on all ranks together.
+
+To restore, every rank first reads, checks and converts everything and changes nothing. If all ranks succeed, all
+commit. A commit only fails in the user's own code, such as a hook. The trainers then refuse to train, on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelcore.backend import Backend
+from accelcore.checkpoint import store
+from accelcore.checkpoint.finding import find
+from accelcore.checkpoint.manifest import MODEL, RANK, file_of
+from accelcore.checkpoint.tensors import Layout
+from accelcore.errors import CheckpointError, ConfigurationError
+from accelcore.training.agreement import Agreement
+from accelcore.training.saving.foreign import prepare_foreign
+from accelcore.training.saving.part import Part, Saved, table
+from accelcore.util.text import is_whole
+
+__all__ = ["Resumed", "TrainingState", "load", "resume", "save"]
+
+logger = logging.getLogger("accelcore")
+
+_SHARED = "training"
+"""File of the parts that all ranks share, except for the model."""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """One trainer's share of a checkpoint.
+
+    Attributes:
+        backend: the device and the job of the training.
+        parts: every kind of state.
+        steps: windows closed so far.
+        acquire_gradients: puts this training's gradients on the parameters, which other trainers may share.
+        restored: called after the parts were restored.
+        give_up: called with the error if only some parts were restored.
+        sharded: the parameters that are sharded over the ranks, by name.
+    """
+
+    backend: Backend
+    parts: Sequence[Part]
+    steps: int
+    acquire_gradients: Callable[[], None]
+    restored: Callable[[], None]
+    give_up: Callable[[BaseException], None]
+    sharded: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+Trainings = Mapping[str, TrainingState]
+"""Trainings of one checkpoint by the trainers' names; a trainer that is saved alone has the name ""."""
+
+_Commits = Sequence[tuple[TrainingState, Sequence[Callable[[], None]]]]
+"""Each training, and the functions that restore its parts."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that was restored.
+
+    Attributes:
+        path: its folder.
+        steps: of each trainer, by name.
+        run: the run that saved it.
+    """
+
+    path: Path
+    steps: Mapping[str, int]
+    run: str
+
+
+def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> Path:
+    """Write a new checkpoint; see `Trainer.save`.
+
+    Args:
+        trainings: what to save.
+        folder: the folder of checkpoints.
+        run: distinguishes this run's checkpoints from another's in the same folder.
+        keep: how many checkpoints of this run to keep; None keeps all.
+    """
+    if keep is not None and not is_whole(keep, 1):
+        raise ConfigurationError(
+            f"keep={keep!r} is not a number of checkpoints", remedy="give a whole number, 1 or more, or None"
+        )
+    backend, agreement = _agreement(trainings)
+    agreement.meet("trainer.save()")
+    rank, number, doing = backend.collectives.rank, 0, "save its part of the checkpoint"
+    steps = max(training.steps for training in trainings.values())
+    try:
+        with ExitStack() as held:
+            with agreement.together(doing):
+                if rank == 0:
+                    with store.writing(folder):
+                        held.enter_context(store.alone(folder))
+                        store.begin(folder)
+            with agreement.together(doing), store.writing(folder):
+                for name, training in trainings.items():
+                    _write(training, folder, name, rank)
+            with agreement.together(doing):
+                if rank == 0:
+                    with store.writing(folder):
+                        number = store.finish(folder, steps, _facts(backend, trainings, run))
+    except BaseException:
+        if rank == 0:
+            store.clear(folder)
+        raise
+    path = store.path_of(folder, steps, agreement.of_rank_0(number))
+    if rank == 0 and keep is not None:
+        _prune(path, keep)
+    return path
+
+
+def resume(trainings: Trainings, folder: Path) -> Resumed | None:
+    """Restore a checkpoint; see `Trainer.resume`. Return None if `folder` has no checkpoint."""
+    backend, agreement = _agreement(trainings)
+    agreement.meet("trainer.resume()")
+    rank, world_size = backend.collectives.rank, backend.collectives.world_size
+    checkpoint, steps, commits = None, {}, []
+    with agreement.together("resume"), _as_checkpoint_error(folder):
+        checkpoint = find(folder, (rank, world_size))
+        if checkpoint is not None:
+            steps = _steps_of(trainings, checkpoint)
+            for name, training in trainings.items():
+                saved = _read(checkpoint, name, rank, world_size, training.sharded)
+                commits.append((training, [part.prepare(saved) for part in training.parts]))
+    if not agreement.all_equal(0 if checkpoint is None else checkpoint.fingerprint):
+        raise CheckpointError(
+            f"the ranks do not find the same checkpoint in {folder}",
+            why="this rank finds " + ("none" if checkpoint is None else checkpoint.path.name),
+            remedy="give all ranks one folder that all of them see",
+        )
+    if checkpoint is None:
+        return None
+    _commit(commits, agreement, "resume")
+    return Resumed(checkpoint.path, steps, checkpoint.manifest["run"])
+
+
+def load(training: TrainingState, path: Path) -> dict[str, Any]:
+    """Restore what another program saved of a model and its optimizer; see `Trainer.load`."""
+    _, agreement = _agreement({"": training})
+    agreement.meet("trainer.load()")
+    commits: Sequence[Callable[[], None]] = []
+    rest: dict[str, Any] = {}
+    with agreement.together("load"), _as_checkpoint_error(path):
+        commits, rest = prepare_foreign(training.parts, path)
+    _commit([(training, commits)], agreement, "load")
+    return rest
+
+
+def _commit(commits: _Commits, agreement: Agreement, doing: str) -> None:
+    """Restore all parts. If that fails on one rank, the trainers give up on every rank."""
+    failure: BaseException | None = None
+    try:
+        for training, of_one in commits:
+            training.acquire_gradients()
+            for commit in of_one:
+                commit()
+            training.restored()
+    except BaseException as error:  # noqa: BLE001  # raised again when all ranks know
+        failure = error
+    try:
+        agreement.settle(failure, doing)
+    except BaseException as error:
+        for training, _ in commits:
+            training.give_up(error)
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(
+            "a checkpoint was restored in part",
+            why=repr(error),
+            remedy="create the model, optimizer and trainer again: this trainer no longer trains",
+        ) from error
+
+
+def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
+    """Write this rank's files of one trainer."""
+    training.acquire_gradients()
+    if rank == 0 or training.sharded:
+        shared = _states(training, "shared")
+        store.write_part(folder, file_of(name, MODEL), shared.pop(MODEL), rank=rank)
+        store.write_part(folder, file_of(name, _SHARED), shared, rank=rank)
+    store.write_part(folder, file_of(name, _of_rank(rank)), _states(training, "rank"))
+
+
+def _read(
+    checkpoint: store.Checkpoint, trainer: str, rank: int, world_size: int, sharded: Mapping[str, Tensor]
+) -> Saved:
+    """Read the state of one trainer that this rank needs.
+
+    Raises:
+        CheckpointError: it is malformed, or another number of ranks saved it within an epoch.
+    """
+    saved_by = checkpoint.manifest["world_size"]
+    same_job, layout = saved_by == world_size, partial(_layout, sharded)
+    model = table(checkpoint.part(file_of(trainer, MODEL), layout), "model")
+    shared = table(checkpoint.part(file_of(trainer, _SHARED), layout), "training state")
+    own = table(checkpoint.part(file_of(trainer, _of_rank(rank if same_job else 0))), "state of this rank")
+    if "state" not in (optimizer := table(shared.get("optimizer"), "optimizer state")):
+        optimizer["state"] = _updates_of_all_ranks(checkpoint, trainer, saved_by, layout)
+    if not same_job:
+        positions = table(own.get("data"), "positions in the data").values()
+        within = table(own.get("window"), "window", "micro")["micro"]
+        if within or any(table(position, "position", "taken")["taken"] for position in positions):
+            raise CheckpointError(
+                f"the checkpoint was saved within an epoch by a job of {saved_by}, this is a job of {world_size}",
+                why="the rest of the epoch cannot be shared out among another number of ranks",
+                remedy=f"resume in a job of {saved_by}, or from a checkpoint saved at the end of an epoch",
+            )
+        if rank == 0:
+            logger.warning(
+                "the checkpoint was saved by a job of %d, this is a job of %d: random states are not restored",
+                saved_by,
+                world_size,
+            )
+    return Saved(model, shared, own, same_job)
+
+
+def _updates_of_all_ranks(checkpoint: store.Checkpoint, trainer: str, count: int, layout: Layout) -> dict[str, Any]:
+    """Merge the optimizer state that each rank saved of the parameters that it updates."""
+    state: dict[str, Any] = {}
+    for rank in range(count):
+        saved = table(checkpoint.part(file_of(trainer, _of_rank(rank)), layout), "state of a rank")
+        state |= table(saved.get("updates"), "optimizer state of a rank")
+    return state
+
+
+def _layout(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
+    """Return the sharded parameter that a stored tensor of this shape belongs to, or None."""
+    for prefix in ("optimizer.state.", "updates."):
+        if name.startswith(prefix):
+            name = name.removeprefix(prefix).rpartition(".")[0]
+    parameter = sharded.get(name.removeprefix("masters."))
+    return parameter if parameter is not None and parameter.shape == shape else None
+
+
+def _steps_of(trainings: Trainings, checkpoint: store.Checkpoint) -> dict[str, int]:
+    """Return the steps of each trainer; raise CheckpointError if the checkpoint has other trainers."""
+    steps: dict[str, int] = checkpoint.manifest["trainers"]
+    if steps.keys() == trainings.keys():
+        return steps
+    contains, resuming = (
+        "one trainer alone" if "" in names else "the trainers " + ", ".join(sorted(names)) + " together"
+        for names in (steps, trainings)
+    )
+    raise CheckpointError(
+        f"the checkpoint {checkpoint.path} contains {contains}, but you are resuming {resuming}",
+        remedy="resume it as it was saved, by trainer.resume(...) or by accelcore.Together(...).resume(...), with the "
+        "same names",
+    )
+
+
+def _prune(path: Path, keep: int) -> None:
+    """Delete older checkpoints of this run; a failure is only logged, because the new checkpoint is saved."""
+    try:
+        others = store.keep_newest(path, keep)
+    except OSError as error:
+        logger.warning("%s is saved, but older checkpoints could not be deleted: %s", path, error)
+        return
+    if others:
+        logger.warning("%s also has checkpoints of another run, such as %s", path.parent, others[-1].name)
+
+
+def _of_rank(rank: int) -> str:
+    """Return the file of the parts that each rank saves itself."""
+    return f"{RANK}{rank:05d}"
+
+
+def _states(training: TrainingState, scope: str) -> dict[str, Any]:
+    return {part.name: part.state() for part in training.parts if part.scope == scope}
+
+
+def _facts(backend: Backend, trainings: Trainings, run: str) -> dict[str, Any]:
+    return {
+        "run": run,
+        "trainers": {name: training.steps for name, training in trainings.items()},
+        "world_size": backend.collectives.world_size,
+        "device": backend.name,
+        "accelcore": version("accelcore"),
+        "torch": torch.__version__,
+    }
+
+
+def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:
+    """Return the backend that all these trainers share, and the agreement of its job."""
+    backend = next(iter(trainings.values())).backend
+    return backend, Agreement(backend.collectives, backend.device)
+
+
+@contextmanager
+def _as_checkpoint_error(folder: Path) -> Iterator[None]:
+    """Convert any error of a state that does not fit to a CheckpointError."""
+    try:
+        yield
+    except (CheckpointError, ConfigurationError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"a checkpoint in {folder} does not fit this trainer", why=repr(error)) from error
