@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError
 from accelcore.scaling.dynamic import LossScale, LossScaler, Scalers
 from accelcore.util.text import did_you_mean, is_number
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
 __all__ = ["Policy", "autocast_dtype", "choose_policy", "create_scaler", "fp32_mode", "preset_name"]
 

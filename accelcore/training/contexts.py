@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
-from accelcore.backend import Backend
 from accelcore.precision.policy import Policy
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
 __all__ = ["Contexts"]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.backend import Backend
 from accelcore.precision.policy import Policy
 from accelcore.roles.compiler import Compiled
 from accelcore.training.captured import CapturedStep
@@ -18,6 +17,9 @@ from accelcore.training.gradients.base import Gradients, PerTensor
 from accelcore.training.observers import Listeners
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
 __all__ = ["Plan", "Stage"]
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.backend import Backend
 from accelcore.errors import TrainingError
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
@@ -30,6 +29,8 @@ from accelcore.training.window import Window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from accelcore.backend import Backend
 
 __all__ = ["Trainer"]
 

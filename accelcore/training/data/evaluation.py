@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from accelcore.backend import Backend
 from accelcore.training.data.data_stream import Batches
 from accelcore.training.data.sharding import share_once
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
 __all__ = ["Evaluation"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
-from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.jobs.launchers import read_launch
 from accelcore.training.options import FSDP, TrainerOptions
@@ -14,6 +14,9 @@ from accelcore.training.parallel.ddp import DDP
 from accelcore.training.parallel.fsdp import FullySharded
 from accelcore.training.parallel.strategy import SingleProcess, Strategy
 from accelcore.training.parallel.zero1 import Zero1
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
 __all__ = ["create_strategy"]
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accelcore.backend import Backend
 from accelcore.training.gradients.base import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.strategy import Strategy, all_reduce_gradients, broadcast_tensors, comm_dtype
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
 __all__ = ["CombineDDP"]
 

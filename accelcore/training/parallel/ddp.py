@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accelcore.backend import Backend
 from accelcore.errors import DistributedError, TrainingError, UnsupportedError
 from accelcore.jobs.launchers import read_launch
 from accelcore.precision.policy import Policy
 from accelcore.training.gradients.base import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.strategy import Strategy, all_reduce_gradients, broadcast_buffers, check_trainable
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
 __all__ = ["DDP", "replicate"]
 

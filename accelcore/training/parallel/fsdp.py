@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.shards import is_sharded
 from accelcore.precision.o1.table import LOW_PRECISION
@@ -25,6 +24,9 @@ from accelcore.training.parallel.strategy import (
     check_trainable,
     comm_dtype,
 )
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
 __all__ = ["FullySharded"]
 

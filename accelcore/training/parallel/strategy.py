@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError
 from accelcore.jobs.collectives import Collectives
 from accelcore.precision.policy import Policy
 from accelcore.training.gradients.base import Gradients
 from accelcore.training.options import TrainerOptions
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
 __all__ = [
     "SingleProcess",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.backend import Backend
 from accelcore.errors import UnsupportedError
 from accelcore.optim.flat.runs import Slot
 from accelcore.precision.policy import Policy
@@ -17,6 +16,9 @@ from accelcore.training.gradients.base import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.combine_ddp import CombineDDP
 from accelcore.training.parallel.strategy import broadcast_tensors, owns
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
 __all__ = ["Zero1"]
 

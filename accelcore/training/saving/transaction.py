@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from accelcore.backend import Backend
 from accelcore.checkpoint import store
 from accelcore.checkpoint.finding import find
 from accelcore.checkpoint.manifest import MODEL, RANK, file_of
@@ -28,6 +27,9 @@ from accelcore.training.agreement import Agreement
 from accelcore.training.saving.foreign import prepare_foreign
 from accelcore.training.saving.part import Part, Saved, table
 from accelcore.util.text import is_whole
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
 __all__ = ["Resumed", "TrainingState", "load", "resume", "save"]
 
