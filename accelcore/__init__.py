@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accelcore.backend import Backend
     from accelcore.capabilities import Capabilities
-    from accelcore.devices.hookspecs import API, hookimpl
-    from accelcore.devices.probe import Probe
+    from accelcore.devices.hookspecs import API, Probe, hookimpl
     from accelcore.devices.select import installed, select
     from accelcore.errors import (
         AccelError,
@@ -83,7 +82,7 @@ _HOMES = {
     "LossScale": "scaling.settings",
     "Observer": "training.observers",
     "Policy": "precision.policy",
-    "Probe": "devices.probe",
+    "Probe": "devices.hookspecs",
     "Recompute": "training.activations",
     "ShardedStream": "training.data.sharded_stream",
     "Together": "training.saving.saver",

@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from accelcore.capabilities import Capabilities
-from accelcore.devices.probe import Probe
+from accelcore.devices.hookspecs import Probe
 from accelcore.errors import ConfigurationError
 from accelcore.jobs.launchers import Launch, read_launch
 

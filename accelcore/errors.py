@@ -75,13 +75,7 @@ class UnsupportedError(AccelError, NotImplementedError):
 
 
 class DistributedError(AccelError, RuntimeError):
-    """The process group cannot be formed or used.
-
-    Attributes:
-        failed: the ranks whose failures are the cause; see their errors.
-    """
-
-    failed: tuple[int, ...] = ()
+    """The process group cannot be formed or used."""
 
 
 class TrainingError(AccelError, RuntimeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -165,18 +165,7 @@ _AFTER_THE_SCRIPT = {"allow_interspersed_args": False}  # options after the scri
 @click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @common
-def run(
-    device: str | None,
-    nproc: int,
-    max_restarts: int,
-    check_collectives: bool,
-    emulate: str | None,
-    apex: bool,
-    module: bool,
-    script: str,
-    arguments: tuple[str, ...],
-    **machines: str | None,
-) -> None:
+def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Run a script, or with -m a module, on the device of your choice.
 
     Options of accelcore go before SCRIPT, the script's own after it. With one rank this process becomes the script,
@@ -194,19 +183,9 @@ def run(
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     from accelcore.cli.run.script import run
 
-    given = {name: machines[name[2:].replace("-", "_")] for name in _SEVERAL_MACHINES}
-    run(
-        script,
-        arguments,
-        module=module,
-        device=device,
-        nproc=nproc,
-        machines={name: value for name, value in given.items() if value is not None},
-        max_restarts=max_restarts,
-        check_collectives=check_collectives,
-        emulate=emulate,
-        apex=apex,
-    )
+    machines = {name: options.pop(name[2:].replace("-", "_")) for name in _SEVERAL_MACHINES}
+    given = {name: value for name, value in machines.items() if value is not None}
+    run(script, arguments, machines=given, **options)
 
 
 @app.group()

@@ -12,15 +12,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from types import TracebackType
 from typing import Any, cast
 
 import pluggy
 
 from accelcore.devices import hookspecs
-from accelcore.devices.entry_points import Declared, declared
-from accelcore.devices.probe import Probe
+from accelcore.devices.hookspecs import Probe
 from accelcore.devices.request import probe_timeout
 from accelcore.errors import PluginError
 from accelcore.known_faults import KnownFault
@@ -31,12 +30,16 @@ __all__ = [
     "EMULATORS",
     "EXTENSIONS",
     "Candidate",
+    "Declared",
     "Extension",
+    "declared",
     "describe",
     "emulate",
     "extensions",
     "find",
+    "how_to_install",
     "load_extensions",
+    "own_plugins",
     "probe_all",
     "within_time",
 ]
@@ -48,6 +51,23 @@ EMULATORS = "accelcore.emulators"
 _LONGEST = 300  # characters of a plugin's own message that are shown
 
 logger = logging.getLogger("accelcore")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """One entry point, and the distribution that declares it with its version; empty if its metadata lacks them."""
+
+    point: EntryPoint
+    distribution: str
+    version: str
+
+    @property
+    def name(self) -> str:
+        return self.point.name
+
+    @property
+    def label(self) -> str:
+        return f"{self.distribution} {self.version}" if self.distribution else "an unnamed distribution"
 
 
 @dataclass(frozen=True)
@@ -114,6 +134,42 @@ class _Call:
     def outcome(self, deadline: float) -> _Outcome | None:
         """Wait for the outcome; return None if the call has not returned by the deadline."""
         return self._outcome if self._done.wait(max(0.0, deadline - time.monotonic())) else None
+
+
+def declared(group: str) -> list[Declared]:
+    """Return all entry points of a group, in an order that is the same in every process."""
+    found = [Declared(point, *_owner(point)) for point in entry_points(group=group)]
+    return sorted(found, key=lambda entry: (entry.name, entry.label))
+
+
+def _owner(point: EntryPoint) -> tuple[str, str]:
+    try:
+        name, version = (point.dist.name, point.dist.version) if point.dist else ("", "")
+    except (ValueError, KeyError):  # its metadata is not text, or empty
+        name = version = ""
+    return (name, version) if name and version else ("", "")
+
+
+def how_to_install(distribution: str) -> str:
+    """Return the command that installs a distribution of accelcore's repository, such as `accelcore-cpu`."""
+    folder = distribution.removeprefix("accelcore-").replace("-", "_")
+    return f"install {distribution}: pip install ./plugins/{folder} in a clone of accelcore"
+
+
+def own_plugins() -> dict[str, str]:
+    """Return the distributions of accelcore's own plugins, installed or not, by the backend's name.
+
+    They are the extras in accelcore's metadata. The result is empty if accelcore is only a folder on the path.
+    """
+    from packaging.requirements import Requirement
+
+    try:
+        own = distribution("accelcore")
+    except PackageNotFoundError:
+        return {}
+    required = {Requirement(text).name for text in own.requires or ()}
+    named = {extra: f"accelcore-{extra}" for extra in own.metadata.get_all("Provides-Extra") or ()}
+    return {extra: name for extra, name in named.items() if name in required}
 
 
 # A load that never returns holds its thread; later requests wait for the same load.

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from accelcore.devices import plugins
 from accelcore.devices.create import create_backend
-from accelcore.devices.entry_points import declared, how_to_install, own_plugins
-from accelcore.devices.plugins import Candidate
-from accelcore.devices.probe import Probe
+from accelcore.devices.hookspecs import Probe
+from accelcore.devices.plugins import Candidate, declared, how_to_install, own_plugins
 from accelcore.devices.request import Choice, parse, requested_device
 from accelcore.errors import (
     AccelError,

@@ -12,8 +12,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from accelcore.devices.entry_points import declared
-from accelcore.devices.plugins import Candidate, describe
+from accelcore.devices.plugins import Candidate, declared, describe
 from accelcore.errors import BackendUnavailableError
 
 __all__ = ["VARIABLE", "Autoload", "autoloads", "enabled", "import_torch", "of_unusable_backends"]

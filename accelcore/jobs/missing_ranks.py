@@ -138,13 +138,11 @@ class MissingRanks:
         )
 
     def _others_failed(self, failed: Sequence[int], notes: Mapping[int, Note], why: str = "") -> DistributedError:
-        error = DistributedError(
+        return DistributedError(
             f"{ranks(failed)} of this job failed, and the others cannot go on without it",
             why="; ".join(filter(None, [_places([*failed[:_NAMED], self._rank], notes), why])),
             remedy="see the traceback of that rank",
         )
-        error.failed = tuple(failed)
-        return error
 
     def _collect(self) -> tuple[dict[int, Note], list[int]]:
         """Return all notes, and the ranks that have stopped writing; returns at once if a rank has failed."""

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
 from typing import Any
 
 from accelcore.cli.doctor.ask_plugins import SelectionPreview, ask_plugins
 from accelcore.cli.doctor.deep import Deep, examine
-from accelcore.cli.doctor.requirements import Misfit, installed_version, misfits
 from accelcore.devices import plugins
-from accelcore.devices.entry_points import Declared, declared
-from accelcore.devices.plugins import BACKENDS, EXTENSIONS, Candidate
-from accelcore.devices.probe import Probe
+from accelcore.devices.hookspecs import Probe
+from accelcore.devices.plugins import BACKENDS, EXTENSIONS, Candidate, Declared, declared
 from accelcore.devices.torch_autoload import VARIABLE, Autoload, autoloads, enabled, of_unusable_backends
 from accelcore.jobs.launchers import JOB_VARIABLES
 from accelcore.known_faults import TORCH_FAULTS, KnownFault
+from accelcore.util.text import shown
 
-__all__ = ["BROKEN", "NOTHING_USABLE", "USABLE", "Backend", "Diagnosis", "Extension", "InstalledFault", "diagnose"]
+__all__ = [
+    "BROKEN",
+    "NOTHING_USABLE",
+    "USABLE",
+    "Backend",
+    "Diagnosis",
+    "Extension",
+    "InstalledFault",
+    "Misfit",
+    "diagnose",
+]
 
 SCHEMA = 1
 """Version of the JSON. It changes if a field is removed or changes its meaning, not if one is added."""
@@ -41,6 +52,23 @@ _VARIABLES = (
     "PYTHONPATH",
     "LD_LIBRARY_PATH",
 )
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A requirement that is not met, or cannot be read.
+
+    Attributes:
+        distribution: the distribution that has the requirement.
+        requirement: the requirement as in its metadata, without the marker; empty if it cannot be read.
+        installed: the installed version; None if nothing is installed.
+    """
+
+    distribution: str
+    requirement: str
+    installed: str | None
+    reason: str
+    remedy: str
 
 
 @dataclass(frozen=True)
@@ -167,14 +195,11 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
     offered = declared(BACKENDS)
     backends = tuple(_backend(candidate, offered) for candidate in candidates)
     offered = declared(EXTENSIONS)
-    deep = None
-    if deep_timeout is not None:
-        deep = examine(candidates, found, deep_timeout)
     return Diagnosis(
         versions={"python": platform.python_version(), **_versions(_DISTRIBUTIONS)},
         platform=_platform(),
         executable=sys.executable,
-        misfits=misfits(["accelcore"]),
+        misfits=_misfits(["accelcore"]),
         backends=backends,
         extensions=tuple(_extension(extension, offered) for extension in answers.extensions),
         selection=answers.selection,
@@ -183,7 +208,7 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
         crash=crash,
         advice=tuple(_advice(found, candidates)),
         faults=tuple(_installed_faults(candidates)),
-        deep=deep,
+        deep=None if deep_timeout is None else examine(candidates, found, deep_timeout),
     )
 
 
@@ -205,7 +230,7 @@ def _backend(candidate: Candidate, offered: Iterable[Declared]) -> Backend:
         count=probe.count,
         priority=probe.priority,
         versions=_versions(probe.distributions),
-        misfits=misfits([*owners, *filter(None, probe.distributions)]),
+        misfits=_misfits([*owners, *filter(None, probe.distributions)]),
     )
 
 
@@ -215,7 +240,7 @@ def _extension(extension: plugins.Extension, offered: Iterable[Declared]) -> Ext
     owners = [
         entry.distribution for entry in offered if (entry.name, entry.label) == (extension.name, extension.distribution)
     ]
-    return Extension(extension.name, state, extension.distribution, extension.reason, remedy, misfits(owners))
+    return Extension(extension.name, state, extension.distribution, extension.reason, remedy, _misfits(owners))
 
 
 def _installed_faults(candidates: Iterable[Candidate]) -> Iterator[InstalledFault]:
@@ -224,12 +249,11 @@ def _installed_faults(candidates: Iterable[Candidate]) -> Iterator[InstalledFaul
     for backend, faults in known:
         for fault in faults:
             if fault.applies:
-                shown = {field.name: getattr(fault, field.name) for field in fields(InstalledFault)[1:]}
-                yield InstalledFault(backend, **shown)
+                yield InstalledFault(backend, *(getattr(fault, field.name) for field in fields(InstalledFault)[1:]))
 
 
-def _versions(distributions: Iterable[str]) -> dict[str, str | None]:
-    return {distribution: installed_version(distribution) for distribution in distributions}
+def _versions(names: Iterable[str]) -> dict[str, str | None]:
+    return {name: _installed_version(name) for name in names}
 
 
 def _environment(probes: Iterable[Probe]) -> dict[str, str | None]:
@@ -245,3 +269,58 @@ def _advice(found: Sequence[Autoload], candidates: Sequence[Candidate]) -> Itera
             f"import torch loads {autoload}, although {candidate.name} is not usable here ({candidate.probe.reason}); "
             f"if that makes import torch fail, set {VARIABLE}=0 or start the script with accelcore run"
         )
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except (PackageNotFoundError, ValueError, KeyError):  # ValueError: an empty name, or metadata that is not text
+        return None
+
+
+def _misfits(names: Iterable[str]) -> tuple[Misfit, ...]:
+    """Return the unmet requirements of installed distributions; an empty name is one without a name in its metadata."""
+    found: list[Misfit] = []
+    for name in dict.fromkeys(names):
+        try:
+            found += _unmet(name, distribution(name))
+        except PackageNotFoundError:
+            continue
+        except (ValueError, KeyError):
+            found.append(_unreadable(name, f"the metadata of {name or 'its distribution'} cannot be read"))
+    return tuple(found)
+
+
+def _unmet(name: str, owner: Distribution) -> Iterator[Misfit]:
+    # Imported here, because it is slow to import, and not every command needs it.
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    if not owner.version:  # an empty file, after an interrupted installation
+        raise ValueError(name)
+    label = f"{name} {owner.version}"
+    for text in owner.requires or ():
+        try:
+            requirement = Requirement(text)
+            if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+                continue
+            requirement.marker = None
+            has = _installed_version(requirement.name)
+            # An installed prerelease counts: somebody chose it.
+            if has is not None and requirement.specifier.contains(Version(has), prereleases=True):
+                continue
+        except (ValueError, KeyError):  # packaging's own errors are these
+            yield _unreadable(name, f"{label} requires {shown(text, 200)}, which cannot be read or compared")
+            continue
+        install = f"pip install {shlex.quote(str(requirement))}"
+        if has is None:
+            reason, remedy = f"{requirement.name} is not installed", install
+        else:
+            reason = f"{requirement.name} {has} is installed"
+            remedy = f"{install}; or install a version of {name} that fits {requirement.name} {has}"
+        yield Misfit(name, str(requirement), has, f"{label} requires {requirement}, and {reason}", remedy)
+
+
+def _unreadable(name: str, reason: str) -> Misfit:
+    remedy = f"pip install --force-reinstall {shlex.quote(name)}" if name else "install it again"
+    return Misfit(name, "", None, reason, remedy)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from accelcore.cli.doctor.ask_plugins import SelectionPreview
 from accelcore.cli.doctor.deep import Trial
-from accelcore.cli.doctor.diagnosis import USABLE, Backend, Diagnosis, Extension
-from accelcore.cli.doctor.requirements import Misfit
-from accelcore.devices.entry_points import how_to_install
+from accelcore.cli.doctor.diagnosis import USABLE, Backend, Diagnosis, Extension, Misfit
+from accelcore.devices.plugins import how_to_install
 from accelcore.util.text import shown
 
 __all__ = ["Line", "lines", "show"]

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from accelcore.cli.run import rank
-from accelcore.devices.entry_points import declared
-from accelcore.devices.plugins import Candidate
+from accelcore.devices.plugins import Candidate, declared
 from accelcore.devices.request import Choice, parse, requested_device
 from accelcore.devices.torch_autoload import VARIABLE, Autoload, autoloads, of_unusable_backends
 from accelcore.errors import ConfigurationError, UnsupportedError

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accelcore.devices.hookspecs import hookimpl
-from accelcore.devices.probe import Probe
+from accelcore.devices.hookspecs import Probe, hookimpl
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend

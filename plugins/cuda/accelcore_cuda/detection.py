@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from accelcore.devices.probe import Probe
+from accelcore.devices.hookspecs import Probe
 from accelcore.devices.torch_autoload import VARIABLE, autoloads, enabled
 from accelcore_cuda import amd, nvidia
 from accelcore_cuda.builds import Build, installed_build, minimum_driver, numbers

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from accelcore.devices.probe import Probe
+from accelcore.devices.hookspecs import Probe
 from accelcore.devices.torch_autoload import autoloads, enabled
 from accelcore.util.text import shown
 from accelcore_npu import compatibility, emulation, libraries
