@@ -1,22 +1,27 @@
 """Conversion of state trees to JSON and named tensors, so that reading a checkpoint runs no code.
 
 JSON has no tuples, integer keys and tensors; they become objects with the key `"$"`. A tensor is stored once, under its
-path in the tree, so tied weights stay tied.
+path in the tree, so tied weights stay tied. `StoredTensors` reads them, whole or only
+the rows that a rank needs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors import safe_open
+from torch import Size, Tensor
 
 from accelcore.errors import CheckpointError
-from accelcore.optim.shards import is_sharded, rows_of, shard
+from accelcore.optim.shards import as_shard, is_sharded, rows_of, shard
 from accelcore.util.text import kind_of
 
-__all__ = ["Pieces", "decode", "encode"]
+__all__ = ["Layout", "Pieces", "Place", "StoredTensors", "decode", "encode"]
 
 Pieces = dict[str, tuple[Tensor, int, int]]
 """Shards of tensors by name, each with its first row and its number of rows."""
@@ -29,13 +34,17 @@ _DTYPES = {
 }  # fmt: skip
 """Dtypes that safetensors stores."""
 
+Layout = Callable[[str, Size], "Tensor | None"]
+"""Function of a tensor's name and shape: the sharded tensor whose layout it gets; None to read it whole."""
+
+Place = tuple[str, int, int]
+"""File, first row and number of the rows of a tensor."""
+
 
 def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tensor]]:
     """Split a tree of dicts, lists, tuples, counters, plain values and tensors into JSON data and CPU tensors.
 
-    Args:
-        tree: the state tree.
-        pieces: receives this rank's shards of sharded tensors, which are then not among the returned tensors.
+    `pieces` receives this rank's shards of sharded tensors, which are then not among the returned tensors.
 
     Raises:
         CheckpointError: the tree holds another type; the message names its path.
@@ -54,8 +63,7 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
         if isinstance(value, tuple):
             return {_TAG: "tuple", "items": walk(list(value), path)}
         if isinstance(value, dict):
-            plain = type(value) is not Counter and all(isinstance(key, str) and key != _TAG for key in value)
-            if plain:
+            if type(value) is not Counter and all(isinstance(key, str) and key != _TAG for key in value):
                 return {key: walk(entry, f"{path}.{key}") for key, entry in value.items()}
             pairs = [[walk(key, path), walk(entry, f"{path}.{key}")] for key, entry in value.items()]
             return {_TAG: "counter" if isinstance(value, Counter) else "dict", "pairs": pairs}
@@ -67,7 +75,6 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
 
     def store(tensor: Tensor, path: str) -> str:
         # Views of the same memory with the same shape are one tensor; any other view is copied.
-        divided = is_sharded(tensor) and pieces is not None
         whole, tensor = tensor, shard(tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in _DTYPES:
             raise CheckpointError(
@@ -87,7 +94,7 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
         if storage.nbytes() > own.nbytes or storage.data_ptr() in buffers:
             own = own.clone()
         buffers.add(own.untyped_storage().data_ptr())
-        if divided and pieces is not None and is_sharded(whole):
+        if pieces is not None and is_sharded(whole):
             pieces[name] = (own, *rows_of(whole))
         else:
             tensors[name] = own
@@ -96,18 +103,8 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
     return walk(tree, ""), tensors
 
 
-class Tensors(Protocol):
-    """Mapping of names to tensors."""
-
-    def __getitem__(self, name: str, /) -> Tensor: ...
-
-
-def decode(data: Any, tensors: Tensors) -> Any:
-    """Return the tree that `encode` split.
-
-    Raises:
-        CheckpointError: the data is malformed.
-    """
+def decode(data: Any, tensors: Mapping[str, Tensor] | StoredTensors) -> Any:
+    """Return the tree that `encode` split; raise CheckpointError if the data is malformed."""
     if isinstance(data, list):
         return [decode(entry, tensors) for entry in data]
     if not isinstance(data, dict):
@@ -125,3 +122,72 @@ def decode(data: Any, tensors: Tensors) -> Any:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError("the checkpoint holds an entry that cannot be read", why=repr(error)) from error
     raise CheckpointError(f"the checkpoint holds an entry of unknown kind {data[_TAG]!r}")
+
+
+class StoredTensors:
+    """CPU tensors of a checkpoint's part by name, read when asked for; closing it closes the files.
+
+    Args:
+        folder: the checkpoint.
+        part: the file of the tensors that are stored whole.
+        pieces: the places of the rows of each sharded tensor.
+        layout: returns the layout of each tensor; only the rows of this rank are read.
+    """
+
+    def __init__(self, folder: Path, part: str, pieces: Mapping[str, Sequence[Place]], layout: Layout) -> None:
+        self._folder, self._part, self._pieces, self._layout = folder, part, pieces, layout
+        self._files: dict[str, Any] = {}
+        self._held = ExitStack()
+        self._known: dict[str, Tensor] = {}
+
+    def close(self) -> None:
+        self._held.close()
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Metadata in the part's own file."""
+        found: dict[str, str] = self._file(self._part).metadata()
+        return found
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a tensor; the same object each time. Raise ValueError if some of its rows are missing."""
+        if name not in self._known:
+            self._known[name] = self._read(name)
+        return self._known[name]
+
+    def _read(self, name: str) -> Tensor:
+        places = self._pieces.get(name)
+        if places is None:
+            whole = self._file(self._part).get_slice(name) if name in self._file(self._part).keys() else None  # noqa: SIM118
+            if whole is None:
+                raise KeyError(name)
+            shape = Size(whole.get_shape())
+            if not shape:
+                tensor: Tensor = self._file(self._part).get_tensor(name)
+                return tensor
+            places = [(self._part, 0, shape[0])]
+        else:
+            end = 0
+            for _, first, count in places:
+                if first != end:
+                    raise ValueError(f"{name!r} lacks rows from {end} on")
+                end += count
+            shape = Size([end, *self._file(places[0][0]).get_slice(name).get_shape()[1:]])
+        like = self._layout(name, shape)
+        if like is None or not is_sharded(like):
+            return self._rows(name, places, 0, shape[0])
+        return as_shard(self._rows(name, places, *rows_of(like)), like)
+
+    def _rows(self, name: str, places: Sequence[Place], first: int, count: int) -> Tensor:
+        found = []
+        for file, begin, size in places:
+            low, high = max(first, begin), min(first + count, begin + size)
+            if low < high or (not count and file == places[0][0]):
+                found.append(self._file(file).get_slice(name)[max(0, low - begin) : max(0, high - begin)])
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            opened = safe_open(self._folder / f"{name}.safetensors", framework="pt")
+            self._files[name] = self._held.enter_context(opened)
+        return self._files[name]

@@ -9,7 +9,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from accelcore.checkpoint import store
-from accelcore.checkpoint.finding import find
 from accelcore.checkpoint.manifest import MODEL, file_of
 from accelcore.errors import CheckpointError, ConfigurationError
 
@@ -34,7 +33,7 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
         ConfigurationError: `file` cannot be a file.
         CheckpointError: the checkpoint is missing or damaged or has no such trainer, or the file cannot be written.
     """
-    found, target = find(Path(checkpoint)), Path(file)
+    found, target = store.find(Path(checkpoint)), Path(file)
     _check_target(target)
     if found is None:
         raise CheckpointError(
@@ -61,10 +60,8 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
 
 
 def _check_target(target: Path) -> None:
-    if target.is_dir():
-        raise ConfigurationError(f"{target} is a folder", remedy=f"name a file in it: {target / 'model.safetensors'}")
-    if target.exists() and not target.is_file():
-        raise ConfigurationError(f"{target} is not a regular file and cannot be replaced", remedy="name another")
+    if target.exists() and not target.is_file():  # such as a folder, or /dev/null
+        raise ConfigurationError(f"{target} is a folder or no regular file", remedy="name a file")
     above = next(folder for folder in target.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ConfigurationError(f"{above} is a file, and {target} would be in it", remedy="name a file in a folder")
@@ -75,14 +72,13 @@ def _checked(trainer: str, checkpoint: store.Checkpoint) -> str:
     names = list(checkpoint.manifest["trainers"])
     if trainer in names:
         return trainer
-    if names == [""]:
-        raise CheckpointError(
-            f"the checkpoint {checkpoint.path} has no trainer {trainer!r}: it has one trainer, without a name",
-            remedy="leave out --trainer, or trainer= of export()",
-        )
-    asked = f"none of them is {trainer!r}" if trainer else "none was named"
+    several = names != [""]
     raise CheckpointError(
-        f"the checkpoint {checkpoint.path} holds several trainers, and {asked}",
-        available=", ".join(names),
-        remedy=f"name the trainer: --trainer {names[0]}, or export(..., trainer={names[0]!r})",
+        f"the checkpoint {checkpoint.path} has no trainer {trainer!r}"
+        if trainer
+        else f"the checkpoint {checkpoint.path} holds several trainers, and none was named",
+        available=", ".join(names) if several else "one trainer, without a name",
+        remedy=f"name the trainer: --trainer {names[0]}, or export(..., trainer={names[0]!r})"
+        if several
+        else "leave out --trainer, or trainer= of export()",
     )

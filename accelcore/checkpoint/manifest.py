@@ -101,7 +101,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise ValueError for a duplicate key, which two readers could understand differently."""
+    """Return a JSON object; raise ValueError if it has a key twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has a key twice")

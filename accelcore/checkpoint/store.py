@@ -24,7 +24,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accelcore.checkpoint.codec import Pieces, decode, encode
+from accelcore.checkpoint.codec import Layout, Pieces, Place, StoredTensors, decode, encode
 from accelcore.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
+    RANK,
     UNREADABLE,
     digest_of,
     digest_of_manifest,
@@ -43,20 +44,16 @@ from accelcore.checkpoint.manifest import (
     unique_keys,
     verify,
 )
-from accelcore.checkpoint.tensors import Layout, Place, StoredTensors
 from accelcore.errors import CheckpointError
 
 __all__ = [
     "Checkpoint",
     "alone",
-    "begin",
     "checkpoints",
-    "clear",
+    "find",
     "finish",
-    "is_checkpoint_name",
     "keep_newest",
     "path_of",
-    "place_of",
     "write_part",
     "write_tensors",
     "writing",
@@ -70,15 +67,14 @@ def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder`, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if is_checkpoint_name(path)), key=place_of)
+    return sorted((path for path in folder.iterdir() if _is_named(path)), key=_place_of)
 
 
-def is_checkpoint_name(path: Path) -> bool:
-    """Check if a path has the name of a checkpoint."""
+def _is_named(path: Path) -> bool:
     return _NAME.fullmatch(path.name) is not None
 
 
-def place_of(path: Path) -> tuple[int, int]:
+def _place_of(path: Path) -> tuple[int, int]:
     """Return the steps in a checkpoint's name, and its number among the checkpoints of the same steps."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
@@ -94,15 +90,18 @@ def writing(folder: Path) -> Iterator[None]:
         file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
         raise CheckpointError(
             f"no checkpoint could be saved in {folder}",
-            why=str(error) if file is None else f"{file} is a file",
-            available="earlier checkpoints are unchanged" if file is None else "",
-            remedy="free disk space, or check the permissions of the folder" if file is None else "give a folder",
+            why=f"{file} is a file" if file else str(error),
+            remedy="give a folder" if file else "free disk space, or check the permissions of the folder",
         ) from error
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock the folder for one save; raise CheckpointError if another process or thread is saving there."""
+    """Lock the folder for one save, and create the temporary folder of the new checkpoint; one process does this.
+
+    Raises:
+        CheckpointError: another process or thread is saving there; its files are not touched.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -114,20 +113,14 @@ def alone(folder: Path) -> Iterator[None]:
                 why="two runs that save to one folder would overwrite each other",
                 remedy="give each run its own folder; in a job of several ranks, use accel.distributed()",
             ) from error
-        yield
+        shutil.rmtree(folder / _INCOMPLETE, ignore_errors=True)  # of a process that was killed
+        (folder / _INCOMPLETE).mkdir()
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder / _INCOMPLETE, ignore_errors=True)  # if saving failed
     finally:
         os.close(descriptor)
-
-
-def begin(folder: Path) -> None:
-    """Create the temporary folder of a new checkpoint; one process does this, before any part is written."""
-    clear(folder)
-    (folder / _INCOMPLETE).mkdir(parents=True)
-
-
-def clear(folder: Path) -> None:
-    """Remove the remains of a save that failed or was killed."""
-    shutil.rmtree(folder / _INCOMPLETE, ignore_errors=True)
 
 
 def write_part(folder: Path, part: str, tree: Any, *, rank: int = 0) -> None:
@@ -165,13 +158,8 @@ def _write(
 def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
     """Publish the parts written as one checkpoint; one process does this, after all parts.
 
-    Args:
-        folder: the folder of checkpoints.
-        steps: the steps in the checkpoint's name.
-        facts: further entries of the manifest.
-
-    Returns:
-        The number that distinguishes it from others of the same steps; see `path_of`.
+    Return the number that distinguishes it from others of the same steps; see `path_of`. `facts` are further entries
+    of the manifest.
     """
     incomplete = folder / _INCOMPLETE
     files: dict[str, Any] = {}
@@ -190,7 +178,7 @@ def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
     _flush(incomplete / MANIFEST)
     _flush(incomplete)
     # A checkpoint of the same steps is not replaced; the newest has the highest number, even if others were deleted.
-    before = [place_of(path) for path in checkpoints(folder)]
+    before = [_place_of(path) for path in checkpoints(folder)]
     number = max((number + 1 for at, number in before if at == steps), default=0)
     incomplete.rename(path_of(folder, steps, number))
     _flush(folder)
@@ -218,11 +206,10 @@ def keep_newest(newest: Path, keep: int) -> list[Path]:
 
 def _run_of(path: Path) -> str | None:
     """Return the run that saved a checkpoint; None if its manifest cannot be read."""
-    try:
+    with suppress(*UNREADABLE):
         run = read_manifest(path)["run"]
-    except UNREADABLE:
-        return None
-    return run if isinstance(run, str) else None
+        return run if isinstance(run, str) else None
+    return None
 
 
 class Checkpoint:
@@ -245,10 +232,10 @@ class Checkpoint:
             self.manifest = verify(path, share)
         except UNREADABLE as error:
             older = _older(path)
-            reads = isinstance(error, OSError | ValueError)
+            plain = isinstance(error, OSError | ValueError)
             raise CheckpointError(
                 f"the checkpoint {path} is damaged",
-                why=str(error) if reads else f"{MANIFEST} does not have the form of a manifest: {error!r}",
+                why=str(error) if plain else f"{MANIFEST} does not have the form of a manifest: {error!r}",
                 available=f"an older one is whole: {older}" if older else "no older one beside it is whole",
                 remedy=f"give that one: {older}" if older else "restore it from a copy",
             ) from error
@@ -265,7 +252,7 @@ class Checkpoint:
                 f"the checkpoint {self.path} has no {name}", available=", ".join(self.manifest["files"])
             )
         try:
-            with StoredTensors(self.path, name, self.manifest["pieces"].get(name, {}), layout) as tensors:
+            with closing(StoredTensors(self.path, name, self.manifest["pieces"].get(name, {}), layout)) as tensors:
                 return decode(json.loads(tensors.metadata["tree"], object_pairs_hook=unique_keys), tensors)
         except (*UNREADABLE, SafetensorError) as error:
             raise CheckpointError(f"{name} of the checkpoint {self.path} cannot be read", why=str(error)) from error
@@ -289,3 +276,44 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def find(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint | None:
+    """Return `folder` if it is a checkpoint, else the newest checkpoint in it, even if it was renamed.
+
+    Raises:
+        CheckpointError: `folder` is a file, or the checkpoint is damaged or incomplete.
+    """
+    if (folder / MANIFEST).exists() or _is_named(folder):
+        return Checkpoint(folder, share)
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is a file",
+            remedy="give the folder of the checkpoints; load another program's file by trainer.load(...)",
+        )
+    if any(folder.glob(f"{RANK}*.safetensors")):
+        raise CheckpointError(
+            f"{folder} is a part of a checkpoint, or a checkpoint without its {MANIFEST}",
+            remedy="resume trainers that were saved together by "
+            f"accelcore.Together(...).resume({str(folder.parent)!r}), or export the model of one: "
+            f"accelcore export --trainer {folder.name} {folder.parent} FILE",
+        )
+    found = {path: _place_of(path)[0] for path in checkpoints(folder)[-1:]}
+    for path in sorted(folder.iterdir()):
+        tensors = (file for pattern in ("*.safetensors", "*/*.safetensors") for file in path.glob(pattern))
+        renamed = not _is_named(path) and not path.name.startswith(".")
+        if renamed and (path / MANIFEST).is_file() and any(tensors):
+            found[path] = _steps_in(path)
+    if not found:
+        return None
+    return Checkpoint(max(found, key=found.__getitem__), share)  # of equal steps the first one, which kept its name
+
+
+def _steps_in(path: Path) -> int:
+    """Return the steps in a manifest; -1 if it cannot be read, so that any other checkpoint is preferred."""
+    with suppress(*UNREADABLE):
+        steps = read_manifest(path)["steps"]
+        return steps if type(steps) is int else -1
+    return -1

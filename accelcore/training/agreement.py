@@ -31,25 +31,13 @@ _SHOWN = 5
 
 
 class Agreement:
-    """Collective checks of a job: all ranks pass them, or all raise.
-
-    Args:
-        collectives: the job's collectives.
-        device: the device of tensors that are reduced.
-    """
+    """Collective checks of a job: all ranks pass them, or all raise. Tensors on `device` are reduced."""
 
     def __init__(self, collectives: Collectives, device: torch.device) -> None:
         self._collectives, self._device = collectives, device
 
     def meet(self, what: str) -> None:
-        """Wait until every rank is here.
-
-        Args:
-            what: the call that all ranks must make.
-
-        Raises:
-            DistributedError: a rank did not come within the job's timeout.
-        """
+        """Wait until every rank makes the call `what`; raise DistributedError if one does not within the timeout."""
         group = self._collectives.cpu_group()
         if group is None:
             return
@@ -65,11 +53,7 @@ class Agreement:
             ) from error
 
     def train_alike(self, description: Mapping[str, str]) -> None:
-        """Check that all ranks have the same description of what they train; see `describe`.
-
-        Raises:
-            DistributedError: on every rank; it names the ranks that differ, and the differences.
-        """
+        """Raise DistributedError on every rank if the ranks' descriptions differ; see `describe`."""
         text = json.dumps(description).encode()
         if self.all_equal(int.from_bytes(hashlib.sha256(text).digest()[:7], "big")):
             return
@@ -150,11 +134,8 @@ def differences(descriptions: Sequence[Mapping[str, str]]) -> tuple[str, str]:
             continue
         usual = Counter(values).most_common(1)[0][0]  # of equally frequent ones, the first
         odd |= {rank for rank, value in enumerate(values) if value != usual}
-        places = (
-            f"{value} on {ranks(rank for rank, one in enumerate(values) if one == value)}"
-            for value in dict.fromkeys(values)
-        )
-        lines.append(f"{name} is {', '.join(places)}")
+        where = {value: ranks(rank for rank, one in enumerate(values) if one == value) for value in values}
+        lines.append(f"{name} is {', '.join(f'{value} on {which}' for value, which in where.items())}")
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return ranks(odd), "; ".join(lines[:_SHOWN] + more)
 

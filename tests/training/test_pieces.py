@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import accelcore
 from accelcore.checkpoint.export import export
-from accelcore.checkpoint.finding import find
+from accelcore.checkpoint.store import find
 from accelcore.cli import main
 from tests.training.pieces_ranks import RUNS, make, state
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelcore.checkpoint.finding import find
+from accelcore.checkpoint.store import find
 
 README = Path(__file__).parents[2] / "README.md"
 

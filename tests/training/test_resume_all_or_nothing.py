@@ -87,11 +87,11 @@ def forge(path, folder, change):
     whole = store.Checkpoint(path)
     parts = {name: whole.part(name) for name in whole.manifest["files"]}
     change(parts)
-    store.begin(folder)
-    for name, tree in parts.items():
-        store.write_part(folder, name, tree)
     facts = {key: whole.manifest[key] for key in ("run", "trainers", "world_size", "device", "accelcore", "torch")}
-    store.finish(folder, whole.manifest["steps"], facts)
+    with store.alone(folder):
+        for name, tree in parts.items():
+            store.write_part(folder, name, tree)
+        store.finish(folder, whole.manifest["steps"], facts)
 
 
 def put(*way_and_value):

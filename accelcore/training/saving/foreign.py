@@ -1,42 +1,52 @@
-"""Conversion of what other programs saved to the parts of a checkpoint."""
+"""Loading of what other programs saved: torch, accelerate, Lightning. No code in a file is run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import logging
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
-from accelcore.checkpoint.foreign import read_foreign
 from accelcore.errors import CheckpointError
 from accelcore.training.saving.part import Part, Saved, table
 
 __all__ = ["prepare_foreign"]
 
+logger = logging.getLogger("accelcore")
+
+_MODEL = ("model", "state_dict", "model_state_dict", "model_state", "module")
+_OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim")
+# Files that accelerate and transformers write, preferred first.
+_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_OPTIMIZER_FILE = "optimizer.bin"
+_COMPILED = "_orig_mod."  # torch.compile adds it to the names of a module
+
 
 def prepare_foreign(parts: Sequence[Part], path: Path) -> tuple[list[Callable[[], None]], dict[str, Any]]:
-    """Return the functions that restore the model and, if it was saved, the optimizer; and the rest of the file.
-
-    Raises:
-        CheckpointError: the file cannot be read, or does not fit.
-    """
+    """Return the functions that restore the model and, if it was saved, the optimizer; and the rest of the file."""
     named = {part.name: part for part in parts}
     own = named["model"].state()
-    found = read_foreign(path, own.keys())
-    model, exact = dict(found.model), {}
-    for name, value in found.model.items():
+    model, optimizer, rest = _read_foreign(path, own.keys())
+    exact = {}
+    for name, value in list(model.items()):
         like = own.get(name)
         if isinstance(value, Tensor) and isinstance(like, Tensor) and value.is_floating_point():
             model[name], exact[name] = value.to(like.dtype), value.float()
     shared: dict[str, Any] = {"masters": {name: exact[name] for name in named["masters"].state() if name in exact}}
     wanted = ["model", "masters"]
-    if found.optimizer is not None:
-        shared["optimizer"] = _by_name(found.optimizer, named["optimizer"].state())
+    if optimizer is not None:
+        shared["optimizer"] = _by_name(optimizer, named["optimizer"].state())
         wanted.append("optimizer")
     saved = Saved(model, shared, {}, same_job=True)
-    return [named[name].prepare(saved) for name in wanted], found.rest
+    return [named[name].prepare(saved) for name in wanted], rest
 
 
 def _by_name(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,14 +62,104 @@ def _by_name(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
             remedy="create the optimizer with the groups it had when it was saved",
         )
     name_of = dict(zip(numbers, names, strict=True))
-    options = [
-        {key: value for key, value in group.items() if key in own_group}
-        for group, own_group in zip(groups, own["groups"], strict=True)
-    ]
     return {
         "groups": [
-            {**chosen, "params": [name_of[number] for number in group["params"]]}
-            for chosen, group in zip(options, groups, strict=True)
+            {key: value for key, value in group.items() if key in own_group}
+            | {"params": [name_of[number] for number in group["params"]]}
+            for group, own_group in zip(groups, own["groups"], strict=True)
         ],
         "state": {name_of[number]: entry for number, entry in state["state"].items() if number in name_of},
     }
+
+
+def _read_foreign(path: Path, names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
+    """Return the `state_dict` of the model, that of the optimizer if it was saved, and everything else.
+
+    The path is a file of `torch.save` (`.pth`, `.pt`, Lightning's `.ckpt`) or of safetensors, or accelerate's folder.
+    Prefixes of wrappers (`module.`, `_orig_mod.`, the attribute of a LightningModule) are removed from the saved names,
+    so that they are `names`, the keys of the model's own `state_dict`.
+    """
+    tree = _of_folder(path) if path.is_dir() else _read(path)
+    if not isinstance(tree, Mapping):
+        raise CheckpointError(f"{path} holds a {type(tree).__name__}", remedy="give a file with a state_dict in it")
+    rest = dict(tree)
+    if _is_state(tree):
+        model, rest = tree, {}
+    else:
+        name = next((name for name in _MODEL if _is_state(tree.get(name))), None)
+        if name is None:
+            raise CheckpointError(
+                f"{path} has no state_dict of a model",
+                available=f"it has: {', '.join(map(str, tree))}",
+                remedy=f"save it under one of {', '.join(_MODEL)}, or load it by model.load_state_dict",
+            )
+        model = rest.pop(name)
+    optimizer = rest.pop(next((name for name in _OPTIMIZER if name in rest), ""), None)
+    if isinstance(optimizer, list) and len(optimizer) == 1:  # Lightning's
+        optimizer = optimizer[0]
+    if optimizer is not None and not (isinstance(optimizer, Mapping) and {"state", "param_groups"} <= set(optimizer)):
+        raise CheckpointError(
+            f"the optimizer in {path} is not the state_dict of one optimizer",
+            remedy="load it yourself by optimizer.load_state_dict",
+        )
+    return _renamed(model, names), None if optimizer is None else dict(optimizer), rest
+
+
+def _renamed(model: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Remove the prefix that makes the saved names fit the model's; change nothing if there is no such prefix."""
+    plain = {name.replace(_COMPILED, ""): value for name, value in model.items()}
+    first = next(iter(names), "")
+    for prefix in sorted({name[: -len(first)] for name in plain if first and name.endswith(first)}, key=len):
+        if all(prefix + name in plain for name in names):
+            if left := [name for name in plain if not name.startswith(prefix) or name[len(prefix) :] not in names]:
+                logger.warning("not loaded, because the model has no such names: %s", ", ".join(left))
+            return {name: plain[prefix + name] for name in names}
+    return plain
+
+
+def _of_folder(folder: Path) -> dict[str, Any]:
+    name = next((name for name in _FILES if (folder / name).is_file()), None)
+    if name is None:
+        raise CheckpointError(f"there is no model in {folder}", available=f"known file names: {', '.join(_FILES)}")
+    if name.endswith(".json"):
+        model: dict[str, Any] = {}
+        for part in sorted(set(_weight_map(folder / name).values())):
+            model.update(_read(folder / Path(part).name))
+    else:
+        model = _read(folder / name)
+    optimizer = folder / _OPTIMIZER_FILE
+    return {"model": model, **({"optimizer": _read(optimizer)} if optimizer.is_file() else {})}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        return {str(name): str(part) for name, part in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not an index of a model's files", why=repr(error)) from error
+
+
+def _read(path: Path) -> Any:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} has more than tensors and plain values, and reading it would run code",
+            why=str(error).strip().split("\n", 1)[0],
+            remedy="if you trust it, allow its classes by torch.serialization.add_safe_globals; or save only the "
+            "state_dicts again",
+        ) from error
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read", why=str(error).strip().split("\n", 1)[0]) from error
+
+
+def _is_state(tree: Any) -> bool:
+    """Check if this is a model's state_dict: names and tensors, and possibly extra state of modules."""
+    return (
+        isinstance(tree, Mapping)
+        and any(isinstance(value, Tensor) for value in tree.values())
+        and all(isinstance(name, str) for name in tree)
+        and not any(isinstance(value, Mapping) for name, value in tree.items() if not name.endswith("_extra_state"))
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from accelcore.optim.flat.runs import Slot
 from accelcore.optim.shards import shard
 from accelcore.precision.o1.table import LOW_PRECISION
 from accelcore.training.gradients.base import Gradients
-from accelcore.training.saving.part import Saved, kind, table
+from accelcore.training.saving.part import Part, Saved, kind, table
 
 __all__ = ["MastersPart", "ModelPart"]
 
@@ -25,14 +25,13 @@ _CONVERTIBLE = {torch.float32, *LOW_PRECISION}
 """Dtypes between which a restored model is converted."""
 
 
-class ModelPart:
+class ModelPart(Part):
     """The model's `state_dict`, with the values of fp32 masters in place of low-precision parameters.
 
     It has a file of its own, which any safetensors tool reads.
     """
 
     name = "model"
-    scope: Literal["shared"] = "shared"
 
     def __init__(self, model: nn.Module, gradients: Gradients) -> None:
         self._model, self._gradients = model, gradients
@@ -69,7 +68,7 @@ class ModelPart:
         return commit
 
 
-class MastersPart:
+class MastersPart(Part):
     """fp32 masters by parameter name, if their values are not in the model's part already.
 
     A checkpoint with masters also restores an fp32 model, and a checkpoint of an fp32 model restores masters. So a run
@@ -77,7 +76,6 @@ class MastersPart:
     """
 
     name = "masters"
-    scope: Literal["shared"] = "shared"
 
     def __init__(self, model: nn.Module, gradients: Gradients) -> None:
         self._model, self._gradients = model, gradients

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.route import name_of
 from accelcore.optim.state import COUNTERS, SWITCHES
 from accelcore.training.gradients.base import Gradients
-from accelcore.training.saving.part import Saved, table
+from accelcore.training.saving.part import Part, Saved, table
 
 __all__ = ["OptimizerPart", "OwnStatePart"]
 
@@ -30,21 +30,18 @@ _OTHER_SHAPES = (Adafactor, LBFGS)
 """Classes of torch whose state has other shapes than the parameters."""
 
 
-class OptimizerPart:
+class OptimizerPart(Part):
     """Groups and state of an optimizer, under the names of its parameters.
 
     They can be restored by another route of the registry, by torch's class, and on another device.
 
     Args:
-        model: has the parameters and their names.
-        optimizer: the optimizer to save.
-        gradients: names the masters that torch's own optimizers have in their groups.
+        model, optimizer, gradients: the training; torch's own optimizers have masters of `gradients` in their groups.
         owns: whether this rank updates a parameter, by name.
         divided: whether each rank has, and saves, the state of some parameters only; see `OwnStatePart`.
     """
 
     name = "optimizer"
-    scope: Literal["shared"] = "shared"
 
     def __init__(
         self,
@@ -52,8 +49,8 @@ class OptimizerPart:
         optimizer: Optimizer,
         gradients: Gradients,
         *,
-        owns: Callable[[str], bool] = lambda name: True,
-        divided: bool = False,
+        owns: Callable[[str], bool],
+        divided: bool,
     ) -> None:
         self._optimizer, self._owns, self._divided = optimizer, owns, divided
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -173,11 +170,11 @@ class OptimizerPart:
         return groups, numbers
 
 
-class OwnStatePart:
+class OwnStatePart(Part):
     """The optimizer state of the parameters that only this rank updates."""
 
     name = "updates"
-    scope: Literal["rank"] = "rank"
+    scope = "rank"
 
     def __init__(self, optimizer: OptimizerPart) -> None:
         self._optimizer = optimizer

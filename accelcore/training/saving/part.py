@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -31,7 +32,7 @@ class Saved:
     same_job: bool
 
 
-class Part(Protocol):
+class Part(ABC):
     """One kind of state.
 
     Attributes:
@@ -39,15 +40,14 @@ class Part(Protocol):
         scope: "shared" if rank 0 saves it for all ranks, "rank" if each rank saves its own.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    scope: Literal["shared", "rank"] = "shared"
 
-    @property
-    def scope(self) -> Literal["shared", "rank"]: ...
-
+    @abstractmethod
     def state(self) -> Any:
         """Return a tree of dicts, lists, tuples, plain values and tensors."""
 
+    @abstractmethod
     def prepare(self, saved: Saved) -> Callable[[], None]:
         """Check and convert the saved state without changing anything, and return the function that restores it.
 

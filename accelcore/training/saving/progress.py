@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from accelcore.roles.runtime import Runtime
 from accelcore.scaling.dynamic import LossScaler, described
 from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.gradients.base import Gradients
-from accelcore.training.saving.part import Saved, kind, number, table
+from accelcore.training.saving.part import Part, Saved, kind, number, table
 from accelcore.training.window import Window
 
 __all__ = ["DataStreamsPart", "ExtraPart", "RandomPart", "ScalerPart", "SchedulePart", "WindowPart"]
@@ -24,11 +24,10 @@ __all__ = ["DataStreamsPart", "ExtraPart", "RandomPart", "ScalerPart", "Schedule
 logger = logging.getLogger("accelcore")
 
 
-class SchedulePart:
+class SchedulePart(Part):
     """The schedule of the learning rate."""
 
     name = "schedule"
-    scope: Literal["shared"] = "shared"
 
     def __init__(self, scheduler: LRScheduler | None, by: str) -> None:
         self._scheduler, self._by = scheduler, by
@@ -56,11 +55,10 @@ class SchedulePart:
         return lambda: scheduler.load_state_dict(state)
 
 
-class ScalerPart:
+class ScalerPart(Part):
     """The loss scale. If the training has another kind of loss scale, it keeps its own."""
 
     name = "scaler"
-    scope: Literal["shared"] = "shared"
 
     def __init__(self, scaler: LossScaler) -> None:
         self._scaler = scaler
@@ -85,11 +83,11 @@ class ScalerPart:
         return lambda: None
 
 
-class WindowPart:
+class WindowPart(Part):
     """The open window: number of micro-batches, their weights and gradients, and this rank's buffers."""
 
     name = "window"
-    scope: Literal["rank"] = "rank"
+    scope = "rank"
 
     def __init__(self, model: nn.Module, window: Window, gradients: Gradients) -> None:
         self._model, self._window, self._gradients = model, window, gradients
@@ -145,11 +143,11 @@ class WindowPart:
         return any(is_sharded(slot.parameter) for slot in self._gradients.slots)
 
 
-class DataStreamsPart:
+class DataStreamsPart(Part):
     """This rank's positions in the data."""
 
     name = "data"
-    scope: Literal["rank"] = "rank"
+    scope = "rank"
 
     def __init__(self, streams: DataStreams, runtime: Runtime) -> None:
         self._streams, self._runtime = streams, runtime
@@ -173,11 +171,11 @@ class DataStreamsPart:
         return lambda: self._streams.load_state_dict(positions)
 
 
-class RandomPart:
+class RandomPart(Part):
     """The random states of this rank."""
 
     name = "random"
-    scope: Literal["rank"] = "rank"
+    scope = "rank"
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -203,15 +201,8 @@ class RandomPart:
         return commit
 
 
-class ExtraPart:
-    """The script's own dict: plain values, tensors, and lists, tuples and dicts of these.
-
-    Args:
-        extra: the dict, which is restored in place.
-        name: its key in the checkpoint.
-    """
-
-    scope: Literal["shared"] = "shared"
+class ExtraPart(Part):
+    """The script's own dict, restored in place: plain values, tensors, and lists, tuples and dicts of these."""
 
     def __init__(self, extra: dict[str, Any], name: str = "extra") -> None:
         self._extra, self.name = extra, name

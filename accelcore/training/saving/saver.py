@@ -17,17 +17,10 @@ from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.parallel.strategy import owns, sharded_parameters
 from accelcore.training.plan import Plan
+from accelcore.training.saving import progress
 from accelcore.training.saving.model import MastersPart, ModelPart
 from accelcore.training.saving.optimizer import OptimizerPart, OwnStatePart
 from accelcore.training.saving.part import Part
-from accelcore.training.saving.progress import (
-    DataStreamsPart,
-    ExtraPart,
-    RandomPart,
-    ScalerPart,
-    SchedulePart,
-    WindowPart,
-)
 from accelcore.training.saving.transaction import TrainingState, load, resume, save
 from accelcore.training.schedule import Schedule
 from accelcore.training.step import Step
@@ -41,10 +34,6 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 class Saver:
     """Save and restore one trainer.
-
-    Args:
-        plan: the prepared training.
-        scaler, schedule, streams, window: further parts of a checkpoint.
 
     Attributes:
         backend: the device and the job.
@@ -73,8 +62,8 @@ class Saver:
         found = resume({"": self.state()}, _path(folder))
         if found is None:
             return None
-        self.resumed(found.steps[""])
-        self.run = found.run
+        self.resumed(found.manifest["trainers"][""])
+        self.run = found.manifest["run"]
         return found.path
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -86,10 +75,7 @@ class Saver:
         self._window.steps = steps
 
     def state(self, *, saves: bool = False) -> TrainingState:
-        """Return what a checkpoint of this trainer holds.
-
-        Args:
-            saves: whether a checkpoint will be written, not read.
+        """Return what a checkpoint of this trainer holds, to write it (`saves`) or to read it.
 
         Raises:
             TrainingError: the trainer can no longer train, or its model or scheduler was changed.
@@ -120,14 +106,14 @@ class Saver:
         return [
             ModelPart(model, gradients),
             MastersPart(model, gradients),
-            SchedulePart(options["scheduler"], options["schedule_by"]),
+            progress.SchedulePart(options["scheduler"], options["schedule_by"]),
             optimizer,
             OwnStatePart(optimizer),
-            ScalerPart(self._scaler),
-            WindowPart(model, self._window, gradients),
-            DataStreamsPart(self._streams, runtime),
-            ExtraPart(self.extra),
-            RandomPart(runtime),
+            progress.ScalerPart(self._scaler),
+            progress.WindowPart(model, self._window, gradients),
+            progress.DataStreamsPart(self._streams, runtime),
+            progress.ExtraPart(self.extra),
+            progress.RandomPart(runtime),
         ]
 
     def _restored(self) -> None:
@@ -183,20 +169,26 @@ class Together:
                 raise ConfigurationError(f"{name} is {kind_of(trainer)}, not a trainer", remedy=remedy)
             if not _NAME.fullmatch(name):
                 raise ConfigurationError(
-                    f"{name!r} cannot be a trainer's name",
-                    why="it becomes the name of a folder in each checkpoint",
+                    f"{name!r} cannot be a trainer's name, which becomes the name of a folder",
                     remedy="begin with a letter from a to z, followed by letters, digits and _",
                 )
         if len({name.lower() for name in trainers}) < len(trainers):
             raise ConfigurationError(
                 f"some of the names {', '.join(trainers)} differ in case only",
-                why="some file systems treat them as one folder",
-                remedy="give each trainer a name of its own",
+                remedy="give each trainer another name: some file systems do not tell them apart",
             )
         if len(set(map(id, trainers.values()))) < len(trainers):
             raise ConfigurationError("one trainer is given under two names", remedy="give each trainer once")
         self._savers = {name: trainer.saver for name, trainer in trainers.items()}
-        _check_job(self._savers)
+        # Trainers that disagree on this process's rank would overwrite each other's files.
+        jobs = {name: saver.backend.collectives for name, saver in self._savers.items()}
+        places = {name: f"rank {job.rank} of {job.world_size}" for name, job in jobs.items()}
+        if len(set(places.values())) > 1:
+            raise ConfigurationError(
+                "trainers of different jobs cannot be saved together",
+                why="this process is " + ", ".join(f"{place} to {name}" for name, place in places.items()),
+                remedy="make all of them by one `accel`, after it has joined the job",
+            )
         self._run = uuid4().hex
         self.extra: dict[str, Any] = {}
 
@@ -227,14 +219,14 @@ class Together:
         if found is None:
             return None
         for name, saver in self._savers.items():
-            saver.resumed(found.steps[name])
-        self._run = found.run
+            saver.resumed(found.manifest["trainers"][name])
+        self._run = found.manifest["run"]
         return found.path
 
     def _states(self, *, saves: bool = False) -> dict[str, TrainingState]:
         states = {name: saver.state(saves=saves) for name, saver in self._savers.items()}
         keeper = min(states)  # the same in whichever order the trainers are given
-        parts = [*states[keeper].parts, ExtraPart(self.extra, "together")]
+        parts = [*states[keeper].parts, progress.ExtraPart(self.extra, "together")]
         return {**states, keeper: replace(states[keeper], parts=parts)}
 
 
@@ -242,8 +234,10 @@ class Together:
 def _setting_extra(keeper: Saver | Together, extra: Mapping[str, Any] | None) -> Iterator[None]:
     """Set `keeper.extra`, and reset it if saving raises."""
     before = keeper.extra
+    if not isinstance(extra, Mapping | None):
+        raise ConfigurationError(f"extra={extra!r} is not a dict", remedy='name what you save: extra={"best": 0.5}')
     if extra is not None:
-        keeper.extra = _as_dict(extra)
+        keeper.extra = dict(extra)
     try:
         yield
     except BaseException:
@@ -256,21 +250,3 @@ def _path(given: Any) -> Path:
         return Path(given)
     except TypeError as error:
         raise ConfigurationError(f"{given!r} is not a path", remedy="give a string or a pathlib.Path") from error
-
-
-def _as_dict(extra: Any) -> dict[str, Any]:
-    if isinstance(extra, Mapping):
-        return dict(extra)
-    raise ConfigurationError(f"extra={extra!r} is not a dict", remedy='name what you save: extra={"best": 0.5}')
-
-
-def _check_job(savers: Mapping[str, Saver]) -> None:
-    # Trainers that disagree on this process's rank would overwrite each other's files.
-    jobs = {name: saver.backend.collectives for name, saver in savers.items()}
-    places = {name: f"rank {job.rank} of {job.world_size}" for name, job in jobs.items()}
-    if len(set(places.values())) > 1:
-        raise ConfigurationError(
-            "trainers of different jobs cannot be saved together",
-            why="this process is " + ", ".join(f"{place} to {name}" for name, place in places.items()),
-            remedy="make all of them by one `accel`, after it has joined the job",
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from accelcore.checkpoint import store
-from accelcore.checkpoint.finding import find
 from accelcore.checkpoint.manifest import MODEL, RANK, file_of
-from accelcore.checkpoint.tensors import Layout
 from accelcore.errors import CheckpointError, ConfigurationError
 from accelcore.training.agreement import Agreement
 from accelcore.training.saving.foreign import prepare_foreign
@@ -31,7 +29,7 @@ from accelcore.util.text import is_whole
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Resumed", "TrainingState", "load", "resume", "save"]
+__all__ = ["TrainingState", "load", "resume", "save"]
 
 logger = logging.getLogger("accelcore")
 
@@ -59,7 +57,7 @@ class TrainingState:
     acquire_gradients: Callable[[], None]
     restored: Callable[[], None]
     give_up: Callable[[BaseException], None]
-    sharded: Mapping[str, Tensor] = field(default_factory=dict)
+    sharded: Mapping[str, Tensor]
 
 
 Trainings = Mapping[str, TrainingState]
@@ -69,30 +67,8 @@ _Commits = Sequence[tuple[TrainingState, Sequence[Callable[[], None]]]]
 """Each training, and the functions that restore its parts."""
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """A checkpoint that was restored.
-
-    Attributes:
-        path: its folder.
-        steps: of each trainer, by name.
-        run: the run that saved it.
-    """
-
-    path: Path
-    steps: Mapping[str, int]
-    run: str
-
-
 def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> Path:
-    """Write a new checkpoint; see `Trainer.save`.
-
-    Args:
-        trainings: what to save.
-        folder: the folder of checkpoints.
-        run: distinguishes this run's checkpoints from another's in the same folder.
-        keep: how many checkpoints of this run to keep; None keeps all.
-    """
+    """Write a new checkpoint; see `Trainer.save`. `run` tells this run's checkpoints from those of other runs."""
     if keep is not None and not is_whole(keep, 1):
         raise ConfigurationError(
             f"keep={keep!r} is not a number of checkpoints", remedy="give a whole number, 1 or more, or None"
@@ -100,41 +76,41 @@ def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> P
     backend, agreement = _agreement(trainings)
     agreement.meet("trainer.save()")
     rank, number, doing = backend.collectives.rank, 0, "save its part of the checkpoint"
-    steps = max(training.steps for training in trainings.values())
-    try:
-        with ExitStack() as held:
-            with agreement.together(doing):
-                if rank == 0:
-                    with store.writing(folder):
-                        held.enter_context(store.alone(folder))
-                        store.begin(folder)
-            with agreement.together(doing), store.writing(folder):
-                for name, training in trainings.items():
-                    _write(training, folder, name, rank)
-            with agreement.together(doing):
-                if rank == 0:
-                    with store.writing(folder):
-                        number = store.finish(folder, steps, _facts(backend, trainings, run))
-    except BaseException:
-        if rank == 0:
-            store.clear(folder)
-        raise
-    path = store.path_of(folder, steps, agreement.of_rank_0(number))
+    steps = {name: training.steps for name, training in trainings.items()}
+    facts = {
+        "run": run,
+        "trainers": steps,
+        "world_size": backend.collectives.world_size,
+        "device": backend.name,
+        "accelcore": version("accelcore"),
+        "torch": torch.__version__,
+    }
+    with ExitStack() as held:
+        with agreement.together(doing), store.writing(folder):
+            if rank == 0:
+                held.enter_context(store.alone(folder))
+        with agreement.together(doing), store.writing(folder):
+            for name, training in trainings.items():
+                _write(training, folder, name, rank)
+        with agreement.together(doing), store.writing(folder):
+            if rank == 0:
+                number = store.finish(folder, max(steps.values()), facts)
+    path = store.path_of(folder, max(steps.values()), agreement.of_rank_0(number))
     if rank == 0 and keep is not None:
         _prune(path, keep)
     return path
 
 
-def resume(trainings: Trainings, folder: Path) -> Resumed | None:
-    """Restore a checkpoint; see `Trainer.resume`. Return None if `folder` has no checkpoint."""
+def resume(trainings: Trainings, folder: Path) -> store.Checkpoint | None:
+    """Restore a checkpoint and return it, or None if `folder` has none; see `Trainer.resume`."""
     backend, agreement = _agreement(trainings)
     agreement.meet("trainer.resume()")
     rank, world_size = backend.collectives.rank, backend.collectives.world_size
-    checkpoint, steps, commits = None, {}, []
+    checkpoint, commits = None, []
     with agreement.together("resume"), _as_checkpoint_error(folder):
-        checkpoint = find(folder, (rank, world_size))
+        checkpoint = store.find(folder, (rank, world_size))
         if checkpoint is not None:
-            steps = _steps_of(trainings, checkpoint)
+            _check_trainers(trainings, checkpoint)
             for name, training in trainings.items():
                 saved = _read(checkpoint, name, rank, world_size, training.sharded)
                 commits.append((training, [part.prepare(saved) for part in training.parts]))
@@ -144,10 +120,9 @@ def resume(trainings: Trainings, folder: Path) -> Resumed | None:
             why="this rank finds " + ("none" if checkpoint is None else checkpoint.path.name),
             remedy="give all ranks one folder that all of them see",
         )
-    if checkpoint is None:
-        return None
-    _commit(commits, agreement, "resume")
-    return Resumed(checkpoint.path, steps, checkpoint.manifest["run"])
+    if checkpoint is not None:
+        _commit(commits, agreement, "resume")
+    return checkpoint
 
 
 def load(training: TrainingState, path: Path) -> dict[str, Any]:
@@ -200,18 +175,17 @@ def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
 def _read(
     checkpoint: store.Checkpoint, trainer: str, rank: int, world_size: int, sharded: Mapping[str, Tensor]
 ) -> Saved:
-    """Read the state of one trainer that this rank needs.
-
-    Raises:
-        CheckpointError: it is malformed, or another number of ranks saved it within an epoch.
-    """
+    """Read the state of one trainer that this rank needs."""
     saved_by = checkpoint.manifest["world_size"]
     same_job, layout = saved_by == world_size, partial(_layout, sharded)
     model = table(checkpoint.part(file_of(trainer, MODEL), layout), "model")
     shared = table(checkpoint.part(file_of(trainer, _SHARED), layout), "training state")
     own = table(checkpoint.part(file_of(trainer, _of_rank(rank if same_job else 0))), "state of this rank")
     if "state" not in (optimizer := table(shared.get("optimizer"), "optimizer state")):
-        optimizer["state"] = _updates_of_all_ranks(checkpoint, trainer, saved_by, layout)
+        optimizer["state"] = {}
+        for other in range(saved_by):  # each rank saved the state of the parameters that it updates
+            part = table(checkpoint.part(file_of(trainer, _of_rank(other)), layout), "state of a rank")
+            optimizer["state"] |= table(part.get("updates"), "optimizer state of a rank")
     if not same_job:
         positions = table(own.get("data"), "positions in the data").values()
         within = table(own.get("window"), "window", "micro")["micro"]
@@ -230,15 +204,6 @@ def _read(
     return Saved(model, shared, own, same_job)
 
 
-def _updates_of_all_ranks(checkpoint: store.Checkpoint, trainer: str, count: int, layout: Layout) -> dict[str, Any]:
-    """Merge the optimizer state that each rank saved of the parameters that it updates."""
-    state: dict[str, Any] = {}
-    for rank in range(count):
-        saved = table(checkpoint.part(file_of(trainer, _of_rank(rank)), layout), "state of a rank")
-        state |= table(saved.get("updates"), "optimizer state of a rank")
-    return state
-
-
 def _layout(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
     """Return the sharded parameter that a stored tensor of this shape belongs to, or None."""
     for prefix in ("optimizer.state.", "updates."):
@@ -248,19 +213,18 @@ def _layout(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tens
     return parameter if parameter is not None and parameter.shape == shape else None
 
 
-def _steps_of(trainings: Trainings, checkpoint: store.Checkpoint) -> dict[str, int]:
-    """Return the steps of each trainer; raise CheckpointError if the checkpoint has other trainers."""
-    steps: dict[str, int] = checkpoint.manifest["trainers"]
-    if steps.keys() == trainings.keys():
-        return steps
+def _check_trainers(trainings: Trainings, checkpoint: store.Checkpoint) -> None:
+    """Raise CheckpointError if the checkpoint has other trainers."""
+    saved = checkpoint.manifest["trainers"]
+    if saved.keys() == trainings.keys():
+        return
     contains, resuming = (
         "one trainer alone" if "" in names else "the trainers " + ", ".join(sorted(names)) + " together"
-        for names in (steps, trainings)
+        for names in (saved, trainings)
     )
     raise CheckpointError(
         f"the checkpoint {checkpoint.path} contains {contains}, but you are resuming {resuming}",
-        remedy="resume it as it was saved, by trainer.resume(...) or by accelcore.Together(...).resume(...), with the "
-        "same names",
+        remedy="resume it as it was saved: by trainer.resume(...), or by accelcore.Together(...) with the same names",
     )
 
 
@@ -276,23 +240,11 @@ def _prune(path: Path, keep: int) -> None:
 
 
 def _of_rank(rank: int) -> str:
-    """Return the file of the parts that each rank saves itself."""
     return f"{RANK}{rank:05d}"
 
 
 def _states(training: TrainingState, scope: str) -> dict[str, Any]:
     return {part.name: part.state() for part in training.parts if part.scope == scope}
-
-
-def _facts(backend: Backend, trainings: Trainings, run: str) -> dict[str, Any]:
-    return {
-        "run": run,
-        "trainers": {name: training.steps for name, training in trainings.items()},
-        "world_size": backend.collectives.world_size,
-        "device": backend.name,
-        "accelcore": version("accelcore"),
-        "torch": torch.__version__,
-    }
 
 
 def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:
