@@ -1,25 +1,45 @@
-"""Name the rank that is missing if a collective fails, and its place in the script."""
+"""Name the rank that is missing if a collective fails, and its place in the script.
+
+A thread of each rank writes a note to the job's store once a second: the step, the last collective, the line of the
+script. The training loop itself does nothing for it.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import DistError
+from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]  # missing in torch's types
 
 from accelcore.errors import DistributedError
 from accelcore.jobs.collectives import Collectives
-from accelcore.jobs.rank_notes import BEAT, Note, RankNotes, line_of
+from accelcore.torch_internals import flight_records
 from accelcore.util.text import ranks
 
 __all__ = ["MissingRanks"]
 
+_BEAT = 1.0
+"""Seconds between two notes of a rank."""
+
 _SILENT = 3.0
 """Seconds without a note after which a rank counts as ended."""
+
+_SHORT = 64
+"""Largest flight record that is read each second. NCCL's has 2000 entries, and reading it takes 0.15 s."""
 
 _LOST = re.compile(
     r"\.cc:\d+\] .*(timed out|closed|reset|refused|broken pipe)|timeout caused pair closure|monitoredBarrier",
@@ -29,6 +49,9 @@ _LOST = re.compile(
 
 _NAMED = 4
 """Number of ranks whose places a message tells."""
+
+_LIBRARIES = {"accelcore", "torch", *sys.stdlib_module_names}
+_jobs = count()
 
 
 class MissingRanks:
@@ -44,7 +67,7 @@ class MissingRanks:
         self._steps = collectives.steps
         self._steps.clear()
         store = dist.distributed_c10d._get_default_store()
-        self._notes = RankNotes(store, self._rank, self._world_size, self._steps)
+        self._notes = _RankNotes(store, self._rank, self._world_size, self._steps)
         self._explained = False
 
     def leave(self) -> None:
@@ -57,7 +80,7 @@ class MissingRanks:
         self._notes.done = True
         self._notes.write()
         store.set(keys[self._rank], "")
-        begin, interval = time.monotonic(), BEAT
+        begin, interval = time.monotonic(), _BEAT
         while True:
             with suppress(RuntimeError):
                 store.wait(list(keys.values()), timedelta(seconds=interval))
@@ -83,14 +106,11 @@ class MissingRanks:
             interval = min(2 * interval, 60.0)
 
     def explain(self, error: BaseException) -> DistributedError | None:
-        """If a lost rank caused `error`, return an error that names it, and tell the other ranks.
-
-        Only the first call does anything; later ones return None.
-        """
+        """If a lost rank caused `error`, return an error that names it, and tell the other ranks, once."""
         if self._explained:
             return None
         self._explained, explained = True, None
-        self._notes.line = line_of(error)
+        self._notes.line = _script_line(reversed(list(walk_tb(error.__traceback__))))
         # SystemExit is for the launcher, and KeyboardInterrupt for the user; a script may wrap any other error.
         lost = next(filter(_is_loss, _causes(error)), None) if isinstance(error, Exception) else None
         if lost is not None:
@@ -137,19 +157,19 @@ class MissingRanks:
             remedy="check whether all ranks call the same collectives: accelcore run --check-collectives",
         )
 
-    def _others_failed(self, failed: Sequence[int], notes: Mapping[int, Note], why: str = "") -> DistributedError:
+    def _others_failed(self, failed: Sequence[int], notes: Mapping[int, _Note], why: str = "") -> DistributedError:
         return DistributedError(
             f"{ranks(failed)} of this job failed, and the others cannot go on without it",
             why="; ".join(filter(None, [_places([*failed[:_NAMED], self._rank], notes), why])),
             remedy="see the traceback of that rank",
         )
 
-    def _collect(self) -> tuple[dict[int, Note], list[int]]:
+    def _collect(self) -> tuple[dict[int, _Note], list[int]]:
         """Return all notes, and the ranks that have stopped writing; returns at once if a rank has failed."""
         self._notes.write()
         first, deadline = self._notes.read(), time.monotonic() + _SILENT
         while True:
-            time.sleep(BEAT / 4)
+            time.sleep(_BEAT / 4)
             notes = self._notes.read()
             others = [rank for rank in range(self._world_size) if rank != self._rank]
             ended = [rank for rank in others if rank in notes and (notes[rank].done or notes[rank].failed)]
@@ -157,6 +177,96 @@ class MissingRanks:
             failed = any(notes[rank].failed for rank in ended)
             if failed or not silent or time.monotonic() > deadline:
                 return notes, silent
+
+
+@dataclass(frozen=True)
+class _Note:
+    """Place of a rank in the script. `number` is that of its last collective, `beat` that of the note."""
+
+    beat: int
+    steps: Sequence[int] = ()
+    number: int = 0
+    collective: str = ""
+    line: str = ""
+    done: bool = False
+    failed: str = ""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Progress of the rank, to compare with other ranks."""
+        return sum(self.steps), self.number
+
+    def __str__(self) -> str:
+        steps = " and ".join(f"step {step}" for step in self.steps)
+        parts = [
+            f"is in {steps}" if steps else "has begun no step",
+            f"its last collective is {self.collective}" if self.collective else "",
+            f"it is at {self.line}" if self.line else "",
+            "it is done with the job" if self.done else "",
+            f"it failed: {self.failed}" if self.failed else "",
+        ]
+        return ", ".join(filter(None, parts))
+
+
+class _RankNotes:
+    """Writer of this rank's notes, and reader of all ranks'. Must be created in the thread that trains."""
+
+    def __init__(self, store: Any, rank: int, world_size: int, steps: Mapping[int, int]) -> None:
+        # Keys of several jobs of a process differ by the prefix.
+        self.store: Any = PrefixStore(f"rank notes {next(_jobs)}", store)
+        self.done, self.failed, self.line = False, "", ""  # `line`: where an error ended the script
+        self._rank, self._world_size, self._steps, self._beats = rank, world_size, steps, 0
+        length = os.environ.get("TORCH_FR_BUFFER_SIZE", "")
+        self._training_thread, self._reads_record = threading.get_ident(), length in map(str, range(1, _SHORT + 1))
+        self._stop = threading.Event()
+        self.write()
+        self._thread = threading.Thread(target=self._write_each_second, name="accelcore: rank notes", daemon=True)
+        self._thread.start()
+
+    def write(self) -> None:
+        """Write a note now; raises RuntimeError if the store does not answer."""
+        self._beats += 1
+        number, collective = _last_collective() if self._reads_record else (0, "")
+        line = self.line or _script_line(walk_stack(sys._current_frames().get(self._training_thread)))
+        steps = list(self._steps.values())
+        note = _Note(self._beats, steps, number, collective, line, self.done, self.failed)
+        self.store.set(f"rank {self._rank}", json.dumps(asdict(note)))
+
+    def read(self) -> dict[int, _Note]:
+        """Return the last note of each rank that has written one; raises RuntimeError if the store does not answer."""
+        keys = {rank: f"rank {rank}" for rank in range(self._world_size)}
+        return {rank: _Note(**json.loads(self.store.get(key))) for rank, key in keys.items() if self.store.check([key])}
+
+    def close(self) -> None:
+        """Stop writing."""
+        self._stop.set()
+        self._thread.join(5)
+
+    def _write_each_second(self) -> None:
+        while not self._stop.wait(_BEAT):
+            try:
+                self.write()
+            except RuntimeError:
+                return  # the store has gone, and the job with it
+
+
+def _last_collective() -> tuple[int, str]:
+    """Return number and name of the last collective in torch's flight record; some libraries write none."""
+    entries = flight_records()
+    if not entries:
+        return 0, ""
+    last = max(entries, key=lambda entry: entry["record_id"])
+    sizes = ", ".join(str(tuple(size)) for size in last["input_sizes"])
+    of_what = f" of {sizes}" if sizes else ""
+    return last["record_id"] + 1, f"{last['profiling_name']}{of_what}, number {last['record_id'] + 1}"
+
+
+def _script_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the first line outside of libraries, such as `train.py:12 in main`; `frames` begin with the innermost."""
+    for frame, line in frames:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            return f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}"
+    return ""
 
 
 def _is_loss(error: BaseException) -> bool:
@@ -174,10 +284,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ if cause.__suppress_context__ else cause.__context__
 
 
-def _select(notes: Mapping[int, Note], condition: Callable[[Note], bool]) -> list[int]:
+def _select(notes: Mapping[int, _Note], condition: Callable[[_Note], bool]) -> list[int]:
     return [rank for rank, note in notes.items() if condition(note)]
 
 
-def _places(of: Sequence[int], notes: Mapping[int, Note]) -> str:
+def _places(of: Sequence[int], notes: Mapping[int, _Note]) -> str:
     places = {rank: str(notes[rank]) if rank in notes else "has written no note" for rank in of}
     return "; ".join(f"rank {rank} {place}" for rank, place in places.items())
