@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from accelcore.known_faults import KnownFault
     from accelcore.precision.policy import Policy
-    from accelcore.scaling.settings import LossScale
+    from accelcore.scaling.contract import LossScale
     from accelcore.training.activations import Recompute
     from accelcore.training.data.sharded_stream import ShardedStream
     from accelcore.training.observers import Observer
@@ -79,7 +79,7 @@ _HOMES = {
     "Capabilities": "capabilities",
     "FSDP": "training.options",
     "KnownFault": "known_faults",
-    "LossScale": "scaling.settings",
+    "LossScale": "scaling.contract",
     "Observer": "training.observers",
     "Policy": "precision.policy",
     "Probe": "devices.hookspecs",

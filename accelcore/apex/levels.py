@@ -9,7 +9,7 @@ import torch
 
 from accelcore.errors import AmpError
 from accelcore.precision.policy import Policy
-from accelcore.scaling.settings import LossScale
+from accelcore.scaling.contract import LossScale
 
 __all__ = ["Properties", "resolve"]
 

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from accelcore.backend import Backend
 from accelcore.errors import CheckpointError
 from accelcore.precision.policy import Policy, create_scaler
-from accelcore.scaling.contract import Agree, FindBad, LossScaler
-from accelcore.scaling.settings import LossScale
+from accelcore.scaling.contract import Agree, FindBad, LossScale, LossScaler
 
 __all__ = ["AmpScaler"]
 

@@ -1,9 +1,11 @@
-"""Contract of loss scalers, and the two that do not look for overflows."""
+"""Contract of loss scalers, their settings and states, and the two scalers that do not look for overflows."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,20 +13,26 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accelcore.errors import CheckpointError, TrainingError
-from accelcore.scaling.state import VERSION, is_static, static_scale
+from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
+from accelcore.util.text import is_number
 
 __all__ = [
+    "OF_APEX",
+    "VERSION",
     "Agree",
     "FindBad",
+    "LossScale",
     "LossScaler",
     "NoScaler",
     "SkippingOptimizer",
     "StaticScaler",
     "by_dtype",
+    "check_version",
+    "described",
     "first_not_finite",
     "gradients_of",
     "is_finite",
+    "is_static",
     "refuse_closure",
     "refuse_fp16",
 ]
@@ -35,8 +43,51 @@ Agree = Callable[[Tensor], Tensor]
 FindBad = Callable[[], "str | None"]
 """Function that returns the name of the first parameter whose gradient is not finite; None if all are finite."""
 
+VERSION = 1
+"""Version of the states written here. States of other libraries have none."""
+
+OF_APEX = {"loss_scale", "unskipped"}
+"""Keys of a state of apex, which are the same for static and dynamic scales."""
+
 # Called for every gradient in every step, so without a Python frame for each.
 _DTYPE, _IS_SPARSE = attrgetter("dtype"), attrgetter("is_sparse")
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Start and movement of a dynamic loss scale. torch.amp.GradScaler has the same defaults, and no bounds.
+
+    Attributes:
+        init: the scale of the first step.
+        growth: factor of the scale after `interval` clean steps in a row.
+        backoff: factor of the scale after an overflow.
+        interval: number of clean steps until the scale grows.
+        min, max: bounds of the scale. As in Ascend's apex, max is 2**24.
+
+    Raises:
+        ConfigurationError: no dynamic scale can work with these settings.
+    """
+
+    init: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    min: float = 1.0
+    max: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        if not (
+            all(map(is_number, astuple(self)))
+            and 0 < self.min <= self.init <= self.max < math.inf
+            and 1 < self.growth < math.inf
+            and 0 < self.backoff < 1
+            and isinstance(self.interval, int)
+            and self.interval >= 1
+        ):
+            raise ConfigurationError(
+                f"no loss scale can work with {self}",
+                remedy="choose 0 < min <= init <= max, growth > 1, 0 < backoff < 1 and a whole interval >= 1",
+            )
 
 
 @runtime_checkable
@@ -187,7 +238,10 @@ class StaticScaler(NoScaler):
         return {"scale": self._scale, "dynamic": False, "version": VERSION}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        saved = static_scale(state)
+        check_version(state)
+        if not is_static(state):
+            raise CheckpointError(f"the checkpoint has {described(state)}, and this training has a static one")
+        saved = _scale_of(state)
         if saved != self._scale:
             raise CheckpointError(
                 f"the checkpoint was saved with loss_scale={saved}, and this training has {self._scale}",
@@ -195,7 +249,7 @@ class StaticScaler(NoScaler):
             )
 
     def takes(self, state: Mapping[str, Any]) -> bool:
-        return is_static(state) and static_scale(state) == self._scale
+        return is_static(state) and _scale_of(state) == self._scale
 
     def _inverse(self, like: Tensor) -> float | Tensor:
         """Return the factor, as a tensor if the dtype is exact enough: kernels for tensors are faster."""
@@ -263,3 +317,29 @@ def is_finite(gradient: Tensor) -> bool:
     """Return whether all values are finite. Waits for the device."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return bool(values.isfinite().all())
+
+
+def is_static(state: Mapping[str, Any]) -> bool:
+    """Return whether this may be the state of a static scale; apex writes the same for both kinds."""
+    return set(state) == OF_APEX or ("dynamic" in state and not state["dynamic"])
+
+
+def described(state: Mapping[str, Any]) -> str:
+    """Return a state as text, such as `a dynamic loss scale of 65536.0`."""
+    if not state:
+        return "no loss scale"
+    return f"a {'static' if is_static(state) else 'dynamic'} loss scale of {_scale_of(state)}"
+
+
+def check_version(state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if another version of accelcore wrote the state."""
+    version = state.get("version", VERSION)
+    if version != VERSION:
+        raise CheckpointError(
+            f"the state of the loss scaler has version {version!r}, and this accelcore reads version {VERSION}",
+            remedy="load it with the version of accelcore that saved it",
+        )
+
+
+def _scale_of(state: Mapping[str, Any]) -> Any:
+    return state.get("scale", state.get("loss_scale"))

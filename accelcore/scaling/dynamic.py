@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,26 +20,32 @@ from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.scaling.contract import (
+    OF_APEX,
+    VERSION,
     Agree,
     FindBad,
+    LossScale,
     LossScaler,
     NoScaler,
     SkippingOptimizer,
     StaticScaler,
     by_dtype,
+    check_version,
+    described,
     first_not_finite,
     gradients_of,
+    is_static,
     refuse_closure,
     refuse_fp16,
 )
-from accelcore.scaling.settings import LossScale
-from accelcore.scaling.state import VERSION, as_torch_writes, described, is_static
 
 __all__ = ["GradScaler", "LossScale", "LossScaler", "NoScaler", "Scalers", "StaticScaler", "described"]
 
 logger = logging.getLogger("accelcore")
 
-PATIENCE = 20
+_OF_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+_PATIENCE = 20
 """Overflows in a row before a warning. The search for the first scale takes at most sixteen halvings of the default."""
 
 
@@ -86,7 +91,9 @@ class GradScaler(LossScaler):
         self._skipped = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._progress: dict[int, _Progress] = {}
-        self._streak = OverflowStreak(device)
+        self._in_a_row, self._warns_at = 0, _PATIENCE
+        self._count: Tensor | None = None
+        self._count_on_host: Tensor | None = None
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self._scale
@@ -129,17 +136,14 @@ class GradScaler(LossScaler):
                 "update was called before step or unscale_, so no gradient was checked for overflow",
                 remedy="call scaler.step(optimizer), or unscale_, first",
             )
-        steps = self._progress.values()
-        if any(step.had_gradients for step in steps):  # without gradients nothing is known about the scale
+        if any(step.had_gradients for step in self._progress.values()):  # else nothing is known about the scale
             settings = self._settings
             torch._amp_update_scale_(
                 self._scale, self._clean_steps, found, settings.growth, settings.backoff, settings.interval
             )
             self._scale.clamp_(settings.min, settings.max)
             self._skipped += found
-            optimizers = [step.optimizer for step in steps]
-            in_a_row = self._streak.add(found, _known(steps))
-            self._streak.warn(in_a_row, self._scale, find_bad or partial(first_not_finite, optimizers))
+            self._warn_of_streak(self._count_in_a_row(found), find_bad)
         self.abandon()
 
     def abandon(self) -> None:
@@ -176,7 +180,7 @@ class GradScaler(LossScaler):
         return found
 
     def takes(self, state: Mapping[str, Any]) -> bool:
-        return bool(state) and (set(state) == {"loss_scale", "unskipped"} or not is_static(state))
+        return bool(state) and (set(state) == OF_APEX or not is_static(state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`, or the state of torch's, torch_npu's or apex's scaler.
@@ -184,7 +188,7 @@ class GradScaler(LossScaler):
         torch's has no count of skipped steps, and apex's only the scale and the count of clean steps. What a state does
         not contain is not changed.
         """
-        saved, own = as_torch_writes(state), self._settings
+        saved, own = _as_torch_writes(state), self._settings
         low, high = own.min, own.max
         try:
             scale, clean_steps = float(saved["scale"]), int(saved["_growth_tracker"])
@@ -229,58 +233,39 @@ class GradScaler(LossScaler):
             optimizer, found if agree is None else agree(found), had_gradients=bool(given) or agree is not None
         )
 
+    def _count_in_a_row(self, found: Tensor) -> int:
+        """Count this step, and return the number of overflows in a row that the host knows of, without waiting.
 
-class OverflowStreak:
-    """Counter of overflows in a row, which does not make the host wait for the device.
-
-    If the host knows whether each step overflowed, the host counts. Otherwise the device counts and copies its count to
-    the host, which then learns of an overflow a few steps later.
-
-    Args:
-        device: where overflows are found.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._known = 0
-        self._count: Tensor | None = None
-        self._seen: Tensor | None = None
-        self._next = PATIENCE
-
-    def add(self, found: Tensor, known: bool | None) -> int:
-        """Count a step, and return the number of overflows in a row that the host knows of.
-
-        Args:
-            found: 1.0 if gradients overflowed in the step, else 0.0.
-            known: the same, if the host has read it, else None.
+        If a kernel skips steps, only the device knows. It copies its count to the host, which learns of it some steps
+        later.
         """
-        if known is not None:
-            self._known = self._known + 1 if known else 0
-            return self._known
-        if self._count is None or self._seen is None:
-            self._count = torch.zeros((), device=self._device)
-            on_host = self._device.type == "cpu"
-            self._seen = self._count if on_host else torch.zeros((), pin_memory=True)
+        known = [step.known for step in self._progress.values()]
+        if None not in known:
+            self._in_a_row = self._in_a_row + 1 if any(known) else 0
+            return self._in_a_row
+        if self._count is None or self._count_on_host is None:
+            self._count = torch.zeros((), device=found.device)
+            on_host = found.device.type == "cpu"
+            self._count_on_host = self._count if on_host else torch.zeros((), pin_memory=True)
         torch.addcmul(found, self._count, found, out=self._count)
-        if self._seen is not self._count:
-            self._seen.copy_(self._count, non_blocking=True)
-        return int(self._seen.numpy())  # `item()` would wait for the device
+        if self._count_on_host is not self._count:
+            self._count_on_host.copy_(self._count, non_blocking=True)
+        return int(self._count_on_host.numpy())  # `item()` would wait for the device
 
-    def warn(self, in_a_row: int, scale: Tensor, find_bad: FindBad) -> None:
-        """Warn after every `PATIENCE` overflows in a row, with the name of the first parameter that overflowed."""
-        if in_a_row < PATIENCE:
-            self._next = PATIENCE
-        if in_a_row < self._next:
-            return
-        self._next = in_a_row + PATIENCE
-        name = find_bad()
-        logger.warning(
-            "%d updates in a row were skipped because gradients overflowed. The loss scale is %g. %s. Look for an inf "
-            "or NaN in losses and activations, lower the learning rate, or train in bf16",
-            in_a_row,
-            scale.item(),
-            "No gradient is inf or NaN now" if name is None else f"The first inf or NaN gradient is that of {name}",
-        )
+    def _warn_of_streak(self, in_a_row: int, find_bad: FindBad | None) -> None:
+        """Warn after every `_PATIENCE` overflows in a row, with the name of the first parameter that overflowed."""
+        if in_a_row < _PATIENCE:
+            self._warns_at = _PATIENCE
+        elif in_a_row >= self._warns_at:
+            self._warns_at = in_a_row + _PATIENCE
+            name = find_bad() if find_bad else first_not_finite(step.optimizer for step in self._progress.values())
+            logger.warning(
+                "%d updates in a row were skipped because gradients overflowed. The loss scale is %g. %s. Look for an "
+                "inf or NaN in losses and activations, lower the learning rate, or train in bf16",
+                in_a_row,
+                self._scale.item(),
+                "No gradient is inf or NaN now" if name is None else f"The first inf or NaN gradient is that of {name}",
+            )
 
 
 def _step_in_kernel(optimizer: Any, scale: Tensor | None, found: Tensor) -> None:
@@ -291,11 +276,15 @@ def _step_in_kernel(optimizer: Any, scale: Tensor | None, found: Tensor) -> None
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def _known(steps: Collection[_Progress]) -> bool | None:
-    """Return whether one overflowed; None if only the device knows."""
-    if any(step.known is None for step in steps):
-        return None
-    return any(step.known for step in steps)
+def _as_torch_writes(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a dynamic scaler's state under torch's keys; raise CheckpointError if it lacks any."""
+    check_version(state)
+    if set(state) == OF_APEX:
+        return {"scale": state["loss_scale"], "_growth_tracker": state["unskipped"]}
+    missing = [key for key in _OF_TORCH if key not in state]
+    if missing:
+        raise CheckpointError(f"the state of the loss scaler lacks {', '.join(sorted(missing))}")
+    return state
 
 
 class Scalers:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelcore.scaling.dynamic import OverflowStreak
 from tests.roles.scaled_steps import INF, NAN, ROUTES, parameter, train_step
 
 
@@ -74,13 +73,6 @@ def test_a_trainer_knows_the_names(accel, caplog, precision, flat):
         trainer(torch.ones(1, 2))
     (line,) = told(caplog)
     assert "that of 1.weight" in line
-
-
-def test_a_device_hands_its_count_over_as_it_comes_by():
-    """The one path that no test on this machine sees whole: a device is its own host here."""
-    streak, one, none = OverflowStreak(torch.device("cpu")), torch.ones(()), torch.zeros(())
-    assert [streak.add(found, None) for found in (one, one, none, one)] == [1, 2, 0, 1]
-    assert [streak.add(found, bool(found)) for found in (one, one, none, one)] == [1, 2, 0, 1]
 
 
 # Waiting for the device.
