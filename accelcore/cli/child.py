@@ -34,7 +34,6 @@ class Ended:
     Attributes:
         status: its exit code; below 0 the signal that ended it; None if it was killed after the time limit.
         limit: the time limit in seconds, in all or after the last progress.
-        seconds: the seconds it took.
     """
 
     status: int | None
@@ -81,13 +80,7 @@ def run(
 ) -> Ended:
     """Run a command for at most `limit` seconds, then kill its process group. Ctrl-C kills it, too.
 
-    Args:
-        command: a program of this package.
-        environ: its environment.
-        limit: seconds.
-        folder: its working directory; None means this process's.
-        progress: a file; whenever it has grown, the child has `limit` seconds more.
-        on_progress: called when it has grown.
+    Whenever the file `progress` has grown, `on_progress` is called, and the child has `limit` seconds more.
     """
     start = time.perf_counter()
     # Files, not pipes: a process that the child leaves behind would keep a pipe open, and this process waiting.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -229,8 +230,6 @@ def verify_backend(name: str, as_json: bool, only: tuple[str, ...], timeout: int
       accelcore verify backend cuda:1 --only precision --only training
       accelcore verify backend cpu --json > scorecard.json
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    import json
-
     from accelcore.cli import verify as suite
 
     card = suite.verify(name, roles=only, timeout=timeout)
@@ -267,8 +266,6 @@ def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
       accelcore precision --backend cpu
       accelcore precision --backend cpu --diff cuda
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    import json
-
     from accelcore.cli import precision as tables
 
     found = tables.ask(backend, diff)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +54,7 @@ class OpTables:
 
 
 def ask(backend: str | None, diff: str | None) -> OpTables:
-    """Find the tables in a child process.
-
-    Args:
-        backend: a backend whose table of torch to show beside O1.
-        diff: another backend to compare it with.
+    """Find O1, and torch's table of `backend` and of `diff`, in a child process.
 
     Raises:
         ConfigurationError: torch knows no autocast of such a device.
@@ -82,30 +78,17 @@ def ask(backend: str | None, diff: str | None) -> OpTables:
 
 
 def show(tables: OpTables) -> None:
-    """Print the tables to stdout; rich is imported only for a terminal."""
+    """Print the tables to stdout, in aligned columns."""
     head = ("operator", "O1", *(f"torch on {name}" for name in tables.torch))
-    rows = list(tables.rows())
-    if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*head)
-        for row in rows:
-            table.add_row(*row)
-        Console(highlight=False).print(table)
-    else:
-        for line in _aligned([head, *rows]):
-            sys.stdout.write(line + "\n")
+    rows = [head, *tables.rows()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        sys.stdout.write(line.rstrip() + "\n")
     for name, found in tables.torch.items():
         sys.stdout.write(
             f"{name}: {len(found['operators'])} operators of torch's own autocast, from {found['source']}\n"
         )
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _base(operator: str) -> str:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,14 +46,12 @@ class Verdict:
     """Outcome of one test.
 
     Attributes:
-        role: the role that it tests, or `"backend"`, or `"training"`.
+        role: one of `ROLES`.
         name, case: the test's name, and its parameters.
         what: the property that it tests, in a sentence.
         outcome: one of `OUTCOMES`.
         why: the reason, if it did not pass.
-        seconds: its duration.
         where: file and line of each call on the way to the failure, from the test down.
-        traceback: pytest's, if it failed.
     """
 
     role: str
@@ -128,11 +125,11 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300) -> Sco
     with exceptions_for_signals(), temporary as folder, ExitStack() as cleanup:
         report = Path(folder, "report")
         report.touch()
-        progress = _Progress()
+        progress = _Progress(report)
         cleanup.callback(progress.end)
         while True:
             before = len(_verdicts(report))
-            ended, last_words = _run(name, classes, report, timeout, partial(_show, progress, report))
+            ended, last_words = _run(name, classes, report, timeout, progress.show)
             entries = _verdicts(report)
             open_id = next((id_ for id_, verdict in entries.items() if not verdict.outcome), None)
             why = f"{_fate(ended)}\n{last_words}"
@@ -191,23 +188,24 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
 class _Progress:
     """Shows on stderr how many tests have ended: a line that is rewritten or, if there is no terminal, one a role."""
 
-    def __init__(self) -> None:
-        self._role = ""
-        self._rewrites = sys.stderr.isatty()
+    def __init__(self, report: Path) -> None:
+        self._report, self._role, self._rewrites = report, "", sys.stderr.isatty()
 
-    def show(self, done: int, count: int, role: str, what: str) -> None:
-        """Show that `done` of `count` tests have ended, and that `what` of `role` is under way."""
-        line = f"{done} of {count} tests  {role}"
+    def show(self) -> None:
+        verdicts = list(_verdicts(self._report).values())
+        if not verdicts:
+            return
+        done, last = sum(bool(verdict.outcome) for verdict in verdicts), verdicts[-1]
+        line = f"{done} of {_count(self._report)} tests  {last.role}"
         if self._rewrites:
             width = shutil.get_terminal_size().columns - 1
-            sys.stderr.write(f"\r{f'{line}: {what}'[:width]:{width}}")
-        elif role != self._role:
+            sys.stderr.write(f"\r{f'{line}: {last.what}'[:width]:{width}}")
+        elif last.role != self._role:
             sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
-        self._role = role
+        self._role = last.role
 
     def end(self) -> None:
-        """Erase the line."""
         if self._rewrites and self._role:
             sys.stderr.write(f"\r{'':{shutil.get_terminal_size().columns - 1}}\r")
             sys.stderr.flush()
@@ -237,11 +235,7 @@ def _run(
 def _fate(ended: Ended) -> str:
     if ended.status is None:
         return f"it did not end within {ended.limit:g} seconds"
-    return (
-        f"the process crashed with {ended.signal}"
-        if ended.signal
-        else f"the process ended with exit code {ended.status}"
-    )
+    return f"the process crashed with {ended.signal}" if ended.signal else f"it ended with exit code {ended.status}"
 
 
 def _lines(report: Path) -> list[dict[str, Any]]:
@@ -260,13 +254,6 @@ def _backend(report: Path) -> dict[str, Any]:
 def _count(report: Path) -> int:
     """Return how many tests there are; 0 before they are collected."""
     return next((line["count"] for line in _lines(report) if line["event"] == "collected"), 0)
-
-
-def _show(progress: _Progress, report: Path) -> None:
-    verdicts = list(_verdicts(report).values())
-    if verdicts:
-        done = sum(bool(verdict.outcome) for verdict in verdicts)
-        progress.show(done, _count(report), verdicts[-1].role, verdicts[-1].what)
 
 
 def _verdicts(report: Path) -> dict[str, Verdict]:

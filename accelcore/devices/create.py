@@ -33,11 +33,7 @@ _LONG = 6  # times ACCEL_PROBE_TIMEOUT until a start is logged as long
 def create_backend(candidate: Candidate, index: int, request: str, others: Callable[[], str]) -> Backend:
     """Create the backend of a plugin whose probe reported that it is available.
 
-    Args:
-        candidate: the plugin.
-        index: index of the device.
-        request: the user's request, for messages.
-        others: returns the available devices, for messages.
+    `request` is the user's and `others` names the available devices: for messages.
 
     Raises:
         BackendUnavailableError: torch cannot be imported.
@@ -56,7 +52,23 @@ def create_backend(candidate: Candidate, index: int, request: str, others: Calla
             available=others(),
             remedy=f"see the cause above; repair or uninstall {candidate.distribution}, or choose another backend",
         ) from error
-    return _with_registered_optimizers(_checked(backend, candidate, index), candidate, request, others)
+    _check(backend, candidate, index)
+    extended, failure = _extended(backend, candidate.hooks)
+    if failure is not None:
+        raise PluginError(
+            f"{request}: {candidate.distribution} could not register its optimizers",
+            why=plugins.describe(failure),
+            available=others(),
+            remedy=f"repair or uninstall {candidate.distribution}, or choose another backend",
+        ) from failure
+    for extension in plugins.extensions():
+        extended, failure = _extended(extended, extension.hooks)
+        if failure is not None:
+            logger.warning(
+                "extension %s of %s could not register its optimizers for %s: %s",
+                extension.name, extension.distribution, candidate.name, plugins.describe(failure),
+            )  # fmt: skip
+    return extended
 
 
 @contextmanager
@@ -72,7 +84,7 @@ def _logged_if_long(candidate: Candidate, index: int) -> Iterator[None]:
         timer.cancel()
 
 
-def _checked(backend: object, candidate: Candidate, index: int) -> Backend:
+def _check(backend: object, candidate: Candidate, index: int) -> None:
     from accelcore.backend import Backend
 
     if not isinstance(backend, Backend) or (backend.name, backend.index) != (candidate.name, index):
@@ -81,28 +93,6 @@ def _checked(backend: object, candidate: Candidate, index: int) -> Backend:
             + (f"{backend.name}:{backend.index}" if isinstance(backend, Backend) else type(backend).__name__),
             remedy=f"report this to the authors of {candidate.distribution}",
         )
-    return backend
-
-
-def _with_registered_optimizers(
-    backend: Backend, candidate: Candidate, request: str, others: Callable[[], str]
-) -> Backend:
-    extended, error = _extended(backend, candidate.hooks)
-    if error is not None:
-        raise PluginError(
-            f"{request}: {candidate.distribution} could not register its optimizers",
-            why=plugins.describe(error),
-            available=others(),
-            remedy=f"repair or uninstall {candidate.distribution}, or choose another backend",
-        ) from error
-    for extension in plugins.extensions():
-        extended, error = _extended(extended, extension.hooks)
-        if error is not None:
-            logger.warning(
-                "extension %s of %s could not register its optimizers for %s: %s",
-                extension.name, extension.distribution, candidate.name, plugins.describe(error),
-            )  # fmt: skip
-    return extended
 
 
 def _extended(backend: Backend, hooks: Any) -> tuple[Backend, BaseException | None]:

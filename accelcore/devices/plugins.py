@@ -78,9 +78,7 @@ class Candidate:
         name: the entry point's name, by which users select it.
         distribution: the distributions that offer it, with versions.
         probe: the plugin's answer, or one with the reason why there is no answer.
-        error: the error of a broken plugin.
-        hooks: the plugin's hooks; None if it is broken.
-        faults: its known kernel bugs.
+        error: the error of a broken plugin, which has no hooks.
     """
 
     name: str
@@ -96,10 +94,8 @@ class Extension:
     """One installed extension, with its hooks or its error.
 
     Attributes:
-        name: the entry point's name.
         distribution: the distribution that offers it, with its version.
         reason: the error in one line; empty if it loads.
-        hooks: the extension's hooks; None if it is broken.
     """
 
     name: str
@@ -231,9 +227,7 @@ def emulate(name: str, devices: int) -> Mapping[str, str] | None:
         hooks = _hooks(offers[0].point)
     except Exception as error:
         raise PluginError(
-            f"the emulator of {name!r} ({labels}) is broken",
-            why=describe(error),
-            remedy=remedy,
+            f"the emulator of {name!r} ({labels}) is broken", why=describe(error), remedy=remedy
         ) from error
     variables = hooks.accelcore_emulate(name=name, devices=devices)
     if variables is None:
@@ -260,8 +254,11 @@ def _probe(entries: list[Declared]) -> dict[str, Candidate]:
     candidates = {}
     for name, offers in by_name.items():
         distribution = " and ".join(entry.label for entry in offers)
-        outcome = calls[name].outcome(deadline) if name in calls else _Outcome(error=_duplicate(name, distribution))
-        if outcome is None:
+        outcome = calls[name].outcome(deadline) if name in calls else None
+        if len(offers) > 1:
+            what = f"two distributions offer the backend {name!r}: {distribution}"
+            outcome = _Outcome(error=PluginError(what, remedy="uninstall one of them"))
+        elif outcome is None:
             outcome = _Outcome(error=TimeoutError(f"it did not answer within {limit:g} seconds (ACCEL_PROBE_TIMEOUT)"))
         if outcome.error is None:
             hooks, probe, faults = outcome.value
@@ -321,10 +318,6 @@ def _hooks(point: EntryPoint) -> Any:
     manager.register(point.load(), name=point.name)
     manager.check_pending()  # raises for a misspelled hook, which would never be called
     return manager.hook
-
-
-def _duplicate(name: str, distributions: str) -> PluginError:
-    return PluginError(f"two distributions offer the backend {name!r}: {distributions}", remedy="uninstall one of them")
 
 
 def describe(error: BaseException | None) -> str:

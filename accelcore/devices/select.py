@@ -39,12 +39,7 @@ _said: set[str] = set()
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """This process's place on its host.
-
-    Attributes:
-        local_rank: its number on its host; None if unknown.
-        own_devices: whether it sees only its own devices.
-    """
+    """This process's number on its host, None if unknown, and whether it sees only its own devices."""
 
     local_rank: int | None
     own_devices: bool = False
@@ -55,10 +50,7 @@ class Found:
     """A device that is available according to its plugin's probe.
 
     Attributes:
-        candidate: the plugin.
-        index: the device's index.
-        request: the user's request, for messages.
-        others: returns the usable backends, for messages; it may probe every plugin.
+        request, others: the user's request, and a function that names the usable backends: for messages.
     """
 
     candidate: Candidate
@@ -107,19 +99,19 @@ def select(device: str | None = None, *, local_rank: int | None = None) -> Backe
     source, text = "device", device
     if text is None:
         source, text = "ACCEL_DEVICE", requested_device() or "auto"
-    backend, passed_over = decide(text, source, _create, local_rank=local_rank)
+    backend, passed_over = decide(
+        text,
+        source,
+        lambda found: create_backend(found.candidate, found.index, found.request, found.others),
+        local_rank=local_rank,
+    )
     if passed_over:
         _say_once(text, source, backend, passed_over)
     return dataclasses.replace(backend, passed_over=passed_over)
 
 
 def check_installed(text: str, source: str) -> None:
-    """Raise if a request names one backend and no installed plugin offers it, without loading a plugin.
-
-    Raises:
-        ConfigurationError: the request is outside the grammar of `select()`.
-        UnknownBackendError: there is no such backend.
-    """
+    """Raise if a request is invalid, or names one backend that no installed plugin offers; load no plugin."""
     choices, names = parse(text, source), {entry.name for entry in declared(plugins.BACKENDS)}
     if choices is not None and len(choices) == 1 and choices[0].name not in names:
         raise _unknown(choices[0], f"{source}={shown(text)}", ", ".join(sorted(names)) or "no backend is installed")
@@ -131,8 +123,7 @@ def decide(
     """Call `make` with the first available device of a request.
 
     Args:
-        text: the request.
-        source: its origin, for messages.
+        text, source: the request, and its origin for messages.
         make: may raise an AccelError; a list or `auto` then continues with the next device.
         local_rank: this rank's number on its host; None means the launcher's.
 
@@ -155,10 +146,7 @@ def decide(
 
 
 def _first_that_works(
-    wishes: Iterable[tuple[Choice, Candidate | None]],
-    place: _Place | None,
-    request: str,
-    make: Callable[[Found], T],
+    wishes: Iterable[tuple[Choice, Candidate | None]], place: _Place | None, request: str, make: Callable[[Found], T]
 ) -> tuple[T, tuple[Probe, ...]]:
     passed_over: list[Probe] = []
     for choice, candidate in wishes:
@@ -168,14 +156,8 @@ def _first_that_works(
         try:
             return make(_admit(choice, candidate, place, str(choice), lambda: "")), tuple(passed_over)
         except AccelError as error:
-            passed_over.append(
-                Probe(
-                    str(choice),
-                    available=False,
-                    reason=error.why or error.what,
-                    remedy=error.remedy or f"select {choice} alone to see the whole error",
-                )
-            )
+            remedy = error.remedy or f"select {choice} alone to see the whole error"
+            passed_over.append(Probe(str(choice), available=False, reason=error.why or error.what, remedy=remedy))
     if not passed_over:
         raise BackendUnavailableError(
             "no backend is installed",
@@ -191,11 +173,7 @@ def _first_that_works(
 
 
 def _admit(
-    choice: Choice,
-    candidate: Candidate | None,
-    place: _Place | None,
-    request: str,
-    others: Callable[[], str],
+    choice: Choice, candidate: Candidate | None, place: _Place | None, request: str, others: Callable[[], str]
 ) -> Found:
     """Return the device if its plugin reports it as available; raise otherwise."""
     if candidate is None:
@@ -220,10 +198,6 @@ def _place(local_rank: int | None) -> _Place | None:
         return _Place(local_rank)
     launch = read_launch()
     return None if launch is None else _Place(launch.local_rank, launch.own_devices)
-
-
-def _create(found: Found) -> Backend:
-    return create_backend(found.candidate, found.index, found.request, found.others)
 
 
 def _index(choice: Choice, probe: Probe, place: _Place | None, request: str) -> int:
@@ -261,7 +235,6 @@ def _unknown(choice: Choice, request: str, available: str) -> UnknownBackendErro
 
 
 def _how_to_have(name: str) -> str:
-    """Return the remedy if no installed plugin offers a backend of this name."""
     own, offered = own_plugins(), {entry.name for entry in declared(plugins.BACKENDS)}
     if name in own:
         return f"{how_to_install(own[name])}; or choose another"

@@ -26,14 +26,7 @@ _import_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Autoload:
-    """One entry point that `import torch` calls.
-
-    Attributes:
-        name: the entry point's name, as in torch's own error.
-        value: the function, `module:function`.
-        distribution: the distribution that declares it, without its version.
-        version: that distribution's version.
-    """
+    """One entry point that `import torch` calls: its name, its function `module:function`, and who declares it."""
 
     name: str
     value: str

@@ -56,8 +56,6 @@ class SelectionPreview:
         source: `"ACCEL_DEVICE"` or `"default"`.
         chosen: the device, `"cpu:0"`; None if there would be an error.
         why: the reason for this choice.
-        passed_over: devices that could not be used before it.
-        error: the error, if there would be one.
     """
 
     request: str
@@ -70,13 +68,7 @@ class SelectionPreview:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to one question, or to all.
-
-    Attributes:
-        candidates: the backends, without hooks; of an error only its text is kept.
-        extensions: the extensions, without hooks.
-        selection: the choice of `select()`, if that was asked.
-    """
+    """The answers to one question, or to all: without hooks, and of an error only the text."""
 
     candidates: tuple[Candidate, ...] = ()
     extensions: tuple[Extension, ...] = ()
@@ -141,7 +133,10 @@ def ask_plugins() -> tuple[Answers, str]:
         if found is None:
             culprit = ended
             labels = " and ".join(entry.label for entry in backends if entry.name == name)
-            candidates.append(_broken(name, labels, _fate(ended, "loading or probing it")))
+            reason = _fate(ended, "loading or probing it")
+            remedy = f"repair or uninstall {labels}; until then name another backend in ACCEL_DEVICE or in select()"
+            probe = Probe(name, available=False, reason=reason, remedy=remedy)
+            candidates.append(Candidate(name, labels, probe, error=PluginError(reason)))
         else:
             candidates += found.candidates
     for position, entry in enumerate(declared(EXTENSIONS)):
@@ -230,15 +225,6 @@ def _fate(ended: Ended, cause: str) -> str:
     if ended.signal:
         return f"{cause} ended the process by {ended.signal}{ended.where}"
     return f"{cause} ended the process with exit code {ended.status}"
-
-
-def _broken(name: str, labels: str, reason: str) -> Candidate:
-    remedy = (
-        f"repair or uninstall {labels}; until then name another backend in ACCEL_DEVICE or in select(), which then "
-        "does not load this one"
-    )
-    probe = Probe(name, available=False, reason=reason, remedy=remedy)
-    return Candidate(name, labels, probe, error=PluginError(reason))
 
 
 def _no_choice(ended: Ended) -> SelectionPreview:

@@ -19,14 +19,15 @@ from accelcore.jobs.launchers import outside_any_job
 
 __all__ = ["SAYS", "WORKS", "Deep", "Trial", "examine", "main"]
 
-SAYS = "accelcore trial: "
-"""Beginning of the line in which the child reports its result."""
-
-WORKS = "works"
-"""The result if all is well; exit code 0 alone may come from a library that exits."""
-
+SAYS = "accelcore trial: "  # begins the line in which the child reports its result
+WORKS = "works"  # the result if all is well; exit code 0 alone may come from a library that exits
 _KEPT = 30  # lines of a child's stderr
 _LONGEST = 300  # characters of its last line that are shown
+_REMEDIES = {
+    "undefined symbol": "it is built for another version of what it links to: install versions that fit together",
+    "cannot open shared object file": "a library is missing: install the vendor's runtime, or set up its environment",
+    "No module named": "install what is missing",
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Trial:
     """Result of one child process.
 
     Attributes:
-        name: `"torch"`, or the backend's name.
+        name: `"torch"` or a backend.
         outcome: `"works"`, `"failed"` (it raised), `"crashed"` (a signal ended it), `"hung"` or `"not tried"`.
         stderr: the last lines that the process wrote.
     """
@@ -97,14 +98,8 @@ def _try(name: str | None, environ: Mapping[str, str], timeout: float) -> Trial:
     ended = child.call(__name__, *([name] if name else []), environ=environ, limit=timeout)
     written = ended.stderr.splitlines()
     outcome, reason, remedy = _judge(ended, [line for line in written if line.strip()])
-    return Trial(
-        name=name or "torch",
-        outcome=outcome,
-        reason=reason,
-        remedy=remedy,
-        seconds=round(ended.seconds, 3),
-        stderr=() if outcome == "works" else tuple(written[-_KEPT:]),
-    )
+    stderr = () if outcome == "works" else tuple(written[-_KEPT:])
+    return Trial(name or "torch", outcome, reason, remedy, round(ended.seconds, 3), stderr)
 
 
 def _judge(ended: Ended, written: Sequence[str]) -> tuple[str, str, str]:
@@ -121,17 +116,8 @@ def _judge(ended: Ended, written: Sequence[str]) -> tuple[str, str, str]:
         return "crashed", f"{ended.signal} ended it{ended.where}", remedy
     last = (said or written)[-1:]
     reason = last[0].strip()[:_LONGEST] if last else f"it exited with {ended.status} and wrote nothing"
-    return "failed", reason, _remedy(reason)
-
-
-def _remedy(reason: str) -> str:
-    if "undefined symbol" in reason:
-        return "it is built for another version of what it links to: install versions that fit together"
-    if "cannot open shared object file" in reason:
-        return "a library is missing: install the vendor's runtime, or set up its environment"
-    if "No module named" in reason:
-        return "install what is missing"
-    return "the traceback is in the stderr of --json"
+    remedies = (remedy for part, remedy in _REMEDIES.items() if part in reason)
+    return "failed", reason, next(remedies, "the traceback is in the stderr of --json")
 
 
 def main() -> int:

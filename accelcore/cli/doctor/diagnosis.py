@@ -7,7 +7,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
 from typing import Any
 
@@ -33,7 +33,7 @@ __all__ = [
     "diagnose",
 ]
 
-SCHEMA = 1
+_SCHEMA = 1
 """Version of the JSON. It changes if a field is removed or changes its meaning, not if one is added."""
 
 USABLE, BROKEN, NOTHING_USABLE = 0, 1, 2
@@ -147,7 +147,6 @@ class Diagnosis:
     advice: tuple[str, ...] = ()
     faults: tuple[InstalledFault, ...] = ()
     deep: Deep | None = None
-    schema: int = field(default=SCHEMA)
 
     @property
     def broken(self) -> list[str]:
@@ -183,7 +182,7 @@ class Diagnosis:
     def as_json(self) -> dict[str, Any]:
         """Return the fields and the verdict."""
         verdict = {"exit_code": self.exit_code, "usable": self.usable, "broken": self.broken}
-        return {"schema": self.schema, **verdict, **{k: v for k, v in asdict(self).items() if k != "schema"}}
+        return {"schema": _SCHEMA, **verdict, **asdict(self)}
 
 
 def diagnose(deep_timeout: float | None = None) -> Diagnosis:
@@ -235,8 +234,7 @@ def _backend(candidate: Candidate, offered: Iterable[Declared]) -> Backend:
 
 
 def _extension(extension: plugins.Extension, offered: Iterable[Declared]) -> Extension:
-    remedy = f"repair or uninstall {extension.distribution}" if extension.reason else ""
-    state = "broken" if extension.reason else "loads"
+    state, remedy = ("broken", f"repair or uninstall {extension.distribution}") if extension.reason else ("loads", "")
     owners = [
         entry.distribution for entry in offered if (entry.name, entry.label) == (extension.name, extension.distribution)
     ]

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from accelcore.cli.doctor.ask_plugins import SelectionPreview
 from accelcore.cli.doctor.deep import Trial
@@ -14,7 +13,7 @@ from accelcore.cli.doctor.diagnosis import USABLE, Backend, Diagnosis, Extension
 from accelcore.devices.plugins import how_to_install
 from accelcore.util.text import shown
 
-__all__ = ["Line", "lines", "show"]
+__all__ = ["show"]
 
 _STYLES = {
     "usable": "green",
@@ -30,16 +29,8 @@ _STYLES = {
 _WORDS = {"unusable": "not usable"}
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line: its indentation, and pieces of text, each with the name of a rich style or an empty one."""
-
-    indent: int
-    pieces: tuple[tuple[str, str], ...]
-
-    @property
-    def text(self) -> str:
-        return " " * self.indent + "".join(text for text, _ in self.pieces).rstrip()
+_Line = tuple[int, list[tuple[str, str]]]
+"""A line: its indentation, and pieces of text, each with the name of a rich style or an empty one."""
 
 
 def show(diagnosis: Diagnosis, *, as_json: bool = False) -> None:
@@ -52,15 +43,16 @@ def show(diagnosis: Diagnosis, *, as_json: bool = False) -> None:
         from rich.text import Text
 
         console = Console(highlight=False)
-        for line in lines(diagnosis):
-            console.print(Padding(Text.assemble(*line.pieces), (0, 0, 0, line.indent)))
+        for indent, pieces in _lines(diagnosis):
+            console.print(Padding(Text.assemble(*pieces), (0, 0, 0, indent)))
     else:
         encoding = sys.stdout.encoding or "utf-8"
-        for line in lines(diagnosis):
-            sys.stdout.write(line.text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        for indent, pieces in _lines(diagnosis):
+            line = " " * indent + "".join(text for text, _ in pieces).rstrip() + "\n"
+            sys.stdout.write(line.encode(encoding, "backslashreplace").decode(encoding))
 
 
-def lines(diagnosis: Diagnosis) -> Iterator[Line]:
+def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
     """Yield the lines of a diagnosis, without details such as distributions that are not installed."""
     versions = (f"{name} {version or 'not installed'}" for name, version in diagnosis.versions.items())
     yield _line(0, (", ".join(versions), "bold"))
@@ -111,7 +103,7 @@ def lines(diagnosis: Diagnosis) -> Iterator[Line]:
     yield _line(0, _verdict(diagnosis))
 
 
-def _backend(backend: Backend, width: int) -> Iterator[Line]:
+def _backend(backend: Backend, width: int) -> Iterator[_Line]:
     name, word = _printable(backend.name).ljust(width), _WORDS.get(backend.state, backend.state)
     count = f"{backend.count} device{'s' * (backend.count != 1)}, " if backend.state == "usable" else ""
     yield _line(2, (name, "bold"), ("  ", ""), (word, _STYLES[backend.state]), (f"  {count}{backend.distribution}", ""))
@@ -122,7 +114,7 @@ def _backend(backend: Backend, width: int) -> Iterator[Line]:
     yield from _misfits(backend.misfits)
 
 
-def _extension(extension: Extension) -> Iterator[Line]:
+def _extension(extension: Extension) -> Iterator[_Line]:
     yield _line(
         2, (extension.name, "bold"), ("  ", ""), (extension.state, _STYLES[extension.state]),
         (f"  {extension.distribution}", ""),
@@ -131,7 +123,7 @@ def _extension(extension: Extension) -> Iterator[Line]:
     yield from _misfits(extension.misfits)
 
 
-def _selection(preview: SelectionPreview) -> Iterator[Line]:
+def _selection(preview: SelectionPreview) -> Iterator[_Line]:
     asked = "ACCEL_DEVICE is not set, which means auto"
     if preview.source == "ACCEL_DEVICE":
         asked = f"ACCEL_DEVICE={shown(preview.request)}"
@@ -147,7 +139,7 @@ def _selection(preview: SelectionPreview) -> Iterator[Line]:
         yield _line(6, (f"passed over {passed.name}: ", "dim"), (passed.reason, ""))
 
 
-def _trial(label: str, trial: Trial) -> Iterator[Line]:
+def _trial(label: str, trial: Trial) -> Iterator[_Line]:
     seconds = "" if trial.outcome == "not tried" else f"  {trial.seconds:.1f} s"
     yield _line(2, (label, "bold"), ("  ", ""), (trial.outcome, _STYLES[trial.outcome]), (seconds, "dim"))
     yield from _explained(trial.reason, trial.remedy)
@@ -161,25 +153,25 @@ def _verdict(diagnosis: Diagnosis) -> tuple[str, str]:
     return (usable, "bold green") if diagnosis.exit_code == USABLE else (f"{usable}; {broken}", "bold red")
 
 
-def _explained(reason: str, remedy: str) -> Iterator[Line]:
+def _explained(reason: str, remedy: str) -> Iterator[_Line]:
     for label, text in (("why: ", reason), ("what to do: ", remedy)):
         if text:
             yield _line(6, (label, "dim"), (text, ""))
 
 
-def _misfits(misfits: tuple[Misfit, ...]) -> Iterator[Line]:
+def _misfits(misfits: tuple[Misfit, ...]) -> Iterator[_Line]:
     for misfit in misfits:
         yield _line(6, ("does not fit: ", "bold red"), (misfit.reason, ""))
         yield from _explained("", misfit.remedy)
 
 
-def _headed(title: str) -> Iterator[Line]:
+def _headed(title: str) -> Iterator[_Line]:
     yield _line(0)
     yield _line(0, (title, "bold underline"))
 
 
-def _line(indent: int, *pieces: tuple[str, str]) -> Line:
-    return Line(indent, tuple((_printable(text), style) for text, style in pieces))
+def _line(indent: int, *pieces: tuple[str, str]) -> _Line:
+    return indent, [(_printable(text), style) for text, style in pieces]
 
 
 def _printable(text: str) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
 from accelcore.cli.run import rank
-from accelcore.devices.plugins import Candidate, declared
+from accelcore.devices.plugins import declared
 from accelcore.devices.request import Choice, parse, requested_device
-from accelcore.devices.torch_autoload import VARIABLE, Autoload, autoloads, of_unusable_backends
+from accelcore.devices.torch_autoload import VARIABLE, autoloads, of_unusable_backends
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.util.text import shown
 
@@ -92,16 +92,12 @@ def run(
         command = [sys.executable, rank.__file__, "0", hidden, *program]
     if nproc > 1:
         # Otherwise each rank would use all cores; torch's launcher would give each one core, with a long warning.
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // nproc)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     sys.stdout.flush()
     sys.stderr.flush()
     # No child process: signals, exit code, terminal and process id are the script's own.
     os.execve(sys.executable, command, environ)  # noqa: S606
-
-
-def _cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_script(script: str, launched: bool) -> None:
@@ -154,7 +150,13 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
 
 def _turn_off_autoload(environ: MutableMapping[str, str], *, hide: bool) -> str:
     """Keep `import torch` from loading the runtimes of unusable backends; return the packages to hide."""
-    failing = _autoloads_that_would_fail()
+    found = autoloads()
+    if not found:
+        return ""
+    from accelcore.cli.doctor.ask_plugins import ask_plugins
+
+    # In another process: this one is about to become the script.
+    failing = of_unusable_backends(found, ask_plugins()[0].candidates)
     if not failing:
         return ""
     environ[VARIABLE] = "0"
@@ -168,27 +170,10 @@ def _turn_off_autoload(environ: MutableMapping[str, str], *, hide: bool) -> str:
     return hidden
 
 
-def _autoloads_that_would_fail() -> Iterable[tuple[Autoload, Candidate]]:
-    """Return the entry points that `import torch` must not call, with their backends."""
-    found = autoloads()
-    if not found:
-        return []
-    from accelcore.cli.doctor.ask_plugins import (
-        ask_plugins,  # in another process: this one is about to become the script
-    )
-
-    return of_unusable_backends(found, ask_plugins()[0].candidates)
-
-
 def _apex_path(environ: Mapping[str, str], folder: Path) -> str:
     """Return the PYTHONPATH with which `import apex` finds accelcore.apex; warn if this hides another apex.
 
-    Args:
-        environ: the script's environment.
-        folder: the folder that Python searches first: the script's, or for a module the working directory.
-
-    Raises:
-        ConfigurationError: there is an apex in that folder.
+    An apex in `folder`, which Python searches first, is an error.
     """
     beside = next((path for path in (folder / "apex.py", folder / "apex" / "__init__.py") if path.exists()), None)
     if beside is not None:
