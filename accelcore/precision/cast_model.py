@@ -6,8 +6,8 @@ apex's O2 and O3 consist of these. Each change to a module is an object with `re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,8 +28,6 @@ def hold(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool, par
     gradient is cast with its parameter. Integers and complex numbers stay as they are.
 
     Args:
-        model: on any device.
-        dtype: a floating-point dtype.
         keep_batchnorm_fp32: hold BatchNorm (of any kind, if it has weights) in fp32 instead, because its statistics are
             sums over many numbers. It accepts inputs of any dtype, and returns that dtype.
         parameters: if False, only buffers are cast.
@@ -73,9 +71,9 @@ class CastBoundary(_Hooks):
     def __init__(self, model: nn.Module, *, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
         super().__init__()
         if inputs is not None:
-            self._handles.append(model.register_forward_pre_hook(_CastInputs(inputs), with_kwargs=True))
+            self._handles.append(model.register_forward_pre_hook(partial(_cast_inputs, inputs), with_kwargs=True))
         if outputs is not None:
-            self._handles.append(model.register_forward_hook(_CastOutputs(outputs)))
+            self._handles.append(model.register_forward_hook(partial(_cast_output, outputs)))
 
 
 class FP32StateDict(_Hooks):
@@ -83,9 +81,6 @@ class FP32StateDict(_Hooks):
 
     A checkpoint then does not depend on the precision of the run. `load_state_dict` accepts it: torch casts each value
     to the dtype of its parameter. `keep_vars=True` returns the parameters themselves, in their dtype.
-
-    Args:
-        model: the root.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -96,7 +91,7 @@ class FP32StateDict(_Hooks):
 
 def _hold_own(module: nn.Module, dtype: torch.dtype, *, parameters: bool) -> bool:
     """Cast a module's own tensors, not its children's, to a dtype; return whether a cast was needed."""
-    own = _own(module) if parameters else module.buffers(recurse=False)
+    own = chain(module.parameters(recurse=False) if parameters else (), module.buffers(recurse=False))
     strange = [tensor for tensor in own if tensor.is_floating_point() and tensor.dtype != dtype]
     for tensor in strange:
         gradient, tensor.grad = tensor.grad, None
@@ -105,37 +100,18 @@ def _hold_own(module: nn.Module, dtype: torch.dtype, *, parameters: bool) -> boo
     return bool(strange)
 
 
-def _own(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return cast(inputs, dtype), cast(named, dtype)
 
 
-@dataclass(frozen=True)
-class _CastInputs:
-    dtype: torch.dtype
-
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return cast(inputs, self.dtype), cast(named, self.dtype)
-
-
-@dataclass(frozen=True)
-class _CastOutputs:
-    dtype: torch.dtype
-
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        return cast(output, self.dtype)
+def _cast_output(dtype: torch.dtype, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    return cast(output, dtype)
 
 
 def _to_fp32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     """Cast a module's own entries of a state_dict; a hook on each module."""
-    for name in _names(module):
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    for name, _ in chain(parameters, module.named_buffers(recurse=False, remove_duplicate=False)):
         value = state.get(prefix + name)
         if isinstance(value, Tensor) and value.dtype in LOW_PRECISION and not isinstance(value, nn.Parameter):
             state[prefix + name] = value.float()
-
-
-def _names(module: nn.Module) -> Iterator[str]:
-    for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
-        yield name
-    for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
-        yield name

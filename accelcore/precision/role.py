@@ -12,7 +12,7 @@ import torch
 from accelcore.capabilities import Capabilities
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.precision.o1.kernels import install_o1, install_refusals, listed_operators, torch_operators
-from accelcore.precision.o1.region import O1Region, TorchRegion
+from accelcore.precision.o1.region import Region
 from accelcore.precision.o1.table import Treatment
 from accelcore.torch_internals import operator_name
 
@@ -102,9 +102,8 @@ class TorchPrecision(Precision):
         if not enabled:
             return torch.autocast(self._device_type, dtype=dtype, enabled=False)
         assert dtype is not None, "it is a declared dtype"
-        if table == "O1":
-            return O1Region(self._device_type, dtype, partial(install_o1, self._device_type, self._dispatch_key))
-        return TorchRegion(self._device_type, dtype, partial(install_refusals, self._device_type, self._dispatch_key))
+        install = install_o1 if table == "O1" else install_refusals
+        return Region(self._device_type, dtype, table, partial(install, self._device_type, self._dispatch_key))
 
     def fp32(self, mode: str) -> AbstractContextManager[None]:
         known = ("ieee", "fast") if self._capabilities.fast_fp32 else ("ieee",)

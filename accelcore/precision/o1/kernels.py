@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -30,7 +30,6 @@ __all__ = [
     "install_refusals",
     "listed_operators",
     "torch_operators",
-    "widest_dtype",
     "with_casts",
 ]
 
@@ -80,8 +79,7 @@ def forget_installed() -> None:
 
 def torch_operators(dispatch_key: str) -> frozenset[str]:
     """Return the operators that torch's own autocast intercepts on a device type, such as `"aten::mm"`."""
-    registered = operators_registered_at(dispatch_key)
-    return _torch_operators.get(dispatch_key, registered)
+    return _torch_operators.get(dispatch_key, operators_registered_at(dispatch_key))
 
 
 def listed_operators() -> Iterator[tuple[OpOverload, Treatment]]:
@@ -114,15 +112,27 @@ def castable_tensors(values: Iterable[Any], device_type: str | None = None) -> I
             yield from castable_tensors(value, device_type)
 
 
-def widest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return the narrowest dtype that can hold all tensors' values: bf16 and fp16 together need fp32."""
-    return reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.bool)
-
-
 def with_casts(
-    function: Kernel, arguments: Iterable[Any], options: dict[str, Any], device_type: str, to: Kernel
+    function: Kernel,
+    treatment: Treatment,
+    arguments: Sequence[Any],
+    options: dict[str, Any],
+    device_type: str,
+    tensors: Iterable[Tensor] | None = None,
 ) -> Any:
-    """Call a function with `to(tensor)` instead of each argument that autocast may cast."""
+    """Call a function with the arguments that autocast may cast in low precision, in fp32, or in their widest dtype.
+
+    Call it with autocast off. Autograd records the casts: a gradient has the dtype of its tensor. `tensors` are those
+    that the widest dtype is of; None means the arguments on this device.
+    """
+    to: Callable[[Tensor], Tensor] = Tensor.float
+    if treatment is Treatment.LOW:
+        to = partial(in_low_precision, dtype=torch.get_autocast_dtype(device_type))
+    elif treatment is Treatment.WIDEST:
+        if tensors is None:
+            tensors = castable_tensors((*arguments, *options.values()), device_type)
+        # bf16 and fp16 together need fp32
+        to = partial(Tensor.to, dtype=reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.bool))
 
     def cast(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -165,7 +175,7 @@ def _kernel(treated: Kernel, outside: Kernel) -> Kernel:
 
 
 def _refusing(operator: OpOverload, device_type: str, outside: Kernel) -> Kernel:
-    refused, in_fp32 = _refused(operator, device_type), _in_fp32(operator, device_type)
+    refused, in_fp32 = _refused(operator, device_type), _treated(operator, Treatment.FP32, device_type)
 
     def kernel(keys: torch.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # The forward pass did not refuse what is now recomputed; its region is not known any more.
@@ -179,32 +189,17 @@ def _refusing(operator: OpOverload, device_type: str, outside: Kernel) -> Kernel
 
 
 def _treated(operator: OpOverload, treatment: Treatment, device_type: str) -> Kernel:
-    """Return the operator under a treatment, to be called with autocast off.
-
-    Autograd records the casts: a gradient has the dtype of its tensor.
-    """
+    """Return the operator under a treatment, to be called with autocast off."""
     if treatment is Treatment.AS_IS:
         return operator
-    makers = {
-        Treatment.LOW: _in_low_precision,
-        Treatment.FP32: _in_fp32,
-        Treatment.WIDEST: _in_widest,
-        Treatment.REFUSED: _refused,
-    }
-    return makers[treatment](operator, device_type)
+    if treatment is Treatment.REFUSED:
+        return _refused(operator, device_type)
+    if treatment is Treatment.FP32 and operator._opname in _CONVERTING:
+        return _converting(operator, device_type)
+    return lambda *arguments, **options: with_casts(operator, treatment, arguments, options, device_type)
 
 
-def _in_low_precision(operator: OpOverload, device_type: str) -> Kernel:
-    def compute(*arguments: Any, **options: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device_type)
-        return with_casts(operator, arguments, options, device_type, partial(in_low_precision, dtype=dtype))
-
-    return compute
-
-
-def _in_fp32(operator: OpOverload, device_type: str) -> Kernel:
-    if operator._opname not in _CONVERTING:
-        return lambda *arguments, **options: with_casts(operator, arguments, options, device_type, Tensor.float)
+def _converting(operator: OpOverload, device_type: str) -> Kernel:
     position = [argument.name for argument in operator._schema.arguments].index("dtype")
 
     def compute(*arguments: Any, **options: Any) -> Any:
@@ -212,14 +207,6 @@ def _in_fp32(operator: OpOverload, device_type: str) -> Kernel:
         if not chosen and any(tensor.dtype in LOW_PRECISION for tensor in castable_tensors(arguments, device_type)):
             options["dtype"] = torch.float32
         return operator(*arguments, **options)
-
-    return compute
-
-
-def _in_widest(operator: OpOverload, device_type: str) -> Kernel:
-    def compute(*arguments: Any, **options: Any) -> Any:
-        dtype = widest_dtype(castable_tensors((*arguments, *options.values()), device_type))
-        return with_casts(operator, arguments, options, device_type, partial(Tensor.to, dtype=dtype))
 
     return compute
 

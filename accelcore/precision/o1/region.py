@@ -14,8 +14,7 @@ from accelcore.precision.o1.table import O1
 from accelcore.torch_internals import in_backward, is_fake_mode_active
 
 __all__ = [
-    "O1Region",
-    "TorchRegion",
+    "Region",
     "clear_cast_cache",
     "in_low_precision",
     "is_o1_active",
@@ -63,25 +62,25 @@ _state = _State()
 _mark = _CompileMark()
 
 
-class O1Region:
-    """Context of autocast by table O1. It can be entered again after it was left.
+class Region:
+    """Context of autocast by table O1, or by torch's table for a device. It can be entered again after it was left.
 
-    torch's own cache of casts is off inside. O1 is recognized by this part of autocast's state: torch restores it where
-    a checkpointed part of a model is recomputed, and compiled code guards on it.
-
-    Args:
-        device_type: torch's name of the device.
-        dtype: the low precision.
-        prepare: called on entering; installs O1's kernels.
+    torch's own cache of casts is on by torch's table, and off by O1. The tables are told apart by this part of
+    autocast's state: torch restores it where a checkpointed part of a model is recomputed, and compiled code guards on
+    it. `prepare` installs kernels on entering.
     """
 
-    def __init__(self, device_type: str, dtype: torch.dtype, prepare: Callable[[], None]) -> None:
-        self._autocast = torch.autocast(device_type, dtype, cache_enabled=False)
+    def __init__(self, device_type: str, dtype: torch.dtype, table: str, prepare: Callable[[], None]) -> None:
+        self._is_o1 = table == "O1"
+        self._autocast = torch.autocast(device_type, dtype, cache_enabled=not self._is_o1)
         self._prepare = prepare
 
     def __enter__(self) -> None:
         self._prepare()
         self._autocast.__enter__()  # type: ignore[no-untyped-call]
+        if not self._is_o1:
+            _state.torch_depth += 1
+            return
         if not _state.depth:
             _mark.set()
         _state.depth += 1
@@ -89,53 +88,25 @@ class O1Region:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _state.depth -= 1
-        if not _state.depth:
-            _mark.unset()
-            _state.casts.clear()
-        self._autocast.__exit__(kind, error, traceback)
-
-
-class TorchRegion:
-    """Context of autocast by torch's table for a device. It can be entered again after it was left.
-
-    It uses torch's cache of casts, which distinguishes it from O1 inside a region of O1.
-
-    Args:
-        device_type: torch's name of the device.
-        dtype: the low precision.
-        prepare: called on entering; installs the kernels that refuse operators on every device.
-
-    Attributes:
-        dtype: as given.
-    """
-
-    def __init__(self, device_type: str, dtype: torch.dtype, prepare: Callable[[], None]) -> None:
-        self.dtype = dtype
-        self._autocast = torch.autocast(device_type, dtype, cache_enabled=True)
-        self._prepare = prepare
-
-    def __enter__(self) -> None:
-        self._prepare()
-        self._autocast.__enter__()  # type: ignore[no-untyped-call]
-        _state.torch_depth += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        _state.torch_depth -= 1
+        if not self._is_o1:
+            _state.torch_depth -= 1
+        else:
+            _state.depth -= 1
+            if not _state.depth:
+                _mark.unset()
+                _state.casts.clear()
         self._autocast.__exit__(kind, error, traceback)
 
 
 def is_torch_table_active() -> bool:
-    """Return whether autocast follows torch's table now, in a `TorchRegion` of this thread."""
+    """Return whether autocast follows torch's table now, in a `Region` of this thread."""
     return _state.torch_depth > 0 and torch.is_autocast_cache_enabled()
 
 
 def is_o1_active() -> bool:
     """Return whether autocast follows table O1 now.
 
-    It does in an `O1Region` of this thread, except under an inner autocast that has torch's cache. It also does where a
+    It does in a `Region` of this thread, except under an inner autocast that has torch's cache. It also does where a
     backward pass recomputes a checkpointed part of such a region, maybe in a thread of the autograd engine. Compilers
     trace without the cache, too; that is a different case.
     """
@@ -146,9 +117,8 @@ def in_low_precision(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `tensor.to(dtype)`. A weight is cast once for all regions of this thread, as by torch's autocast."""
     if tensor.dtype is dtype:
         return tensor
-    if not (_state.depth and tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()):
-        return tensor.to(dtype)
-    if is_fake_mode_active():
+    is_kept = _state.depth and tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()
+    if not is_kept or is_fake_mode_active():
         return tensor.to(dtype)
     # The weight is kept with its cast, so that no other tensor can get its id.
     kept = _state.casts.get((id(tensor), dtype))

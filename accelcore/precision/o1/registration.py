@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from types import TracebackType
 from typing import Any, TypeVar, final
 
 import torch
-from torch import Tensor
 
 from accelcore.errors import ConfigurationError
-from accelcore.precision.o1.kernels import castable_tensors, widest_dtype, with_casts
-from accelcore.precision.o1.region import in_low_precision, is_o1_active
+from accelcore.precision.o1.kernels import castable_tensors, with_casts
+from accelcore.precision.o1.region import is_o1_active
 from accelcore.precision.o1.table import Treatment
 from accelcore.util.text import did_you_mean
 
@@ -142,12 +141,7 @@ def _treated(function: F, treatment: Treatment) -> F:
         device_type = next((kind for kind in kinds if torch.is_autocast_enabled(kind)), None)
         if device_type is None:
             return function(*arguments, **options)
-        to: Callable[[Tensor], Tensor] = Tensor.float
-        if treatment is Treatment.LOW:
-            to = partial(in_low_precision, dtype=torch.get_autocast_dtype(device_type))
-        elif treatment is Treatment.WIDEST:
-            to = partial(Tensor.to, dtype=widest_dtype(tensors))
         with torch.autocast(device_type, enabled=False):
-            return with_casts(function, arguments, options, device_type, to)
+            return with_casts(function, treatment, arguments, options, device_type, tensors)
 
     return call  # type: ignore[return-value]
