@@ -54,20 +54,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
-def _filling(torchs: Kernel) -> Kernel:
-    """Make a kernel that fills a tensor in float64 on the host."""
+def _filling(torchs: Kernel, *, integers: bool = False) -> Kernel:
+    """Make a kernel that fills a tensor on the host: in float64, or with integers in the tensor's own dtype."""
 
     def fill(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        return self.copy_(torchs(torch.empty(self.shape, dtype=_wide(self.dtype)), *arguments, **options))
-
-    return fill
-
-
-def _filling_integers(torchs: Kernel) -> Kernel:
-    """Make a kernel that fills a tensor with integers, whose range depends on the tensor's dtype."""
-
-    def fill(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        return self.copy_(torchs(torch.empty(self.shape, dtype=self.dtype), *arguments, **options))
+        dtype = self.dtype if integers else _wide(self.dtype)  # the range of integers depends on the dtype
+        return self.copy_(torchs(torch.empty(self.shape, dtype=dtype), *arguments, **options))
 
     return fill
 
@@ -218,7 +210,7 @@ def host_kernels() -> dict[OpOverload, Kernel]:
     for operator in (normal, _aten.cauchy_.default, _aten.geometric_.default, _aten.log_normal_.default):
         made[operator] = (_filling, operator)
     for form in ("default", "from", "to"):
-        made[getattr(_aten.random_, form)] = (_filling_integers, getattr(_aten.random_, form))
+        made[getattr(_aten.random_, form)] = (partial(_filling, integers=True), getattr(_aten.random_, form))
     for name in ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"):
         made[getattr(_aten, name).default] = (_computing, getattr(_aten, name).default)
     for form in ("Tensor_Tensor", "Tensor_float", "float_Tensor"):
