@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-__all__ = ["Ended", "call", "exceptions_for_signals", "run"]
+__all__ = ["Ended", "call", "exceptions_for_signals", "run", "signal_name"]
 
 _CALL = "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from {module} import main; sys.exit(main())"
 
@@ -45,12 +45,7 @@ class Ended:
     @property
     def signal(self) -> str:
         """The name of the signal that ended it, or an empty string."""
-        if self.status is None or self.status >= 0:
-            return ""
-        try:
-            return signal.Signals(-self.status).name
-        except ValueError:  # a real-time signal has no name
-            return f"signal {-self.status}"
+        return "" if self.status is None or self.status >= 0 else signal_name(-self.status)
 
     @property
     def where(self) -> str:
@@ -60,6 +55,14 @@ class Ended:
             if line.startswith("Current thread") and following.startswith("  File"):
                 return f" in {following.strip()}"
         return ""
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name; a real-time signal has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def call(module: str, *arguments: str, environ: Mapping[str, str], limit: float) -> Ended:

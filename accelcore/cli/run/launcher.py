@@ -16,6 +16,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from accelcore.cli.child import signal_name
+
 __all__ = ["first_failure", "main"]
 
 _LONGEST = 300  # characters of an error's first line
@@ -56,7 +58,7 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[str, int]:
     if failure.exitcode >= 0:
         return f"rank {rank} failed first, with exit code {failure.exitcode}; its output is above", failure.exitcode
     hint = "\n  what to do: check whether memory ran out" if failure.exitcode == -signal.SIGKILL else ""
-    return f"rank {rank} failed first, by {_name(-failure.exitcode)}{hint}", 128 - failure.exitcode
+    return f"rank {rank} failed first, by {signal_name(-failure.exitcode)}{hint}", 128 - failure.exitcode
 
 
 def _order(failure: ProcessFailure) -> tuple[int, float]:
@@ -66,13 +68,6 @@ def _order(failure: ProcessFailure) -> tuple[int, float]:
         lost = str(failure.message["message"]).startswith("DistributedError")
         return int(lost), os.stat(failure.error_file).st_mtime
     return 2 * (failure.exitcode == -signal.SIGTERM), failure.timestamp
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _is_news(record: logging.LogRecord) -> bool:
