@@ -34,7 +34,8 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
         CheckpointError: the checkpoint is missing or damaged or has no such trainer, or the file cannot be written.
     """
     found, target = store.find(Path(checkpoint)), Path(file)
-    _check_target(target)
+    if target.exists() and not target.is_file():  # such as /dev/null
+        raise ConfigurationError(f"{target} is a folder or no regular file", remedy="name a file")
     if found is None:
         raise CheckpointError(
             f"there is no checkpoint in {Path(checkpoint)}", remedy="give the folder that was given to trainer.save"
@@ -57,14 +58,6 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
         with suppress(OSError):
             beside.unlink(missing_ok=True)
     return found.path
-
-
-def _check_target(target: Path) -> None:
-    if target.exists() and not target.is_file():  # such as a folder, or /dev/null
-        raise ConfigurationError(f"{target} is a folder or no regular file", remedy="name a file")
-    above = next(folder for folder in target.absolute().parents if folder.exists())
-    if not above.is_dir():
-        raise ConfigurationError(f"{above} is a file, and {target} would be in it", remedy="name a file in a folder")
 
 
 def _checked(trainer: str, checkpoint: store.Checkpoint) -> str:

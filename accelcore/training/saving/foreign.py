@@ -30,7 +30,7 @@ _OPTIMIZER_FILE = "optimizer.bin"
 _COMPILED = "_orig_mod."  # torch.compile adds it to the names of a module
 
 
-def prepare_foreign(parts: Sequence[Part], path: Path) -> tuple[list[Callable[[], None]], dict[str, Any]]:
+def prepare_foreign(parts: Sequence[Part], path: Path) -> tuple[list[Callable[[], object]], dict[str, Any]]:
     """Return the functions that restore the model and, if it was saved, the optimizer; and the rest of the file."""
     named = {part.name: part for part in parts}
     own = named["model"].state()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -39,10 +38,11 @@ class ModelPart(Part):
     def state(self) -> dict[str, Any]:
         return _in_fp32(self._model, self._gradients)[0]
 
-    def prepare(self, saved: Saved) -> Callable[[], None]:
+    def prepare(self, saved: Saved) -> Callable[[], object]:
         exact, have_masters = _saved_masters(saved), {id(slot.parameter) for slot in _with_master(self._gradients)}
         own, state = self._model.state_dict(), dict(saved.model)
-        tensors = dict(_named_tensors(self._model))
+        tensors: dict[str, Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
+        tensors |= dict(self._model.named_buffers(remove_duplicate=False))
         rounded = []
         for name, value in own.items():
             new = state.get(name)
@@ -56,19 +56,12 @@ class ModelPart(Part):
                 rounded.append(name)
         _check(own, state)
         if rounded:
-            logger.warning(
-                "%d tensors of the checkpoint, such as %s, lose precision: the model has no fp32 masters for them",
-                len(rounded),
-                rounded[0],
-            )
-
-        def commit() -> None:
-            self._model.load_state_dict(state)
-
-        return commit
+            text = "%d tensors of the checkpoint, such as %s, lose precision: the model has no fp32 masters for them"
+            logger.warning(text, len(rounded), rounded[0])
+        return lambda: self._model.load_state_dict(state)
 
 
-class MastersPart(Part):
+class MastersPart(ModelPart):
     """fp32 masters by parameter name, if their values are not in the model's part already.
 
     A checkpoint with masters also restores an fp32 model, and a checkpoint of an fp32 model restores masters. So a run
@@ -77,14 +70,11 @@ class MastersPart(Part):
 
     name = "masters"
 
-    def __init__(self, model: nn.Module, gradients: Gradients) -> None:
-        self._model, self._gradients = model, gradients
-
     def state(self) -> dict[str, Tensor]:
         _, in_model = _in_fp32(self._model, self._gradients)
         return {slot.name: slot.trained for slot in _with_master(self._gradients) if slot.name not in in_model}
 
-    def prepare(self, saved: Saved) -> Callable[[], None]:
+    def prepare(self, saved: Saved) -> Callable[[], object]:
         exact = {**saved.model, **_saved_masters(saved)}
 
         def commit() -> None:
@@ -101,15 +91,10 @@ def _with_master(gradients: Gradients) -> list[Slot]:
     return [slot for slot in gradients.slots if slot.trained is not slot.parameter]
 
 
-def _named_tensors(model: nn.Module) -> chain[tuple[str, Tensor]]:
-    """Return parameters and buffers under all their names."""
-    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-
-
 def _in_fp32(model: nn.Module, gradients: Gradients) -> tuple[dict[str, Any], set[str]]:
     """Return the model's state_dict with masters in place of their parameters, and the names of these parameters.
 
-    A module or hook may have changed an entry of the state_dict. Such an entry is not replaced by the master.
+    An entry that a module or hook has changed is not replaced by the master.
     """
     gradients.refresh()
     masters = {id(slot.parameter): slot for slot in _with_master(gradients)}

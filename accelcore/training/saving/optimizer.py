@@ -23,7 +23,6 @@ __all__ = ["OptimizerPart", "OwnStatePart"]
 
 logger = logging.getLogger("accelcore")
 
-_TELLS_ADAM_FROM_ADAMW = "decoupled_weight_decay"
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 """Entries that torch's schedulers write into the groups of their optimizer."""
 _OTHER_SHAPES = (Adafactor, LBFGS)
@@ -36,7 +35,7 @@ class OptimizerPart(Part):
     They can be restored by another route of the registry, by torch's class, and on another device.
 
     Args:
-        model, optimizer, gradients: the training; torch's own optimizers have masters of `gradients` in their groups.
+        model, optimizer, gradients: the training.
         owns: whether this rank updates a parameter, by name.
         divided: whether each rank has, and saves, the state of some parameters only; see `OwnStatePart`.
     """
@@ -66,10 +65,8 @@ class OptimizerPart(Part):
             options = {key: value for key, value in group.items() if key not in SWITCHES}
             options["lr"] = float(options["lr"])  # a tensor if steps are captured
             groups.append({**options, "params": members})
-        tree = {"kind": self._kind(), "groups": groups}
-        if self._divided:
-            return tree
-        return {**tree, "state": {order[number]: entry for number, entry in state["state"].items()}}
+        entries = {order[number]: entry for number, entry in state["state"].items()}
+        return {"kind": self._kind(), "groups": groups} | ({} if self._divided else {"state": entries})
 
     def own_state(self) -> dict[str, Any]:
         """Return the state that this rank saves itself, by parameter name; empty if rank 0 saves everything."""
@@ -81,7 +78,7 @@ class OptimizerPart(Part):
         held = ((name, state["state"].get(number)) for number, name in zip(numbers, names, strict=True))
         return {name: entry for name, entry in held if entry and self._owns(name)}
 
-    def prepare(self, saved: Saved) -> Callable[[], None]:
+    def prepare(self, saved: Saved) -> Callable[[], object]:
         tree = table(saved.shared.get("optimizer"), "optimizer state", "groups", "state")
         if tree.get("kind", self._kind()) != self._kind():  # another program's file has no kind
             raise _another(f"it is {tree['kind']!r}, and this one is {self._kind()!r}")
@@ -141,15 +138,11 @@ class OptimizerPart(Part):
             own = {key: value for key, value in live.items() if key not in (*SWITCHES, "params")}
             foreign = set(saved_group) - {"params"} - set(own)
             if left := sorted(foreign & _OF_SCHEDULERS):
-                logger.warning(
-                    "%s of the checkpoint's optimizer belong to a scheduler: they are not restored, because this "
-                    "optimizer has no scheduler yet",
-                    ", ".join(left),
-                )
+                logger.warning("not restored, because this optimizer has no scheduler yet: %s", ", ".join(left))
                 saved_group = {key: value for key, value in saved_group.items() if key not in left}
                 foreign -= _OF_SCHEDULERS
-            tells = _TELLS_ADAM_FROM_ADAMW
-            if set(saved_group["params"]) != set(members) or foreign or saved_group.get(tells) != own.get(tells):
+            adamw = "decoupled_weight_decay"  # tells Adam from AdamW
+            if set(saved_group["params"]) != set(members) or foreign or saved_group.get(adamw) != own.get(adamw):
                 raise _another(
                     f"parameter group {position} has {len(members)} parameters with {sorted(own)} here, "
                     f"{len(saved_group['params'])} with {sorted(set(saved_group) - {'params'})} in the checkpoint"
@@ -182,7 +175,7 @@ class OwnStatePart(Part):
     def state(self) -> dict[str, Any]:
         return self._optimizer.own_state()
 
-    def prepare(self, saved: Saved) -> Callable[[], None]:
+    def prepare(self, saved: Saved) -> Callable[[], object]:
         return lambda: None  # `OptimizerPart` restores the state of all ranks
 
 
@@ -219,8 +212,7 @@ def _check_count(name: str, entry: Mapping[str, Any], *, strict: bool) -> None:
 def _check_shapes(name: str, entry: Mapping[str, Any], parameter: Tensor, *, strict: bool) -> None:
     """Raise CheckpointError for a tensor that is neither a scalar nor shaped as its parameter, or of another type.
 
-    Args:
-        strict: whether each key must be a tensor of the parameter's shape; the `COUNTERS` must be scalars.
+    If `strict`, each key must be a tensor of the parameter's shape, and the `COUNTERS` must be scalars.
     """
     for key, value in entry.items():
         if not isinstance(value, Tensor):

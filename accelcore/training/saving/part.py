@@ -48,7 +48,7 @@ class Part(ABC):
         """Return a tree of dicts, lists, tuples, plain values and tensors."""
 
     @abstractmethod
-    def prepare(self, saved: Saved) -> Callable[[], None]:
+    def prepare(self, saved: Saved) -> Callable[[], object]:
         """Check and convert the saved state without changing anything, and return the function that restores it.
 
         Raises:

@@ -36,7 +36,7 @@ class SchedulePart(Part):
         state = None if self._scheduler is None else self._scheduler.state_dict()
         return {"kind": type(self._scheduler).__name__, "by": self._by, "state": state}
 
-    def prepare(self, saved: Saved) -> Callable[[], None]:
+    def prepare(self, saved: Saved) -> Callable[[], object]:
         schedule = table(saved.shared.get("schedule"), "schedule", "kind", "by", "state")
         own, scheduler = type(self._scheduler).__name__, self._scheduler
         if schedule["kind"] != own:
@@ -66,7 +66,7 @@ class ScalerPart(Part):
     def state(self) -> Any:
         return self._scaler.state_dict()
 
-    def prepare(self, saved: Saved) -> Callable[[], None]:
+    def prepare(self, saved: Saved) -> Callable[[], object]:
         scaler, before, state = self._scaler, self._scaler.state_dict(), table(saved.shared.get("scaler"), "loss scale")
         if scaler.takes(state):
             _rehearse(scaler.load_state_dict, state, before)
@@ -102,7 +102,7 @@ class WindowPart(Part):
             "buffers": dict(self._model.named_buffers()) if open_ else {},
         }
 
-    def prepare(self, saved: Saved) -> Callable[[], None]:
+    def prepare(self, saved: Saved) -> Callable[[], object]:
         keys = ("micro", "accumulate", "divisor", "unit", "total", "gradients", "sharded", "buffers")
         window = table(saved.own.get("window"), "window", *keys)
         micro, accumulate = number(window["micro"], "micro"), number(window["accumulate"], "accumulate")
@@ -155,7 +155,7 @@ class DataStreamsPart(Part):
     def state(self) -> Any:
         return self._streams.state_dict()
 
-    def prepare(self, saved: Saved) -> Callable[[], None]:
+    def prepare(self, saved: Saved) -> Callable[[], object]:
         positions = table(saved.own.get("data"), "positions in the data")
         for name, position in positions.items():
             # "loader" is checked by the loader, which is not known before it is read.
@@ -183,7 +183,7 @@ class RandomPart(Part):
     def state(self) -> Any:
         return self._runtime.rng_state()
 
-    def prepare(self, saved: Saved) -> Callable[[], None]:
+    def prepare(self, saved: Saved) -> Callable[[], object]:
         if not saved.same_job:
             return lambda: None
         states, before = table(saved.own.get("random"), "random states"), self._runtime.rng_state()
@@ -210,7 +210,7 @@ class ExtraPart(Part):
     def state(self) -> Any:
         return self._extra
 
-    def prepare(self, saved: Saved) -> Callable[[], None]:
+    def prepare(self, saved: Saved) -> Callable[[], object]:
         extra = saved.shared.get(self.name)
         if not isinstance(extra, dict):
             raise CheckpointError(f"the checkpoint's {self.name} is {extra!r}, not a dict")

@@ -63,16 +63,14 @@ class TrainingState:
 Trainings = Mapping[str, TrainingState]
 """Trainings of one checkpoint by the trainers' names; a trainer that is saved alone has the name ""."""
 
-_Commits = Sequence[tuple[TrainingState, Sequence[Callable[[], None]]]]
+_Commits = Sequence[tuple[TrainingState, Sequence[Callable[[], object]]]]
 """Each training, and the functions that restore its parts."""
 
 
 def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> Path:
     """Write a new checkpoint; see `Trainer.save`. `run` tells this run's checkpoints from those of other runs."""
     if keep is not None and not is_whole(keep, 1):
-        raise ConfigurationError(
-            f"keep={keep!r} is not a number of checkpoints", remedy="give a whole number, 1 or more, or None"
-        )
+        raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
     backend, agreement = _agreement(trainings)
     agreement.meet("trainer.save()")
     rank, number, doing = backend.collectives.rank, 0, "save its part of the checkpoint"
@@ -129,7 +127,7 @@ def load(training: TrainingState, path: Path) -> dict[str, Any]:
     """Restore what another program saved of a model and its optimizer; see `Trainer.load`."""
     _, agreement = _agreement({"": training})
     agreement.meet("trainer.load()")
-    commits: Sequence[Callable[[], None]] = []
+    commits: Sequence[Callable[[], object]] = []
     rest: dict[str, Any] = {}
     with agreement.together("load"), _as_checkpoint_error(path):
         commits, rest = prepare_foreign(training.parts, path)
@@ -196,11 +194,8 @@ def _read(
                 remedy=f"resume in a job of {saved_by}, or from a checkpoint saved at the end of an epoch",
             )
         if rank == 0:
-            logger.warning(
-                "the checkpoint was saved by a job of %d, this is a job of %d: random states are not restored",
-                saved_by,
-                world_size,
-            )
+            text = "the checkpoint was saved by a job of %d, this is a job of %d: random states are not restored"
+            logger.warning(text, saved_by, world_size)
     return Saved(model, shared, own, same_job)
 
 
