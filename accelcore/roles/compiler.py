@@ -61,9 +61,6 @@ class Compiler(ABC):
         """
 
 
-_DRAWS = 'compiled modules draw other random numbers than runtime.seed(..., same="everywhere") promises'
-
-
 class NoCompiler(Compiler):
     """Compiler of a backend that declares none."""
 
@@ -88,7 +85,9 @@ class TorchCompiler(Compiler):
             _compile(nn.Identity(), options)
 
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
-        reason = _DRAWS if draws_on_host() else self._missing()
+        reason = self._missing()
+        if draws_on_host():
+            reason = 'compiled modules draw other random numbers than runtime.seed(..., same="everywhere") promises'
         if reason is not None:
             logger.warning("the model runs eagerly, not compiled: %s", reason)
             return Compiled(module, compiled=False, reason=reason)
@@ -125,7 +124,7 @@ class _Guarded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # One part of the model may run before another fails to compile, and then runs again on the same batch.
-        before = None if self._has_run else _Snapshot(self._eager)
+        restore = None if self._has_run else _snapshot(self._eager)
         try:
             with backward_outside_autocast:  # the workaround of BACKWARD_UNDER_AUTOCAST
                 output = self._call(*args, **kwargs)
@@ -136,31 +135,28 @@ class _Guarded:
             logger.warning("the model runs eagerly, the compiler failed: %s", reason)
             self._result.compiled, self._result.reason, self._result.module = False, reason, self._eager
             self._call, self._has_run = self._eager, True
-            if before is not None:
-                before.restore()
+            if restore is not None:
+                restore()
             return self._eager(*args, **kwargs)
         self._has_run = True
         return output
 
 
-class _Snapshot:
-    """Copy of the buffers, and of the random generators of the model's devices, which a forward pass changes."""
+def _snapshot(module: nn.Module) -> Callable[[], None]:
+    """Copy buffers and random generators, which a forward pass changes; return a function that restores them."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = {tensor.device for tensor in [*module.parameters(), *module.buffers()]}
+    modules = {device: torch.get_device_module(device) for device in devices}
+    # The CPU's module has no such function; its generator is `host`.
+    states = {d: own.get_rng_state(d) for d, own in modules.items() if hasattr(own, "get_rng_state")}
+    host = torch.get_rng_state()
 
-    def __init__(self, module: nn.Module) -> None:
-        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        tensors = [*module.parameters(), *module.buffers()]
-        modules = {tensor.device: torch.get_device_module(tensor.device) for tensor in tensors}
-        self._generators = [
-            (module, device, module.get_rng_state(device))
-            for device, module in modules.items()
-            if hasattr(module, "get_rng_state")  # the CPU's module has none: the host's generator is below
-        ]
-        self._host = torch.get_rng_state()
-
-    def restore(self) -> None:
+    def restore() -> None:
         with torch.no_grad():
-            for buffer, value in self._buffers:
+            for buffer, value in buffers:
                 buffer.copy_(value)
-        for generator, device, state in self._generators:
-            generator.set_rng_state(state, device)
-        torch.set_rng_state(self._host)
+        for device, state in states.items():
+            modules[device].set_rng_state(state, device)
+        torch.set_rng_state(host)
+
+    return restore

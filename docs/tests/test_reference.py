@@ -24,7 +24,6 @@ MODULES = [
     "accelcore.optim.flat.runs",
     "accelcore.optim.torch_routes",
     "accelcore.precision",
-    "accelcore.roles.accelerator",
     "accelcore.jobs.collectives",
     "accelcore.roles.compiler",
     "accelcore.optim.registry",

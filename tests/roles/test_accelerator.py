@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from accelcore.errors import UnsupportedError
-from accelcore.roles.accelerator import AcceleratorRuntime
-from accelcore.roles.runtime import TorchRuntime
+from accelcore.roles.runtime import AcceleratorRuntime, TorchRuntime
 
 DEVICE = torch.device("meta")
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from accelcore.roles.accelerator import AcceleratorRuntime
+from accelcore.roles.runtime import AcceleratorRuntime
 from accelcore_cuda.determinism import make_deterministic
 from accelcore_cuda.fork import refuse_fork
 

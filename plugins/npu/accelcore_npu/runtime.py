@@ -10,7 +10,7 @@ import torch
 import torch_npu
 
 from accelcore.errors import BackendUnavailableError
-from accelcore.roles.accelerator import AcceleratorRuntime
+from accelcore.roles.runtime import AcceleratorRuntime
 
 __all__ = ["NpuRuntime", "refuse_fork"]
 
