@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Policy", "autocast_dtype", "choose_policy", "create_scaler", "fp32_mode", "preset_name"]
 
 _TABLES = ("torch", "O1")
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
 _BEST = "best"
 _FP32_MODES = ("ieee", "fast", "fast if possible")
 _LEVELS = ("O1", "O2", "O3")
@@ -90,10 +91,10 @@ class Policy:
     def __post_init__(self) -> None:
         for name in ("autocast", "model_dtype"):
             value = getattr(self, name)
-            if value is not None and not isinstance(getattr(torch, str(value), None), torch.dtype):
+            if value is not None and value not in _FLOATS:
                 raise ConfigurationError(
-                    f"{name}={value!r} is not a dtype of torch",
-                    available='"bfloat16", "float16", "float32", "float64"; each device declares which it supports',
+                    f"{name}={value!r} is not a floating-point dtype",
+                    available=f"{', '.join(_FLOATS)}; each device declares which of them it supports",
                 )
         for name in ("masters", "keep_batchnorm_fp32", "cast_boundary"):
             if not isinstance(getattr(self, name), bool):
