@@ -96,7 +96,7 @@ def test_the_kernel_of_a_third_party_trains_skips_and_is_resumed(fakes, tmp_path
     def trainer():
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-        optimizer = accel.optimizers.create("lion", model.parameters(), lr=0.01, weight_decay=0.1)
+        optimizer = accel.optimizers.create("lion", model.parameters(), lr=0.01, decay=0.1)
         loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
         return model, accel.trainer(model, optimizer, loss=loss, flat=flat, precision=precision, **options)
 

@@ -7,8 +7,8 @@ from accelcore.optim.engine import Engine
 class Lion(Engine, torch.optim.Optimizer):
     keeps_shapes = True
 
-    def __init__(self, params, lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay})
+    def __init__(self, params, lr=1e-4, b1=0.9, b2=0.99, decay=0.0):
+        super().__init__(params, {"lr": lr, "b1": b1, "b2": b2, "decay": decay})
 
     def update(self, found_inf, grad_scale):
         for group in self.param_groups:
@@ -18,10 +18,10 @@ class Lion(Engine, torch.optim.Optimizer):
                 if not self.state[value]:
                     self.state[value]["exp_avg"] = torch.zeros_like(value)
             means = [self.state[value]["exp_avg"] for value in values]
-            torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
-            signs = torch._foreach_sign(torch._foreach_lerp(means, gradients, 1 - group["beta1"]))
-            torch._foreach_add_(values, signs, alpha=-group["lr"])
-            torch._foreach_lerp_(means, gradients, 1 - group["beta2"])
+            torch._foreach_mul_(values, 1 - group["lr"] * group["decay"])
+            steps = torch._foreach_lerp(means, gradients, 1 - group["b1"])
+            torch._foreach_add_(values, torch._foreach_sign(steps), alpha=-group["lr"])
+            torch._foreach_lerp_(means, gradients, 1 - group["b2"])
 
 
 @hookimpl

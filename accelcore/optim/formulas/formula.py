@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ __all__ = [
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Values of `state_dtype`. None: the parameter's dtype, and float32 for parameters of low precision."""
 
-Number = float | Tensor
+Number: TypeAlias = "float | Tensor"
 Numbers = dict[str, Any]
 """By name: numbers, switches, and None for a term that is left out."""
 State = dict[str, Tensor]

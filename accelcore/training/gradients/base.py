@@ -24,7 +24,7 @@ from accelcore.scaling.contract import is_finite
 
 __all__ = ["Flat", "Gradients", "PerTensor", "backward", "by_slot", "first_not_finite", "runs"]
 
-Value = TypeVar("Value", Tensor, Tensor | None)
+Value = TypeVar("Value", Tensor, "Tensor | None")
 
 
 class Gradients(ABC):
