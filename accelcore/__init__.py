@@ -34,10 +34,9 @@ if TYPE_CHECKING:
     from accelcore.known_faults import KnownFault
     from accelcore.precision.policy import Policy
     from accelcore.scaling.contract import LossScale
-    from accelcore.training.activations import Recompute
-    from accelcore.training.data.sharded_stream import ShardedStream
+    from accelcore.training.data.sharding import ShardedStream
     from accelcore.training.observers import Observer
-    from accelcore.training.options import FSDP
+    from accelcore.training.options import FSDP, Recompute
     from accelcore.training.saving.saver import Together
     from accelcore.training.trainer import Trainer
 

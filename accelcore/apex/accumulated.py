@@ -23,7 +23,6 @@ from accelcore.optim.flat.runs import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.training.gradients.base import first_not_finite
 from accelcore.training.options import complete
-from accelcore.training.parallel.choose import create_strategy
 from accelcore.training.parallel.strategy import (
     SingleProcess,
     all_reduce_gradients,
@@ -31,8 +30,8 @@ from accelcore.training.parallel.strategy import (
     broadcast_buffers,
 )
 from accelcore.training.plan import Plan
-from accelcore.training.stages.bind import Bind
-from accelcore.training.stages.flatten import Flatten
+from accelcore.training.stages.flatten import Bind, Flatten
+from accelcore.training.stages.shard import create_strategy
 
 __all__ = ["Accumulated"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -15,16 +15,30 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelcore.errors import ConfigurationError
 from accelcore.precision.policy import Policy
 from accelcore.scaling.dynamic import LossScale
-from accelcore.training.activations import Recompute
-from accelcore.training.modules import Parts, check_parts
+from accelcore.torch_internals import OpOverload
 from accelcore.training.observers import Observer
 from accelcore.training.schedule import ScheduleBy
 from accelcore.util.text import did_you_mean, is_number, is_whole, kind_of
 
-__all__ = ["DEFAULTS", "FSDP", "Loss", "TrainerOptions", "Weight", "check_arguments", "check_values", "complete"]
+__all__ = [
+    "DEFAULTS",
+    "FSDP",
+    "Loss",
+    "Parts",
+    "Recompute",
+    "TrainerOptions",
+    "Weight",
+    "check_arguments",
+    "check_parts",
+    "check_values",
+    "chosen",
+    "complete",
+]
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], "float | Tensor"]
+Parts = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
+"""Modules of one or several types, or those for which a function returns True."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,30 @@ class FSDP:
         for name in ("reshard_after_forward", "cpu_offload"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r} is not True or False")
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activation checkpointing that keeps the results of some operators.
+
+    Attributes:
+        parts: the modules to recompute, as for `checkpoint=` of a trainer.
+        save: operators to keep the results of: `[torch.ops.aten.mm.default]` keeps matrix products.
+
+    Raises:
+        ConfigurationError: `parts` cannot select modules; an entry of `save` is not an operator.
+    """
+
+    parts: Parts
+    save: Sequence[OpOverload] = ()
+
+    def __post_init__(self) -> None:
+        check_parts(self.parts, "parts")
+        if strange := [each for each in self.save if not isinstance(each, OpOverload)]:
+            raise ConfigurationError(
+                f"save contains {strange[0]!r}, which is not an operator",
+                remedy="list overloads, such as torch.ops.aten.mm.default",
+            )
 
 
 class TrainerOptions(TypedDict, total=False):
@@ -239,3 +277,45 @@ def _is_torchs(loss: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else kind_of(value)
+
+
+def check_parts(parts: object, option: str) -> None:
+    """Raise ConfigurationError if the value of an option cannot choose modules."""
+    kinds = parts if isinstance(parts, tuple) else (parts,)
+    are_types = bool(kinds) and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
+    is_function = callable(parts) and not isinstance(parts, type)
+    if not (are_types or is_function):
+        raise ConfigurationError(
+            f"{option}={parts!r} does not choose modules",
+            available="a type of module, a tuple of types, a function of a module that returns True or False",
+        )
+
+
+def chosen(model: nn.Module, parts: Parts | None, option: str) -> list[nn.Module]:
+    """Return the chosen parts of a model, outer ones first, without the model itself; None chooses its blocks.
+
+    Raises:
+        ConfigurationError: no part of the model is chosen.
+    """
+    if parts is None:
+        return list(_blocks(model))
+    found = [module for module in model.modules() if module is not model and _fits(parts, module)]
+    if not found:
+        raise ConfigurationError(
+            f"{option}={parts!r} chooses no part of this model",
+            available=", ".join(sorted({type(module).__name__ for module in model.modules() if module is not model})),
+        )
+    return found
+
+
+def _fits(parts: Parts, module: nn.Module) -> bool:
+    return isinstance(module, parts) if isinstance(parts, type | tuple) else bool(parts(module))
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the items of the outermost ModuleLists. A list itself is never called, so it cannot be a block."""
+    for child in module.children():
+        if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield child
+        else:
+            yield from _blocks(child)

@@ -15,9 +15,8 @@ from accelcore.errors import TrainingError
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
 from accelcore.training.clipping import Clipping
-from accelcore.training.data.data_loop import DataLoop
+from accelcore.training.data.data_loop import DataLoop, evaluate
 from accelcore.training.data.data_stream import Batches, DataStreams
-from accelcore.training.data.evaluation import Evaluation
 from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete
 from accelcore.training.plan import Plan
@@ -95,7 +94,6 @@ class Trainer:
         by_epoch = given["schedule_by"] == "epoch"
         self._streams = DataStreams(backend.runtime, backend.collectives, counts_epochs=by_epoch)
         self._data = DataLoop(self._streams, self._schedule)
-        self._evaluation = Evaluation(backend, model, plan.contexts.make_region)
         self.saver = Saver(
             plan, scaler=self.scaler, schedule=self._schedule, streams=self._streams, window=self._window
         )
@@ -142,7 +140,7 @@ class Trainer:
 
         Under `schedule_by="epoch"` the script must also move the scheduler there, before it trains.
         """
-        return self._data.epoch(self.steps)
+        return self._streams.current_epoch(self.steps)
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
@@ -188,7 +186,7 @@ class Trainer:
                 number of batches for each rank. Anything else is divided by batches: some ranks may have one more, and
                 all must read it in the same order.
         """
-        return self._evaluation.batches(loader)
+        return evaluate(self._backend, self.model, self._plan.contexts.make_region, loader)
 
     def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device."""

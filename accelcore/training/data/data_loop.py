@@ -1,14 +1,20 @@
-"""Batches and epochs of one trainer, in step with its learning rate schedule."""
+"""Batches and epochs of one trainer, in step with its learning rate schedule; and evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+from torch import nn
+
+from accelcore.backend import Backend
 from accelcore.training.data.data_stream import Batches, DataStreams
+from accelcore.training.data.sharding import share_once
 from accelcore.training.schedule import Schedule
 
-__all__ = ["DataLoop"]
+__all__ = ["DataLoop", "evaluate"]
 
 
 class DataLoop:
@@ -19,12 +25,9 @@ class DataLoop:
         schedule: learns which epochs have ended.
     """
 
+    # It keeps no method of the trainer: a reference cycle would keep the device's memory until garbage collection.
     def __init__(self, streams: DataStreams, schedule: Schedule) -> None:
         self._streams, self._schedule = streams, schedule
-
-    def epoch(self, steps: int) -> int:
-        """Return the current or next epoch, after `steps` windows; see `Trainer.epoch`."""
-        return self._streams.current_epoch(steps)
 
     def move_to(self, epoch: int) -> None:
         """Let the next epoch be `epoch`."""
@@ -36,37 +39,24 @@ class DataLoop:
         return self._scheduled(self._streams["train"].epochs(total))
 
     def batches(
-        self,
-        loader: Iterable[Any],
-        *,
-        name: str,
-        shard: bool,
-        check: Callable[[], None],
-        flush: Callable[[], None],
+        self, loader: Iterable[Any], *, name: str, shard: bool, check: Callable[[], None], flush: Callable[[], None]
     ) -> Batches:
-        """Return the batches of one epoch; see `Trainer.batches`.
-
-        Args:
-            loader, name, shard: see `Trainer.batches`.
-            check: raises if the trainer can no longer train, or the model has changed since it was prepared.
-            flush: closes the last window, which may be short.
-        """
+        """Return the batches of one epoch, see `Trainer.batches`; `flush` closes the last window, full or not."""
 
         def read() -> Iterator[Any]:
             check()
             if name == "train":
                 # An epoch that was left early has ended. Python would drop an error of the schedule at that moment.
-                self.end_epochs()
+                self._end_epochs()
                 self._schedule.check()
             yield from self._streams[name].batches(loader, shard=shard)
             if name == "train":
                 flush()
-                self.end_epochs()
+                self._end_epochs()
 
         return Batches(read(), lambda: self._streams[name].length(loader, shard=shard))
 
-    def end_epochs(self) -> None:
-        """Tell the schedule which epochs have ended."""
+    def _end_epochs(self) -> None:
         self._schedule.epochs_ended(self._streams["train"].epoch)
 
     def _scheduled(self, epochs: Iterator[int]) -> Iterator[int]:
@@ -74,4 +64,29 @@ class DataLoop:
         for epoch in epochs:
             self._schedule.epochs_ended(epoch)
             yield epoch
-        self.end_epochs()
+        self._end_epochs()
+
+
+def evaluate(
+    backend: Backend, model: nn.Module, region: Callable[[], AbstractContextManager[object]], loader: Iterable[Any]
+) -> Batches:
+    """Return this rank's share of `loader`; `region` makes a context for a forward pass. See `Trainer.evaluate`."""
+    job = backend.collectives
+
+    def share() -> Iterable[Any]:
+        return loader if job.world_size == 1 else share_once(loader, job, backend.device)
+
+    def read() -> Iterator[Any]:
+        training = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            for batch in share():
+                moved = backend.runtime.to_device(batch)
+                with torch.no_grad(), region():  # not around the loader, which may compute too
+                    yield moved
+        finally:
+            model.train(training[model])  # a subclass may override it; the flags of its submodules are restored below
+            for module, before in training.items():
+                module.training = before
+
+    return Batches(read(), lambda: len(share()))  # type: ignore[arg-type]

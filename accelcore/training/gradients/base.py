@@ -22,7 +22,8 @@ from accelcore.optim.flat.runs import Run, Slot
 from accelcore.optim.shards import as_shard, shard
 from accelcore.scaling.contract import is_finite
 
-__all__ = ["Flat", "Gradients", "PerTensor", "backward", "by_slot", "first_not_finite", "runs"]
+__all__ = ["Flat", "Gradients", "PerTensor", "ShardedGradients", "backward", "by_slot", "first_not_finite", "runs"]
+
 
 Value = TypeVar("Value", Tensor, "Tensor | None")
 
@@ -230,3 +231,47 @@ def first_not_finite(gradients: Gradients) -> str | None:
     """Return the name of the first slot whose gradient has an inf or NaN. Waits for the device."""
     pairs = zip(gradients.slots, by_slot(gradients, gradients.of_values()), strict=True)
     return next((slot.name for slot, gradient in pairs if gradient is not None and not is_finite(gradient)), None)
+
+
+class ShardedGradients(Gradients):
+    """Gradients of shards, which backward leaves reduced over all ranks.
+
+    Parameters are DTensors. An optimizer of accelcore updates this rank's shards as plain tensors, in the same memory;
+    another optimizer has the DTensors in its groups.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        super().__init__(slots)
+        self.values, self.flat = [shard(slot.parameter) for slot in slots], [None] * len(slots)
+
+    def refresh(self) -> None:
+        for slot, value in zip(self.slots, self.values, strict=True):
+            now = shard(slot.parameter)
+            if now.data_ptr() != value.data_ptr():
+                if (now.dtype, now.device, now.shape) != (value.dtype, value.device, value.shape):
+                    raise TrainingError(
+                        f"the parameter {slot.name!r} is {now.dtype} on {now.device}, and was {value.dtype} on "
+                        f"{value.device}",
+                        why="it was changed after the trainer was made",
+                        remedy="move and cast the model before the trainer is made, or make a new trainer",
+                    )
+                value.data = now
+
+    def collect(self) -> None:
+        self.refresh()
+        self.received = [parameter.grad is not None for parameter in self.parameters]
+
+    def reduce(self, mean: Callable[[Tensor], None]) -> None:
+        raise AssertionError("gradients of shards are reduced in backward")
+
+    def of_values(self) -> Sequence[Tensor | None]:
+        return [None if parameter.grad is None else shard(parameter.grad) for parameter in self.parameters]
+
+    def grads_to_masters(self) -> None:
+        for value, gradient in zip(self.values, self.of_values(), strict=True):
+            value.grad = gradient
+
+    def clear(self) -> None:
+        super().clear()
+        for value in self.values:
+            value.grad = None

@@ -15,8 +15,7 @@ from accelcore.precision.o1.table import LOW_PRECISION
 from accelcore.precision.policy import Policy
 from accelcore.torch_internals import AnyBatchNorm
 from accelcore.training.gradients.base import Gradients
-from accelcore.training.modules import chosen
-from accelcore.training.options import FSDP, TrainerOptions
+from accelcore.training.options import FSDP, TrainerOptions, chosen
 from accelcore.training.parallel.strategy import (
     Strategy,
     broadcast_buffers,

@@ -8,16 +8,13 @@ from contextlib import nullcontext
 from accelcore.errors import DistributedError
 from accelcore.training.agreement import Agreement, describe
 from accelcore.training.plan import Plan, Stage
-from accelcore.training.stages.bind import Bind
-from accelcore.training.stages.capture import Capture
 from accelcore.training.stages.cast import Cast
-from accelcore.training.stages.compiled import Compile
-from accelcore.training.stages.flatten import Flatten
+from accelcore.training.stages.execution import Capture, Compile
+from accelcore.training.stages.flatten import Bind, Flatten
 from accelcore.training.stages.observe import Observe
-from accelcore.training.stages.place import Place
+from accelcore.training.stages.place import Place, SyncStatistics
 from accelcore.training.stages.recompute import ActivationCheckpointing
 from accelcore.training.stages.shard import Replicate, Shard
-from accelcore.training.stages.sync_batchnorm import SyncStatistics
 
 __all__ = ["Preparation"]
 

@@ -1,15 +1,143 @@
-"""Activation checkpointing and offloading of parts of a model."""
+"""Activation checkpointing and offloading of parts of a model, by torch's `checkpoint` and `save_on_cpu`."""
 
 from __future__ import annotations
 
-from torch import nn
+import copyreg
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from accelcore.errors import ConfigurationError, UnsupportedError
-from accelcore.training.activations import ActivationStorage, Recompute
-from accelcore.training.modules import check_parts, chosen
+from accelcore.training.options import Recompute, check_parts, chosen
 from accelcore.training.plan import Plan
 
-__all__ = ["ActivationCheckpointing"]
+__all__ = ["ActivationCheckpointing", "ActivationStorage"]
+
+
+class ActivationStorage:
+    """Storage of a module's activations between forward and backward.
+
+    Args:
+        device: the module's device.
+        recompute: whether only the module's inputs are kept, and its forward pass is recomputed.
+        save: operators whose results are kept in any case.
+        offload: whether activations are moved to pinned host memory until backward.
+    """
+
+    def __init__(self, device: torch.device, *, recompute: bool, save: Sequence[Any], offload: bool) -> None:
+        self._recompute, self._offload = recompute, offload
+        # checkpoint finds the device whose random state it restores by its positional arguments.
+        self._anchor = torch.empty(0, device=device)
+        self._save = list(save)
+
+    def install(self, module: nn.Module) -> None:
+        """Apply this to a module. As with `fully_shard`, its class is replaced by a subclass."""
+        if not isinstance(module, _Stored):
+            module.__class__ = _class_with_storage(type(module))
+        module.__dict__[_STORAGE] = self
+
+    def remove(self, module: nn.Module) -> None:
+        """Undo `install`, unless another storage has been installed since."""
+        if module.__dict__.get(_STORAGE) is self:
+            del module.__dict__[_STORAGE]
+            if type(module).__dict__.get(_MADE_FROM) is not None:
+                module.__class__ = type(module).__dict__[_MADE_FROM]
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
+        """Call a module's `forward`."""
+        with _offload(module, self._anchor.device) if self._offload else nullcontext():
+            if not self._recompute:
+                return forward(*args, **named)
+            computed = partial(_computed, forward, tuple(named))
+            contexts = partial(self._contexts, module)
+            # All are positional, because checkpoint does not save keyword arguments.
+            return checkpoint(computed, self._anchor, *args, *named.values(), use_reentrant=False, context_fn=contexts)
+
+    def compiled(self, forward: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
+        """Call a module's `forward` while a compiler traces it; it handles random numbers and buffers itself."""
+        if not self._recompute:
+            return forward(*args, **named)
+        if not self._save:
+            return checkpoint(forward, *args, use_reentrant=False, **named)
+        contexts = partial(create_selective_checkpoint_contexts, self._save)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **named)
+
+    def _contexts(self, module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts of a module's forward pass and of its recomputation."""
+        if not self._save:
+            return nullcontext(), _unchanged(module, nullcontext())
+        first, again = create_selective_checkpoint_contexts(self._save)  # type: ignore[no-untyped-call]
+        return first, _unchanged(module, again)
+
+
+_STORAGE, _MADE_FROM = "_accelcore_storage", "_accelcore_made_from"
+
+
+class _Stored(nn.Module):
+    """Base class put before a module's class, so that `forward` goes through its storage."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        storage = self.__dict__.get(_STORAGE)
+        if storage is None or not torch.is_grad_enabled():
+            return super().forward(*args, **named)
+        if torch.compiler.is_compiling():
+            return storage.compiled(super().forward, args, named)
+        return storage(self, super().forward, args, named)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy the module with its own class."""
+        own = getattr(self, "__getstate__", None)
+        state = dict(self.__dict__ if own is None else own())
+        state.pop(_STORAGE, None)
+        return copyreg._reconstructor, (getattr(type(self), _MADE_FROM), object, None), state  # type: ignore[attr-defined]
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _class_with_storage(base: type[nn.Module]) -> type[nn.Module]:
+    if base not in _classes:
+        _classes[base] = type(base.__name__, (_Stored, base), {"__module__": base.__module__, _MADE_FROM: base})
+    return _classes[base]
+
+
+def _computed(forward: Callable[..., Any], names: tuple[str, ...], anchor: Tensor, *given: Any) -> Any:
+    count = len(given) - len(names)
+    return forward(*given[:count], **dict(zip(names, given[count:], strict=True)))
+
+
+@contextmanager
+def _unchanged(module: nn.Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter `inner`, and afterwards restore buffers, such as running statistics."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        with inner:
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _offload(module: nn.Module, device: torch.device) -> AbstractContextManager[object]:
+    """Return torch's `save_on_cpu`, but leave parameters on the device: they take no extra memory."""
+    inner = save_on_cpu(pin_memory=True, device_type=device.type)
+    held = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def pack(tensor: Tensor) -> Any:
+        stays = tensor.device != device or tensor.untyped_storage().data_ptr() in held
+        return tensor if stays else inner.pack_hook(tensor)
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else inner.unpack_hook(packed)
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 class ActivationCheckpointing:

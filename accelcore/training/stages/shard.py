@@ -1,18 +1,27 @@
-"""Shard and Replicate: what the strategy does to the model, before and after the optimizer is bound."""
+"""Shard and Replicate: choose the strategy, and let it change the model before and after the optimizer is bound."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from accelcore.errors import ConfigurationError
+from accelcore.backend import Backend
+from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
+from accelcore.jobs.launchers import read_launch
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.shards import as_shard, shard_of
-from accelcore.training.parallel.choose import create_strategy
+from accelcore.training.options import FSDP, TrainerOptions
+from accelcore.training.parallel.combine_ddp import CombineDDP
+from accelcore.training.parallel.ddp import DDP
+from accelcore.training.parallel.fsdp import FullySharded
+from accelcore.training.parallel.strategy import SingleProcess, Strategy
+from accelcore.training.parallel.zero1 import Zero1
 from accelcore.training.plan import Plan
 
-__all__ = ["Replicate", "Shard"]
+__all__ = ["Replicate", "Shard", "create_strategy"]
 
 
 class Shard:
@@ -71,3 +80,60 @@ def _train_instead(optimizer: Any, shards: dict[Tensor, Tensor]) -> None:
 def _cut(value: Any, parameter: Tensor) -> Any:
     divided = isinstance(value, Tensor) and value.dim() > 0
     return as_shard(shard_of(value, parameter), parameter) if divided else value
+
+
+_NONE = "none"
+_STRATEGIES: dict[str, Callable[[Backend, TrainerOptions], Strategy]] = {
+    "ddp": DDP,
+    "combine_ddp": CombineDDP,
+    "zero1": Zero1,
+    "fsdp": partial(FullySharded, sharding=FSDP()),
+    "zero2": partial(FullySharded, sharding=FSDP(reshard_after_forward=False)),
+    "zero3": partial(FullySharded, sharding=FSDP()),
+}
+_WITH_COMM_DTYPE = [name for name in _STRATEGIES if name != "ddp"]
+
+
+def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
+    """Create the strategy of `parallel=`; in a job of one process always `SingleProcess`.
+
+    Raises:
+        UnsupportedError: the name is unknown, or the backend does not declare it, in a job of several ranks.
+        ConfigurationError: `"none"` in a job of several ranks; an option of another strategy.
+        DistributedError: a launcher started several ranks, and they have not met.
+    """
+    asked, declared = options["parallel"], backend.capabilities.parallel
+    name = "fsdp" if isinstance(asked, FSDP) else asked
+    world_size = backend.collectives.world_size
+    known = [_NONE, *_STRATEGIES]
+    offered = [strategy for strategy in known if strategy in declared or world_size == 1]
+    if name is not None and name not in offered:
+        raise UnsupportedError(
+            f"parallel={name!r} does not exist here",
+            why="the backend does not declare it" if name in known else "there is no strategy of that name",
+            available=", ".join(f"parallel={strategy!r}" for strategy in offered),
+            remedy="choose one of those, or leave parallel out for a job of one process",
+        )
+    if options["comm_dtype"] is not None and name not in _WITH_COMM_DTYPE:
+        raise ConfigurationError(
+            f"comm_dtype={options['comm_dtype']!r} with parallel={name!r}",
+            remedy=f"it is for parallel={' or '.join(map(repr, _WITH_COMM_DTYPE))}",
+        )
+    if world_size == 1:
+        launch = read_launch()
+        if name != _NONE and launch is not None and launch.world_size > 1:
+            raise DistributedError(
+                f"a launcher started {launch.world_size} ranks, and they have not met",
+                why="each would train alone, on all the data, and overwrite the others' checkpoints",
+                remedy="make and use the trainer inside `with accel.distributed():`; if the processes are meant to "
+                f'be independent, set parallel="{_NONE}"',
+            )
+        return SingleProcess(backend, options)
+    if name is None or name == _NONE:
+        raise ConfigurationError(
+            f"a job of {world_size} ranks, and parallel={name!r}",
+            why="every rank would train its own model, on its own share of the data",
+            available=", ".join(f'parallel="{strategy}"' for strategy in offered if strategy != _NONE),
+            remedy="choose one, or leave accel.distributed() out to run independent processes",
+        )
+    return FullySharded(backend, options, asked) if isinstance(asked, FSDP) else _STRATEGIES[name](backend, options)
