@@ -43,12 +43,7 @@ class CapturedStep:
     """The device's part of a training step: eager while it warms up, then captured.
 
     The first batch of each kind is eager, too, so that libraries choose and compile kernels for it before the capture.
-
-    Args:
-        runtime: captures.
-        optimizer: an optimizer that passes `check_capturable`.
-        gradients: the gradients of the training.
-        sums: whether a window has several micro-batches, whose graphs add to the same gradients.
+    `sums`: whether a window has several micro-batches, whose graphs add to the same gradients.
     """
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer, gradients: Gradients, *, sums: bool) -> None:
@@ -64,16 +59,7 @@ class CapturedStep:
     def __call__(
         self, batch: Any, forward_backward: ForwardBackward, close: Callable[[], None], *, first: bool, last: bool
     ) -> tuple[Tensor, Any]:
-        """Train on one micro-batch.
-
-        Args:
-            batch: the micro-batch.
-            forward_backward: trains on a batch, and returns the loss and the auxiliary outputs.
-            close: updates the parameters and clears the gradients.
-            first, last: whether it is the first or last micro-batch of its window.
-
-        Returns:
-            The loss, detached, and the auxiliary outputs.
+        """Train on the `first` or `last` micro-batch of a window, or another; return what `forward_backward` returns.
 
         Raises:
             TrainingError: the step cannot be captured, or there are more than 16 kinds of batches.
@@ -98,7 +84,13 @@ class CapturedStep:
                 return self._work(batch, forward_backward, close if last else None)
 
             if not self._warm or key not in self._kinds:
-                self._admit(key)
+                if key not in self._kinds and len(self._kinds) >= _LIMIT:
+                    raise TrainingError(
+                        f"this is the {_LIMIT + 1}th kind of batch, and each kind needs a graph",
+                        why="a graph is captured for one shape of batch and one setting of the optimizer",
+                        remedy="give all batches one shape (drop_last=True, padding), or leave graph=True out",
+                    )
+                self._kinds.add(key)
                 self._windows += last
                 with self._runtime.side_stream():  # captures run there, and autograd must not depend on other streams
                     return work(batch)
@@ -124,15 +116,6 @@ class CapturedStep:
         self._gradients.held = [torch.zeros_like(parameter) for parameter in parameters]
         for parameter, gradient in zip(parameters, self._gradients.held, strict=True):
             parameter.grad = gradient
-
-    def _admit(self, key: Any) -> None:
-        if key not in self._kinds and len(self._kinds) >= _LIMIT:
-            raise TrainingError(
-                f"this is the {_LIMIT + 1}th kind of batch, and each kind needs a graph",
-                why="a graph is captured for one shape of batch and one setting of the optimizer",
-                remedy="give all batches one shape (drop_last=True, padding), or leave graph=True out",
-            )
-        self._kinds.add(key)
 
     def _work(
         self, batch: Any, forward_backward: ForwardBackward, close: Callable[[], None] | None
@@ -160,7 +143,7 @@ class CapturedStep:
         return self._baked
 
     def _capture(self, batch: Any, work: ForwardBackward) -> _Graph:
-        engine = _engine(self._optimizer)
+        engine = getattr(self._optimizer, "engine", self._optimizer)
         steps = [entry["step"] for entry in engine.state.values() if "step" in entry]
         if any(not isinstance(step, Tensor) or step.device != self._runtime.device for step in steps):
             raise _counts_on_host(engine)
@@ -197,7 +180,7 @@ def check_capturable(optimizer: Optimizer) -> None:
     Step count and learning rate must stay on the device, or each replay would repeat the same step. torch's optimizers
     do this with `capturable`. Others declare it by an attribute `counts_on_device`.
     """
-    engine = _engine(optimizer)
+    engine = getattr(optimizer, "engine", optimizer)
     if getattr(engine, "counts_on_device", False):
         return
     groups = engine.param_groups
@@ -215,11 +198,6 @@ def check_capturable(optimizer: Optimizer) -> None:
             why="it reads its learning rate on the host, and a graph cannot wait for that",
             remedy="choose route 'fused' or 'foreach' if it has one (SGD: 'fused', without dampening), or adamw",
         )
-
-
-def _engine(optimizer: Optimizer) -> Optimizer:
-    engine: Optimizer = getattr(optimizer, "engine", optimizer)
-    return engine
 
 
 def _counts_on_host(optimizer: Optimizer) -> UnsupportedError:

@@ -23,11 +23,8 @@ class Clipping:
     """Clip the norm of all gradients together.
 
     For one tensor a parameter the result is that of torch's `clip_grad_norm_`, to the last bit. In flat memory the
-    norm is summed in another order and may differ in its last bit.
-
-    Args:
-        max_norm: the largest 2-norm.
-        flagged: whether the device's kernel for unscaling reads an overflow flag, and skips its work if it is set.
+    norm is summed in another order and may differ in its last bit. `flagged`: whether the device's kernel for unscaling
+    reads an overflow flag, and skips its work if it is set.
     """
 
     def __init__(self, max_norm: float, *, flagged: bool) -> None:
@@ -35,12 +32,7 @@ class Clipping:
         self._overflow: Tensor | None = None  # the kernel's overflow result, which is not needed here
 
     def __call__(self, gradients: list[Tensor], whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """Clip gradients in place and return their norm before. Does not wait for the device.
-
-        Args:
-            gradients: gradients of this rank.
-            whole: returns the norm over all ranks, given that of this rank.
-        """
+        """Clip gradients in place and return their norm before; `whole` turns this rank's norm into that of all."""
         norm = whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
         factor = (self._max_norm / (norm + 1e-6)).clamp_(max=1.0)
         kinds = {(type(gradient), gradient.dtype) for gradient in gradients}
@@ -54,12 +46,7 @@ class Clipping:
 
 
 class ClippingBy:
-    """Clip by a function of the script: by value, adaptively, or in any other way.
-
-    Args:
-        function: changes `grad` in place, as `torch.nn.utils.clip_grad_value_` does, or replaces it. It gets the
-            parameters that have a gradient, or their fp32 masters.
-    """
+    """Clip by a function of the script, which changes or replaces each `grad`; see `clip` of `TrainerOptions`."""
 
     def __init__(self, function: Callable[[list[Tensor]], object]) -> None:
         self._function = function

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,7 +34,9 @@ class Contexts:
     # No attribute refers to the trainer: a reference cycle would keep the device's memory until garbage collection.
     def __init__(self, backend: Backend, policy: Policy, fp32: str | None) -> None:
         dtype = getattr(torch, policy.autocast) if policy.autocast else None
-        self.make_region: Callable[[], Context] = partial(_autocast, backend, dtype, policy.table)
+        self.make_region: Callable[[], Context] = (
+            nullcontext if dtype is None else partial(backend.precision.autocast, dtype, table=policy.table)
+        )
         self.region = self.make_region()
         self.arithmetic: Context = nullcontext()
         if fp32 is not None:
@@ -56,14 +57,8 @@ class _Reentrant:
         self._entered.append(self._make())
         return self._entered[-1].__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self._entered.pop().__exit__(kind, error, traceback)
-
-
-def _autocast(backend: Backend, dtype: torch.dtype | None, table: str) -> Context:
-    return nullcontext() if dtype is None else backend.precision.autocast(dtype, table=table)
+    def __exit__(self, *error: object) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 @contextmanager

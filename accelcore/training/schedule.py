@@ -21,10 +21,6 @@ class Schedule:
     """Steps a scheduler, if there is one.
 
     A window that was skipped for overflow counts too: only the device knows, and to ask would make every step wait.
-    torch's schedulers may then warn once that they were stepped before their optimizer.
-
-    Raises:
-        ConfigurationError: not a scheduler, another optimizer's, or one that needs a metric; or an unknown `by`.
     """
 
     def __init__(self, scheduler: LRScheduler | None, optimizer: Optimizer, by: ScheduleBy) -> None:

@@ -33,12 +33,6 @@ class Step:
 
     Everything that a step needs is bound here. A step walks neither the model nor the optimizer's groups.
 
-    Args:
-        plan: the prepared training.
-        scaler: scales the loss.
-        window: counts and weighs micro-batches.
-        clip: clips the norm of the gradients; None does not clip it.
-
     Attributes:
         overwrites: whether the model's next call overwrites the outputs and gradients of its last call.
         failure: why the trainer can no longer train; None if it can.
@@ -100,11 +94,7 @@ class Step:
         return loss, None if aux is None else detached(aux)
 
     def launch(self, captured: CapturedStep, batch: Any) -> tuple[Tensor, Any, bool]:
-        """Run `forward_backward`, `count` and `update` as one captured graph.
-
-        Returns:
-            The loss, the auxiliary outputs, and whether a window was closed.
-        """
+        """Run `forward_backward`, `count` and `update` as one graph; also return whether a window was closed."""
         first, last = self._window.micro == 0, self._window.is_last
         self.open()  # not in the graph, which later micro-batches of a window replay
         try:
@@ -200,10 +190,7 @@ class Step:
             )
 
     def _unscale_and_clip(self, *, full: bool) -> list[Tensor]:
-        """Return the gradients: weighted, and if they are clipped or observed, also unscaled and clipped.
-
-        If they are not read at all, the list is empty: `buffers` may look at each gradient.
-        """
+        """Return the weighted gradients, unscaled if they are clipped or observed; none if they are not read."""
         gradients = self._gradients
         correction = self._window.correction(self._strategy, full=full)
         reads = self._unscales or self._scaler.reads_gradients or correction is not None
@@ -256,10 +243,9 @@ class Step:
     def check(self) -> None:
         """Raise the failure of an earlier step, or DistributedError if the job has another number of ranks now."""
         self.check_failure()
-        now = self._job.world_size
-        if now != self._world_size:
+        if self._job.world_size != self._world_size:
             raise DistributedError(
-                f"this trainer was made in a job of {self._world_size}, and the job now has {now} ranks",
+                f"this trainer was made in a job of {self._world_size} ranks, and it now has {self._job.world_size}",
                 remedy="make the trainer, and use it, inside one `with accel.distributed():`",
             )
 
@@ -283,13 +269,14 @@ class Step:
                 "end the job and resume it from a checkpoint; accelcore run --max-restarts 3 does so",
                 error,
             )
-        self.discard()
+        self.discard("a step failed")
 
-    def discard(self) -> None:
+    def discard(self, why: str) -> None:
         """Drop the window and its gradients."""
         if self._window.accumulate > 1:
             logger.warning(
-                "a step failed, and its window is dropped: it had %d of %d micro-batches",
+                "%s, and the window is dropped: it had %d of %d micro-batches",
+                why,
                 min(self._window.micro, self._window.accumulate),
                 self._window.accumulate,
             )

@@ -329,7 +329,6 @@ class Trainer:
         return self.saver.load(path)
 
     def _prepared(self) -> None:
-        """Take over what the stages have made of the model and the optimizer."""
         self._snapshot = ModelSnapshot(self.model, self.optimizer, self._plan.strategy.reset)
         self._step = Step(self._plan, scaler=self.scaler, window=self._window, clip=self._clip)
         self.saver.step, self.saver.snapshot = self._step, self._snapshot
@@ -353,7 +352,7 @@ class Trainer:
             self._snapshot.check()
         except TrainingError:
             if self._is_within_window:
-                self._step.discard()
+                self._step.discard("the model or the optimizer has changed")
             raise
 
     def _count(self) -> bool:

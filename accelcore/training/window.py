@@ -50,11 +50,6 @@ class Window:
     def share(self, weight: float | Tensor | None, strategy: Strategy) -> float | Tensor | None:
         """Return the factor of a micro-batch's gradients; None for 1.
 
-        Args:
-            weight: number of examples of the mean; None if micro-batches are not weighted. All losses of a micro-batch
-                use the same weight, which counts once.
-            strategy: averages over ranks.
-
         Raises:
             TrainingError: the weight is invalid, differs from that of an earlier loss of the same micro-batch, or only
                 some micro-batches of the window have one.
@@ -90,7 +85,6 @@ class Window:
         return None if full else self.accumulate / self.micro
 
     def forget_weights(self) -> None:
-        """Reset the sum of weights."""
         if self._total is not None:
             self._total.zero_()
 
@@ -101,7 +95,7 @@ class Window:
         self.forget_weights()
 
     def state(self) -> dict[str, Tensor | int | float | None]:
-        """Return the state of an open window."""
+        """Return the state of an open window, for `load_state`."""
         return {
             "micro": self.micro,
             "accumulate": self.accumulate,
@@ -111,7 +105,6 @@ class Window:
         }
 
     def load_state(self, state: dict[str, Tensor | int | float | None]) -> None:
-        """Restore the state of an open window."""
         micro, unit, total = state["micro"], state.get("unit"), state.get("total")
         assert isinstance(micro, int)
         self.reset()

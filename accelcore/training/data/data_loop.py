@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from accelcore.backend import Backend
 from accelcore.training.data.data_stream import Batches, DataStreams
 from accelcore.training.data.sharding import share_once
 from accelcore.training.schedule import Schedule
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
 __all__ = ["DataLoop", "evaluate"]
 

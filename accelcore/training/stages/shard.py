@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.jobs.launchers import read_launch
 from accelcore.optim.optimizer import RoutedOptimizer
@@ -20,6 +19,9 @@ from accelcore.training.parallel.fsdp import FullySharded
 from accelcore.training.parallel.strategy import SingleProcess, Strategy
 from accelcore.training.parallel.zero1 import Zero1
 from accelcore.training.plan import Plan
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
 __all__ = ["Replicate", "Shard", "create_strategy"]
 
