@@ -57,8 +57,10 @@ class _Reentrant:
         self._entered.append(self._make())
         return self._entered[-1].__enter__()
 
-    def __exit__(self, *error: object) -> bool | None:
-        return self._entered.pop().__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._entered.pop().__exit__(kind, error, traceback)
 
 
 @contextmanager
