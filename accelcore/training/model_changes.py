@@ -22,12 +22,10 @@ _NAMED = 3
 class ModelSnapshot:
     """The model's parameters and the optimizer's groups, as they were when the trainer was prepared.
 
-    Args:
-        model, optimizer: as the trainer has prepared them.
-        rest: frees what the strategy has gathered, so that the model has the parameters that are trained.
+    `rest` frees what the strategy has gathered, so that the model has the parameters that are trained.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None]) -> None:
         self._model, self._optimizer, self._rest = model, optimizer, rest
         self._members = [list(group["params"]) for group in optimizer.param_groups]
         self._by_name = dict(model.named_parameters())
@@ -37,11 +35,7 @@ class ModelSnapshot:
         self._dtypes, self._strides = list(map(_DTYPE, self._parameters)), list(map(Tensor.stride, self._parameters))
 
     def check(self) -> None:
-        """Compare the known parameters and the optimizer's groups. Does not walk the model.
-
-        Raises:
-            TrainingError: a parameter was frozen, unfrozen, cast, given other strides, or a group has other parameters.
-        """
+        """Raise TrainingError for a change of the known parameters or the optimizer's groups."""
         addresses = list(map(Tensor.data_ptr, self._parameters))
         if addresses != self._addresses:  # other dtypes or strides imply other memory
             if list(map(_DTYPE, self._parameters)) != self._dtypes:
@@ -66,11 +60,7 @@ class ModelSnapshot:
                 raise self._changed()
 
     def check_model(self) -> None:
-        """Do what `check` does, and walk the whole model.
-
-        Raises:
-            TrainingError: see `check` and `check_refreshable`; or the model has a new parameter.
-        """
+        """Do what `check` does, and walk the whole model for new parameters."""
         self.check_refreshable()
         self.check()
         # A frozen parameter, too, has to be moved to the device, and to be the same on all ranks.

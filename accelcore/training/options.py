@@ -242,9 +242,18 @@ def check_arguments(model: Any, optimizer: Any, loss: Any) -> None:
             "them into one module, such as nn.ModuleList",
         )
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"the model is {_shown(model)}, not an nn.Module", remedy=_order(optimizer, model))
+        raise ConfigurationError(
+            f"the model is {_shown(model)}, not an nn.Module",
+            remedy="pass the model first, an instance: accel.trainer(model, optimizer)",
+        )
     if not isinstance(optimizer, Optimizer):
-        raise ConfigurationError(f"the optimizer is {_shown(optimizer)}, not an optimizer", remedy=_made(optimizer))
+        name = optimizer if isinstance(optimizer, str) else "adamw"
+        made = f"{optimizer.__name__}(" if isinstance(optimizer, type) else f'accel.optimizers.create("{name}", '
+        raise ConfigurationError(
+            f"the optimizer is {_shown(optimizer)}, not an optimizer",
+            remedy=f"make it: {made}model.parameters(), lr=...). One optimizer can have several parameter groups; several "
+            "models need a trainer each",
+        )
     if loss is not None and (not callable(loss) or _is_torchs(loss)):
         name = getattr(loss, "__name__", type(loss).__name__)
         raise ConfigurationError(

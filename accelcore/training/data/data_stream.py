@@ -32,8 +32,7 @@ logger = logging.getLogger("accelcore")
 class Batches(Iterator[Any]):
     """Batches of one epoch, to be iterated over once.
 
-    The length is the number of batches of a whole epoch; after a resume within the epoch, fewer are left. An iterable
-    without a length has none here either.
+    The length is that of a whole epoch; after a resume within it, fewer are left.
     """
 
     def __init__(self, batches: Iterator[Any], length: Callable[[], int]) -> None:
@@ -111,12 +110,9 @@ class DataStream:
                 self._generators_start = [generator.get_state() for generator in generators]
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Yield the epochs that are left of `total`.
+        """Return the epochs that are left of `total`.
 
         An epoch ends when the loop asks for the next one, even if its batches were not read through this stream.
-
-        Raises:
-            ConfigurationError: `total` is not a whole number >= 0.
         """
         _check_count(total, f"{total!r} is not a number of epochs")
         if 0 < total <= self.epoch and self._collectives.rank == 0:
@@ -175,7 +171,6 @@ class DataStream:
         self._stateful = self._saved = None
 
     def length(self, loader: Iterable[Any], *, shard: bool) -> int:
-        """Return how many batches an epoch of `loader` has for this rank, without communication."""
         return len(self._source_of(loader, shard))  # type: ignore[arg-type]
 
     def _begin(self, source: Any) -> Iterator[Any]:
@@ -243,12 +238,7 @@ _all: WeakSet[DataStreams] = WeakSet()
 
 
 class DataStreams:
-    """The streams of a trainer, by name.
-
-    Args:
-        runtime, collectives: of the backend.
-        counts_epochs: whether the schedule is stepped by the epochs of `"train"`.
-    """
+    """The streams of a trainer, by name; `counts_epochs`: whether epochs of `"train"` step the schedule."""
 
     def __init__(self, runtime: Runtime, collectives: Collectives, *, counts_epochs: bool = False) -> None:
         self._runtime, self._collectives = runtime, collectives
@@ -263,7 +253,6 @@ class DataStreams:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a loop over one of the streams is running."""
         return any(stream.taken for stream in self._streams.values())
 
     def current_epoch(self, steps: int) -> int:
@@ -302,7 +291,6 @@ class DataStreams:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of each stream, for `load_state_dict`."""
         return {name: stream.state_dict() for name, stream in self._streams.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -233,7 +233,7 @@ def first_not_finite(gradients: Gradients) -> str | None:
     return next((slot.name for slot, gradient in pairs if gradient is not None and not is_finite(gradient)), None)
 
 
-class ShardedGradients(Gradients):
+class ShardedGradients(PerTensor):
     """Gradients of shards, which backward leaves reduced over all ranks.
 
     Parameters are DTensors. An optimizer of accelcore updates this rank's shards as plain tensors, in the same memory;
@@ -242,7 +242,7 @@ class ShardedGradients(Gradients):
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         super().__init__(slots)
-        self.values, self.flat = [shard(slot.parameter) for slot in slots], [None] * len(slots)
+        self.values = [shard(slot.parameter) for slot in slots]
 
     def refresh(self) -> None:
         for slot, value in zip(self.slots, self.values, strict=True):
@@ -259,7 +259,7 @@ class ShardedGradients(Gradients):
 
     def collect(self) -> None:
         self.refresh()
-        self.received = [parameter.grad is not None for parameter in self.parameters]
+        super().collect()
 
     def reduce(self, mean: Callable[[Tensor], None]) -> None:
         raise AssertionError("gradients of shards are reduced in backward")

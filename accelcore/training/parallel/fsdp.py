@@ -246,11 +246,7 @@ def _kept_in_fp32(model: nn.Module, policy: Policy) -> list[nn.Module]:
 
 
 def _gather_dtype(model: nn.Module, policy: Policy) -> torch.dtype | None:
-    """Return the low precision that fp32 shards are gathered in; None: they are gathered as they are.
-
-    Raises:
-        ConfigurationError: parameters are of several dtypes.
-    """
+    """Return the low precision that fp32 shards are gathered in; None: they are gathered as they are."""
     in_fp32 = {parameter for module in _kept_in_fp32(model, policy) for parameter in module.parameters()}
     parameters = [p for p in model.parameters() if p.is_floating_point() and p not in in_fp32]
 

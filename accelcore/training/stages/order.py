@@ -46,17 +46,12 @@ class Preparation:
         self._apply()
 
     def repeat(self, check: Callable[[], None]) -> None:
-        """Go through the stages again, because the model or the optimizer has changed.
-
-        Args:
-            check: raises for a change that cannot be followed.
-        """
+        """Go through the stages again; `check` raises for a change of the model that cannot be followed."""
         self._plan.strategy.reset()
         self._check_together("trainer.refresh()", check)
         self._apply()
 
     def _check_together(self, what: str, check: Callable[[], None] = lambda: None) -> None:
-        """Run every check on all ranks of the job, and compare what the ranks are about to train."""
         collectives, device = self._plan.backend.collectives, self._plan.backend.device
         agreement = Agreement(collectives, device) if collectives.world_size > 1 else None
         if agreement is not None:

@@ -21,13 +21,9 @@ __all__ = ["ActivationCheckpointing", "ActivationStorage"]
 
 
 class ActivationStorage:
-    """Storage of a module's activations between forward and backward.
+    """Storage of a module's activations between forward and backward: they are recomputed or offloaded.
 
-    Args:
-        device: the module's device.
-        recompute: whether only the module's inputs are kept, and its forward pass is recomputed.
-        save: operators whose results are kept in any case.
-        offload: whether activations are moved to pinned host memory until backward.
+    `save`: operators whose results are kept in any case.
     """
 
     def __init__(self, device: torch.device, *, recompute: bool, save: Sequence[Any], offload: bool) -> None:
@@ -50,7 +46,6 @@ class ActivationStorage:
                 module.__class__ = type(module).__dict__[_MADE_FROM]
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
-        """Call a module's `forward`."""
         with _offload(module, self._anchor.device) if self._offload else nullcontext():
             if not self._recompute:
                 return forward(*args, **named)
@@ -69,7 +64,6 @@ class ActivationStorage:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **named)
 
     def _contexts(self, module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of a module's forward pass and of its recomputation."""
         if not self._save:
             return nullcontext(), _unchanged(module, nullcontext())
         first, again = create_selective_checkpoint_contexts(self._save)  # type: ignore[no-untyped-call]
