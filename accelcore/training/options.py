@@ -251,8 +251,8 @@ def check_arguments(model: Any, optimizer: Any, loss: Any) -> None:
         made = f"{optimizer.__name__}(" if isinstance(optimizer, type) else f'accel.optimizers.create("{name}", '
         raise ConfigurationError(
             f"the optimizer is {_shown(optimizer)}, not an optimizer",
-            remedy=f"make it: {made}model.parameters(), lr=...). One optimizer can have several parameter groups; several "
-            "models need a trainer each",
+            remedy=f"make it: {made}model.parameters(), lr=...). One optimizer can have several parameter groups; "
+            "several models need a trainer each",
         )
     if loss is not None and (not callable(loss) or _is_torchs(loss)):
         name = getattr(loss, "__name__", type(loss).__name__)
@@ -261,21 +261,6 @@ def check_arguments(model: Any, optimizer: Any, loss: Any) -> None:
             why="the trainer calls loss(model, batch)",
             remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
         )
-
-
-def _order(optimizer: Any, model: Any) -> str:
-    if isinstance(model, Optimizer) and isinstance(optimizer, nn.Module):
-        return "pass the model first: accel.trainer(model, optimizer)"
-    return "make an instance" if isinstance(model, type) else "pass the module whose parameters the optimizer has"
-
-
-def _made(optimizer: Any) -> str:
-    if isinstance(optimizer, list | tuple):
-        return "make one optimizer with several parameter groups, or a trainer for each model with its own optimizer"
-    name = optimizer if isinstance(optimizer, str) else "adamw"
-    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
-        return f"make it: {optimizer.__name__}(model.parameters(), lr=...)"
-    return f'make it: accel.optimizers.create("{name}", model.parameters(), lr=...)'
 
 
 def _is_torchs(loss: Any) -> bool:
