@@ -27,16 +27,11 @@ def loss_of_model(model: Callable[..., Any], batch: Any) -> Any:
 
 
 def split_loss(returned: Any) -> tuple[Any, Any]:
-    """Return the loss and the auxiliary outputs: the second of a pair, or the object or dict that holds the loss.
-
-    Raises:
-        TrainingError: there is no loss in `returned`.
-    """
+    """Return the loss and the auxiliary outputs: the second of a pair, or the object or dict that holds the loss."""
     if type(returned) is tuple:
         if len(returned) != 2:
             raise TrainingError(f"the loss is a tuple of {len(returned)}", remedy=f"return {_FORMS}")
-        loss, aux = returned
-        return loss, aux
+        return returned[0], returned[1]
     if isinstance(returned, Mapping) and "loss" in returned:
         loss = returned["loss"]
     elif hasattr(returned, "loss"):

@@ -58,11 +58,8 @@ class DataStream:
     """
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
-        self._runtime = runtime
-        self._collectives = collectives
-        self.epoch = 0
-        self.taken = 0
-        self.loop = 0
+        self._runtime, self._collectives = runtime, collectives
+        self.epoch = self.taken = self.loop = 0
         self._seed: int | None = None
         self._start: dict[str, Tensor] = {}
         self._generators_start: list[Tensor] = []
@@ -114,7 +111,8 @@ class DataStream:
 
         An epoch ends when the loop asks for the next one, even if its batches were not read through this stream.
         """
-        _check_count(total, f"{total!r} is not a number of epochs")
+        if not is_whole(total):
+            raise ConfigurationError(f"{total!r} is not a number of epochs", remedy="give a whole number >= 0")
         if 0 < total <= self.epoch and self._collectives.rank == 0:
             logger.warning(
                 "this training is finished: %d of %d epochs are done; to continue, ask for more epochs; to start over, "
@@ -165,7 +163,8 @@ class DataStream:
 
     def move_to(self, epoch: int) -> None:
         """Set the position to the beginning of an epoch."""
-        _check_count(epoch, f"epoch={epoch!r} is not an epoch")
+        if not is_whole(epoch):
+            raise ConfigurationError(f"epoch={epoch!r} is not an epoch", remedy="give a whole number >= 0")
         self.loop += 1
         self.epoch, self.taken, self._resuming = epoch, 0, False
         self._stateful = self._saved = None
@@ -301,11 +300,6 @@ class DataStreams:
     @property
     def _used(self) -> bool:
         return any(stream.epoch or stream.taken for stream in self._streams.values())
-
-
-def _check_count(value: Any, problem: str) -> None:
-    if not is_whole(value):
-        raise ConfigurationError(problem, remedy="give a whole number >= 0")
 
 
 def _is_stateful(loader: Any) -> bool:

@@ -172,9 +172,7 @@ def _share_of_stream(loader: Iterable[Any], rank: int, world_size: int, last: La
         return loader
     if type(loader) is DataLoader and type(stream) is ShardedStream:
         of_rank = ShardedStream(stream.dataset, rank=rank, world_size=world_size, last=last)
-        return _copy_of(
-            loader, 0, dataset=of_rank
-        )  # rank 0: all ranks must read it alike, with the same random numbers
+        return _copy_of(loader, 0, dataset=of_rank)  # rank 0's random numbers: all ranks must read it alike
     return EveryNth(loader, rank, world_size, last)
 
 

@@ -20,10 +20,8 @@ class Masters(Gradients):
     A parameter that others wrote to since its last update (`load_state_dict`, an initialisation, other memory as its
     `data`) has another version or address. Its master then takes the new value, unless that is the master's own,
     rounded.
-
-    Args:
-        inner: the gradients that backward leaves.
-        before: the gradients that these replace; masters in it keep their values.
+    `inner`: the gradients that backward leaves. `before`: the gradients that these replace; its masters keep their
+    values.
     """
 
     def __init__(self, inner: Gradients, before: Gradients) -> None:

@@ -150,8 +150,6 @@ class _WithReceived(nn.Module):
 
 
 class _NoteForward:
-    """Note that a forward pass with gradients ran."""
-
     def __init__(self, ran: list[bool]) -> None:
         self._ran = ran
 

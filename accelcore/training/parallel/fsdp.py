@@ -199,8 +199,6 @@ class FullySharded(Strategy):
 
 
 class _NoteGradient:
-    """Note that a parameter received a gradient."""
-
     def __init__(self, arrived: set[int], number: int) -> None:
         self._arrived, self._number = arrived, number
 
@@ -209,8 +207,6 @@ class _NoteGradient:
 
 
 class _NoteForward:
-    """Note that a forward pass ran."""
-
     def __init__(self, ran: list[bool]) -> None:
         self._ran = ran
 

@@ -41,13 +41,6 @@ class Strategy(ABC):
 
     All ranks make the same calls in the same order. A strategy is made once for a trainer; `trainer.refresh()` calls
     `check`, `shard` and `replicate` again.
-
-    Args:
-        backend: the device, and the job.
-        options: the trainer's.
-
-    Attributes:
-        collectives, device: the backend's.
     """
 
     layout: Literal["any", "tensors", "shards"] = "any"
@@ -64,12 +57,7 @@ class Strategy(ABC):
         self.collectives, self.device = backend.collectives, backend.device
 
     def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:  # noqa: B027  # most take any
-        """Raise an error for a model or optimizer that this strategy cannot train; changes nothing.
-
-        Raises:
-            ConfigurationError: the model does not fit.
-            UnsupportedError: the optimizer, or this version of torch, does not fit.
-        """
+        """Raise an error for a model or optimizer that this strategy cannot train; changes nothing."""
 
     def shard(self, model: nn.Module, policy: Policy) -> None:  # noqa: B027  # most leave the model whole
         """Divide rank 0's model among the ranks, before the optimizer is bound.
@@ -85,11 +73,7 @@ class Strategy(ABC):
         """Prepare for a micro-batch, before its forward pass; `last`: the last of its window."""
 
     def before_backward(self) -> None:  # noqa: B027
-        """Prepare for a backward pass.
-
-        Raises:
-            TrainingError: the gradients would stay on this rank.
-        """
+        """Prepare for a backward pass. Raise TrainingError if the gradients would stay on this rank."""
 
     def after_backward(self) -> None:  # noqa: B027
         """Complete the exchange of gradients that torch started in backward."""

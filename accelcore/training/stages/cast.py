@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch import nn
 
 from accelcore.errors import UnsupportedError
 from accelcore.precision.cast_model import CastBoundary, FP32StateDict, hold
@@ -52,13 +51,18 @@ class Cast:
             whole = not (plan.strategy.layout == "shards" and policy.masters)
             hold(plan.model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32, parameters=whole)
             if dtype in LOW_PRECISION:
-                self._drop(self._state_dict)
+                if self._state_dict is not None:
+                    self._state_dict.remove()
                 self._state_dict = FP32StateDict(plan.model)  # again, because the model may have new parts
             if policy.cast_boundary and self._boundary is None:
                 self._boundary = CastBoundary(plan.model, inputs=dtype, outputs=torch.float32)
-        for held in sorted(_held(plan), key=str):
-            plan.backend.precision.prepare(held)
-        low = [name for name, parameter in plan.model.named_parameters() if _is_low(parameter)]
+        held = {parameter.dtype for parameter in plan.model.parameters()}
+        if policy.model_dtype is not None:  # gathered shards have it, the shards themselves do not
+            held.add(getattr(torch, policy.model_dtype))
+        for low_dtype in sorted(held.intersection(LOW_PRECISION), key=str):
+            plan.backend.precision.prepare(low_dtype)
+        trained = [(name, parameter) for name, parameter in plan.model.named_parameters() if parameter.requires_grad]
+        low = [name for name, parameter in trained if parameter.dtype in LOW_PRECISION]
         if low and not plan.policy.masters and not self._warned:
             self._warned = True
             logger.warning(
@@ -68,22 +72,6 @@ class Cast:
             )
 
     def __del__(self) -> None:
-        self._drop(self._state_dict)
-        self._drop(self._boundary)
-
-    @staticmethod
-    def _drop(hooks: FP32StateDict | CastBoundary | None) -> None:
-        if hooks is not None:
-            hooks.remove()
-
-
-def _held(plan: Plan) -> set[torch.dtype]:
-    """Return the low precisions that the model computes in outside of autocast."""
-    held = {parameter.dtype for parameter in plan.model.parameters()}
-    if plan.policy.model_dtype is not None:  # gathered shards have it, the shards themselves do not
-        held.add(getattr(torch, plan.policy.model_dtype))
-    return held.intersection(LOW_PRECISION)
-
-
-def _is_low(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and parameter.dtype in LOW_PRECISION
+        for hooks in (self._state_dict, self._boundary):
+            if hooks is not None:
+                hooks.remove()

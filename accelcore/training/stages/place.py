@@ -41,7 +41,7 @@ class Place:
 
 
 def _has_state_elsewhere(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether state was made before the parameters were moved. Step counts may be on the host."""
+    """Whether state was made before the parameters were moved. Step counts may be on the host."""
     values = [value for entry in optimizer.state.values() for value in entry.values()]
     return any(isinstance(value, Tensor) and value.dim() > 0 and value.device != device for value in values)
 

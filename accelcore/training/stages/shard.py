@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +44,7 @@ class Shard:
         before = dict(plan.model.named_parameters())
         plan.strategy.shard(plan.model, plan.policy)
         after = dict(plan.model.named_parameters())
-        shards: dict[Tensor, Tensor] = {
-            whole: after[name] for name, whole in before.items() if after[name] is not whole
-        }
-        if shards:
+        if shards := {whole: after[name] for name, whole in before.items() if after[name] is not whole}:
             _train_instead(plan.optimizer, shards)
 
 
@@ -62,7 +59,7 @@ class Replicate:
         plan.gradients.refresh()  # masters of parameters that rank 0 has overwritten
 
 
-def _train_instead(optimizer: Any, shards: dict[Tensor, Tensor]) -> None:
+def _train_instead(optimizer: Any, shards: Mapping[Any, Tensor]) -> None:
     """Replace whole parameters in an optimizer by their shards, and its state by shards of it."""
     entries = {
         shards.get(held, held): {key: _cut(value, shards[held]) for key, value in entry.items()}
@@ -97,13 +94,7 @@ _WITH_COMM_DTYPE = [name for name in _STRATEGIES if name != "ddp"]
 
 
 def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
-    """Create the strategy of `parallel=`; in a job of one process always `SingleProcess`.
-
-    Raises:
-        UnsupportedError: the name is unknown, or the backend does not declare it, in a job of several ranks.
-        ConfigurationError: `"none"` in a job of several ranks; an option of another strategy.
-        DistributedError: a launcher started several ranks, and they have not met.
-    """
+    """Create the strategy of `parallel=`; in a job of one process always `SingleProcess`."""
     asked, declared = options["parallel"], backend.capabilities.parallel
     name = "fsdp" if isinstance(asked, FSDP) else asked
     world_size = backend.collectives.world_size
