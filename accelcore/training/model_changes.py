@@ -15,8 +15,6 @@ __all__ = ["ModelSnapshot"]
 
 # Compared in every window, for every parameter: without a Python frame for each.
 _TRAINABLE, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
-_NAMED = 3
-"""Number of changes that a message names."""
 
 
 class ModelSnapshot:
@@ -94,9 +92,8 @@ class ModelSnapshot:
     def _changes(self) -> str:
         now = dict(self._model.named_parameters())
         said = []
-        for (name, parameter), trainable, strides in zip(
-            self._by_name.items(), self._trainable, self._strides, strict=True
-        ):
+        known = zip(self._by_name.items(), self._trainable, self._strides, strict=True)
+        for (name, parameter), trainable, strides in known:
             if parameter.requires_grad != trainable:
                 said.append(f"{name!r} was {'frozen' if trainable else 'unfrozen'}")
             if parameter.stride() != strides:
@@ -107,5 +104,4 @@ class ModelSnapshot:
                 said.append(f"group {number} of the optimizer was {'removed' if group is None else 'added'}")
             elif list(map(id, group["params"])) != list(map(id, members)):
                 said.append(f"group {number} of the optimizer has other parameters")
-        more = len(said) - _NAMED
-        return ", ".join([*said[:_NAMED], *([f"and {more} more"] if more > 0 else [])])
+        return ", ".join(said[:3]) + (f", and {len(said) - 3} more" if len(said) > 3 else "")

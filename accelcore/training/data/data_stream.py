@@ -140,7 +140,6 @@ class DataStream:
             yield ready()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, for `load_state_dict`."""
         return {
             "epoch": self.epoch,
             "taken": self.taken,
@@ -162,7 +161,6 @@ class DataStream:
         self._stateful, self._saved = None, state.get("loader")
 
     def move_to(self, epoch: int) -> None:
-        """Set the position to the beginning of an epoch."""
         if not is_whole(epoch):
             raise ConfigurationError(f"epoch={epoch!r} is not an epoch", remedy="give a whole number >= 0")
         self.loop += 1
@@ -225,8 +223,7 @@ class DataStream:
         return source
 
     def _common_seed(self) -> int:
-        """Return rank 0's seed: all ranks shuffle alike even if each was seeded differently."""
-        if self._seed is None:
+        if self._seed is None:  # rank 0's: all ranks shuffle alike even if each was seeded differently
             seed = torch.tensor(torch.initial_seed() % 2**31, device=self._runtime.device)
             self._seed = int(self._collectives.broadcast(seed).item())
         return self._seed
@@ -303,7 +300,6 @@ class DataStreams:
 
 
 def _is_stateful(loader: Any) -> bool:
-    """Whether a loader has torchdata's protocol to save and restore its position."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 

@@ -73,11 +73,8 @@ class Gradients(ABC):
 
     def buffers(self) -> list[Tensor]:
         """Return all gradients, dense, as the optimizer takes them; flat memory has zeros for a slot without one."""
-        return [
-            gradient.values() if gradient.is_sparse else gradient
-            for gradient in self.of_values()
-            if gradient is not None
-        ]
+        found = (gradient for gradient in self.of_values() if gradient is not None)
+        return [gradient.values() if gradient.is_sparse else gradient for gradient in found]
 
     def expose(self) -> None:  # noqa: B027
         """Set `grad` of each trained tensor, for an optimizer that does not know of slots."""

@@ -26,14 +26,15 @@ class Flatten:
     """Find the slots, lay them flat if asked to or if that is faster, and give them fp32 masters."""
 
     def check(self, plan: Plan) -> None:
-        flat, unfit_reason = plan.options["flat"], _unfit(plan)
+        flat, sharded = plan.options["flat"], plan.strategy.layout == "shards"
+        unfit_reason = "each rank has shards of the parameters" if sharded else unfit(_trained(plan))
         if flat not in (True, False, None):
             raise ConfigurationError(f"flat={flat!r} is unknown", available="True, False, or None to choose")
         if flat and unfit_reason is not None:
             raise ConfigurationError(f"flat=True is not possible: {unfit_reason}", remedy="leave flat out")
         if isinstance(plan.optimizer, RoutedOptimizer):  # raises here if no route can update these parameters
             may_be_flat = flat is not False and unfit_reason is None
-            plan.optimizer.route_for(_dtypes(plan), flat=may_be_flat, sharded=plan.strategy.layout == "shards")
+            plan.optimizer.route_for(_dtypes(plan), flat=may_be_flat, sharded=sharded)
 
     def apply(self, plan: Plan) -> None:
         plan.gradients.refresh()
@@ -54,11 +55,6 @@ def _trained(plan: Plan) -> list[Tensor]:
     return [parameter for parameters in plan.groups() for parameter in parameters if parameter.requires_grad]
 
 
-def _unfit(plan: Plan) -> str | None:
-    """Return why the trained parameters cannot lie flat; None if they can."""
-    return "each rank has shards of the parameters" if plan.strategy.layout == "shards" else unfit(_trained(plan))
-
-
 def _slots(plan: Plan) -> list[Slot]:
     known = {id(parameter): (name, parameter) for name, parameter in plan.model.named_parameters()}
     return [
@@ -70,7 +66,6 @@ def _slots(plan: Plan) -> list[Slot]:
 
 
 def _dtypes(plan: Plan) -> set[torch.dtype]:
-    """Return the dtypes that the optimizer updates: of the trained parameters, or of their masters."""
     name, masters = plan.policy.model_dtype, plan.policy.masters
     dtypes = {getattr(torch, name) if name else parameter.dtype for parameter in _trained(plan)}
     if plan.policy.keep_batchnorm_fp32:

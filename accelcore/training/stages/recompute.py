@@ -164,12 +164,9 @@ class ActivationCheckpointing:
     def apply(self, plan: Plan) -> None:
         self.remove()
         save = plan.options["checkpoint"].save if isinstance(plan.options["checkpoint"], Recompute) else ()
-        recomputed, offloaded = self._parts(plan)
+        device, (recomputed, offloaded) = plan.backend.device, self._parts(plan)
         for module in dict.fromkeys((*recomputed, *offloaded)):
-            recompute = module in recomputed
-            storage = ActivationStorage(
-                plan.backend.device, recompute=recompute, save=save if recompute else (), offload=module in offloaded
-            )
+            storage = ActivationStorage(device, recompute=module in recomputed, save=save, offload=module in offloaded)
             storage.install(module)
             self._installed.append((storage, module))
 
