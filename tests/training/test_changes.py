@@ -156,7 +156,7 @@ def test_a_change_between_two_epochs_is_noticed_when_the_next_begins(accel):
 
 
 @HOW
-def test_another_memory_format_is_refused_within_a_window_and_followed_by_refresh(accel, kind):
+def test_another_memory_format_is_refused_within_a_window_and_followed_by_refresh(accel, kind, caplog):
     def net():
         torch.manual_seed(0)
         return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(27, 2))
@@ -172,6 +172,7 @@ def test_another_memory_format_is_refused_within_a_window_and_followed_by_refres
     trainer.model.to(memory_format=torch.channels_last)
     with pytest.raises(accelcore.TrainingError, match="another memory layout"):
         trainer(feed[3])
+    assert "has changed, and the window is dropped: it had 1 of 2" in caplog.text
     trainer.refresh()
     for each in (trainer, other):  # that window was dropped
         train(each, feed[4:])
