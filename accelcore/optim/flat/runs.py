@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
-from accelcore.optim.flat.gradients import GradientMemory
+if TYPE_CHECKING:
+    from accelcore.optim.flat.memory import GradientMemory
 
 __all__ = ["Run", "Slot"]
 

@@ -8,8 +8,7 @@ from accelcore.optim.formulas.adamp import AdamP
 from accelcore.optim.formulas.bertadam import BertAdam
 from accelcore.optim.formulas.formula import Formula
 from accelcore.optim.formulas.lamb import Lamb
-from accelcore.optim.formulas.rmsprop import RMSprop
-from accelcore.optim.formulas.rmsproptf import RMSpropTF
+from accelcore.optim.formulas.rmsprop import RMSprop, RMSpropTF
 from accelcore.optim.formulas.sgd import SGD
 
 __all__ = ["FORMULAS", "Formula"]

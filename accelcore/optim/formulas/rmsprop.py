@@ -1,4 +1,4 @@
-"""RMSprop, and what RMSpropTF shares with it."""
+"""RMSprop, also in the form of TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from accelcore.optim.formulas.formula import (
     State,
     decay,
     moving_average,
+    not_negative,
     options,
     plus_decay,
 )
 
-__all__ = ["RMSprop", "mean_square", "rmsprop_coefficients", "rmsprop_state"]
+__all__ = ["RMSprop", "RMSpropTF"]
 
 
 class RMSprop(FusibleFormula, torch.optim.RMSprop):
@@ -30,32 +31,95 @@ class RMSprop(FusibleFormula, torch.optim.RMSprop):
     """
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return rmsprop_state(group, square=0.0)
+        return _state(group, square=0.0)
 
     def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
-        return rmsprop_coefficients(group)
+        return _coefficients(group)
 
     @staticmethod
     def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: None) -> None:
         gradient = plus_decay(n, value, gradient)
-        update = gradient / mean_square(n, gradient, state).sqrt().add_(n["eps"])
+        update = gradient / _mean_square(n, gradient, state).sqrt().add_(n["eps"])
         if n["momentum"] is not None:
             update = state["momentum_buffer"].mul_(n["momentum"]).add_(update)
         value.sub_(update * n["lr"])
 
 
-def rmsprop_state(group: dict[str, Any], *, square: float) -> dict[str, float]:
+class RMSpropTF(FusibleFormula):
+    """p = p - lr · g / √(v + eps), with v the running mean of g², which starts at 1; centered: v - ḡ².
+
+    With momentum, b = momentum · b + lr · g / √(v + eps) and p = p - b, so that a new lr changes only new updates.
+    Source: TensorFlow 1's RMSPropOptimizer, in the form of timm's RMSpropTF and torch_npu's NpuFusedRMSpropTF. timm's
+    decoupled decay is scaled by lr, this one is not; Ascend's apex starts v at 0.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        alpha: decay of the mean square and the mean gradient.
+        eps: added to the mean square, inside the root.
+        weight_decay: share of the parameter that is added to the gradient.
+        momentum: decay of the buffer of updates; 0: no buffer.
+        centered: divide by the variance of the gradient, not by its square.
+        decoupled_decay: p is multiplied by 1 - weight_decay instead; lr has no part in that.
+        lr_in_momentum: False: b = momentum · b + g / √(v + eps) and p = p - lr · b.
+        state_dtype: see `Formula`.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        alpha: float = 0.9,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        centered: bool = False,
+        decoupled_decay: bool = False,
+        lr_in_momentum: bool = True,
+        state_dtype: str | None = None,
+    ) -> None:
+        not_negative(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
+        defaults = {
+            "lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum,
+            "centered": centered, "decoupled_decay": decoupled_decay, "lr_in_momentum": lr_in_momentum,
+        }  # fmt: skip
+        super().__init__(params, defaults, state_dtype=state_dtype)
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return _state(group, square=1.0)
+
+    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
+        return _coefficients(group) | options(group, "decoupled_decay", "lr_in_momentum")
+
+    @staticmethod
+    def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: None) -> None:
+        if n["weight_decay"] is not None and n["decoupled_decay"]:
+            value.sub_(value * n["weight_decay"])
+        else:
+            gradient = plus_decay(n, value, gradient)
+        update = gradient / (_mean_square(n, gradient, state) + n["eps"]).sqrt_()
+        early = n["momentum"] is not None and n["lr_in_momentum"]
+        update = update * n["lr"] if early else update
+        if n["momentum"] is not None:
+            update = state["momentum_buffer"].mul_(n["momentum"]).add_(update)
+        value.sub_(update if early else update * n["lr"])
+
+
+def _state(group: dict[str, Any], *, square: float) -> dict[str, float]:
     """Return the state: the mean square, which starts as `square`, the buffer of momentum, the mean gradient."""
     buffer = {"momentum_buffer": 0.0} if group["momentum"] else {}
     return {"square_avg": square} | buffer | ({"grad_avg": 0.0} if group["centered"] else {})
 
 
-def rmsprop_coefficients(group: dict[str, Any]) -> Numbers:
+def _coefficients(group: dict[str, Any]) -> Numbers:
     """Return the numbers that RMSprop and RMSpropTF share."""
     return options(group, "lr", "eps", "weight_decay", "momentum", "centered") | decay("alpha", group["alpha"])
 
 
-def mean_square(n: Numbers, gradient: Tensor, state: State) -> Tensor:
+def _mean_square(n: Numbers, gradient: Tensor, state: State) -> Tensor:
     """Update the averages, and return v, or v - ḡ² if centered."""
     square = moving_average(state["square_avg"], n, "alpha", gradient * gradient)
     if not n["centered"]:

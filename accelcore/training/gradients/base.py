@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError
-from accelcore.optim.flat.gradients import GradientMemory
-from accelcore.optim.flat.memory import FlatMemory, by_kind, lay_flat
+from accelcore.optim.flat.memory import FlatMemory, GradientMemory, by_kind, lay_flat
 from accelcore.optim.flat.runs import Run, Slot
 from accelcore.optim.shards import as_shard, shard
 from accelcore.scaling.contract import is_finite

@@ -9,8 +9,7 @@ from accelcore.optim.formulas.adam import Adam, AdamW
 from accelcore.optim.formulas.adamp import AdamP
 from accelcore.optim.formulas.bertadam import BertAdam
 from accelcore.optim.formulas.lamb import Lamb
-from accelcore.optim.formulas.rmsprop import RMSprop
-from accelcore.optim.formulas.rmsproptf import RMSpropTF
+from accelcore.optim.formulas.rmsprop import RMSprop, RMSpropTF
 from accelcore.optim.formulas.sgd import SGD
 from accelcore_cpu.native import Native
 
