@@ -52,13 +52,10 @@ class RunBinding(Binding):
 
     Args:
         engine: computes the updates.
-        runs: what it trains.
+        runs: what it trains; later as they are divided then.
         groups: the optimizer's own groups, which hold the model's parameters.
         entries: the state to begin with, by parameter.
         in_part: whether other processes update a part of the runs, so that a step may find no gradient here.
-
-    Attributes:
-        runs: the runs, as they are divided now.
     """
 
     def __init__(
@@ -157,9 +154,7 @@ class GroupBinding(Binding):
 
     Args:
         name: the optimizer's name in the registry.
-        engine: computes the updates.
-        groups: the optimizer's own.
-        entries: the state to begin with, by parameter; it replaces the engine's.
+        engine, groups, entries: as for `RunBinding`; the state replaces the engine's.
         flat: whether the engine updates flat memory only.
     """
 

@@ -20,16 +20,16 @@ from accelcore.optim.flat.runs import Run
 from accelcore.optim.route import Request, Route
 from accelcore.optim.shards import is_sharded
 from accelcore.optim.state import Entry, read_options, read_state
+from accelcore.torch_internals import has_step_hooks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-from accelcore.torch_internals import has_step_hooks
 
 __all__ = ["RoutedOptimizer"]
 
 
 class RoutedOptimizer(torch.optim.Optimizer):
-    """Optimizer by name. It chooses its route for what it trains.
+    """Optimizer by name. It chooses its route for what it trains. Made by `accel.optimizers.create`.
 
     In a loop without a trainer it updates the parameters in its groups. A trainer binds it, after the model was moved,
     cast, laid flat or given fp32 masters. `param_groups` always holds the model's own parameters; `state` and
@@ -39,7 +39,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
     State has the dtype of the route: moments of a bf16 parameter, or of its fp32 master, are fp32, also after
     `load_state_dict`, which torch's own would round.
 
-    Made by `accel.optimizers.create`. A copy is not bound to a trainer. Pickle its `state_dict`, not the optimizer.
+    A copy is not bound to a trainer. Pickle its `state_dict`, not the optimizer.
 
     Attributes:
         binding: what it updates. Each `bind` makes another one, so that a trainer detects that another has bound it.
@@ -59,7 +59,9 @@ class RoutedOptimizer(torch.optim.Optimizer):
     def __init__(self, request: Request, groups: Iterable[Any], choose: Callable[[Request], Route]) -> None:
         self._request, self._choose = request, choose
         self._take_route(request, groups)
-        super().__init__(self.engine.param_groups, self.engine.defaults)
+        # torch's check of a new group compares it with all others: the engine did this already.
+        super().__init__(self.engine.param_groups[:1], self.engine.defaults)
+        self.param_groups.extend(self.engine.param_groups[1:])
         self._bind_groups({})
 
     @property
@@ -88,16 +90,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
         return self.binding.runs if isinstance(self.binding, RunBinding) else None
 
     def route_for(self, dtypes: Iterable[torch.dtype], *, flat: bool, sharded: bool = False) -> Route:
-        """Return the route that it would choose for these dtypes.
-
-        Args:
-            dtypes: of what it would update.
-            flat: whether this may lie in flat memory.
-            sharded: whether it would update shards of parameters.
-
-        Raises:
-            UnsupportedError: no route supports it.
-        """
+        """Return the route for these dtypes, maybe in flat memory, or for shards. UnsupportedError if there is none."""
         request = replace(self._request, groups=_options_of(self.param_groups), flat=flat, sharded=sharded)
         return self._choose(replace(request, parameters=tuple(torch.empty(0, dtype=dtype) for dtype in dtypes)))
 
@@ -143,12 +136,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
         self.binding = RunBinding(self.engine, runs, self.param_groups, entries, in_part=in_part)
 
     def replace(self, replacements: Mapping[Tensor, Tensor], entries: dict[Tensor, Entry]) -> None:
-        """Replace parameters by others, before it is bound to them.
-
-        Args:
-            replacements: the new parameter for each one that is replaced.
-            entries: the state of the new ones.
-        """
+        """Replace parameters by others with this state, before it is bound to them."""
         kept = {parameter: entry for parameter, entry in self.state.items() if parameter not in replacements}
         for group in self.param_groups:
             group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]

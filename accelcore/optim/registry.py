@@ -91,20 +91,19 @@ class Optimizers:
             ConfigurationError: there is no such route.
         """
         routes = self._routes.get(name.lower(), [])
-        for place, known in enumerate(routes):
-            if known.name == route:
-                if fault.applies:
-                    routes[place] = replace(known, supports=_unless(when, str(fault), known.supports))
-                return
-        raise ConfigurationError(
-            f"optimizer {name!r} has no route {route!r} to distrust",
-            available=", ".join(known.name for known in routes),
-        )
+        known = next((known for known in routes if known.name == route), None)
+        if known is None:
+            available = ", ".join(known.name for known in routes)
+            raise ConfigurationError(f"optimizer {name!r} has no route {route!r} to distrust", available=available)
+        if fault.applies:
+            supports, reason = known.supports, str(fault)
+            trusted = replace(known, supports=lambda request: reason if when(request) else supports(request))
+            routes[routes.index(known)] = trusted
 
     def copy(self) -> Optimizers:
         """Return a registry with the same routes. Adding routes to it does not change this one."""
         twin = copy.copy(self)
-        twin._routes = {name: list(routes) for name, routes in self._routes.items()}
+        twin.take_over(self)
         return twin
 
     def take_over(self, other: Optimizers) -> None:
@@ -112,7 +111,7 @@ class Optimizers:
 
         An existing optimizer chooses among them when it is bound again.
         """
-        self._routes = other.copy()._routes
+        self._routes = {name: list(routes) for name, routes in other._routes.items()}
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the optimizers, sorted."""
@@ -156,8 +155,10 @@ class Optimizers:
             ) from error
         if lr is not None:
             options["lr"] = lr
-        overrides = tuple({**group, "params": None} if _is_group(group) else {} for group in groups)
-        request = Request(name, options, tuple(_parameters(groups)), overrides, route)
+        # Named parameters are pairs, as from model.named_parameters(). The optimizer refuses what is no tensor.
+        members = [each[1] if isinstance(each, tuple) else each for group in groups for each in group["params"]]
+        parameters = tuple(member for member in members if isinstance(member, torch.Tensor))
+        request = Request(name, options, parameters, tuple({**group, "params": None} for group in groups), route)
         return RoutedOptimizer(request, groups, self._choose)
 
     def fastest(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -182,7 +183,6 @@ class Optimizers:
         choices = self._explain(request)
         chosen = next((choice.route for choice in choices if choice.chosen), None)
         if chosen is None:
-            _refuse_switches(request, [choice.route for choice in choices])
             raise UnsupportedError(
                 f"optimizer {request.name!r} cannot be made by route {request.route!r}",
                 why="; ".join(f"{choice.route}: {choice.reason}" for choice in choices),
@@ -200,6 +200,14 @@ class Optimizers:
                     request.name, self._routes, "choose one of those, or install a package that registers it"
                 ),
             )
+        switch = next((switch for switch in ("fused", "foreach") if switch in request.options), None)
+        if switch is not None:
+            raise UnsupportedError(
+                f"optimizer {request.name!r} cannot be made with {switch}=",
+                why="route= chooses the implementation",
+                available=", ".join(route.name for route in self._routes[request.name]),
+                remedy=f"leave {switch}= out for the fastest route, or name the route",
+            )
         return choose(self._routes[request.name], request)
 
 
@@ -215,19 +223,6 @@ def _request_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]],
     return [chosen(group) for group in optimizer.param_groups], chosen(optimizer.defaults)
 
 
-def _refuse_switches(request: Request, routes: list[str]) -> None:
-    """Raise one error for torch's switches, not one reason for each route."""
-    switch = next((switch for switch in ("fused", "foreach") if switch in request.options), None)
-    if switch is not None:
-        asks = f"; route={switch!r} requests torch's" if switch in routes else ""
-        raise UnsupportedError(
-            f"optimizer {request.name!r} cannot be made with {switch}=",
-            why="route= chooses the implementation",
-            available=", ".join(routes),
-            remedy=f"leave {switch}= out: the fastest route is the default{asks}",
-        )
-
-
 def _name(asked: str | type[torch.optim.Optimizer]) -> str:
     name = name_of(asked) if isinstance(asked, type) else asked.lower() if isinstance(asked, str) else None
     if name is None:
@@ -238,31 +233,15 @@ def _name(asked: str | type[torch.optim.Optimizer]) -> str:
     return name
 
 
-def _unless(
-    wrong: Callable[[Request], bool], reason: str, supports: Callable[[Request], str | None]
-) -> Callable[[Request], str | None]:
-    return lambda request: reason if wrong(request) else supports(request)
-
-
-def _listed(params: Parameters) -> list[Any]:
-    """Return the parameters or groups as lists, because reading a generator exhausts it."""
-    return [{**group, "params": _members(group["params"])} if _is_group(group) else group for group in params]
+def _listed(params: Parameters) -> list[dict[str, Any]]:
+    """Return parameter groups whose parameters are lists, because reading a generator exhausts it."""
+    groups = list(params)
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    return [{**group, "params": _members(group["params"])} for group in groups]
 
 
 def _members(params: Any) -> list[Any]:
     if isinstance(params, set | frozenset):
         raise TypeError("a set of parameters has no order, and an optimizer's state depends on it")
     return [params] if isinstance(params, torch.Tensor) else list(params)
-
-
-def _is_group(group: Any) -> bool:
-    return isinstance(group, dict) and "params" in group
-
-
-def _parameters(groups: list[Any]) -> Iterable[torch.Tensor]:
-    for group in groups:
-        for member in group["params"] if _is_group(group) else (group,):
-            # Named parameters are pairs, as from model.named_parameters().
-            parameter = member[1] if isinstance(member, tuple) and len(member) == 2 else member
-            if isinstance(parameter, torch.Tensor):  # the optimizer refuses anything else
-                yield parameter

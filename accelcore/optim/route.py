@@ -23,8 +23,6 @@ Factory = Callable[..., Optimizer]
 Memory = Literal["tensors", "any", "flat"]
 """What a route updates: a tensor for each parameter; also 1-D tensors of many parameters; only the latter."""
 
-_FORMULA_PRIORITY = -20
-
 
 @dataclass(frozen=True)
 class Request:
@@ -98,17 +96,11 @@ class Route:
                 available=", ".join(known) if unknown else "",
                 remedy=" ".join(filter(None, (_in_place_of(name, known) for name in unknown))),
             ) from error
-        if not isinstance(engine, Optimizer):
+        if not isinstance(engine, Optimizer) or (hasattr(engine, "place_runs") and not isinstance(engine, Engine)):
             raise PluginError(
                 f"route {self.name!r} of optimizer {request.name!r} made a {type(engine).__name__}",
-                why="the factory of a route must return a torch.optim.Optimizer",
+                why="a factory must return a torch.optim.Optimizer, with place_runs an accelcore.optim.engine.Engine",
                 remedy="tell its author, or choose another route",
-            )
-        if hasattr(engine, "place_runs") and not isinstance(engine, Engine):
-            raise PluginError(
-                f"route {self.name!r} of optimizer {request.name!r} made a {type(engine).__name__}, which is no Engine",
-                why="only the place_runs of an accelcore.optim.engine.Engine is called",
-                remedy="derive it from Engine",
             )
         return engine
 
@@ -116,7 +108,8 @@ class Route:
 def choose(routes: Sequence[Route], request: Request) -> tuple[Choice, ...]:
     """Return for each route, best first, whether it is chosen for this request. At most one is."""
     choices: list[Choice] = []
-    taken = False
+    formula, taken = FORMULAS.get(request.name), False
+    by_element = formula is None or (formula.by_element and not formula.by_group)
     for route in routes:
         if request.route not in ("auto", route.name):
             choices.append(Choice(route.name, False, f"route {request.route!r} was requested"))
@@ -126,7 +119,7 @@ def choose(routes: Sequence[Route], request: Request) -> tuple[Choice, ...]:
             reason = route.supports(request)
             if reason is None and route.memory == "flat":
                 reason = unfit(request.parameters) if request.flat else "it updates flat memory only"
-            if reason is None and request.sharded and not _by_element(route, request.name):
+            if reason is None and request.sharded and not (route.memory == "any" and by_element):
                 reason = "it needs whole parameters, and this rank has shards"
             taken = reason is None
             choices.append(Choice(route.name, taken, reason or ""))
@@ -134,7 +127,7 @@ def choose(routes: Sequence[Route], request: Request) -> tuple[Choice, ...]:
 
 
 def formula_routes() -> dict[str, list[Route]]:
-    """Return the routes of the formulas, which serve every device, by the optimizer's name."""
+    """Return the routes of the formulas, which serve every device, by optimizer name."""
     return {name: [_formula_route(name, kind)] for name, kind in FORMULAS.items()}
 
 
@@ -165,17 +158,8 @@ def _in_place_of(name: str, known: list[str]) -> str:
     return f"did you mean {initials!r}?" if initials in known else did_you_mean(name, known)
 
 
-def _by_element(route: Route, name: str) -> bool:
-    """Return whether a route treats each element alike, whatever its parameter."""
-    formula = FORMULAS.get(name)
-    return route.memory == "any" and (formula is None or (formula.by_element and not formula.by_group))
-
-
 def _formula_route(name: str, kind: type[Formula]) -> Route:
     def supports(request: Request) -> str | None:
-        for switch in ("fused", "foreach"):
-            if switch in request.options:
-                return f"use route=... instead of {switch}="
         for switch in ("capturable", "differentiable"):
             if any(request.values(switch, False)):
                 return f"the formula is not {switch}"
@@ -183,4 +167,4 @@ def _formula_route(name: str, kind: type[Formula]) -> Route:
             return f"{name} is not defined for complex parameters"
         return None
 
-    return Route("formula", kind, _FORMULA_PRIORITY, "any" if kind.by_element else "tensors", supports)
+    return Route("formula", kind, -20, "any" if kind.by_element else "tensors", supports)

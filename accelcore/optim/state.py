@@ -43,11 +43,7 @@ def by_parameter(runs: Iterable[Run], state: Mapping[Tensor, Entry]) -> dict[Ten
 
 
 def load_state(entries: Mapping[Tensor, Entry], runs: Sequence[Run], optimizer: Optimizer) -> list[Run]:
-    """Load state that is given by parameter into an optimizer of these runs.
-
-    Returns:
-        The runs, split between parameters with different histories.
-    """
+    """Load state by parameter into an optimizer. Return its runs, split between parameters with other histories."""
     engine = as_engine(optimizer)
     divided = []
     for whole in runs:
@@ -79,12 +75,9 @@ def divide(run: Run, parts: Sequence[Run], state: MutableMapping[Tensor, Entry])
 
 
 def read_state(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, shaped: bool) -> dict[Tensor, Entry]:
-    """Return a copy of the state in a `state_dict`, by parameter.
+    """Return a copy of the state in a `state_dict`, by parameter of these groups.
 
-    Args:
-        saved: the `state_dict`.
-        groups: the parameter groups of the optimizer that loads it.
-        shaped: whether every tensor in it, except counters, must have the shape of its parameter.
+    If `shaped`, every tensor in it, except counters, must have the shape of its parameter.
 
     Raises:
         ValueError: it has other groups, or other parameters in them.
@@ -98,9 +91,11 @@ def read_state(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, sh
     for (number, group), parameter in zip(numbers, parameters, strict=True):
         if number in saved["state"]:
             entries[parameter] = _as_torch_writes(saved["state"][number], group)
-            if shaped:
-                _check_shapes(parameter, entries[parameter])
-    if any(map(_lacks_its_count, entries.values())):
+            for key, value in entries[parameter].items() if shaped else ():
+                if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                    shapes = f"{tuple(value.shape)}, but its parameter has {tuple(parameter.shape)}"
+                    raise ValueError(f"the state {key!r} has shape {shapes}")
+    if any("exp_avg" in e and not e.get("step", 1) and bool(e["exp_avg"].any()) for e in entries.values()):
         logger.warning("the saved state has moments but counts no updates: a schedule starts over")
     return entries
 
@@ -118,9 +113,8 @@ def _seen(run: Run, key: str, value: Any) -> Sequence[Any]:
         return [value] * len(run.slots)
     if value.shape == run.value.shape:
         return run.parts(value)
-    return (
-        value.expand(len(run.slots), *value.shape).clone().unbind()
-    )  # a tensor each: torch increments them one by one
+    # A tensor each: torch increments them one by one.
+    return value.expand(len(run.slots), *value.shape).clone().unbind()
 
 
 def _history(entry: Entry) -> dict[str, Any]:
@@ -164,16 +158,3 @@ def _as_torch_writes(entry: Entry, group: Mapping[str, Any]) -> Entry:
     if isinstance(steps, int | float):
         taken["step"] = torch.tensor(steps, dtype=torch.float32)
     return taken
-
-
-def _lacks_its_count(entry: Entry) -> bool:
-    return "exp_avg" in entry and not entry.get("step", 1) and bool(entry["exp_avg"].any())
-
-
-def _check_shapes(parameter: Tensor, entry: Entry) -> None:
-    """Raise ValueError if a state has another shape than its parameter."""
-    for key, value in entry.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
-            raise ValueError(
-                f"the state {key!r} has shape {tuple(value.shape)}, but its parameter has {tuple(parameter.shape)}"
-            )

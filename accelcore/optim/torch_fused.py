@@ -29,21 +29,19 @@ Entry = dict[str, Any]
 
 
 class Update(NamedTuple):
-    """Arguments of a kernel.
+    """Arguments of a kernel: tensors and gradients of one device and dtype, with the same strides.
 
     Attributes:
-        tensors, gradients: of one device and dtype, with the same strides.
         entries: the state of each tensor; empty if the kernel keeps no state.
         steps: the number of updates of each tensor, with this one; empty if they are not counted.
-        found_inf, grad_scale: as for `Engine.update`.
+        options: arguments that every kernel has.
     """
 
     tensors: list[Tensor]
     gradients: list[Tensor]
     entries: list[Entry]
     steps: list[Tensor]
-    found_inf: Tensor | None
-    grad_scale: Tensor | None
+    options: dict[str, Any]
 
     def state(self, key: str) -> list[Tensor]:
         """Return the state `key` of each tensor."""
@@ -60,11 +58,7 @@ class FusedKernel(ABC):
         self._ones: dict[torch.device, Tensor] = {}
 
     def update(self, optimizer: Optimizer, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-        """Update the parameters that have a gradient, as `Engine.update`.
-
-        Raises:
-            TrainingError: a gradient is sparse.
-        """
+        """Update the parameters that have a gradient, as `Engine.update`."""
         for group in merged(optimizer.param_groups):
             for tensors in _alike([tensor for tensor in group["params"] if tensor.grad is not None]):
                 self._update_alike(group, tensors, optimizer.state, found_inf, grad_scale)
@@ -102,7 +96,15 @@ class FusedKernel(ABC):
         steps = [entry["step"] for entry in entries] if self.counts else []
         if steps:
             _add(steps, self._one(tensors[0].device) if found_inf is None else 1 - found_inf)
-        self.launch(group, Update(tensors, gradients, entries, steps, found_inf, grad_scale))
+        lr = group["lr"]
+        options = {
+            "lr": lr.to(tensors[0].device, non_blocking=True) if isinstance(lr, Tensor) and not lr.is_cpu else lr,
+            "weight_decay": group["weight_decay"],
+            "maximize": group["maximize"],
+            "found_inf": found_inf,
+            "grad_scale": grad_scale,
+        }
+        self.launch(group, Update(tensors, gradients, entries, steps, options))
 
     def _begin(self, entry: Entry, tensor: Tensor, group: dict[str, Any]) -> Entry:
         entry.update(self.begin(tensor, group))  # not key by key: memory may run out in between
@@ -130,15 +132,11 @@ class AdamKernel(FusedKernel):
             update.state("exp_avg_sq"),
             update.state("max_exp_avg_sq") if group["amsgrad"] else [],
             update.steps,
-            lr=_there(group["lr"], update.tensors[0]),
-            beta1=_number(beta1),
-            beta2=_number(beta2),
-            weight_decay=group["weight_decay"],
+            beta1=beta1.item() if isinstance(beta1, Tensor) else beta1,
+            beta2=beta2.item() if isinstance(beta2, Tensor) else beta2,
             eps=group["eps"],
             amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-            found_inf=update.found_inf,
-            grad_scale=update.grad_scale,
+            **update.options,
         )
 
 
@@ -154,13 +152,9 @@ class AdagradKernel(FusedKernel):
             update.gradients,
             update.state("sum"),
             update.steps,
-            lr=_there(group["lr"], update.tensors[0]),
             lr_decay=group["lr_decay"],
-            weight_decay=group["weight_decay"],
             eps=group["eps"],
-            maximize=group["maximize"],
-            found_inf=update.found_inf,
-            grad_scale=update.grad_scale,
+            **update.options,
         )
 
 
@@ -183,15 +177,11 @@ class SGDKernel(FusedKernel):
             update.tensors,
             update.gradients,
             update.state("momentum_buffer"),
-            weight_decay=group["weight_decay"],
             momentum=group["momentum"],
-            lr=_there(group["lr"], update.tensors[0]),
             dampening=group["dampening"],
             nesterov=group["nesterov"],
-            maximize=group["maximize"],
             is_first_step=False,
-            found_inf=update.found_inf,
-            grad_scale=update.grad_scale,
+            **update.options,
         )
 
 
@@ -212,39 +202,16 @@ class _Fused(Engine, Optimizer):
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, fused=True, **options)  # type: ignore[call-arg]  # torch's class comes next
-        self._kernel = _kernel_of(type(self))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._kernel = _kernel_of(type(self))
+        self._kernel = next(_KERNELS[base] for base in type(self).__mro__ if base in _KERNELS)()
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         self._kernel.update(self, found_inf, grad_scale)
 
 
-class FusedAdagrad(_Fused, torch.optim.Adagrad):
-    """torch's Adagrad by its fused kernel."""
-
-
-class FusedAdam(_Fused, torch.optim.Adam):
-    """torch's Adam by its fused kernel."""
-
-
-class FusedAdamW(_Fused, torch.optim.AdamW):
-    """torch's AdamW by its fused kernel."""
-
-
-class FusedSGD(_Fused, torch.optim.SGD):
-    """torch's SGD by its fused kernel."""
-
-
-FUSED: dict[str, type[torch.optim.Optimizer]] = {
-    "adagrad": FusedAdagrad,
-    "adam": FusedAdam,
-    "adamw": FusedAdamW,
-    "sgd": FusedSGD,
+FUSED: dict[str, type[Optimizer]] = {
+    kind.__name__.lower(): type(f"Fused{kind.__name__}", (_Fused, kind), {}) for kind in _KERNELS
 }
-"""By the registry's name."""
+"""torch's optimizers by their fused kernels, by the registry's name."""
 
 
 class FusedStep:
@@ -298,10 +265,6 @@ class FusedStep:
         )
 
 
-def _kernel_of(kind: type[Optimizer]) -> FusedKernel:
-    return next(_KERNELS[base] for base in kind.__mro__ if base in _KERNELS)()
-
-
 def _is_fused(group: dict[str, Any]) -> bool:
     """Return whether torch updates this group by the fused kernel, the first step like any other."""
     dampens = group.get("momentum") and group.get("dampening")
@@ -337,12 +300,3 @@ def _add(steps: list[Tensor], number: Tensor) -> None:
         steps[0].add_(number)
     else:
         torch._foreach_add_(steps, [number] * len(steps))
-
-
-def _there(lr: float | Tensor, tensor: Tensor) -> Any:
-    """Return the learning rate on the tensor's device, or as it is if the host can read it."""
-    return lr.to(tensor.device, non_blocking=True) if isinstance(lr, Tensor) and not lr.is_cpu else lr
-
-
-def _number(beta: float | Tensor) -> float:
-    return beta.item() if isinstance(beta, Tensor) else beta

@@ -29,16 +29,9 @@ _BY_ELEMENT = (
 """Optimizers that treat each element alike. Others, such as Muon, may not."""
 _EPSILON = {"adagrad": 1e-10, "adam": 1e-8, "adamw": 1e-8, "nadam": 1e-8, "radam": 1e-8, "rmsprop": 1e-8}
 """Default eps of torch's classes that divide by a root plus eps."""
-_FUSED_PRIORITY, _LOOP_PRIORITY = 10, 0
-_FOREACH_PRIORITY = {True: 5, False: -10}
 
 
-def register_torch_optimizers(
-    registry: Optimizers,
-    *,
-    fused: tuple[str, ...],
-    prefers_foreach: bool = False,
-) -> None:
+def register_torch_optimizers(registry: Optimizers, *, fused: tuple[str, ...], prefers_foreach: bool = False) -> None:
     """Register every class of torch.optim; those named in `fused` also by their fused kernel, which is preferred.
 
     Most of them treat each element alike, so that they can update many parameters as one piece of memory. They keep
@@ -54,23 +47,14 @@ def register_torch_optimizers(
     for name, kind in _CLASSES.items():
         switches = inspect.signature(kind).parameters
         memory: Memory = "any" if name in _BY_ELEMENT else "tensors"
+        add = partial(registry.register, name, memory=memory)
         if name in fused:
-            registry.register(
-                name, "fused", _made_by(FUSED[name]), priority=_FUSED_PRIORITY, supports=_fused_supports, memory=memory
-            )  # fmt: skip
+            add("fused", _made_by(FUSED[name]), priority=10, supports=_fused_supports)
         loop = partial(kind, foreach=False) if "foreach" in switches else kind
-        registry.register(
-            name, "loop", _made_by(loop), priority=_LOOP_PRIORITY, supports=_loop_supports, memory=memory
-        )  # fmt: skip
+        add("loop", _made_by(loop), priority=0, supports=_loop_supports)
         if "foreach" in switches:
-            registry.register(
-                name,
-                "foreach",
-                _made_by(partial(kind, foreach=True)),
-                priority=_FOREACH_PRIORITY[prefers_foreach],
-                supports=_foreach_supports if prefers_foreach else _loop_supports,
-                memory=memory,
-            )
+            priority, supports = (5, _foreach_supports) if prefers_foreach else (-10, _loop_supports)
+            add("foreach", _made_by(partial(kind, foreach=True)), priority=priority, supports=supports)
         if name in _EPSILON:
             for route in ("loop", "foreach"):
                 registry.distrust(name, route, FP16_EPSILON, when=_loses_epsilon)
@@ -102,9 +86,7 @@ def _fused_supports(request: Request) -> str | None:
     dtypes = {parameter.dtype for parameter in request.parameters if not parameter.is_floating_point()}
     if dtypes:
         return f"the fused kernel takes floating-point parameters, not {', '.join(sorted(map(str, dtypes)))}"
-    if any(
-        torch.empty_like(parameter, device="meta").stride() != parameter.stride() for parameter in request.parameters
-    ):
+    if any(torch.empty_like(each, device="meta").stride() != each.stride() for each in request.parameters):
         return "the fused kernel takes parameters without gaps in their memory"
     if request.name == "sgd" and any(request.values("momentum", 0)) and any(request.values("dampening", 0)):
         return "the fused kernel would dampen the first step too"
@@ -122,18 +104,14 @@ def _foreach_supports(request: Request) -> str | None:
 
 
 def _loop_supports(request: Request) -> str | None:
-    given = [switch for switch in ("fused", "foreach") if switch in request.options]
-    if given:
-        return f"use route=... instead of {given[0]}="
     dtypes = {parameter.dtype for parameter in request.parameters}
     for name in set(request.values("state_dtype", None)) - {None}:
         if others := dtypes - {STATE_DTYPES.get(name)}:
             return f"it keeps the state of {_named(others)} parameters in that precision, not in {name}"
     low = {dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize}
     if low and request.name in FORMULAS and request.route == "auto" and None in request.values("state_dtype", None):
-        return (
-            f"it would keep the state of {_named(low)} parameters in that precision: request it by route or state_dtype"
-        )
+        kept = f"it would keep the state of {_named(low)} parameters in that precision"
+        return f"{kept}: request it by route or state_dtype"
     return None
 
 

@@ -36,11 +36,11 @@ def test_explain_tells_every_route_best_first_and_why_not(accel):
 @pytest.mark.parametrize("switch", ["fused", "foreach"])
 @pytest.mark.parametrize("value", [True, False, None])
 def test_torchs_own_switches_are_refused_because_the_route_says_it(accel, switch, value):
-    assert not any(choice.chosen for choice in accel.optimizers.explain("adamw", **{switch: value}))
+    with pytest.raises(UnsupportedError, match=f"{switch}="):
+        accel.optimizers.explain("adamw", **{switch: value})
     for route in ("auto", "fused", "loop", "foreach"):
-        with pytest.raises(UnsupportedError, match=f"leave {switch}= out: the fastest") as caught:
+        with pytest.raises(UnsupportedError, match=f"leave {switch}= out") as caught:
             accel.optimizers.create("adamw", [parameter()], route=route, **{switch: value})
-        assert f"route={switch!r} requests torch's" in caught.value.remedy
         assert str(caught.value).count(f"{switch}=") == 2
 
 

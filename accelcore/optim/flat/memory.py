@@ -112,7 +112,8 @@ class GradientMemory:
         whole = all(received)
         # Also the gaps: clipping makes them nan after an overflow.
         if taken:
-            _clear(self._rest(received))
+            if rest := self._rest(received):
+                torch._foreach_zero_(rest)
         elif self._has_gaps or not whole:
             self.gradients.zero_()
         if whole and not taken:
@@ -173,11 +174,7 @@ class FlatMemory(GradientMemory):
     def refresh(self) -> bool:
         """Copy back parameters that got other memory, by `model.to`, `load_state_dict(assign=True)` or another trainer.
 
-        Returns:
-            Whether there was one.
-
-        Raises:
-            TrainingError: a parameter has another dtype, device or shape now.
+        Return whether there was one. TrainingError: one has another dtype, device or shape now.
         """
         addresses = [parameter.data_ptr() for parameter in self.parameters]
         if addresses == self._addresses:
@@ -243,9 +240,8 @@ def _own_storage(view: Tensor) -> Tensor:
     """Return the same memory as a tensor with a storage of its own, if the device supports DLPack."""
     if not view.numel():
         return view
-    elements = view.as_strided(
-        (view.numel(),), (1,), view.storage_offset()
-    )  # every exporter describes 1-D tensors well
+    # Every exporter describes 1-D tensors well.
+    elements = view.as_strided((view.numel(),), (1,), view.storage_offset())
     try:
         # Looked up at the call: a device's package may replace this function when it is imported.
         return dlpack.from_dlpack(elements).as_strided(view.shape, view.stride())
@@ -262,11 +258,6 @@ def _arrived(memory: ReferenceType[GradientMemory], number: int, parameter: nn.P
 def _remove(hooks: Sequence[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
-
-
-def _clear(tensors: list[Tensor]) -> None:
-    if tensors:
-        torch._foreach_zero_(tensors)
 
 
 def _copy(views: list[Tensor], gradients: list[Any]) -> None:

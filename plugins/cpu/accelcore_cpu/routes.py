@@ -39,9 +39,6 @@ def _in_low_precision(request: Request) -> bool:
 
 def _refusal(request: Request, *, by_row: bool) -> str | None:
     """Return why our kernel cannot serve a request, or None. Builds the kernels if the request has parameters."""
-    for switch in ("fused", "foreach"):
-        if switch in request.options:
-            return f"use route=... instead of {switch}="
     for switch in ("capturable", "differentiable"):
         if any(request.values(switch, False)):
             return f"the kernel is not {switch}"

@@ -63,9 +63,6 @@ def _compiled(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _compiled_supports(request: Request) -> str | None:
-    for switch in ("fused", "foreach"):
-        if switch in request.options:
-            return f"use route=... instead of {switch}="
     if any(request.values("differentiable", False)):
         return "the compiled formula cannot be differentiated through"
     if any(parameter.is_complex() for parameter in request.parameters):

@@ -26,9 +26,6 @@ def create_optimizers() -> Optimizers:
 
 
 def _supports(request: Request) -> str | None:
-    for switch in ("fused", "foreach"):
-        if switch in request.options:
-            return f"use route=... instead of {switch}="
     for switch in _SWITCHES:
         if any(request.values(switch, False)):
             return f"torch_npu's fused optimizers have no {switch}"

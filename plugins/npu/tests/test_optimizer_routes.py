@@ -127,7 +127,6 @@ def test_the_routes_of_each_optimizer(accel):
         ("adam", {"decoupled_weight_decay": True}, "couples weight decay"),
         ("sgd", {"momentum": 0.9, "dampening": 0.1}, "dampened"),
         ("adam", {"lr": torch.tensor(0.1)}, "tensor"),
-        ("adam", {"fused": True}, "route="),
         ("lamb", {"state_dtype": "bfloat16"}, "state in float32"),
     ],
 )
