@@ -15,7 +15,7 @@ __all__ = ["accelcore_create_backend", "accelcore_known_faults", "accelcore_prob
 
 @hookimpl
 def accelcore_probe() -> Probe:
-    """Look at device files, the environment and package metadata; nothing is imported or initialised."""
+    """Check device files, the environment and package metadata. Import and initialise nothing."""
     from accelcore_npu.detection import detect
 
     return detect()
@@ -23,7 +23,7 @@ def accelcore_probe() -> Probe:
 
 @hookimpl
 def accelcore_create_backend(name: str, index: int) -> Backend | None:
-    """Import torch_npu and compose the backend for one device."""
+    """Import torch_npu and compose the backend of one NPU; return None for another name."""
     if name != "npu":
         return None
     from accelcore_npu.backend import create
@@ -33,7 +33,7 @@ def accelcore_create_backend(name: str, index: int) -> Backend | None:
 
 @hookimpl
 def accelcore_known_faults() -> tuple[KnownFault, ...]:
-    """What is known to be wrong with torch_npu's kernels and classes."""
+    """Return the known bugs of torch_npu's kernels and classes."""
     from accelcore_npu.known_faults import KNOWN_FAULTS
 
     return KNOWN_FAULTS

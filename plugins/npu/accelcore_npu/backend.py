@@ -1,4 +1,4 @@
-"""The NPU backend: six roles on torch_npu. This and what it imports is all that imports torch_npu."""
+"""The NPU backend: six roles on torch_npu. Only this module and its own imports import torch_npu."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accelcore.backend import Backend
 from accelcore.capabilities import Capabilities
 from accelcore.errors import BackendUnavailableError
 from accelcore.scaling.dynamic import Scalers
-from accelcore_npu import emulation
+from accelcore_npu import emulated
 
 __all__ = ["create"]
 
@@ -23,7 +23,7 @@ def create(index: int) -> Backend:
     """Compose the backend of one NPU.
 
     Raises:
-        BackendUnavailableError: torch_npu cannot be imported, or there is no such device.
+        BackendUnavailableError: torch_npu cannot be imported, or the device does not exist.
         ConfigurationError: ACCEL_NPU_FALLBACK is invalid.
     """
     late = "torch_npu" not in sys.modules
@@ -48,7 +48,7 @@ def create(index: int) -> Backend:
     return Backend(
         name="npu",
         index=index,
-        emulated=emulation.devices() is not None,
+        emulated=emulated.devices() is not None,
         capabilities=capabilities,
         precision=NpuPrecision("npu", capabilities, "AutocastPrivateUse1"),
         scaler=Scalers(device, partial(FlagScaler, collectives=collectives) if saturates else NpuScaler),
@@ -67,18 +67,18 @@ def _import_runtime() -> None:
         raise BackendUnavailableError(
             "torch_npu cannot be imported",
             why=f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__,
-            remedy="see what accelcore doctor --deep says; torch, torch-npu and CANN have to fit together",
+            remedy="run accelcore doctor --deep, and install versions of torch, torch-npu and CANN that fit together",
         ) from error
 
 
 def _check_autograd(device: torch.device) -> None:
-    """Refuse a process whose autograd engine was started, and counted its devices, before torch_npu was loaded."""
+    """Refuse a process whose autograd engine started, and counted its devices, before torch_npu was loaded."""
     try:
         torch.ones((), device=device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise BackendUnavailableError(
             f"{device} cannot be used in this process",
-            why="a backward pass ran before torch_npu was loaded, and torch's autograd engine looks for devices once",
+            why="a backward pass ran before torch_npu was loaded, and torch's autograd engine counts devices only once",
             remedy="call accelcore.select(), or import torch_npu, before the first backward pass",
         ) from error
 
@@ -89,7 +89,7 @@ def _capabilities() -> Capabilities:
     from accelcore_npu.compiler import installed_compilers
     from accelcore_npu.fused import FUSED
 
-    # The parts before Ascend910B clamp overflow, raise a flag, and know neither bf16 nor HF32.
+    # Chips before Ascend910B clamp overflow and raise a flag. They have neither bf16 nor HF32.
     saturates = not torch_npu.npu.utils.is_support_inf_nan()
     bf16 = torch_npu.npu.is_bf16_supported()
     return Capabilities(

@@ -1,4 +1,4 @@
-"""Collectives on the NPU: hccl for its tensors, gloo beside it for the host's."""
+"""Collectives on the NPU: hccl for NPU tensors, gloo for CPU tensors."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["NpuCollectives"]
 logger = logging.getLogger("accelcore")
 
 _EXEC_TIMEOUT = "HCCL_EXEC_TIMEOUT"
-"""How many seconds hccl lets a collective wait; it reads this when it connects ranks, and torch's timeout never."""
+"""Seconds that a collective of hccl may wait. hccl reads it when it connects ranks; it never reads torch's timeout."""
 
 _RECORDS = {"TORCH_FR_BUFFER_SIZE": "16"}
-"""torch's own recorder, of what goes by gloo."""
+"""torch's flight recorder, for collectives over gloo."""
 
 _DETAILED = {
     "TORCH_HCCL_DESYNC_DEBUG": "1",
     "TORCH_HCCL_TRACE_BUFFER_SIZE": "2000",
     "TORCH_HCCL_DUMP_ON_TIMEOUT": "1",
 }
-"""torch_npu's, of what goes by hccl: at a timeout each rank says which ranks did not come, and writes its record."""
+"""torch_npu's records of hccl. At a timeout each rank names the missing ranks and writes its record."""
 
 
 class NpuCollectives(TorchCollectives):
-    """The default group takes tensors of either kind; one that the script formed for hccl alone gets gloo beside it."""
+    """Collectives whose default group takes CPU and NPU tensors. A script's own group of hccl gets gloo beside it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, "cpu:gloo,npu:hccl", host="gloo", records=_RECORDS, detailed=_DETAILED)
@@ -55,24 +55,26 @@ class NpuCollectives(TorchCollectives):
         self._lift_limit()
 
     def _limit(self, timeout: timedelta | None) -> None:
-        """Let hccl wait as long, unless the user has said how long in hccl's own way."""
+        """Set hccl's timeout to `timeout`, unless the user set HCCL_EXEC_TIMEOUT."""
         own = os.environ.get(_EXEC_TIMEOUT)
         if own is not None and not (own.isascii() and own.isdigit()):
             raise ConfigurationError(
                 f"{_EXEC_TIMEOUT}={own!a} is not a number of seconds",
-                remedy="give a whole number, 0 for no limit; or unset it, and say accel.distributed(timeout=...)",
+                remedy="give a whole number, 0 for no limit; or unset it, and use accel.distributed(timeout=...)",
             )
         if timeout is None:
             return
         limit = timeout.total_seconds()
-        seconds = max(
-            1, math.ceil(limit) - 1
-        )  # below torch's own, which ends the process and names no rank; 0: no limit
+        # Below torch's timeout, which ends the process and names no rank. 0 would mean no limit.
+        seconds = max(1, math.ceil(limit) - 1)
         if own is None:
             os.environ[_EXEC_TIMEOUT], self._sets_timeout = str(seconds), True
         elif not seconds <= int(own) <= limit:
             logger.warning(
-                "hccl lets collectives wait %s s, as %s says, and not timeout=%s", own, _EXEC_TIMEOUT, timeout
+                "hccl waits up to %s s because of %s, not timeout=%s; unset it to use timeout=",
+                own,
+                _EXEC_TIMEOUT,
+                timeout,
             )
 
     def _lift_limit(self) -> None:

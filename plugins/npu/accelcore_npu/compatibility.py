@@ -1,9 +1,8 @@
-"""Which torch-npu fits which torch and which CANN. Free of torch.
+"""Combinations of torch, torch-npu and CANN that fit together. This module does not import torch.
 
-A torch-npu is built against one release of torch, and says so in its metadata: `Requires-Dist: torch==2.13.0.*`. Which
-CANN it was released for its metadata do not say. The table holds what the vendor publishes: COMPATIBILITY.md of
-https://gitcode.com/Ascend/pytorch (the final releases), and the table in the README of the wheels on PyPI (the release
-candidates). What neither states is not in it.
+A torch-npu is built against one release of torch, and its metadata name it: `Requires-Dist: torch==2.13.0.*`. The
+metadata do not name a CANN. The table holds what the vendor publishes: COMPATIBILITY.md of
+https://gitcode.com/Ascend/pytorch (final releases), and the README of the wheels on PyPI (release candidates).
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class Release:
 
     Attributes:
         torch_npu: version of the package torch-npu.
-        torch: the release of torch it was built against.
-        cann: the CANN it was released for.
+        torch: release of torch that it was built against.
+        cann: version of CANN that it was released for.
     """
 
     torch_npu: str
@@ -47,24 +46,24 @@ RELEASES = (
     Release("2.7.1.post2", "2.7.1", "8.5.0"),
     Release("2.7.1", "2.7.1", "8.3.RC1"),
 )
-"""The published combinations, the newest torch first and for each torch the newest CANN first."""
+"""Published combinations: newest torch first, and for each torch newest CANN first."""
 
 _RELEASE = re.compile(r"\d+\.\d+\.\d+")
 
 
 def torch_of(torch_npu: str) -> str:
-    """The release of torch that a torch-npu needs: its own version starts with it (`2.9.0.post2` needs `2.9.0`)."""
+    """Return the release of torch that a torch-npu needs. Its version begins with it: `2.9.0.post2` needs `2.9.0`."""
     match = _RELEASE.match(torch_npu)
     return match[0] if match else torch_npu
 
 
 def cann_of(torch_npu: str) -> str | None:
-    """The CANN that a torch-npu was released for; None where that is not published."""
+    """Return the version of CANN that a torch-npu was released for; None if it is not published."""
     return next((release.cann for release in RELEASES if release.torch_npu == torch_npu), None)
 
 
 def release_for(torch: str, cann: str | None) -> str:
-    """The version of torch-npu to install beside a torch and a CANN, as pip takes it."""
+    """Return the version of torch-npu to install for a torch and a CANN, as pip takes it."""
     base = torch_of(torch)
     fitting = [release for release in RELEASES if release.torch == base]
     for release in fitting:
@@ -74,7 +73,7 @@ def release_for(torch: str, cann: str | None) -> str:
 
 
 def fault(torch: str, torch_npu: str, cann: str | None) -> tuple[str, str] | None:
-    """Why a torch and a torch-npu do not fit, and what to install; None where they do."""
+    """Return why a torch and a torch-npu do not fit, and what to install; None if they fit."""
     needed = torch_of(torch_npu)
     if torch_of(torch) == needed:
         return None

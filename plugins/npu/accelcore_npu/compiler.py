@@ -1,4 +1,4 @@
-"""Compilation on the NPU: the best of torch_npu's backends for torch.compile that works here, found by trying."""
+"""Compilation on the NPU: torch.compile with the best backend of torch_npu that passes a trial."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ __all__ = ["NpuCompiler", "installed_compilers"]
 
 logger = logging.getLogger("accelcore")
 
-# Best first, each with the distribution that torch_npu does not bring and cannot do without.
+# Best first, each with the distribution that it needs and torch_npu does not install.
 _BACKENDS = {"npugraph_ex": None, "npugraphs": None, "npu": "protobuf", "inductor": "triton-ascend"}
-_GRAPHS = ("npugraph_ex", "npugraphs")  # what they compute is in memory of their own, which the next run overwrites
-# So that an output is nevertheless the user's to keep.
+_GRAPHS = ("npugraph_ex", "npugraphs")  # their results lie in memory that the next run overwrites
+# The copy lets users keep an output.
 _OPTIONS: dict[str, dict[str, Any]] = {"npugraph_ex": {"options": {"clone_output": True}}}
 
 
 def installed_compilers() -> tuple[str, ...]:
-    """The backends of torch.compile for which everything is installed, best first."""
+    """Return the backends of torch.compile whose packages are installed, best first."""
     return tuple(name for name, needs in _BACKENDS.items() if needs is None or _installed(needs))
 
 
 class NpuCompiler(TorchCompiler):
-    """Compiles with the first backend that trains a small network right, or with the one that `options` names.
+    """Compiler that uses the first backend that trains a small network correctly, or the one that `options` names.
 
-    What is installed need not work: each backend asks other things of CANN, and says so by errors of any kind, some of
-    them only when it replays what it captured.
+    An installed backend may not work. Each needs other parts of CANN and raises errors of any kind, some of them only
+    when it replays a captured graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class NpuCompiler(TorchCompiler):
         faults = []
         for name in (wanted,) if wanted else installed_compilers():
             own = {} if "mode" in options else _OPTIONS.get(name, {})  # torch takes a mode or options
-            compiled = super().compile(module, {**own, **options, "backend": name})  # refuses what does not exist
+            compiled = super().compile(module, {**own, **options, "backend": name})  # refuses unknown options
             fault = _fault(name, self._device)
             if fault is None:
                 compiled.overwrites = name in _GRAPHS
@@ -64,7 +64,7 @@ class NpuCompiler(TorchCompiler):
 
 @cache
 def _fault(backend: str, device: torch.device) -> str | None:
-    """Why a backend does not work here, or None: it is given a small network, for as long as graphs take to settle."""
+    """Train a small network with a backend until its graphs are replayed. Return why it does not work, or None."""
     needs = _BACKENDS[backend]
     if needs is not None and not _installed(needs):
         return f"{needs} is not installed"
@@ -76,21 +76,21 @@ def _fault(backend: str, device: torch.device) -> str | None:
         nn.Linear(16, 1, device="meta"),
     ).to_empty(device=device)
     with torch.no_grad():
-        for parameter in network.parameters():  # without the random numbers of an initialisation
+        for parameter in network.parameters():  # draws no random numbers
             parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
     inputs = torch.linspace(-1, 1, 32, device=device).view(4, 8)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a compiler has to say of its own code
+        warnings.simplefilter("ignore")  # compilers warn of their own code
         try:
             compiled = torch.compile(network, backend=backend, **_OPTIONS.get(backend, {}))
             kept = []
             for run in range(1, 6):  # the first warms up, the second is captured, those after it are replayed
                 (output, found), (_, wanted) = (_results(call, network, inputs / run) for call in (compiled, network))
                 if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-5):
-                    return f"its run {run} computes something else than the model"
+                    return f"run {run} computes other values than the eager model"
                 kept.append((output, output.clone()))
             if not all(torch.equal(output, copy) for output, copy in kept):
-                return "its runs overwrite what earlier ones returned, such as a loss that is kept"
+                return "a run overwrites the results of earlier runs, such as a stored loss"
         except Exception as error:  # noqa: BLE001  # reported in place of the compiled model
             lines = str(error).strip().splitlines()
             return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -98,7 +98,7 @@ def _fault(backend: str, device: torch.device) -> str | None:
 
 
 def _results(call: Callable[[Tensor], Tensor], network: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """The output of one pass; and a copy of it with the gradients."""
+    """Return the output of a forward and backward pass, and a copy of it with the gradients."""
     network.zero_grad()
     output = call(inputs)
     output.square().sum().backward()  # type: ignore[no-untyped-call]

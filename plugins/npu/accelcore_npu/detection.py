@@ -1,6 +1,6 @@
-"""Whether an Ascend NPU could work here, and why not: device files, environment, metadata. Free of torch.
+"""Detection of Ascend NPUs by device files, environment and metadata. This module does not import torch.
 
-Nothing is imported, loaded or initialised, so a process may still fork afterwards.
+It imports, loads and initialises nothing, so the process may still fork afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from accelcore.devices.hookspecs import Probe
 from accelcore.devices.torch_autoload import autoloads, enabled
 from accelcore.util.text import shown
-from accelcore_npu import compatibility, emulation, libraries
+from accelcore_npu import compatibility, emulated, libraries
 
 __all__ = ["detect"]
 
@@ -33,16 +33,16 @@ _TRANSFER = "torch_npu.contrib.transfer_to_npu"
 
 
 def detect() -> Probe:
-    """The plugin's probe."""
+    """Return the plugin's probe."""
     wish = os.environ.get("ACCEL_EMULATE")
-    if wish and not emulation.wanted():  # empty is unset
-        return _probe(f"ACCEL_EMULATE={shown(wish)} names nothing that can be emulated", "set it to npu, or unset it")
+    if wish and not emulated.wanted():  # empty is unset
+        return _probe(f"ACCEL_EMULATE={shown(wish)} is not a device that can be emulated", "set it to npu, or unset it")
     found = list(_package_faults())
-    if emulation.wanted():
+    if emulated.wanted():
         return _detect_emulated(found)
     visible, fault = _visible(_device_files())
     if fault is not None:
-        # A machine without an NPU misses the rest, too; what is installed and broken is worth a word all the same.
+        # A machine without an NPU lacks CANN, too. Report broken packages only if torch-npu is installed.
         found = [fault, *(found if _installed("torch-npu") else ())]
     found += _cann_fault(bool(found))
     found += _other_accelerator()
@@ -53,9 +53,9 @@ def detect() -> Probe:
 
 
 def _detect_emulated(found: list[tuple[str, str]]) -> Probe:
-    devices = emulation.devices()
+    devices = emulated.devices()
     if not devices:
-        found = [_emulation_fault(devices)]
+        found = [_emulated_fault(devices)]
     visible, fault = _visible(devices or 0)
     if fault is not None:
         found = [*found, fault]
@@ -65,10 +65,10 @@ def _detect_emulated(found: list[tuple[str, str]]) -> Probe:
     return _probe("; ".join([f"EMULATED: {_count(visible)} imitated on the host", *_transfer()]), count=visible)
 
 
-def _emulation_fault(devices: int | None) -> tuple[str, str]:
-    start = "start with accelcore run --emulate npu, which sets all that it needs"
+def _emulated_fault(devices: int | None) -> tuple[str, str]:
+    start = "start with accelcore run --emulate npu, which sets every variable"
     if devices is not None:
-        return "the emulated CANN refuses the value of a variable ACCEL_EMULATED_...", f"{start}, and says which"
+        return "an environment variable ACCEL_EMULATED_... has an invalid value", f"{start} and names the invalid one"
     if _installed(_EMULATOR) is None:
         return f"ACCEL_EMULATE=npu is set, and {_EMULATOR} is not installed", f"pip install {_EMULATOR}, and {start}"
     return "ACCEL_EMULATE=npu is set, and the emulated CANN is not in LD_LIBRARY_PATH", start
@@ -92,9 +92,9 @@ def _device_files() -> int:
 
 
 def _visible(present: int) -> tuple[int, tuple[str, str] | None]:
-    """How many devices this process may use; with it, what is wrong where there is none."""
+    """Return the number of devices that this process may use, and the fault if it is 0."""
     if not present:
-        return 0, ("there is no Ascend NPU (no /dev/davinci*)", "see what npu-smi info says")
+        return 0, ("there is no Ascend NPU (no /dev/davinci*)", "see the output of npu-smi info")
     value = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     if value is None:
         return present, None
@@ -102,9 +102,9 @@ def _visible(present: int) -> tuple[int, tuple[str, str] | None]:
     remedy = "unset it, or name devices by number, ascending and separated by commas: 0,1"
     if not value.strip():
         return 0, (f"{name} hides every NPU", remedy)
-    # CANN itself reads as far as it understands, and goes on with fewer devices in silence.
+    # CANN silently ignores the list from the first invalid entry on.
     if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", value, re.ASCII):
-        return 0, (f"{name} is no list of device numbers", remedy)
+        return 0, (f"{name} is not a list of device numbers", remedy)
     numbers = [int(number) for number in value.split(",")]
     if numbers != sorted(set(numbers)):
         return 0, (f"{name} is not in ascending order", remedy)
@@ -121,7 +121,7 @@ def _installed(package: str) -> str | None:
 
 
 def _package_faults() -> Iterator[tuple[str, str]]:
-    """What is missing of torch and torch-npu, or does not fit, each with what to do."""
+    """Yield the faults of torch and torch-npu, missing or not fitting, each with its remedy."""
     torch, torch_npu = _installed("torch"), _installed("torch-npu")
     cann = libraries.cann_version(os.environ)
     if torch is None:
@@ -143,7 +143,7 @@ def _cann_fault(spoilt: bool) -> list[tuple[str, str]]:
 
 
 def _other_accelerator() -> list[tuple[str, str]]:
-    """A process has one accelerator in torch, and torch_npu refuses to be imported beside a GPU that works."""
+    """Report a working GPU: torch has one accelerator a process, and torch_npu refuses to be imported beside a GPU."""
     if _cuda_build() and (_DEVICES / "nvidiactl").exists() and _installed("torch-npu"):
         reason = f"torch {_installed('torch')} is built for CUDA, there is an NVIDIA GPU, and torch_npu refuses both"
         return [(reason, "install the CPU build of torch beside torch-npu, or use cuda here")]
@@ -171,7 +171,7 @@ def _count(devices: int) -> str:
 
 
 def _notices() -> Iterator[str]:
-    """What is worth knowing and stops nothing."""
+    """Yield notes that do not prevent the use of NPUs."""
     torch_npu = _installed("torch-npu")
     released = compatibility.cann_of(torch_npu) if torch_npu else None
     cann = libraries.cann_version(os.environ)

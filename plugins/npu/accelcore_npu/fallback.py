@@ -1,7 +1,7 @@
-"""Operators that torch_npu has no kernel for: it computes them on the host, or they are refused.
+"""Fallback of operators without an NPU kernel: computed on the host, or refused.
 
-torch_npu has no setting for this: it copies the arguments to the host and the results back, and warns of each operator
-once. `ACCEL_NPU_FALLBACK=raise` makes it an error. What an operator's own kernel does on the host is not seen.
+torch_npu copies the arguments to the host and the results back, and warns once for each operator. It has no setting
+for this. `ACCEL_NPU_FALLBACK=raise` makes it an error. Host work inside an operator's own kernel is not detected.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from accelcore.util.text import shown
 __all__ = ["VARIABLE", "apply_setting"]
 
 VARIABLE = "ACCEL_NPU_FALLBACK"
-"""`allow`, as torch_npu does by itself, or `raise`."""
+"""`allow`, torch_npu's default, or `raise`."""
 
 _SETTINGS = ("allow", "raise")
-# Any of these serves tensors of the device.
+# An operator with a kernel under one of these keys runs on the device.
 _KEYS = (
     "PrivateUse1",
     "CompositeImplicitAutograd",
@@ -33,7 +33,7 @@ _KEYS = (
 
 
 def apply_setting() -> None:
-    """Do what the environment variable says, for the rest of the process.
+    """Apply ACCEL_NPU_FALLBACK for the rest of the process.
 
     Raises:
         ConfigurationError: the variable has another value.
@@ -41,7 +41,7 @@ def apply_setting() -> None:
     setting = os.environ.get(VARIABLE) or "allow"
     if setting not in _SETTINGS:
         raise ConfigurationError(
-            f"{VARIABLE}={shown(setting)} is not one of its settings",
+            f"{VARIABLE}={shown(setting)} is not a valid setting",
             available=", ".join(_SETTINGS),
             remedy="correct or unset it",
         )
@@ -51,8 +51,8 @@ def apply_setting() -> None:
 
 @cache
 def _refuse_all() -> object:
-    """Give each operator without a kernel one that raises; they stay for as long as the library, which is kept."""
-    torch.npu.init()  # type: ignore[attr-defined]  # before which not all kernels need be there
+    """Register a kernel that raises for each operator without one. The cache keeps the library, and so the kernels."""
+    torch.npu.init()  # type: ignore[attr-defined]  # some kernels are registered only now
     make: Callable[[str, str], Any] = torch.library.Library
     library = make("aten", "IMPL")
     with warnings.catch_warnings():

@@ -1,8 +1,7 @@
 """torch_npu's nine fused optimizers: options and state of the core's formulas, arithmetic over flat memory.
 
-The arithmetic of six is torch_npu's. That of AdamP, BertAdam and Lamb is the core's: torch_npu launches some operators
-for each parameter for AdamP and Lamb, and waits for each parameter's norms; its BertAdam is wrong in several ways that
-`BertAdam` names.
+Six use torch_npu's arithmetic. AdamP, BertAdam and Lamb use the core's. torch_npu's AdamP and Lamb launch operators for
+each parameter and wait for its norms; its BertAdam has the bugs that the class `BertAdam` of the core lists.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ FUSED: dict[str, Factory] = {
     "lamb": FLAT_FORMULAS["lamb"],
     "rmsprop": _fused("rmsprop", optim.NpuFusedRMSprop),
     "rmsproptf": _fused("rmsproptf", optim.NpuFusedRMSpropTF),
-    # Momentum starts as zeros, which torch_npu adds to like to any other.
+    # Momentum starts as zeros, to which torch_npu adds as to any other.
     "sgd": _fused("sgd", optim.NpuFusedSGD, _momentum_buffer_already_in_state=True),
 }
-"""What makes each optimizer that torch_npu fuses, by the registry's name."""
+"""Factories of the optimizers that torch_npu fuses, by the registry's name."""

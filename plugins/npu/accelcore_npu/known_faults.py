@@ -12,15 +12,15 @@ from accelcore.known_faults import KnownFault
 __all__ = ["KNOWN_FAULTS"]
 
 _SOURCE = "torch_npu/optim in the wheel of torch-npu 2.13.0"
-_OURS = "accelcore's classes gather gradients at each step and keep their own state"
+_OURS = "accelcore's classes collect gradients at each step and keep their own state"
 _Fault = partial(KnownFault, package="torch-npu", versions=">=2.13,<2.14")
 _Emulated = partial(_Fault, reference=_SOURCE, instead=_OURS, seen="torch-npu 2.13.0, EMULATED")
 
 KNOWN_FAULTS = (
     _Fault(
         kernel="torch._fused_adamw_ on an NPU",
-        what="it takes grad_scale and found_inf and uses neither: scaled gradients are applied, and overflows, too",
-        instead="no kernel of an NPU is trusted to unscale or to skip; the scaler does both",
+        what="it accepts grad_scale and found_inf and ignores both: it applies scaled gradients and overflows",
+        instead="the scaler unscales gradients and skips steps itself, for every kernel of an NPU",
         reference="op-plugin, FusedAdamwKernelNpu, as published",
         seen="",
     ),
@@ -30,23 +30,23 @@ KNOWN_FAULTS = (
     ),
     _Emulated(
         kernel="torch_npu.optim.NpuFused*, but for AdamP",
-        what="after zero_grad() set gradients to None, the step uses those of the first step again",
+        what="after zero_grad() sets gradients to None, steps reuse the gradients of the first step",
     ),
     _Emulated(
         kernel="torch_npu.optim.NpuFused*",
-        what="a state that is loaded after a step is not used",
+        what="a state that is loaded after a step is ignored",
     ),
     _Emulated(
         kernel="torch_npu.optim.NpuFusedBertAdam",
-        what="steps are not counted in its state, so that a run which resumes starts its schedule anew",
+        what="its state does not count steps, so a resumed run starts its schedule again",
     ),
     _Emulated(
         kernel="torch_npu.optim.NpuFusedBertAdam with several groups",
-        what="every group is clipped by the max_grad_norm of the first",
+        what="every group is clipped by the max_grad_norm of the first group",
     ),
     _Emulated(
         kernel="torch_npu.optim.NpuFusedAdam, NpuFusedAdamW, fp16",
         what="moments are fp16, where an eps of 1e-8 is 0: parameters become inf in one step",
-        instead="the moments of low-precision parameters are fp32, or the route is refused for them",
+        instead="moments of low-precision parameters are fp32, or the route is refused",
     ),
 )

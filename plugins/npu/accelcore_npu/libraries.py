@@ -1,6 +1,6 @@
-"""The CANN installation as files: where it is, its version, and which of its libraries cannot be found.
+"""Checks of the CANN installation by its files: location, version, missing libraries.
 
-Nothing is loaded: a library is there when the dynamic linker would find a file of its name.
+Nothing is loaded: a library counts as present if the dynamic linker would find a file of its name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 __all__ = ["LIBRARIES", "cann_fault", "cann_version", "missing_libraries"]
 
 LIBRARIES = ("libascendcl.so", "libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libhccl.so")
-"""What torch_npu's own library is linked to: without any one of them `import torch_npu` fails."""
+"""Libraries that torch_npu links to: `import torch_npu` fails if one is missing."""
 
 _CACHE = Path("/etc/ld.so.cache")
 _VERSION = re.compile(r"^\s*version\s*=\s*(\S+)", re.MULTILINE | re.IGNORECASE)
@@ -22,9 +22,9 @@ _INSTALL = f"install CANN, and {_SOURCE_IT}"
 
 
 def cann_fault(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Why torch_npu would not find a working CANN, and what to do; None where it would.
+    """Return why torch_npu would not find a working CANN, and what to do; None if it would.
 
-    These are the checks that torch_npu itself makes when it is imported, and those of the dynamic linker before it.
+    torch_npu makes the same checks on import, and the dynamic linker before it.
     """
     home = environ.get("ASCEND_HOME_PATH")
     if not home:
@@ -49,7 +49,7 @@ def cann_fault(environ: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def missing_libraries(environ: Mapping[str, str]) -> list[str]:
-    """The libraries of CANN that the dynamic linker would not find."""
+    """Return the libraries of CANN that the dynamic linker would not find."""
     folders = [Path(folder) for folder in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     try:
         cached = _CACHE.read_bytes()
@@ -63,7 +63,7 @@ def missing_libraries(environ: Mapping[str, str]) -> list[str]:
 
 
 def cann_version(environ: Mapping[str, str]) -> str | None:
-    """The version of CANN at ASCEND_HOME_PATH, from the file its installer leaves; None where there is none."""
+    """Return the version of CANN at ASCEND_HOME_PATH, from its installer's file; None if it is not found."""
     home = environ.get("ASCEND_HOME_PATH")
     if not home:
         return None

@@ -14,10 +14,10 @@ __all__ = ["NpuPrecision"]
 
 
 class NpuPrecision(TorchPrecision):
-    """Autocast by the operator lists of torch_npu; fp32 by its switches, because it does not read torch's."""
+    """Autocast by the operator lists of torch_npu; fp32 by torch_npu's switches, because it ignores torch's."""
 
     def treatments(self) -> Mapping[str, Treatment]:
-        # torch_npu takes the list of torch's autocast for CUDA over, with these.
+        # torch_npu takes these over from torch's autocast for CUDA.
         return dict.fromkeys(("cudnn_convolution", "cudnn_convolution_transpose"), Treatment.LOW)
 
     def products(self, *, fast: bool) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""The NPU as a device: its queue, its random numbers, its memory, and the process it belongs to."""
+"""Runtime of one NPU: queue, random numbers, memory, and checks for forked processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["NpuRuntime", "refuse_fork"]
 class NpuRuntime(AcceleratorRuntime):
     """One NPU of this process.
 
-    Creating it makes the device current and sets two switches of the whole process, which torch_npu would otherwise
-    take from the environment or from the kind of part: operators come compiled, not compiled at run time for each new
-    shape; and tensors keep torch's own memory format.
+    The constructor makes the device current and sets two switches for the whole process. `jit_compile` is off:
+    operators come compiled instead of being compiled for each new shape. `allow_internal_format` is off: tensors keep
+    torch's memory format. By default, torch_npu takes both from the environment or the chip.
 
     Attributes:
-        settings: those switches, as set.
+        settings: the two switches.
     """
 
     settings: Mapping[str, bool]
@@ -33,7 +33,7 @@ class NpuRuntime(AcceleratorRuntime):
         self._process = os.getpid()
         super().__init__(device)
         torch_npu.npu.set_device(device)
-        # Autograd asks every device that was ever current for its stream, and torch_npu aborts where there is none yet.
+        # Autograd asks every device that was ever current for its stream. torch_npu aborts if it does not exist yet.
         torch_npu.npu.current_stream(device)
         self.settings = {"jit_compile": False, "allow_internal_format": False}
         torch_npu.npu.set_compile_mode(jit_compile=self.settings["jit_compile"])
@@ -52,14 +52,14 @@ class NpuRuntime(AcceleratorRuntime):
 
 
 def refuse_fork() -> None:
-    """Raise BackendUnavailableError in a process that was forked from one which already used the NPU."""
+    """Raise BackendUnavailableError if this process was forked from one that used the NPU."""
     if torch_npu.npu._is_in_bad_fork():
         raise _forked()
 
 
 def _forked() -> BackendUnavailableError:
     return BackendUnavailableError(
-        "the npu cannot be used in this process",
-        why="it was forked from one that already used the npu, and CANN does not survive a fork",
-        remedy="start processes with multiprocessing's 'spawn' method, and leave the npu out of what loader workers do",
+        "the NPU cannot be used in this process",
+        why="it was forked from a process that used the NPU, and CANN does not survive a fork",
+        remedy="start processes with multiprocessing's 'spawn' method, and do not use the NPU in loader workers",
     )

@@ -1,9 +1,9 @@
-"""Loss scaling on the NPU: the core's scaler, the host between check and step, and the overflow flag of older parts.
+"""Loss scaling on the NPU: the core's scaler, with the overflow flag of older chips.
 
-Two things differ from other devices. torch_npu's fused kernels take `grad_scale` and `found_inf` as torch's do, but its
-AdamW kernel, as published, uses neither; so no kernel is trusted to unscale and skip. And the parts before Ascend910B
-clamp what overflows to the largest number instead of making it inf: there the device raises a flag, which stays up
-until it is cleared, and which says nothing to the other ranks.
+Two things differ from other devices. torch_npu's fused kernels take `grad_scale` and `found_inf`, but its published
+AdamW kernel ignores both. So the scaler trusts no kernel to unscale and skip. Chips before Ascend910B clamp an overflow
+to the largest number instead of inf, and raise a flag. The flag stays up until it is cleared, and each rank sees only
+its own.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["FlagScaler", "NpuScaler"]
 
 
 class NpuScaler(GradScaler):
-    """The core's scaler, which unscales the gradients itself and asks the host before each step."""
+    """Loss scaler that unscales the gradients itself and decides on the host before each step."""
 
     trusts_kernels = False
 
 
 class FlagScaler(NpuScaler):
-    """Also reads the device's overflow flag, cleared before the first backward pass of each step.
+    """Loss scaler that also reads the device's overflow flag, and clears it before the first backward pass of a step.
 
     Args:
         device: the NPU.
-        settings: how the scale starts and moves.
-        collectives: over which ranks tell each other of an overflow.
+        settings: initial scale, and how it grows and shrinks.
+        collectives: used to share an overflow with the other ranks.
     """
 
     def __init__(self, device: torch.device, settings: LossScale, *, collectives: Collectives) -> None:
@@ -51,10 +51,10 @@ class FlagScaler(NpuScaler):
         self._cleared = False
 
     def check(self, gradients: Sequence[Tensor], multiplier: Tensor) -> Tensor:
-        # Read first: the check itself may read the flag and put it down.
+        # Read first: the check may read and clear the flag.
         raised = torch_npu.npu_get_float_status(self._status())[0].ne(0).float()
         found = torch.maximum(super().check(gradients, multiplier), raised)
         return self._collectives.all_reduce(found, "max")
 
     def _status(self) -> Tensor:
-        return torch.zeros(8, device=self._device)  # the operators' own form of the flag
+        return torch.zeros(8, device=self._device)  # the shape that the operators take the flag in

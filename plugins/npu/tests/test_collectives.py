@@ -47,7 +47,7 @@ def test_a_users_own_setting_wins_and_says_so(alone, monkeypatch, caplog):
         assert os.environ["HCCL_EXEC_TIMEOUT"] == "90"
     assert os.environ["HCCL_EXEC_TIMEOUT"] == "90"
     (message,) = caplog.messages
-    assert "90 s, as HCCL_EXEC_TIMEOUT says" in message
+    assert "90 s because of HCCL_EXEC_TIMEOUT" in message
 
 
 @pytest.mark.parametrize("rubbish", ["soon", "-1", "1.5", "", "\u0663"])

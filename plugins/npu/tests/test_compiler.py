@@ -54,7 +54,7 @@ def test_the_first_backend_that_works_is_taken(accel, monkeypatch):
     torch._dynamo.register_backend(lambda graph, inputs: lambda *values: (graph(*values)[0] * 2,), name="wrong")
     faults = {name: compiler._fault(name, accel.device) for name in compiler._BACKENDS}
     assert "nowhere" in faults["nowhere"]
-    assert faults["wrong"] == "its run 1 computes something else than the model"
+    assert faults["wrong"].startswith("run 1 computes other values")
     assert (faults["aot_eager"], faults["eager"]) == (None, None)
     called = []
     monkeypatch.setattr(torch, "compile", lambda module, **options: called.append(options) or module)

@@ -125,7 +125,7 @@ def test_the_routes_of_each_optimizer(accel):
         ("adamw", {"capturable": True}, "capturable"),
         ("sgd", {"differentiable": True}, "differentiable"),
         ("adam", {"decoupled_weight_decay": True}, "couples weight decay"),
-        ("sgd", {"momentum": 0.9, "dampening": 0.1}, "dampened"),
+        ("sgd", {"momentum": 0.9, "dampening": 0.1}, "dampening"),
         ("adam", {"lr": torch.tensor(0.1)}, "tensor"),
         ("lamb", {"state_dtype": "bfloat16"}, "state in float32"),
     ],

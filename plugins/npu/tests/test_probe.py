@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError
 
 import accelcore_npu
 import pytest
-from accelcore_npu import detection, emulation, libraries
+from accelcore_npu import detection, emulated, libraries
 
 import accelcore
 from accelcore.devices.torch_autoload import Autoload
@@ -71,7 +71,7 @@ def test_without_an_npu_it_says_so_and_no_more(machine):
     (machine.devices / "davinci0_caps").touch()
     del machine.packages["torch-npu"]
     machine.cann_fault = ("CANN is not set up", "install CANN")
-    assert refused() == ("there is no Ascend NPU (no /dev/davinci*)", "see what npu-smi info says")
+    assert refused() == ("there is no Ascend NPU (no /dev/davinci*)", "see the output of npu-smi info")
 
 
 def test_without_an_npu_it_also_says_what_is_installed_and_cannot_work(machine):
@@ -80,7 +80,7 @@ def test_without_an_npu_it_also_says_what_is_installed_and_cannot_work(machine):
     machine.cann_fault = ("CANN is not set up", "install CANN")
     reason, remedy = refused()
     assert reason == "there is no Ascend NPU (no /dev/davinci*); CANN is not set up"
-    assert remedy == "see what npu-smi info says; install CANN"
+    assert remedy == "see the output of npu-smi info; install CANN"
 
 
 def test_without_torch_npu_it_names_the_one_that_fits(machine):
@@ -195,11 +195,11 @@ def bare_machine(machine):
 
 def test_an_emulated_npu_needs_neither_device_nor_cann_and_says_what_it_is(bare_machine, monkeypatch):
     monkeypatch.setenv("ACCEL_EMULATE", "npu")
-    monkeypatch.setattr(emulation, "devices", lambda: 2)
+    monkeypatch.setattr(emulated, "devices", lambda: 2)
     answer = probe()
     assert (answer.available, answer.count) == (True, 2)
     assert answer.reason.startswith("EMULATED")
-    monkeypatch.setattr(emulation, "devices", lambda: 5)
+    monkeypatch.setattr(emulated, "devices", lambda: 5)
     assert probe().count == 5
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1,4")
     assert probe().count == 2
@@ -210,7 +210,7 @@ def test_an_emulated_npu_needs_neither_device_nor_cann_and_says_what_it_is(bare_
 
 def test_without_an_emulated_cann_it_says_what_to_install_or_how_to_start(bare_machine, monkeypatch):
     monkeypatch.setenv("ACCEL_EMULATE", "npu")
-    monkeypatch.setattr(emulation, "devices", lambda: None)
+    monkeypatch.setattr(emulated, "devices", lambda: None)
     reason, remedy = refused()
     assert reason == "EMULATED: ACCEL_EMULATE=npu is set, and accelcore-npu-emulator is not installed"
     assert remedy.startswith("pip install accelcore-npu-emulator")
@@ -218,13 +218,13 @@ def test_without_an_emulated_cann_it_says_what_to_install_or_how_to_start(bare_m
     reason, remedy = refused()
     assert "not in LD_LIBRARY_PATH" in reason
     assert remedy.startswith("start with accelcore run --emulate npu")
-    monkeypatch.setattr(emulation, "devices", lambda: 0)
-    assert "refuses the value of a variable ACCEL_EMULATED_..." in refused()[0]
+    monkeypatch.setattr(emulated, "devices", lambda: 0)
+    assert "ACCEL_EMULATED_..." in refused()[0]
 
 
 def test_an_emulated_npu_needs_a_torch_npu_that_fits(bare_machine, monkeypatch):
     monkeypatch.setenv("ACCEL_EMULATE", "npu")
-    monkeypatch.setattr(emulation, "devices", lambda: 2)
+    monkeypatch.setattr(emulated, "devices", lambda: 2)
     bare_machine.packages["torch"] = "2.11.0"
     reason, remedy = refused()
     assert reason == "EMULATED: torch-npu 2.12.0 is built for torch 2.12.0, and torch 2.11.0 is installed"
