@@ -15,7 +15,7 @@ __all__ = ["accelcore_create_backend", "accelcore_known_faults", "accelcore_prob
 
 @hookimpl
 def accelcore_probe() -> Probe:
-    """Look at device files, the environment and package metadata; nothing is imported, loaded or initialised."""
+    """Check device files, the environment and package metadata. Import, load and initialise nothing."""
     from accelcore_cuda.detection import detect
 
     return detect()
@@ -23,7 +23,7 @@ def accelcore_probe() -> Probe:
 
 @hookimpl
 def accelcore_create_backend(name: str, index: int) -> Backend | None:
-    """Initialise CUDA and compose the backend for one GPU."""
+    """Initialise CUDA and compose the backend of one GPU; return None for another name."""
     if name != "cuda":
         return None
     from accelcore_cuda.backend import create
@@ -33,7 +33,7 @@ def accelcore_create_backend(name: str, index: int) -> Backend | None:
 
 @hookimpl
 def accelcore_known_faults() -> tuple[KnownFault, ...]:
-    """What is known to be wrong with torch's kernels and compilers for the GPU."""
+    """Return the known bugs of torch's kernels and compilers for the GPU."""
     from accelcore_cuda.known_faults import KNOWN_FAULTS
 
     return KNOWN_FAULTS

@@ -1,4 +1,4 @@
-"""AMD's GPUs as files: where torch is built for ROCm, they are `cuda`. Free of torch."""
+"""Detection of AMD GPUs by files. torch built for ROCm calls them `cuda`. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 def present() -> bool:
-    """Whether AMD's driver for computing is loaded."""
+    """Return whether AMD's compute driver is loaded."""
     return _DEVICE.exists()
 
 
 def look(environ: Mapping[str, str]) -> Hardware:
-    """What is there of AMD."""
+    """Return the AMD GPUs that this process may use, or why there are none."""
     if not present():
         return Hardware(
             fault=("torch is built for ROCm, and there is no AMD GPU (no /dev/kfd)", "install AMD's amdgpu driver")
@@ -31,7 +31,7 @@ def look(environ: Mapping[str, str]) -> Hardware:
         return Hardware(fault=("this user may not open /dev/kfd", "join the group that owns it, often render"))
     uuids = _gpus()
     if not uuids:
-        return Hardware(fault=("AMD's driver is loaded, but it shows no GPU", "see what rocminfo says"))
+        return Hardware(fault=("AMD's driver is loaded, but it shows no GPU", "see the output of rocminfo"))
     seen = _visible(environ, uuids)
     if not seen.count:
         return Hardware(fault=(seen.note, "unset that variable, or name GPUs in it that exist, each once"))
@@ -40,7 +40,7 @@ def look(environ: Mapping[str, str]) -> Hardware:
 
 
 def _visible(environ: Mapping[str, str], uuids: list[str]) -> Visible:
-    """ROCm's own variable first; HIP counts in what that leaves, and reads CUDA's where its own is not set."""
+    """Apply ROCm's variable, then HIP's to the remaining GPUs; HIP reads CUDA's variable if its own is not set."""
     outer = visible("ROCR_VISIBLE_DEVICES", environ.get("ROCR_VISIBLE_DEVICES"), len(uuids), uuids)
     variable = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environ else "CUDA_VISIBLE_DEVICES"
     if not outer.count:
@@ -50,7 +50,7 @@ def _visible(environ: Mapping[str, str], uuids: list[str]) -> Visible:
 
 
 def _gpus() -> list[str]:
-    """The UUIDs of the GPUs: of the nodes that AMD's driver shows, processors have no SIMD units."""
+    """Return the UUIDs of the GPUs: the driver's nodes with SIMD units, which processors lack."""
     found = []
     for path in sorted(_NODES.glob("*/properties"), key=lambda path: path.parent.name.zfill(4)):
         try:

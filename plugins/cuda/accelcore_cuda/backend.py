@@ -1,4 +1,4 @@
-"""The CUDA backend: six roles on torch.cuda. Making one initialises CUDA in this process."""
+"""The CUDA backend: six roles on torch.cuda. Creating it initialises CUDA in this process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["create"]
 
 logger = logging.getLogger("accelcore")
 
-_NOT_TOLD = "see what accelcore doctor says, and nvidia-smi"
+_FIND_CAUSE = "run accelcore doctor and nvidia-smi to find the cause"
 
 
 def create(index: int) -> Backend:
     """Compose the backend of one GPU.
 
     Raises:
-        BackendUnavailableError: torch or CUDA cannot be initialised here, or there is no such GPU.
+        BackendUnavailableError: torch or CUDA cannot be initialised here, or the GPU does not exist.
     """
     _initialise(index)
 
@@ -60,9 +60,9 @@ def _initialise(index: int) -> None:
     try:
         import torch
     except Exception as error:
-        # What another accelerator's package raises when torch loads it is of any kind.
+        # torch loads the packages of other accelerators, which may raise any kind of error.
         raise BackendUnavailableError(
-            what, why=f"torch cannot be imported: {_first_line(error)}", remedy=_NOT_TOLD
+            what, why=f"torch cannot be imported: {_first_line(error)}", remedy=_FIND_CAUSE
         ) from error
 
     from accelcore_cuda.declaration import missing_kernels
@@ -73,12 +73,12 @@ def _initialise(index: int) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         count = torch.cuda.device_count()
     except (RuntimeError, AssertionError) as error:
-        raise BackendUnavailableError(what, why=_first_line(error), remedy=_NOT_TOLD) from error
+        raise BackendUnavailableError(what, why=_first_line(error), remedy=_FIND_CAUSE) from error
     if index >= count:
         raise BackendUnavailableError(
             f"there is no device cuda:{index}",
             available=", ".join(f"cuda:{number}" for number in range(count)),
-            remedy="choose one of those, and see CUDA_VISIBLE_DEVICES",
+            remedy="choose one of those, and check CUDA_VISIBLE_DEVICES",
         )
     if torch.version.hip is None:
         reason = missing_kernels(torch.cuda.get_device_capability(index), torch.cuda.get_arch_list())

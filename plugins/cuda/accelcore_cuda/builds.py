@@ -1,8 +1,8 @@
-"""What the installed torch is built for, from its metadata, and the drivers that its CUDA runs on. Free of torch.
+"""Build of the installed torch by its metadata, and the drivers it needs. This module does not import torch.
 
-A wheel of download.pytorch.org says what it is in its local version (`2.13.0+cu130`, `+rocm7.1`, `+cpu`). One of PyPI
-has none, and requires the CUDA runtime it was built for: `cuda-toolkit==13.0.2`, `nvidia-cuda-runtime-cu12==12.6.77`.
-A torch that says neither, from conda or built at home, is not judged.
+A wheel of download.pytorch.org names its build in the local version (`2.13.0+cu130`, `+rocm7.1`, `+cpu`). A wheel of
+PyPI requires the CUDA runtime it was built for: `cuda-toolkit==13.0.2`, `nvidia-cuda-runtime-cu12==12.6.77`. The build
+of any other torch, such as conda's or your own, is unknown and not refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 __all__ = ["MINIMUM_DRIVERS", "Build", "installed_build", "minimum_driver", "numbers"]
 
 MINIMUM_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580"}
-"""CUDA's major version -> the oldest Linux driver for it.
+"""Oldest Linux driver for each major version of CUDA.
 
 From NVIDIA's "CUDA Compatibility", table 1 of "Minor Version Compatibility", and the release notes of the CUDA Toolkit,
 which give the full numbers: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
@@ -31,8 +31,8 @@ class Build:
 
     Attributes:
         version: torch's version, with its label.
-        runtime: `"cuda"`, `"rocm"`, `"cpu"`, another label's first word, or empty where that is not known.
-        release: the runtime's major and minor version, as far as they are known.
+        runtime: `"cuda"`, `"rocm"`, `"cpu"`, the first word of another label, or empty if unknown.
+        release: major and minor version of the runtime, as far as known.
     """
 
     version: str
@@ -47,7 +47,7 @@ class Build:
 
 
 def installed_build() -> Build | None:
-    """The torch that is installed; None where there is none."""
+    """Return the build of the installed torch; None if torch is not installed."""
     try:
         installed = version("torch")
     except PackageNotFoundError:
@@ -64,14 +64,14 @@ def installed_build() -> Build | None:
 
 
 def minimum_driver(build: Build) -> str | None:
-    """The oldest NVIDIA driver for a build; None where that is not published, or the build has no CUDA."""
+    """Return the oldest NVIDIA driver for a build; None if it is not published or the build has no CUDA."""
     if build.runtime != "cuda" or not build.release:
         return None
     return MINIMUM_DRIVERS.get(build.release[0])
 
 
 def numbers(dotted: str) -> tuple[int, ...]:
-    """A driver's version for comparison: `"525.60.13"` is `(525, 60, 13)`."""
+    """Convert a driver version for comparison: `"525.60.13"` to `(525, 60, 13)`."""
     return tuple(int(part) for part in dotted.split("."))
 
 

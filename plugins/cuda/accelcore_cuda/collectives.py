@@ -1,4 +1,4 @@
-"""Collectives on CUDA: NCCL for its tensors, gloo beside it for the host's."""
+"""Collectives on CUDA: NCCL for CUDA tensors, gloo for CPU tensors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from accelcore.jobs.launchers import Launch
 __all__ = ["CudaCollectives"]
 
 _DETAILED = {"TORCH_NCCL_DESYNC_DEBUG": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-"""torch's own, of what goes by NCCL: at a timeout each rank says which ranks did not come, and writes its record."""
+"""torch's records of NCCL. At a timeout each rank names the missing ranks and writes its record."""
 
 
 class CudaCollectives(TorchCollectives):
-    """The default group takes tensors of either kind; one that the script formed for NCCL alone gets gloo beside it.
+    """Collectives whose default group takes CPU and CUDA tensors. A script's own group of NCCL gets gloo beside it.
 
-    The group is not bound to the device (`device_id=`): with one that is, `dist.new_group(ranks, backend="gloo")` of
-    some of the ranks makes the others wait for a split of NCCL's communicator that never comes. NCCL learns the device
-    from each tensor, and the barrier is told.
+    The group is not bound to the device (`device_id=`). If it were, `dist.new_group(ranks, backend="gloo")` for some
+    ranks would make the others wait forever for a split of NCCL's communicator. NCCL learns the device from each
+    tensor, and the barrier gets it as an argument.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class CudaCollectives(TorchCollectives):
 
     def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
         if launch is not None or dist.is_initialized():
-            torch.cuda.set_device(self.device)  # or ranks that share a host all make a context on its first GPU
+            torch.cuda.set_device(self.device)  # otherwise all ranks of a host make a context on its first GPU
         super().init(launch, timeout=timeout)
 
     def barrier(self) -> None:

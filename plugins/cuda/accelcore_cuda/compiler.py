@@ -1,4 +1,4 @@
-"""Compilation on CUDA: torch.compile, where what inductor needs is there."""
+"""Compilation on CUDA: torch.compile, if the requirements of inductor are installed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger("accelcore")
 
 
 class CudaCompiler(TorchCompiler):
-    """torch.compile. What `options` asks of another of its backends than inductor is not held back.
+    """Compiler that checks the requirements of inductor. Other backends of torch.compile run without checks.
 
     Args:
-        compute: the GPU's compute capability.
+        compute: compute capability of the GPU.
         rocm: whether torch is built for ROCm.
     """
 
@@ -35,7 +35,7 @@ class CudaCompiler(TorchCompiler):
 
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
         own = _without_mix_order_reduction(options) if MIX_ORDER_REDUCTION.applies else options
-        compiled = super().compile(module, own)  # refuses what torch.compile does not know; compiles at first call
+        compiled = super().compile(module, own)  # refuses unknown options; compiles at the first call
         compiled.overwrites = replays_graphs(options)
         if options.get("backend", "inductor") != "inductor":
             return compiled
@@ -47,18 +47,18 @@ class CudaCompiler(TorchCompiler):
 
 
 def _without_mix_order_reduction(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same options of torch.compile, but for the optimization that computes wrong gradients, unless asked for."""
+    """Return the options with the optimization that computes wrong gradients turned off, unless they set it."""
     import torch._inductor  # only for those who compile: it takes a while
 
     mode, own = options.get("mode"), options.get("options")
-    if options.get("backend", "inductor") != "inductor" or (mode and own):  # which torch.compile refuses
+    if options.get("backend", "inductor") != "inductor" or (mode and own):  # torch.compile refuses both
         return options
     of_mode = torch._inductor.list_mode_options(mode or "default")  # torch takes a mode or options
     return {**options, "mode": None, "options": {"triton.mix_order_reduction": False, **of_mode, **(own or {})}}
 
 
 def replays_graphs(options: Mapping[str, Any]) -> bool:
-    """Whether torch.compile with these options runs the model as CUDA graphs, by the rules of `torch.compile`."""
+    """Return whether torch.compile with these options runs the model as CUDA graphs."""
     import torch._inductor.config  # only for those who compile: it takes a while
 
     backend = options.get("backend", "inductor")
@@ -70,7 +70,7 @@ def replays_graphs(options: Mapping[str, Any]) -> bool:
 
 
 def missing_for_inductor(compute: tuple[int, int], *, rocm: bool) -> str | None:
-    """Why inductor cannot compile for this GPU here, or None: Triton, and the C compiler that Triton calls."""
+    """Return why inductor cannot compile for this GPU, or None. It needs Triton, a C compiler and Python's headers."""
     if not rocm and compute < (7, 0):
         return (
             f"Triton, which inductor compiles with, needs sm_70 or newer, and this GPU is sm_{compute[0]}{compute[1]}"
@@ -86,6 +86,6 @@ def missing_for_inductor(compute: tuple[int, int], *, rocm: bool) -> str | None:
 
 
 def _python_header() -> Path:
-    """Where Triton looks: Debian's Python has its headers under another scheme than its packages."""
+    """Return where Triton looks for Python.h: Debian uses another scheme for headers than for packages."""
     scheme = sysconfig.get_default_scheme()
     return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"], "Python.h")

@@ -1,4 +1,4 @@
-"""What a GPU can do, from plain values: so that it can be read, and tested, without the GPU."""
+"""Capabilities of a GPU, computed from plain values so that tests need no GPU."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from accelcore.capabilities import Capabilities
 __all__ = ["declare", "emulates_bfloat16", "missing_kernels"]
 
 Compute = tuple[int, int]
-"""A compute capability: `(8, 0)` for sm_80."""
+"""Compute capability: `(8, 0)` for sm_80."""
 
 _HALF, _TENSOR_CORES, _TRITON = (5, 3), (8, 0), (7, 0)
 
 
 def declare(compute: Compute, *, rocm: bool, nccl: bool, fused: Iterable[str]) -> Capabilities:
-    """The declaration of one GPU.
+    """Return the capabilities of one GPU.
 
-    fp16 arithmetic begins with sm_53. bf16 and TF32 units begin with sm_80; before them torch computes bf16 in fp32
-    units and rounds, which is right and slow, so it is declared for autocast, after fp16, and not for whole models.
+    fp16 arithmetic begins with sm_53. bf16 and TF32 units begin with sm_80. On older GPUs torch computes bf16 in fp32
+    units and rounds, which is correct but slow. There bf16 is declared for autocast, after fp16, and not for models.
 
     Args:
-        compute: the compute capability; of no meaning with ROCm.
-        rocm: whether torch is built for ROCm: every GPU it supports has bf16, and fp32="fast" is not offered.
+        compute: compute capability; ignored with ROCm.
+        rocm: whether torch is built for ROCm. Every GPU it supports has bf16; fp32="fast" is not available.
         nccl: whether torch is built with NCCL (ROCm: RCCL).
-        fused: the optimizers whose fused kernel torch has for this device.
+        fused: optimizers for which torch has a fused kernel on this device.
     """
     half = rocm or compute >= _HALF
     native = rocm or compute >= _TENSOR_CORES
@@ -46,15 +46,15 @@ def declare(compute: Compute, *, rocm: bool, nccl: bool, fused: Iterable[str]) -
 
 
 def emulates_bfloat16(compute: Compute, *, rocm: bool) -> bool:
-    """Whether bf16 is computed in fp32 units and rounded."""
+    """Return whether the GPU computes bf16 in fp32 units and rounds."""
     return not rocm and compute < _TENSOR_CORES
 
 
 def missing_kernels(compute: Compute, built: Iterable[str]) -> str | None:
-    """Why a torch built for these architectures has no code for a GPU, or None.
+    """Return why a torch built for these architectures has no code for a GPU, or None.
 
-    Machine code (`sm_80`) runs on the same major version with an equal or higher minor one, that of `sm_90a` and the
-    like on the very one it names; intermediate code (`compute_80`) on all that are not older.
+    Machine code (`sm_80`) runs on GPUs of the same major version with an equal or higher minor one. Code for `sm_90a`
+    and the like runs only on that architecture. Intermediate code (`compute_80`) runs on equal or newer GPUs.
     """
     built = list(built)
     if not built or any(_runs(compute, architecture) for architecture in built):

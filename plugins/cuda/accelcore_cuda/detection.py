@@ -1,6 +1,6 @@
-"""Whether CUDA could work here, and why not: device files, environment, metadata. Free of torch.
+"""Detection of CUDA by device files, environment and metadata. This module does not import torch.
 
-Nothing is imported, loaded or initialised, so a process may still fork afterwards.
+It imports, loads and initialises nothing, so the process may still fork afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ENVIRONMENT = (
     "ROCR_VISIBLE_DEVICES",
     VARIABLE,
 )
-# Those that decide whether a torch and a driver fit together. CUDA 13 dropped the version from their names.
+# They decide whether a torch and a driver fit together. CUDA 13 dropped the version from their names.
 _DISTRIBUTIONS = tuple(
     f"nvidia-{library}{suffix}"
     for library, suffixes in (
@@ -43,7 +43,7 @@ _TRANSFER = "torch_npu.contrib.transfer_to_npu"
 
 
 def detect() -> Probe:
-    """The plugin's probe."""
+    """Return the plugin's probe."""
     build = installed_build()
     hardware = amd.look(os.environ) if build and build.runtime == "rocm" else nvidia.look(os.environ)
     fault = _hardware_fault(hardware, build) or _torch_fault(hardware, build) or _in_the_way()
@@ -89,7 +89,7 @@ def _torch_fault(hardware: Hardware, build: Build | None) -> Fault | None:
 
 
 def _in_the_way() -> Fault | None:
-    """One process has one accelerator in torch: torch_npu refuses to be imported beside a GPU that works."""
+    """Report torch_npu: torch has one accelerator a process, and torch_npu refuses to be imported beside a GPU."""
     if _TRANSFER in sys.modules:
         return "transfer_to_npu is active: torch.cuda is torch.npu in this process", f"do not import {_TRANSFER}"
     if "torch" not in sys.modules and "torch_npu" in _autoloaded():
@@ -101,7 +101,7 @@ def _in_the_way() -> Fault | None:
 
 
 def _autoloaded() -> set[str]:
-    """The modules that `import torch` would load for the sake of other accelerators."""
+    """Return the modules of other accelerators that `import torch` would load."""
     if not enabled(os.environ):
         return set()
     return {autoload.package for autoload in autoloads()}

@@ -1,4 +1,4 @@
-"""What deterministic results need on CUDA beside torch's own switch: cuDNN's algorithms, cuBLAS's workspace."""
+"""Deterministic results on CUDA: cuDNN's algorithms and cuBLAS's workspace, beside torch's own switch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _DETERMINISTIC = (":4096:8", ":16:8")
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Set cuDNN and cuBLAS, for the rest of the process.
+    """Make cuDNN and cuBLAS deterministic for the rest of the process.
 
-    Both cuBLAS and torch read CUBLAS_WORKSPACE_CONFIG once, at the first matrix product. What ran before cannot be
-    told; only that nothing did, while the device has never held a tensor.
+    cuBLAS and torch read CUBLAS_WORKSPACE_CONFIG once, at the first matrix product. It is not known if one ran already,
+    unless the device has never held a tensor. Otherwise a warning is logged.
 
     Raises:
         ConfigurationError: CUBLAS_WORKSPACE_CONFIG asks for a workspace that is not deterministic.
@@ -32,8 +32,8 @@ def make_deterministic(device: torch.device) -> None:
         os.environ[_VARIABLE] = _DETERMINISTIC[0]
         if torch.cuda.memory_stats(device).get("allocation.all.allocated", 0):
             logger.warning(
-                "%s=%s was set after the device was used: if a matrix product already ran, torch refuses those that "
-                "follow; seed before the first, or set the variable before the script starts",
+                "%s=%s was set after the device was used: if a matrix product already ran, torch refuses later ones; "
+                "seed before the first, or set the variable before the script starts",
                 _VARIABLE,
                 _DETERMINISTIC[0],
             )

@@ -1,4 +1,4 @@
-"""CUDA and fork: a process that was forked from one which had initialised CUDA cannot use it."""
+"""Check for forked processes: CUDA cannot be used in a fork of a process that initialised it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ __all__ = ["refuse_fork"]
 
 
 def refuse_fork() -> None:
-    """Raise BackendUnavailableError in a process that was forked from one which already used CUDA."""
+    """Raise BackendUnavailableError if this process was forked from one that used CUDA."""
     if torch.cuda._is_in_bad_fork():
         raise BackendUnavailableError(
-            "cuda cannot be used in this process",
-            why="it was forked from one that already used CUDA, which does not survive a fork",
-            remedy="start processes with multiprocessing's 'spawn' method, and leave the GPU out of what loader "
-            "workers do",
+            "CUDA cannot be used in this process",
+            why="it was forked from a process that used CUDA, and CUDA does not survive a fork",
+            remedy="start processes with multiprocessing's 'spawn' method, and do not use the GPU in loader workers",
         )

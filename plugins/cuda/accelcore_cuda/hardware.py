@@ -1,4 +1,4 @@
-"""What device files say of the GPUs of a machine, before any driver is loaded."""
+"""GPUs of a machine, as its device files describe them before a driver is loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 __all__ = ["Fault", "Hardware"]
 
 Fault = tuple[str, str]
-"""Why something does not work, and what to do."""
+"""Reason why a device cannot be used, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,11 @@ class Hardware:
     """The GPUs of one vendor that this process may use.
 
     Attributes:
-        words: what they are, for people: `"2 NVIDIA GPUs, driver 580.65.06"`.
-        count: how many.
-        driver: the driver's version, where it can be read.
-        fault: why there are none.
-        notes: what is worth knowing and stops nothing.
+        words: description: `"2 NVIDIA GPUs, driver 580.65.06"`.
+        count: number of GPUs.
+        driver: version of the driver, or None if it cannot be read.
+        fault: reason and remedy if there are none.
+        notes: remarks that do not prevent use.
     """
 
     words: str = ""

@@ -1,8 +1,8 @@
-"""NVIDIA's GPUs and driver as files. Free of torch.
+"""Detection of NVIDIA GPUs and their driver by files. This module does not import torch.
 
-Nothing of NVIDIA's is loaded, NVML neither: `nvmlInit` is safe before a fork, but it opens the driver, which on a host
-without the persistence daemon wakes the GPUs and may take seconds, and a probe is asked on every `select()`. Files
-answer all that decides, except the number of GPUs under WSL2.
+It loads no library of NVIDIA, not even NVML. `nvmlInit` is safe before a fork, but it opens the driver. Without the
+persistence daemon that wakes the GPUs and may take seconds, and every `select()` probes. Files suffice, except for the
+number of GPUs under WSL2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accelcore_cuda.visible import visible
 __all__ = ["LIBRARY", "look"]
 
 LIBRARY = "libcuda.so.1"
-"""The driver's library. It decides which CUDA can run, also where it is newer than the kernel module (cuda-compat)."""
+"""Library of the driver. It decides which CUDA can run, even if it is newer than the kernel module (cuda-compat)."""
 
 _DEV = Path("/dev")
 _PROC = Path("/proc/driver/nvidia")
@@ -38,11 +38,11 @@ _FOLDERS = tuple(
 )
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _UNHIDE = f"unset {_VARIABLE}, or name GPUs in it that exist, each once"
-_MOST = 64  # GPUs in one machine, as many as torch looks for
+_MOST = 64  # GPUs in one machine, torch's limit
 
 
 def look(environ: Mapping[str, str]) -> Hardware:
-    """What is there of NVIDIA."""
+    """Return the NVIDIA GPUs that this process may use, or why there are none."""
     control = _DEV / "nvidiactl"
     if control.exists():
         present = sum(path.name[len("nvidia") :].isdigit() for path in _DEV.glob("nvidia[0-9]*"))
@@ -53,7 +53,7 @@ def look(environ: Mapping[str, str]) -> Hardware:
     else:
         return _no_driver()
     if not present:
-        return Hardware(fault=("the NVIDIA driver is loaded, but it shows no GPU", "see what nvidia-smi says"))
+        return Hardware(fault=("the NVIDIA driver is loaded, but it shows no GPU", "see the output of nvidia-smi"))
     if control.exists() and not os.access(control, os.R_OK | os.W_OK):
         return Hardware(
             fault=("this user may not open /dev/nvidiactl", "see its owner and mode, and join the group that may")
@@ -95,19 +95,19 @@ def _no_driver() -> Hardware:
 
 
 def _look_through_windows(environ: Mapping[str, str]) -> Hardware:
-    """Under WSL2 the driver is the one of Windows, and its device file says nothing of GPUs."""
+    """Check WSL2, which uses the driver of Windows and whose device file does not list GPUs."""
     if not (_WSL / LIBRARY).exists():
         return Hardware(
             fault=(
                 f"no NVIDIA driver is loaded (this is WSL2, and Windows brings no {_WSL / LIBRARY})",
-                "install the NVIDIA driver in Windows, and none in Linux",
+                "install the NVIDIA driver in Windows, not in Linux",
             )
         )
     value = environ.get(_VARIABLE)
     seen = visible(_VARIABLE, value, 1 if value is None else _MOST)
     if not seen.count:
         return Hardware(fault=(seen.note, _UNHIDE))
-    assumed = "" if value is not None else f"; where there are several, name them in {_VARIABLE}"
+    assumed = "" if value is not None else f"; if there are several, name them in {_VARIABLE}"
     words = f"{_count(seen.count)} of WSL2, driver of unknown version{assumed}"
     return Hardware(words, seen.count, notes=(seen.note,) if seen.note else ())
 
@@ -117,7 +117,7 @@ def _count(gpus: int) -> str:
 
 
 def _find_library(environ: Mapping[str, str]) -> Path | None:
-    """The file that the dynamic linker would load."""
+    """Return the file that the dynamic linker would load, or None."""
     folders = [Path(folder) for folder in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     candidates = [*(folder / LIBRARY for folder in folders), *_cached(), *(folder / LIBRARY for folder in _FOLDERS)]
     return next((path for path in candidates if path.exists()), None)
@@ -132,7 +132,7 @@ def _cached() -> list[Path]:
 
 
 def _version_of(library: Path) -> str | None:
-    """The driver's version, which is in the name of the file behind the links: `libcuda.so.580.65.06`."""
+    """Return the driver's version from the name of the linked file: `libcuda.so.580.65.06`."""
     match = re.fullmatch(r"libcuda\.so\.([0-9]{3,}\.[0-9]+(?:\.[0-9]+)*)", library.resolve().name)
     return match[1] if match else None
 
@@ -144,11 +144,11 @@ def _kernel_version() -> str | None:
 
 
 def _uuids() -> list[str] | None:
-    """Those of all GPUs, in the order of their bus; None where the driver does not show them to this process."""
+    """Return the UUIDs of all GPUs in bus order; None if the driver hides them from this process."""
     found = []
     for path in sorted(_PROC.glob("gpus/*/information")):
         match = re.search(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)\s*$", _read(path), re.MULTILINE)
-        if match is None:  # question marks, where it was not asked for yet
+        if match is None:  # question marks, until the driver has read it
             return None
         found.append(match[1])
     return found or None

@@ -1,4 +1,4 @@
-"""The optimizers of CUDA: torch's fused kernels, compiled formulas, torch's foreach kernels, then its loops."""
+"""Optimizers of CUDA: torch's fused kernels, compiled formulas, torch's foreach kernels, then its loops."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from accelcore.optim.torch_routes import register_torch_optimizers
 
 __all__ = ["create_optimizers", "fused_kernels"]
 
-# torch 2.11's Adagrad refuses fused=True on CUDA although the kernel is there; that of 2.13 takes it.
+# Adagrad of torch 2.11 refuses fused=True on CUDA although the kernel exists; 2.13 accepts it.
 _FUSED_SINCE = {"adagrad": "2.13", "adam": "2.11", "adamw": "2.11", "sgd": "2.11"}
 _COMPILED_PRIORITY = 20
 
 
 def fused_kernels() -> tuple[str, ...]:
-    """The optimizers that this build of torch steps by a fused kernel on CUDA."""
+    """Return the optimizers for which this build of torch has a fused CUDA kernel."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return tuple(
         name
@@ -31,11 +31,11 @@ def fused_kernels() -> tuple[str, ...]:
 
 
 def create_optimizers(fused: tuple[str, ...], *, no_compiler: str | None = None) -> Optimizers:
-    """The registry of a CUDA backend.
+    """Return the optimizer registry of a CUDA backend.
 
     Args:
-        fused: the optimizers with a fused kernel.
-        no_compiler: why inductor cannot compile here, or None.
+        fused: optimizers with a fused kernel.
+        no_compiler: reason why inductor cannot compile here, or None.
     """
     registry = Optimizers()
     register_torch_optimizers(registry, fused=fused, prefers_foreach=True)
@@ -52,7 +52,7 @@ def create_optimizers(fused: tuple[str, ...], *, no_compiler: str | None = None)
 
 
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """The function as Triton kernels, for tensors on a GPU: a model that is still on the host is trained there."""
+    """Compile a function to Triton kernels for GPU tensors. For a model on the host, the function runs uncompiled."""
     kernels = torch.compile(function, fullgraph=True)
 
     def run(*arguments: Any) -> None:
@@ -71,7 +71,7 @@ def _compiled_supports(request: Request) -> str | None:
         item for group in (request.options, *request.groups) for item in group.items() if item[0] != "lr"
     ]
     if any(isinstance(part, Tensor) for _, value in options for part in _parts(value)):
-        return "of the compiled formula's options only lr can be a tensor"
+        return "only the lr of the compiled formula can be a tensor"
     return None
 
 

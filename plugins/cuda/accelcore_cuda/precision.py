@@ -20,13 +20,13 @@ logger = logging.getLogger("accelcore")
 
 
 class CudaPrecision(TorchPrecision):
-    """Autocast by torch's lists; fp32 by both of torch's legacy switches, for matrix products and for cuDNN.
+    """Autocast by torch's lists; fp32 by torch's two legacy switches, for matrix products and for cuDNN.
 
-    cuDNN's is on unless it is switched off: without `fp32="ieee"` convolutions are TF32 where the GPU has it.
+    cuDNN's switch is on by default: without `fp32="ieee"` convolutions use TF32 if the GPU has it.
 
     Args:
-        capabilities: what may be asked for.
-        emulated_bfloat16: whether bf16 is computed in fp32 units and rounded.
+        capabilities: capabilities of the GPU.
+        emulated_bfloat16: whether the GPU computes bf16 in fp32 units and rounds.
     """
 
     def __init__(self, capabilities: Capabilities, *, emulated_bfloat16: bool) -> None:
@@ -51,8 +51,8 @@ class CudaPrecision(TorchPrecision):
         except RuntimeError as error:
             raise ConfigurationError(
                 "the precision of fp32 convolutions was set through torch.backends...fp32_precision",
-                why="torch cannot read that setting back together with the one that fp32= is made of",
-                remedy="leave fp32 out, or the other setting",
+                why="torch cannot read that setting together with the one that fp32= changes",
+                remedy="remove fp32=, or the other setting",
             ) from error
         return _with_convolutions(matrices, fast)
 
@@ -71,5 +71,5 @@ def _with_convolutions(matrices: AbstractContextManager[None], fast: bool) -> It
 @cache
 def _warn_of_emulation() -> None:
     logger.warning(
-        "this GPU has no bf16 units: torch computes bf16 in fp32 and rounds, which is right, but slower than fp16"
+        "this GPU has no bf16 units: torch computes bf16 in fp32 and rounds, which is correct but slower than fp16"
     )

@@ -14,15 +14,14 @@ __all__ = ["CudaRuntime"]
 
 
 class CudaRuntime(AcceleratorRuntime):
-    """One GPU of this process. In a forked process each of its methods raises BackendUnavailableError.
+    """One GPU of this process. In a forked process every method raises BackendUnavailableError.
 
-    Memory figures are those of torch's allocator, which reading does not disturb. They do not contain the memory of
-    other processes and of CUDA itself.
+    Memory figures come from torch's allocator. They do not include the memory of other processes and of CUDA itself.
     """
 
     def __init__(self, device: torch.device) -> None:
         refuse_fork()
-        # thread_local: a loader's thread may pin the next batch meanwhile, which would spoil a global capture.
+        # thread_local: a loader's thread may pin the next batch during a capture, which would break a global one.
         super().__init__(device, graph=torch.cuda.CUDAGraph, capture={"capture_error_mode": "thread_local"})
 
     @property

@@ -1,9 +1,9 @@
-"""Which GPUs CUDA_VISIBLE_DEVICES leaves visible: the rules of CUDA, as torch counts by them. Free of torch.
+"""Count of GPUs that CUDA_VISIBLE_DEVICES leaves visible, by CUDA's rules. This module does not import torch.
 
-A list of indices or of UUIDs; its first entry says which. An entry that names no GPU ends the list, without an error:
-what comes before it stays visible. A GPU that is named twice hides all. A UUID may be shortened to a beginning that
-only one GPU has. Of MIG instances CUDA enumerates one. HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES follow the same
-rules. CUDA_DEVICE_ORDER says which GPU has which index, and so changes no count.
+The variable is a list of indices or of UUIDs; the first entry decides which. An entry that names no GPU ends the list
+without an error: earlier entries stay visible. A GPU that is named twice hides all. A UUID may be shortened to a unique
+prefix. CUDA uses only one MIG instance. HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES follow the same rules.
+CUDA_DEVICE_ORDER changes the order of the indices, not the count.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from accelcore.util.text import shown
 
 __all__ = ["Visible", "visible"]
 
-_NUMBER = re.compile(r"[+-]?[0-9]{1,9}", re.ASCII)  # the rest of an entry is ignored, as strtoul does
+_NUMBER = re.compile(r"[+-]?[0-9]{1,9}", re.ASCII)  # like strtoul, ignores the rest of an entry
 
 
 @dataclass(frozen=True)
 class Visible:
-    """What a variable leaves.
+    """GPUs that a variable leaves visible.
 
     Attributes:
-        count: how many GPUs.
-        note: what it does that its author may not have meant; empty where it does nothing of the kind.
+        count: number of GPUs.
+        note: probably unintended effect of the variable; empty if there is none.
     """
 
     count: int
@@ -36,8 +36,8 @@ def visible(variable: str, value: str | None, present: int, uuids: Sequence[str]
     """Count the GPUs that `variable` leaves visible of `present` ones.
 
     Args:
-        value: the variable's value; None where it is not set.
-        uuids: those of the GPUs, as far as they are known; None counts every entry that could be one.
+        value: value of the variable; None if it is not set.
+        uuids: UUIDs of the GPUs; if None, every entry that could be a UUID counts.
     """
     if value is None:
         return Visible(present)
@@ -70,7 +70,7 @@ def visible(variable: str, value: str | None, present: int, uuids: Sequence[str]
 
 
 def _identifier(entry: str, *, by_uuid: bool) -> object | None:
-    """What an entry says: a UUID, an index, or nothing."""
+    """Return the UUID or index in an entry, or None."""
     if by_uuid:
         return entry if entry.startswith("GPU-") else None
     match = _NUMBER.match(entry.strip())
@@ -80,7 +80,7 @@ def _identifier(entry: str, *, by_uuid: bool) -> object | None:
 
 
 def _lookup(name: object, present: int, uuids: Sequence[str] | None) -> object | None:
-    """The GPU of that name; None where there is none, or more than one."""
+    """Return the GPU with that name; None if there is none, or more than one."""
     if isinstance(name, int):
         return name if name < present else None
     if uuids is None:

@@ -176,7 +176,7 @@ def test_wsl_without_a_driver_in_windows(machine):
     (machine.dev / "dxg").touch()
     answer = probe(False)
     assert "this is WSL2" in answer.reason
-    assert answer.remedy == "install the NVIDIA driver in Windows, and none in Linux"
+    assert answer.remedy == "install the NVIDIA driver in Windows, not in Linux"
 
 
 @pytest.mark.parametrize(("value", "count"), [(None, 1), ("0", 1), ("0,1", 2)])
