@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.apex.levels import Properties
-from accelcore.apex.loss_scaling import AmpScaler
+from accelcore.apex.state import AmpScaler
 from accelcore.backend import Backend
 from accelcore.errors import AmpError
 from accelcore.optim.flat.runs import Slot
@@ -38,12 +38,6 @@ __all__ = ["Accumulated"]
 
 class Accumulated:
     """Parameters of an optimizer, and the gradients for its next step.
-
-    Args:
-        backend: the device's.
-        models: those with the parameters.
-        optimizer: of accelcore or of torch.
-        properties: of `amp.initialize`.
 
     Attributes:
         has_masters: whether some parameters have fp32 masters.
@@ -82,18 +76,6 @@ class Accumulated:
         self._plan.gradients.refresh()
         trained = {id(slot.parameter): slot.trained for slot in self.slots}
         return [trained.get(id(member), member) for member in self._members()]
-
-    @property
-    def are_scaled(self) -> bool:
-        """Whether a pass has left the gradients scaled, so that the next pass unscales them."""
-        return self._scaled_by is not None
-
-    @property
-    def missed_a_pass(self) -> bool:
-        """Whether parameters have gradients that their masters have not received."""
-        return not self._exposed and any(
-            slot.trained.grad is None and slot.parameter.grad is not None for slot in self.slots
-        )
 
     @property
     def are_none(self) -> bool:
@@ -156,6 +138,21 @@ class Accumulated:
         self._add(self._before)
         self._before, self._scaled_by = [], None
 
+    def check_complete(self) -> None:
+        """Raise AmpError if the gradients are still scaled, or masters have not received theirs."""
+        if self._scaled_by is not None:
+            raise AmpError(
+                "step() after a backward pass with delay_unscale=True: the gradients are still scaled",
+                remedy="leave delay_unscale out of the last `with amp.scale_loss(...)` before step()",
+            )
+        missed = (slot.trained.grad is None and slot.parameter.grad is not None for slot in self.slots)
+        if not self._exposed and any(missed):
+            raise AmpError(
+                "parameters have gradients, but their fp32 masters have none",
+                why="a backward pass ran outside of `with amp.scale_loss(...)`, which gives masters their gradients",
+                remedy="call backward inside of it, even if no scale is needed",
+            )
+
     def take_replaced(self) -> None:
         """Copy gradients into flat memory if the script has replaced them by others."""
         now = [slot.trained.grad for slot in self.slots]
@@ -184,14 +181,12 @@ class Accumulated:
         if self._exchanges:
             broadcast_buffers(self._plan.backend.collectives, self._plan.model)
 
-    def drop(self) -> None:
-        """Drop all gradients, also of earlier passes."""
+    def drop(self, *, set_to_none: bool = True) -> None:
+        """Drop all gradients, also of earlier passes; or set them to zero, where None stays None."""
         self._before, self._scaled_by = [], None
-        self._clear()
-
-    def set_to_zero(self) -> None:
-        """Set all gradients to zero; None stays None."""
-        self._before, self._scaled_by = [], None
+        if set_to_none:
+            self._clear()
+            return
         for slot in self.slots:
             for gradient in (slot.parameter.grad, slot.trained.grad):
                 if gradient is not None:

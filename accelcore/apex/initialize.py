@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from accelcore.apex.accumulated import Accumulated
 from accelcore.apex.devices import backend_of, choose_routes_again
 from accelcore.apex.levels import Properties, resolve
-from accelcore.apex.loss_scaling import AmpScaler
 from accelcore.apex.prepared import Prepared, is_prepared
-from accelcore.apex.state import enter_o1, listed, state
+from accelcore.apex.state import AmpScaler, enter_o1, listed, state
 from accelcore.backend import Backend
 from accelcore.errors import AmpError, UnsupportedError
 from accelcore.precision.cast_model import CastBoundary, FP32StateDict, hold
@@ -114,7 +113,7 @@ def initialize(
             "init": dynamic_init_scale,
             "growth": scale_growth_factor,
             "backoff": scale_backoff_factor,
-            "window": scale_window,
+            "interval": scale_window,
             "min": min_loss_scale,
             "max": max_loss_scale,
         },
@@ -127,10 +126,19 @@ def initialize(
     backend = backend_of(parameter for model in all_models for parameter in model.parameters())
     _check_declared(backend, properties)
     for optimizer in all_optimizers:
-        _check_optimizer(optimizer)
+        if is_prepared(optimizer):
+            raise AmpError(
+                f"this {type(optimizer).__name__} was given to amp.initialize before, and is prepared already",
+                remedy="give each optimizer once: amp.initialize([model, other], [optimizer, another])",
+            )
         choose_routes_again(optimizer, backend)
     if properties.combine_ddp:
-        _join(backend)
+        if not dist.is_initialized():
+            raise AmpError(
+                "combine_ddp=True needs a process group, and there is no process group",
+                remedy="call torch.distributed.init_process_group before amp.initialize",
+            )
+        backend.collectives.init(None)
     scalers = [AmpScaler(backend, properties.policy) for _ in range(num_losses)]
     flagged, warns = backend.capabilities.overflow_flag, verbosity > 0
     prepared = [
@@ -174,24 +182,6 @@ def _check_declared(backend: Backend, properties: Properties) -> None:
     dtype, declared = properties.policy.model_dtype, backend.capabilities.model_dtypes
     if dtype is not None and dtype not in declared:
         raise UnsupportedError(f"{backend.name} does not train models in {dtype}", available=", ".join(declared))
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    if is_prepared(optimizer):
-        raise AmpError(
-            f"this {type(optimizer).__name__} was given to amp.initialize before, and is prepared already",
-            remedy="give each optimizer once: amp.initialize([model, other], [optimizer, another])",
-        )
-
-
-def _join(backend: Backend) -> None:
-    """Use the script's process group."""
-    if not dist.is_initialized():
-        raise AmpError(
-            "combine_ddp=True needs a process group, and there is no process group",
-            remedy="call torch.distributed.init_process_group before amp.initialize",
-        )
-    backend.collectives.init(None)
 
 
 def _cast(model: nn.Module, properties: Properties) -> None:

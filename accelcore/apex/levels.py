@@ -88,7 +88,7 @@ def resolve(
     policy = Policy(
         autocast=level.autocast if casts else None,
         table=level.table if casts else "torch",
-        loss_scale=_loss_scale(level.loss_scale if loss_scale is None else loss_scale, **moves),
+        loss_scale=_loss_scale(level.loss_scale if loss_scale is None else loss_scale, moves),
         model_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         masters=_flag("master_weights", master_weights, level.masters and level.model_dtype == "float16"),
         keep_batchnorm_fp32=keep and dtype is not None,
@@ -98,28 +98,14 @@ def resolve(
     return Properties(opt_level, policy, outputs, combines, bool(combine_ddp))
 
 
-def _loss_scale(
-    loss_scale: float | str | LossScale | None,
-    *,
-    init: float,
-    growth: float,
-    backoff: float,
-    window: int,
-    min: float | None,
-    max: float,
-) -> float | LossScale | None:
-    """Return a static loss scale, the settings of a dynamic one, or None for a scale of 1.
-
-    Raises:
-        AmpError: it is neither a number > 0 nor `"dynamic"`.
-        ConfigurationError: invalid settings of a dynamic scale.
-    """
+def _loss_scale(loss_scale: float | str | LossScale | None, moves: dict[str, Any]) -> float | LossScale | None:
+    """Return a static loss scale, the settings of a dynamic one, or None for a scale of 1."""
     if loss_scale is None:
         return None
     if loss_scale == "dynamic":
-        init = init if init < max else max
-        floor = min if min is not None else _SMALLEST_SCALE if init > _SMALLEST_SCALE else init
-        return LossScale(init=init, growth=growth, backoff=backoff, interval=window, min=floor, max=max)
+        init = min(moves["init"], moves["max"])
+        floor = min(_SMALLEST_SCALE, init) if moves["min"] is None else moves["min"]
+        return LossScale(**{**moves, "init": init, "min": floor})
     try:
         scale = float(loss_scale)  # type: ignore[arg-type]  # anything, from a script
     except (TypeError, ValueError):
@@ -132,20 +118,15 @@ def _loss_scale(
 def _check_casts_only(
     cast_model_type: torch.dtype | bool | None, keep_batchnorm_fp32: bool | str | None, master_weights: bool | None
 ) -> None:
-    """Raise AmpError for arguments that O1 cannot follow, because it leaves models in fp32."""
-    if cast_model_type not in (None, False, torch.float32):
-        given = f"cast_model_type={cast_model_type}"
-    elif keep_batchnorm_fp32 is not None:
-        given = f"keep_batchnorm_fp32={keep_batchnorm_fp32}"
-    elif master_weights is not None:
-        given = f"master_weights={master_weights}"
-    else:
-        return
-    raise AmpError(
-        f"{given} at O1",
-        why="O1 casts the inputs of operators, and leaves the model itself in fp32",
-        remedy='leave it out, or use opt_level="O2"',
-    )
+    dtype = None if cast_model_type in (False, torch.float32) else cast_model_type
+    options = {"cast_model_type": dtype, "keep_batchnorm_fp32": keep_batchnorm_fp32, "master_weights": master_weights}
+    for name, value in options.items():
+        if value is not None:
+            raise AmpError(
+                f"{name}={value} at O1",
+                why="O1 casts the inputs of operators, and leaves the model itself in fp32",
+                remedy='leave it out, or use opt_level="O2"',
+            )
 
 
 def _flag(name: str, given: bool | str | None, default: bool) -> bool:

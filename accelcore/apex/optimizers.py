@@ -28,15 +28,17 @@ __all__ = [
     "NpuFusedSGD",
 ]
 
+_NVIDIAS_LAMB = (
+    "its Lamb corrects the bias of the moments and clips by a global norm; Ascend's Lamb, NpuFusedLamb, does neither"
+)
 _REFUSED = {
-    "FusedLAMB": "its Lamb corrects the bias of the moments and clips by a global norm; Ascend's Lamb, NpuFusedLamb, "
-    "does neither",
-    "FusedMixedPrecisionLamb": "its Lamb corrects the bias of the moments and clips by a global norm; Ascend's "
-    "Lamb, NpuFusedLamb, does neither",
+    "FusedLAMB": _NVIDIAS_LAMB,
+    "FusedMixedPrecisionLamb": _NVIDIAS_LAMB,
     "FusedNovoGrad": "no backend has a NovoGrad",
 }
 
 
+# Each function that passes on `locals()` has the argument names of the registry's optimizer.
 def NpuFusedSGD(  # noqa: N802  # Ascend's name, as those below
     params: Parameters,
     lr: float,
@@ -46,9 +48,7 @@ def NpuFusedSGD(  # noqa: N802  # Ascend's name, as those below
     nesterov: bool = False,
 ) -> RoutedOptimizer:
     """`torch.optim.SGD`."""
-    return create_optimizer(
-        "sgd", params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
-    )
+    return create_optimizer("sgd", **locals())
 
 
 def NpuFusedAdam(  # noqa: N802
@@ -60,7 +60,7 @@ def NpuFusedAdam(  # noqa: N802
     amsgrad: bool = False,
 ) -> RoutedOptimizer:
     """`torch.optim.Adam`."""
-    return create_optimizer("adam", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    return create_optimizer("adam", **locals())
 
 
 def NpuFusedAdamW(  # noqa: N802
@@ -72,7 +72,7 @@ def NpuFusedAdamW(  # noqa: N802
     amsgrad: bool = False,
 ) -> RoutedOptimizer:
     """`torch.optim.AdamW`."""
-    return create_optimizer("adamw", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    return create_optimizer("adamw", **locals())
 
 
 def NpuFusedAdamP(  # noqa: N802
@@ -86,15 +86,14 @@ def NpuFusedAdamP(  # noqa: N802
     nesterov: bool = False,
 ) -> RoutedOptimizer:
     """AdamP, as in docs/optimizers.md."""
-    projection = {"delta": delta, "wd_ratio": wd_ratio, "nesterov": nesterov}
-    return create_optimizer("adamp", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **projection)
+    return create_optimizer("adamp", **locals())
 
 
 def NpuFusedAdadelta(  # noqa: N802
     params: Parameters, lr: float = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0
 ) -> RoutedOptimizer:
     """`torch.optim.Adadelta`."""
-    return create_optimizer("adadelta", params, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay)
+    return create_optimizer("adadelta", **locals())
 
 
 def NpuFusedLamb(  # noqa: N802
@@ -107,8 +106,7 @@ def NpuFusedLamb(  # noqa: N802
     use_global_grad_norm: bool = False,
 ) -> RoutedOptimizer:
     """Ascend's Lamb: no bias correction, norms of parameters at most 10. It differs from NVIDIA's FusedLAMB."""
-    norms = {"adam": adam, "use_global_grad_norm": use_global_grad_norm}
-    return create_optimizer("lamb", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **norms)
+    return create_optimizer("lamb", **locals())
 
 
 Lamb = NpuFusedLamb
@@ -130,19 +128,7 @@ def NpuFusedBertAdam(  # noqa: N802
 
     A `max_grad_norm` > 0 clips the gradients of each group together.
     """
-    return create_optimizer(
-        "bertadam",
-        params,
-        lr=lr,
-        warmup=warmup,
-        t_total=t_total,
-        schedule=schedule,
-        b1=b1,
-        b2=b2,
-        e=e,
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-    )
+    return create_optimizer("bertadam", **locals())
 
 
 def NpuFusedRMSprop(  # noqa: N802
@@ -155,8 +141,7 @@ def NpuFusedRMSprop(  # noqa: N802
     centered: bool = False,
 ) -> RoutedOptimizer:
     """`torch.optim.RMSprop`."""
-    moving = {"alpha": alpha, "momentum": momentum, "centered": centered}
-    return create_optimizer("rmsprop", params, lr=lr, eps=eps, weight_decay=weight_decay, **moving)
+    return create_optimizer("rmsprop", **locals())
 
 
 def NpuFusedRMSpropTF(  # noqa: N802
@@ -171,18 +156,7 @@ def NpuFusedRMSpropTF(  # noqa: N802
     lr_in_momentum: bool = True,
 ) -> RoutedOptimizer:
     """TensorFlow's RMSprop. Its mean square starts at 1, as in torch_npu; in Ascend's apex it starts at 0."""
-    return create_optimizer(
-        "rmsproptf",
-        params,
-        lr=lr,
-        alpha=alpha,
-        eps=eps,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        centered=centered,
-        decoupled_decay=decoupled_decay,
-        lr_in_momentum=lr_in_momentum,
-    )
+    return create_optimizer("rmsproptf", **locals())
 
 
 def FusedAdam(  # noqa: N802

@@ -14,8 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from accelcore.apex.accumulated import Accumulated
-from accelcore.apex.loss_scaling import AmpScaler
-from accelcore.apex.state import casts_suspended
+from accelcore.apex.state import AmpScaler, casts_suspended
 from accelcore.errors import AmpError, ConfigurationError
 from accelcore.scaling.contract import SkippingOptimizer
 from accelcore.training.clipping import Clipping
@@ -28,11 +27,7 @@ logger = logging.getLogger("accelcore")
 class Prepared:
     """Optimizer that `amp.initialize` has prepared: its gradients, overflows and methods.
 
-    Args:
-        optimizer: of accelcore or of torch.
-        gradients: the gradients of its parameters.
-        flagged: whether the device reports overflows by a flag.
-        warns: whether a skipped step is logged.
+    `flagged`: whether the device reports overflows by a flag. `warns`: whether a skipped step is logged.
     """
 
     def __init__(self, optimizer: Optimizer, gradients: Accumulated, *, flagged: bool, warns: bool) -> None:
@@ -56,10 +51,7 @@ class Prepared:
         @wraps(zero_grad)
         def new_zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
             zero_grad(set_to_none)
-            if set_to_none:
-                self.gradients.drop()
-            else:
-                self.gradients.set_to_zero()
+            self.gradients.drop(set_to_none=set_to_none)
 
         optimizer.step, optimizer.zero_grad = MethodType(new_step, optimizer), MethodType(new_zero_grad, optimizer)
         optimizer.clip_optimizer_grad_norm_fused = self.clip
@@ -76,14 +68,7 @@ class Prepared:
         self._overflow, self._scalers = None, []
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all the optimizer's parameters together, in place.
-
-        Args:
-            max_norm: the largest norm.
-            norm_type: the p of the p-norm.
-
-        Returns:
-            The norm before clipping.
+        """Clip the gradients of all the optimizer's parameters together, in place; return the norm before clipping.
 
         Raises:
             ConfigurationError: there are no gradients. It is a ValueError, too.
@@ -104,7 +89,7 @@ class Prepared:
                 why="a closure calls backward by itself, where gradients would neither be unscaled nor checked",
                 remedy="call step() after `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`",
             )
-        self._check_can_step()
+        self.gradients.check_complete()
         with casts_suspended():
             result = self._update(step)
             self.gradients.updated()
@@ -137,19 +122,6 @@ class Prepared:
             optimizer.skip()
         return None
 
-    def _check_can_step(self) -> None:
-        if self.gradients.are_scaled:
-            raise AmpError(
-                "step() after a backward pass with delay_unscale=True: the gradients are still scaled",
-                remedy="leave delay_unscale out of the last `with amp.scale_loss(...)` before step()",
-            )
-        if self.gradients.missed_a_pass:
-            raise AmpError(
-                "parameters have gradients, but their fp32 masters have none",
-                why="a backward pass ran outside of `with amp.scale_loss(...)`, which gives masters their gradients",
-                remedy="call backward inside of it, even if no scale is needed",
-            )
-
 
 def is_prepared(optimizer: Optimizer) -> bool:
     """Return whether `amp.initialize` has prepared this optimizer."""
@@ -157,11 +129,7 @@ def is_prepared(optimizer: Optimizer) -> bool:
 
 
 def prepared_of(optimizer: Optimizer) -> Prepared:
-    """Return the `Prepared` of an optimizer.
-
-    Raises:
-        AmpError: `amp.initialize` has not prepared it.
-    """
+    """Return the `Prepared` of an optimizer; raise AmpError if `amp.initialize` has not prepared it."""
     prepared = getattr(optimizer, "_amp_stash", None)
     if not isinstance(prepared, Prepared):
         raise AmpError(

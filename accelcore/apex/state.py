@@ -7,23 +7,109 @@ should not: in backward passes and in optimizers' steps.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
-from accelcore.apex.loss_scaling import AmpScaler
 from accelcore.backend import Backend
-from accelcore.errors import AmpError
+from accelcore.errors import AmpError, CheckpointError
 from accelcore.precision.o1.region import clear_cast_cache
+from accelcore.precision.policy import Policy, create_scaler
+from accelcore.scaling.contract import Agree, FindBad, LossScale, LossScaler
 
-__all__ = ["State", "casts_suspended", "enter_o1", "leave_o1", "listed", "state"]
+__all__ = ["AmpScaler", "State", "casts_suspended", "enter_o1", "leave_o1", "listed", "state"]
 
-_DTYPE = torch.float16
+logger = logging.getLogger("accelcore")
 
 _entered: dict[str, tuple[Backend, AbstractContextManager[object]]] = {}
+
+
+class AmpScaler:
+    """Loss scale of one of a script's losses, with apex's behaviour: it unscales after each backward pass.
+
+    Attributes:
+        dynamic: whether the scale follows overflows.
+        passes: the number of backward passes that have moved the scale, or could have.
+        trusts_kernels: whether an optimizer's kernel may skip an overflowed step.
+    """
+
+    # To set another attribute of apex's scalers, such as `_scale_seq_len`, raises an error instead of doing nothing.
+    __slots__ = ("_scaler", "_unchecked", "dynamic", "passes", "trusts_kernels")
+
+    def __init__(self, backend: Backend, policy: Policy) -> None:
+        self.dynamic = isinstance(policy.loss_scale, LossScale)
+        self._scaler: LossScaler = create_scaler(backend.scaler, policy)
+        self.trusts_kernels = bool(getattr(self._scaler, "trusts_kernels", False))
+        self._scaler.takes_fp16 = True  # without masters, as at O3; masters are unscaled in fp32
+        self.passes = 0
+        self._unchecked: Tensor | None = None
+
+    def loss_scale(self) -> float:
+        """Return the scale. If it is dynamic, this waits for the device."""
+        return float(self._scaler.state_dict().get("scale", 1.0))
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the scaled loss, in fp32, to call backward on."""
+        return self._scaler.scale(loss.float())
+
+    def unscale(self, optimizer: Optimizer, gradients: list[Tensor], agree: Agree) -> None:
+        """Divide an optimizer's gradients by the scale, in place, and look for overflows."""
+        self._scaler.unscale_(optimizer, gradients, lambda found: self._with_unchecked(agree(found)))
+
+    def close(self, find_bad: FindBad, *, delay: bool) -> Tensor | None:
+        """End a backward pass, after the gradients of all its optimizers are unscaled.
+
+        Args:
+            find_bad: returns the name of the first parameter whose gradient is not finite.
+            delay: whether the next pass handles an overflow of this one.
+
+        Returns:
+            A tensor that is 1.0 if a gradient overflowed; None if overflows are not checked.
+        """
+        found = self._scaler.overflowed
+        if delay:
+            self._unchecked = found
+            self._scaler.abandon()
+            return None
+        self._unchecked = None
+        self._scaler.update(find_bad)
+        self.passes += 1
+        return found
+
+    def abandon(self) -> None:
+        """Forget the overflow of a backward pass that failed."""
+        self._scaler.abandon()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state in apex's format."""
+        state = self._scaler.state_dict()
+        return {"loss_scale": state.get("scale", 1.0), "unskipped": state.get("_growth_tracker", 0)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load a state in apex's format. A static scale is kept, with a warning if the saved one differs.
+
+        Raises:
+            CheckpointError: the state has another format.
+        """
+        if set(state) != {"loss_scale", "unskipped"}:
+            raise CheckpointError(
+                f"the state of a loss scaler has {', '.join(sorted(map(str, state))) or 'nothing'}",
+                available="loss_scale and unskipped, as amp.state_dict() has them",
+            )
+        if self.dynamic:
+            self._scaler.load_state_dict(state)
+        elif state["loss_scale"] != self.loss_scale():
+            given, own = state["loss_scale"], self.loss_scale()
+            logger.warning("saved loss scale %g is not used: this run has loss_scale=%g", given, own)
+
+    def _with_unchecked(self, found: Tensor) -> Tensor:
+        return found if self._unchecked is None else torch.maximum(found, self._unchecked)
 
 
 @dataclass
@@ -50,7 +136,7 @@ def enter_o1(backend: Backend) -> None:
     """
     kind = backend.device.type
     if kind not in _entered:
-        region = backend.autocast(_DTYPE, table="O1")
+        region = backend.autocast(torch.float16, table="O1")
         region.__enter__()
         _entered[kind] = backend, region
 
