@@ -1,6 +1,6 @@
 """The real torch_npu on a machine with no NPU: an emulated CANN on host memory.
 
-It proves wiring and semantics, not device numerics or speed, and says "EMULATED" in all that it reports.
+It proves wiring and semantics, not device numerics or speed. All its reports contain "EMULATED".
 """
 
 from __future__ import annotations

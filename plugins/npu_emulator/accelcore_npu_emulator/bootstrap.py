@@ -1,9 +1,8 @@
-"""Make the NPU of this process and of its children the emulated one.
+"""Emulate the NPU in this process and its children.
 
-An emulated process needs nothing but its environment, as with a real CANN: the loader finds the emulated libraries in
-LD_LIBRARY_PATH, and `aclInit`, which torch_npu calls before anything can be on a device, calls `start` here to
-register the host kernels. There is no import hook and no sitecustomize, so that whatever hands its environment on
-reaches its children: spawn, torchrun, loader workers, plain subprocesses.
+As with a real CANN, the environment is enough. The loader finds the emulated libraries in LD_LIBRARY_PATH. torch_npu
+calls `aclInit` before it uses a device, and `aclInit` calls `start` here to register the host kernels. Without import
+hooks or sitecustomize, emulation reaches every child that inherits the environment.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["activate", "active", "environment", "problem_of_settings", "start"]
 
 
 def environment(settings: Settings | None = None) -> dict[str, str]:
-    """The variables to set before an emulated process starts, for a launcher; compiles the emulator if need be.
+    """Return the environment variables that a launcher sets for an emulated process. Compile the emulator if needed.
 
     Args:
         settings: the machine to emulate; what ACCEL_EMULATED_* say if None.
@@ -35,15 +34,14 @@ def environment(settings: Settings | None = None) -> dict[str, str]:
 def activate(settings: Settings | None = None) -> None:
     """Emulate the NPU in this process and in the children that get its environment. Call it before torch_npu loads.
 
-    On a machine without CANN that is before `import torch`, which loads torch_npu by itself. A second call changes
-    nothing.
+    Without CANN, call it before `import torch`, which loads torch_npu. A second call changes nothing.
 
     Args:
         settings: the machine to emulate; what ACCEL_EMULATED_* say if None.
 
     Raises:
         BackendUnavailableError: torch_npu has loaded another CANN, or the emulator cannot be built.
-        ConfigurationError: a setting has a value that it cannot have, or differs from those that are in force already.
+        ConfigurationError: a setting is invalid, or differs from the settings already in force.
     """
     if active():
         if settings not in (None, Settings.from_environment()):
@@ -61,19 +59,19 @@ def activate(settings: Settings | None = None) -> None:
         )
     folder = build.libraries()
     variables = _variables(settings, folder)
-    for name in build.LIBRARIES:  # the loader knows a loaded library by its soname, wherever it lies
+    for name in build.LIBRARIES:  # the loader finds a loaded library by its soname, in any folder
         ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
     if native.opened() is None:
         raise BackendUnavailableError(
             "the NPU cannot be emulated in this process",
             why="another libascendcl.so is loaded already",
-            remedy="call activate() before whatever loads CANN",
+            remedy="call activate() before any other code loads CANN",
         )
     os.environ.update(variables)
 
 
 def active() -> bool:
-    """Whether the CANN of this process is the emulator's: loaded, or what ACCEL_EMULATE makes torch_npu load."""
+    """Return whether this process uses the emulated CANN: loaded already, or by ACCEL_EMULATE when torch_npu loads."""
     return native.opened(load=os.environ.get("ACCEL_EMULATE") == "npu") is not None
 
 
@@ -93,7 +91,7 @@ def _variables(settings: Settings | None, folder: Path) -> dict[str, str]:
 
 
 def start() -> str:
-    """Register the host kernels; `aclInit` calls this. An empty string, or what is wrong: no exception may pass."""
+    """Register the host kernels for `aclInit`. Return the error as a string, or an empty one; never raise."""
     try:
         library = native.opened()
         if library is None:
@@ -111,7 +109,7 @@ def start() -> str:
 
 
 def problem_of_settings() -> str:
-    """What is wrong with the ACCEL_EMULATED_ variables, or an empty string; `aclrtGetSocName` calls this."""
+    """Return the error in the ACCEL_EMULATED_ variables, or an empty string, for `aclrtGetSocName`."""
     try:
         Settings.from_environment()
     except AccelError as error:
@@ -120,7 +118,7 @@ def problem_of_settings() -> str:
 
 
 def _check_ranks(settings: Settings) -> None:
-    """Refuse a fault that can strike nobody: a run with it would prove what it does not."""
+    """Refuse a fault for a rank that does not exist: the run would pass without the fault."""
     size = os.environ.get("WORLD_SIZE") or ("1" if multiprocessing.parent_process() is None else "")
     for fault in settings.faults:
         if fault.kind == "die" and size.isdecimal() and fault.rank >= int(size):

@@ -18,11 +18,11 @@ from accelcore.errors import BackendUnavailableError, ConfigurationError
 __all__ = ["LIBRARIES", "TORCH_NPU", "libraries"]
 
 TORCH_NPU = "2.13.0"
-"""The torch-npu that the emulator stands in for CANN for, and the torch that it is built for."""
+"""Version of torch-npu, and of torch, that the emulator works with."""
 
 _SOURCES = Path(__file__).parent / "cann"
 _GRAPH_ENGINE = "graph_engine.cpp"
-# Libraries that torch_npu looks for by name, and whose functions are all in libascendcl here.
+# torch_npu looks for these libraries by name; here libascendcl contains all their functions.
 _NAMES_ONLY = (
     "hccl",
     "acl_op_compiler",
@@ -47,7 +47,7 @@ _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall
 
 
 def libraries() -> Path:
-    """The folder with the emulated CANN's libraries and its home, `cann`; compiled now if it is not there yet.
+    """Return the folder of the emulated CANN's libraries and its home, `cann`. Compile it if needed.
 
     Raises:
         BackendUnavailableError: torch-npu or a C++ compiler is missing, torch-npu or torch has another version, or
@@ -68,7 +68,7 @@ def _headers() -> Path:
     except PackageNotFoundError as error:
         raise _unfit(f"{error.name} is not installed") from error
     if wheel.version != TORCH_NPU:
-        raise _unfit(f"the emulator knows the interfaces of torch-npu {TORCH_NPU}, and {wheel.version} is installed")
+        raise _unfit(f"the emulator works with torch-npu {TORCH_NPU}, and {wheel.version} is installed")
     if not torch.version.startswith(TORCH_NPU):
         raise _unfit(f"torch-npu {TORCH_NPU} is built for torch {TORCH_NPU}, and torch {torch.version} is installed")
     return Path(str(wheel.locate_file("torch_npu/include")))
@@ -86,7 +86,7 @@ def _compiler() -> tuple[str, ...]:
         command = tuple(shlex.split(text))
     except ValueError as error:
         raise ConfigurationError(
-            f"CXX={text!r} is no command", why=str(error), remedy="quote its words as in a shell, or unset it"
+            f"CXX={text!r} is not a command", why=str(error), remedy="quote its words as in a shell, or unset it"
         ) from error
     path = shutil.which(command[0]) if command else None
     if path is None:
@@ -99,7 +99,7 @@ def _compiler() -> tuple[str, ...]:
 
 
 def _cache() -> Path:
-    # The XDG rules: a relative path is to be ignored.
+    # By the XDG rules, ignore a relative path.
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "accelcore" / "emulated-npu"
 
@@ -114,7 +114,7 @@ def _key(compiler: Sequence[str]) -> str:
 
 
 def _build(folder: Path, compiler: Sequence[str], headers: Path) -> None:
-    """Build into a folder of our own and rename it; of two processes that do so at once, the first one's stays."""
+    """Build into a temporary folder and rename it. If two processes build at once, the first result stays."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
@@ -155,7 +155,7 @@ def _named(name: str, folder: Path) -> list[str]:
 
 
 def _run(command: Sequence[str]) -> str:
-    # The compiler is the user's choice, as everywhere that CXX is honoured; no shell reads the command.
+    # The user chooses the compiler through CXX; no shell reads the command.
     result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if result.returncode:
         raise BackendUnavailableError(
@@ -167,7 +167,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _make_home(home: Path) -> None:
-    """The folders of a CANN installation that torch_npu looks at."""
+    """Create the folders of a CANN installation that torch_npu checks."""
     for folder in ("runtime", "compiler", "opp"):
         (home / folder).mkdir(parents=True)
     (home / "ascend_emulated_install.info").write_text("version=8.5.0\n")

@@ -1,20 +1,19 @@
-"""What a piece of a program costs, counted instead of timed: launches, host synchronisations, copies.
+"""Counters of launches, host synchronisations and copies: the cost of code without timing.
 
-This block is counted::
+Example::
 
     with counters.count() as cost:
         loss = trainer(batch)
     assert cost.synchronizations.total() == 0
     print(cost.launches.total(), cost.launches.most_common(5))
 
-An operator that torch_npu hands to the device is one launch, whether through torch's dispatcher, through the legacy
-single-operator interface or through HCCL; replaying a captured graph is one launch as well. A synchronisation is a
-place where the host waits for the device: an explicit one, a blocking copy, or an operator whose result the host must
-see, such as `item()` and `nonzero()`.
+An operator that torch_npu sends to the device is one launch, through torch's dispatcher, the legacy single-operator
+interface or HCCL. Replaying a captured graph is one launch, too. A synchronisation is a wait of the host for the
+device: an explicit one, a blocking copy, or an operator whose result the host needs, such as `item()` or `nonzero()`.
 
-The counts do not depend on the machine, its load or its speed, so that a test may assert them exactly. They are no
-times: a real CANN may run several kernels for one operator, or one for several, and kernels differ in length. What
-they do show is whether a program launches more than another one, and whether that grows with its parameters.
+The counts do not depend on the machine, its load or its speed, so a test may assert exact numbers. They are not times:
+a real CANN may run several kernels for one operator, or one for several, and kernels differ in length. Use them to
+compare the launches of programs, and to see if launches grow with the number of parameters.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ __all__ = ["Cost", "count"]
 
 @dataclass
 class Cost:
-    """What was counted, in all threads of this process.
+    """Counts of all threads of this process.
 
     Attributes:
         launches: operators executed on the device, by name, such as `"aten::add.Tensor"` or `"HcclAllReduce"`.
-        synchronizations: waits of the host, by what it waited for, such as `"stream"` or `"device to host"`.
+        synchronizations: waits of the host, by cause, such as `"stream"` or `"device to host"`.
         copies: copies, by direction, such as `"host to device"`.
         bytes: bytes copied, by direction.
     """
@@ -50,10 +49,10 @@ class Cost:
 
 @contextmanager
 def count() -> Iterator[Cost]:
-    """Count what happens in the `with` block. The counters are filled when it ends; blocks may be nested.
+    """Count in the `with` block. The counters are filled when it ends; blocks may be nested.
 
     Raises:
-        BackendUnavailableError: the NPU of this process is not the emulated one.
+        BackendUnavailableError: the NPU of this process is not emulated.
     """
     library = native.opened()
     if library is None:
@@ -68,7 +67,7 @@ def count() -> Iterator[Cost]:
         yield cost
     finally:
         after = _read(library)
-        # Counters only grow; subtraction leaves out what did not.
+        # Counters only grow; subtraction drops those that did not.
         cost.launches.update(after.launches - before.launches)
         cost.synchronizations.update(after.synchronizations - before.synchronizations)
         cost.copies.update(after.copies - before.copies)

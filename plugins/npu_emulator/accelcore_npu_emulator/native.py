@@ -1,4 +1,4 @@
-"""The emulated CANN as Python sees it: counters, and the handlers that the host kernels give it."""
+"""Python interface to the emulated CANN: counters and handlers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _GraphHandler = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ct
 
 
 def opened(*, load: bool = False) -> ctypes.CDLL | None:
-    """The emulator's libascendcl in this process, or None.
+    """Return the emulator's libascendcl in this process, or None.
 
     Args:
-        load: load the library that the loader's search path names, if none is loaded; else only look.
+        load: load the library from the loader's search path if none is loaded.
     """
     try:
         library = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOW if load else os.RTLD_NOW | os.RTLD_NOLOAD)
@@ -33,12 +33,12 @@ def opened(*, load: bool = False) -> ctypes.CDLL | None:
 
 @dataclass(frozen=True)
 class Counters:
-    """All that was counted since the process began, by name.
+    """Counts since the process began, by name.
 
     Attributes:
         launches: operators executed on the device.
         synchronizations: waits of the host.
-        copies: copies by direction: how many, and how many bytes in all.
+        copies: number of copies and total bytes, by direction.
     """
 
     launches: dict[str, int]
@@ -60,40 +60,39 @@ def read_counters(library: ctypes.CDLL) -> Counters:
 
 @dataclass(frozen=True)
 class Native:
-    """What the host kernels tell the emulated CANN, and ask it.
+    """Interface between the host kernels and the emulated CANN.
 
-    Whatever is counted uses the device: it raises RuntimeError in a process that was forked from one that had
-    initialised the NPU.
+    Each counting method uses the device. It raises RuntimeError if the process was forked after the NPU's start.
 
     Attributes:
         library: the emulator's libascendcl.
-        settings: what the emulated machine looks like.
+        settings: settings of the emulated machine.
     """
 
     library: ctypes.CDLL
     settings: Settings
 
     def count_launch(self, name: str) -> None:
-        """One operator is executed on the device."""
+        """Count one operator on the device."""
         self._refuse_forked()
         self.library.emulator_count_launch(name.encode())
 
     def count_synchronize(self, what: str) -> None:
-        """The host waits for the device."""
+        """Count one wait of the host for the device."""
         self._refuse_forked()
         self.library.emulator_count_synchronize(what.encode())
 
     def count_copy(self, direction: str, size: int) -> None:
-        """Bytes move; `direction` is `"host to device"`, `"device to host"` or `"device to device"`."""
+        """Count one copy; `direction` is `"host to device"`, `"device to host"` or `"device to device"`."""
         self._refuse_forked()
         self.library.emulator_count_copy(direction.encode(), ctypes.c_uint64(size))
 
     def set_operator_handler(self, handler: Callable[[bytes, bytes, bytes, bytes], int]) -> None:
-        """Give the function that executes one operator: (name, inputs, outputs, attributes), the last three in JSON."""
+        """Set the function that executes one operator: (name, inputs, outputs, attributes), the last three in JSON."""
         self._keep(_OperatorHandler(handler), "emulator_set_operator_handler")
 
     def set_graph_handler(self, handler: Callable[[int, int, int, int], int]) -> None:
-        """Give the function that records and replays graphs."""
+        """Set the function that records and replays graphs."""
         self._keep(_GraphHandler(handler), "emulator_set_graph_handler")
 
     def _refuse_forked(self) -> None:
@@ -104,7 +103,7 @@ class Native:
             )
 
     def _keep(self, handler: object, setter: str) -> None:
-        # The native side holds a bare pointer: what it points to must live as long as the process.
+        # The native side holds a bare pointer: the handler must live as long as the process.
         _handlers.append(handler)
         getattr(self.library, setter)(handler)
 

@@ -1,4 +1,4 @@
-"""The emulator as accelcore's command line knows it: `accelcore run --emulate npu`. Free of torch."""
+"""The emulator's entry for `accelcore run --emulate npu`. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ __all__ = ["accelcore_emulate"]
 
 @hookimpl
 def accelcore_emulate(name: str, devices: int) -> Mapping[str, str] | None:
-    """Build the emulated CANN, and say by which variables a process with so many devices or more finds it.
+    """Compile the emulated CANN. Return the environment variables of a process that uses it.
+
+    The process gets at least `devices` devices.
 
     Raises:
         BackendUnavailableError: torch-npu is missing or does not fit, or the emulator cannot be built.

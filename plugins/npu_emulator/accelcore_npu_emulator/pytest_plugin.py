@@ -1,13 +1,12 @@
-"""Tests on an emulated NPU.
+"""pytest plugin for tests on an emulated NPU.
 
 In the topmost conftest.py of a test suite::
 
     pytest_plugins = ["accelcore_npu_emulator.pytest_plugin"]
 
-and then `def test_x(emulated_npu): ...`. The whole session is emulated, with what ACCEL_EMULATED_* ask for, and so are
-the processes that its tests start. Emulation begins after the conftest.py was read and before any test module is: a
-conftest.py that imports torch itself names this plugin in pytest's options instead (`-p
-accelcore_npu_emulator.pytest_plugin`).
+and then `def test_x(emulated_npu): ...`. ACCEL_EMULATED_* apply to the whole session and to processes that tests start.
+Emulation begins after pytest reads the conftest.py and before it reads test modules. If the conftest.py imports
+torch, pass the plugin as an option of pytest instead: `-p accelcore_npu_emulator.pytest_plugin`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["emulated_npu"]
 
 
 def pytest_configure() -> None:
-    """Emulate the NPU of this session: torch_npu is imported by what is collected after this."""
+    """Emulate the NPU of this session, before test modules import torch_npu."""
     try:
         activate()
     except AccelError as error:
@@ -36,14 +35,14 @@ def pytest_configure() -> None:
 
 
 def pytest_report_header() -> str:
-    """Say in the report what the results are worth."""
+    """Return the report's header, which marks the results as emulated."""
     settings = Settings.from_environment()
     return f"EMULATED npu: {settings.devices} x {settings.soc}, torch_npu {TORCH_NPU} on host memory, no real device"
 
 
 @pytest.fixture
 def emulated_npu() -> Iterator[torch.device]:
-    """The first emulated NPU, ready for use; its cached memory is given back after the test."""
+    """Yield the first emulated NPU; free its cached memory after the test."""
     import torch
     import torch_npu
 

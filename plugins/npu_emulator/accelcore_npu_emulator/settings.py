@@ -1,8 +1,8 @@
-"""What the emulated machine looks like, and how environment variables say so.
+"""Settings of the emulated machine, and their environment variables.
 
-Some of CANN's own variables mean here what they mean there: ASCEND_RT_VISIBLE_DEVICES, and the seconds after which
-ranks stop waiting for each other, HCCL_CONNECT_TIMEOUT (120 by default) and HCCL_EXEC_TIMEOUT (300, where CANN has
-1836). A rank that has ended is noticed at once.
+Three of CANN's variables work as in CANN: ASCEND_RT_VISIBLE_DEVICES, and the seconds that ranks wait for each other,
+HCCL_CONNECT_TIMEOUT (120 by default) and HCCL_EXEC_TIMEOUT (300; CANN's default is 1836). The end of a rank is noticed
+at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _SOCS = (
     "Ascend910_9391", "Ascend910_9392", "Ascend910_9381", "Ascend910_9382", "Ascend910_9372", "Ascend910_9362",
     "Ascend910_9363",
 )  # fmt: skip
-_SOC = re.compile("|".join(map(re.escape, _SOCS)) + "|Ascend950[0-9A-Za-z_]{0,20}", re.ASCII)  # those torch_npu knows
+_SOC = re.compile(
+    "|".join(map(re.escape, _SOCS)) + "|Ascend950[0-9A-Za-z_]{0,20}", re.ASCII
+)  # the chips that torch_npu knows
 _FAULT = re.compile(
     r"(?P<kind>overflow|out_of_memory|timeout)@(?P<count>[1-9][0-9]{0,8})"
     r"|(?P<die>die)@(?P<rank>0|[1-9][0-9]{0,3}):(?P<at>[1-9][0-9]{0,8})"
@@ -46,7 +48,7 @@ class Fault:
 
     Attributes:
         kind: `"overflow"`, `"out_of_memory"`, `"timeout"`, `"die"` or `"missing"`.
-        count: the event that it strikes, counted from 1; 0 for `"missing"`, which strikes always.
+        count: number of the event that fails, counted from 1; 0 for `"missing"`, which always fails.
         rank: the rank that dies.
         operator: the operator that is missing, such as `"aten::add.Tensor"`.
     """
@@ -67,12 +69,12 @@ class Settings:
     """The emulated machine. Each attribute has an environment variable, `ACCEL_EMULATED_` and its name in capitals.
 
     Attributes:
-        devices: how many NPUs there are, 1 to 64.
+        devices: number of NPUs, 1 to 64.
         soc: the chip's name; `"Ascend910A"` overflows by saturation instead of inf and NaN.
-        memory: bytes of memory a device, for a process; in the environment also `512MiB` or `8GiB`.
-        poison: fill fresh device memory with NaN, so that reading what nobody wrote shows.
+        memory: bytes of device memory for each process; in the environment also `512MiB` or `8GiB`.
+        poison: fill new device memory with NaN, so that reads of unwritten memory show.
         trace: a file that gets one line a call, `"-"` for stderr, or None (in the environment: empty).
-        faults: what goes wrong, and when. In the environment: `overflow@K`, `out_of_memory@K`, `timeout@K`,
+        faults: injected faults. In the environment: `overflow@K`, `out_of_memory@K`, `timeout@K`,
             `die@RANK:K` and `missing@OPERATOR`, separated by commas; K counts from 1.
     """
 
@@ -84,14 +86,14 @@ class Settings:
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
-        # What an argument may say is what the environment may say: both go through the same readers.
+        # The same readers check arguments and environment variables.
         for name, read in _READERS.items():
             value = getattr(self, name)
             found = read(name, self.variables()[_variable(name)])
             if found != value:
                 raise ConfigurationError(
                     f"{name}={value!r} would be read as {found!r}",
-                    why="a process is told each setting by an environment variable",
+                    why="processes get each setting through an environment variable",
                     remedy="see the attributes of Settings",
                 )
 
@@ -100,7 +102,7 @@ class Settings:
         """Read the variables that are set; the rest keep their defaults.
 
         Raises:
-            ConfigurationError: a variable has a value that it cannot have, or no setting has its name.
+            ConfigurationError: a variable has an invalid value, or an unknown name.
         """
         environ = os.environ if environ is None else environ
         names = {_variable(field.name): field.name for field in fields(cls)}
@@ -115,7 +117,7 @@ class Settings:
         return cls(**{names[variable]: _READERS[names[variable]](variable, text) for variable, text in given.items()})
 
     def variables(self) -> dict[str, str]:
-        """These settings as environment variables: all of them, so that none is left to chance."""
+        """Return all settings as environment variables, including defaults."""
         texts = {
             "devices": str(self.devices),
             "soc": self.soc,
@@ -137,14 +139,14 @@ def _refused(variable: str, text: str, what: str, remedy: str) -> ConfigurationE
 
 def _devices(variable: str, text: str) -> int:
     if not _NATURAL.fullmatch(text) or int(text) > _MOST_DEVICES:
-        raise _refused(variable, text, "no number of devices", f"give a whole number from 1 to {_MOST_DEVICES}")
+        raise _refused(variable, text, "not a number of devices", f"give a whole number from 1 to {_MOST_DEVICES}")
     return int(text)
 
 
 def _soc(variable: str, text: str) -> str:
     if not _SOC.fullmatch(text):
         known = ", ".join(_SOCS)
-        raise _refused(variable, text, "no chip that torch_npu knows", f"name one of {known}, or an Ascend950 part")
+        raise _refused(variable, text, "not a chip that torch_npu knows", f"name one of {known}, or an Ascend950 part")
     return text
 
 
@@ -152,22 +154,22 @@ def _memory(variable: str, text: str) -> int:
     match = _MEMORY.fullmatch(text)
     size = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 0 < size <= _MOST_MEMORY:
-        raise _refused(variable, text, "no size in bytes", "give a number, such as 536870912, 512MiB or 8GiB")
+        raise _refused(variable, text, "not a size in bytes", "give a number, such as 536870912, 512MiB or 8GiB")
     return size
 
 
 def _poison(variable: str, text: str) -> bool:
     values = {"1": True, "true": True, "0": False, "false": False}
     if text.lower() not in values:
-        raise _refused(variable, text, "neither 1 nor 0", "give one of them")
+        raise _refused(variable, text, "neither 1 nor 0", "give 1 or 0")
     return values[text.lower()]
 
 
 def _trace(variable: str, text: str) -> str | None:
     if "\0" in text:
-        raise _refused(variable, text, "no path", "give that of a file, or - for stderr")
+        raise _refused(variable, text, "not a path", "give the path of a file, or - for stderr")
     if text not in ("", "-") and (not os.access(Path(text).parent, os.W_OK) or Path(text).is_dir()):
-        raise _refused(variable, text, "no file that can be written", "name one in a folder that exists")
+        raise _refused(variable, text, "not a file that can be written", "name a file in a folder that exists")
     return text or None
 
 
@@ -179,8 +181,8 @@ def _fault(variable: str, text: str, part: str) -> Fault:
     match = _FAULT.fullmatch(part)
     if not match:
         raise ConfigurationError(
-            f"{variable}={shown(text)} is no list of faults",
-            why=f"{shown(part)} is no fault",
+            f"{variable}={shown(text)} is not a list of faults",
+            why=f"{shown(part)} is not a fault",
             available="overflow@K, out_of_memory@K, timeout@K, die@RANK:K, missing@OPERATOR",
             remedy="separate faults by commas, and count from 1",
         )

@@ -62,13 +62,13 @@ def test_what_can_be_said(variables, expected):
 
 @pytest.mark.parametrize("text", ["0", "-1", "65", "two", "", " 2", "2.0", "٢", "1e1", "9" * 30])
 def test_invalid_numbers_of_devices_are_refused(text):
-    with pytest.raises(ConfigurationError, match=r"ACCEL_EMULATED_DEVICES=.* is no number of devices"):
+    with pytest.raises(ConfigurationError, match=r"ACCEL_EMULATED_DEVICES=.* is not a number of devices"):
         read(DEVICES=text)
 
 
 @pytest.mark.parametrize("text", ["0", "8GB", "8 GiB", "GiB", "-1", "1.5GiB", "", "2000000GiB"])
 def test_invalid_sizes_of_memory_are_refused(text):
-    with pytest.raises(ConfigurationError, match=r"ACCEL_EMULATED_MEMORY=.* is no size in bytes"):
+    with pytest.raises(ConfigurationError, match=r"ACCEL_EMULATED_MEMORY=.* is not a size in bytes"):
         read(MEMORY=text)
 
 
@@ -90,7 +90,7 @@ def test_chips_that_do_not_exist(text):
      "missing@", "overflow@1;timeout@1", " overflow@1", "timeout@1:2"],
 )  # fmt: skip
 def test_invalid_faults_are_refused(text):
-    with pytest.raises(ConfigurationError, match=r"ACCEL_EMULATED_FAULTS=.* is no list of faults"):
+    with pytest.raises(ConfigurationError, match=r"ACCEL_EMULATED_FAULTS=.* is not a list of faults"):
         read(FAULTS=text)
 
 

@@ -1,4 +1,4 @@
-"""Host kernels: what the emulated NPU computes, by torch's own CPU kernels on the same memory."""
+"""Host kernels of the emulated NPU: torch's CPU kernels on the same memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backward operators and other pieces of torch's own operators that torch_npu registers and the CPU lacks."""
+"""Backward operators and parts of torch's operators that torch_npu registers and the CPU lacks."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _binary_cross_entropy_backward(
 
 
 def _rounded_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of several steps, each of which the CPU would round to the low precision of the inputs."""
+    """Wrap a function of several steps to round once, not to the inputs' low precision after each step."""
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         dtype = args[0].dtype
@@ -127,7 +127,7 @@ def _rounded_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _with_dtype(function: Callable[..., Tensor], tensors: int) -> Callable[..., Tensor]:
-    """A product of low-precision matrices with a result of higher precision."""
+    """Wrap a product of low-precision matrices to return a result of higher precision."""
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         dtype = args[tensors]

@@ -1,4 +1,4 @@
-"""Attention: torch_npu's fused operators and their backwards, by which torch_npu computes torch's own attention."""
+"""Fused attention operators of torch_npu and their backwards, which also compute torch's own attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ABSENT = ("padding_mask", "query_rope", "key_rope", "prefix", "actual_seq_qlen"
 
 @dataclass(frozen=True)
 class _Problem:
-    """One attention, but for its query, key and value."""
+    """Options of one attention, without query, key and value."""
 
     heads: int
     layout: str
@@ -64,7 +64,7 @@ def _problem(heads: int, layout: str, options: dict[str, Any], seed: int, offset
 
 
 def _by_heads(value: Tensor, layout: str, width: int | None, heads: int) -> Tensor:
-    """(batch, heads, sequence, width of a head) in float32."""
+    """Return the value as (batch, heads, sequence, width of a head) in float32."""
     if layout == "SBH":
         value = value.transpose(0, 1)
     if layout in ("SBH", "BSH"):
@@ -83,7 +83,7 @@ def _as_layout(value: Tensor, layout: str) -> Tensor:
 
 
 def _masked(problem: _Problem, queries: int, keys: int) -> Tensor | None:
-    """True where a key is hidden from a query."""
+    """Return a mask that is True if a key is hidden from a query; None without a mask."""
     if problem.sparse_mode in _FULL_MASKS:
         return None if problem.mask is None else problem.mask.bool()
     if problem.mask is None:
@@ -123,7 +123,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, problem: _Problem) -> tup
 
 
 def attention_operators(machine: Machine) -> dict[str, Callable[..., Any]]:
-    """torch_npu's fused attention by operator name; functions of host tensors."""
+    """Return torch_npu's fused attention by operator name, as functions of host tensors."""
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, options: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Derivatives by CPU autograd: for backward operators, and for nodes of torch_npu that go past the dispatcher."""
+"""Derivatives by CPU autograd, for backward operators and for torch_npu's nodes that bypass the dispatcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXCLUDED = ("AutogradCPU", "AutogradFunctionality", "AutogradOther", "ADInplace
 
 
 def autograd_below() -> AbstractContextManager[None]:
-    """Let the host's autograd record: a kernel that an autograd node calls runs with autograd excluded."""
+    """Return a context that lets the host's autograd record: autograd nodes call kernels with autograd excluded."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _EXCLUDED:
         excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
@@ -35,14 +35,14 @@ def autograd_below() -> AbstractContextManager[None]:
 def gradients(
     function: Callable[..., Any], inputs: Sequence[Tensor], upstream: Tensor | Sequence[Tensor]
 ) -> tuple[Any, ...]:
-    """The gradients of host function `function` with respect to `inputs`; None where one has no influence."""
+    """Return the gradients of a host function with respect to `inputs`; None for an input without influence."""
     with autograd_below(), torch.inference_mode(False), torch.enable_grad():
         leaves = [value.detach().requires_grad_() for value in inputs]
         return torch.autograd.grad(function(*leaves), leaves, upstream, allow_unused=True)
 
 
 def decomposed(operator: torch._ops.OpOverload, kind: str = "CompositeImplicitAutograd") -> Callable[..., Any]:
-    """A composite operator by its parts, each an operator of the device, counted and differentiated by itself."""
+    """Return a composite operator as its parts: device operators that are counted and differentiated separately."""
     key = getattr(torch._C.DispatchKey, kind)
     return lambda *args, **kwargs: operator._op_dk(key, *args, **kwargs)
 
@@ -50,7 +50,7 @@ def decomposed(operator: torch._ops.OpOverload, kind: str = "CompositeImplicitAu
 def recomputed(
     operator: torch._ops.OpOverload, machine: Machine, function: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """An autograd kernel whose backward differentiates `function`, by default the operator, on host views."""
+    """Return an autograd kernel whose backward differentiates `function`, by default the operator, on host views."""
     name = str(operator._name)
     on_host = function or operator
 

@@ -1,4 +1,4 @@
-"""The pieces of synchronised batch normalisation, for which torch has no CPU kernels."""
+"""Operators of synchronised batch normalisation, for which torch has no CPU kernels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["OPERATORS"]
 
 
 def _channels_last(input: Tensor) -> Tensor:
-    """Values by channel: (everything else, channels), in float32."""
+    """Return values by channel: (everything else, channels), in float32."""
     return input.float().transpose(0, 1).flatten(1).T
 
 
 def _like(values: Tensor, input: Tensor) -> Tensor:
-    """A value for each channel, to broadcast over `input`."""
+    """Return a value for each channel, shaped to broadcast over `input`."""
     return values.reshape(1, -1, *[1] * (input.dim() - 2))
 
 
@@ -77,7 +77,7 @@ def _gather_stats_update(
     eps: float,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    # What torch_npu calls mean and invstd here are the sums and the sums of squares of each rank.
+    # torch_npu's mean and invstd are here the sums and sums of squares of each rank.
     count = counts.sum()
     total = mean.sum(0) / count
     variance = invstd.sum(0) / count - total.square()

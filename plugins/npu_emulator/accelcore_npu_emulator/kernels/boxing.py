@@ -1,4 +1,4 @@
-"""The generic kernel: an operator's CPU kernel, run on host views of its arguments."""
+"""Generic kernel: run an operator's CPU kernel on host views of its arguments."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["host_kernel"]
 def host_kernel(
     operator: torch._ops.OpOverload, machine: Machine, function: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """A device kernel for `operator` that runs `function`, by default the operator itself, on the host."""
+    """Return a device kernel for `operator` that runs `function`, by default the operator, on the host."""
     made: list[Callable[..., Any]] = []
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        # Made at the first call: a process uses few of the thousands of operators that it registers.
+        # Made at the first call: a process uses few of thousands of registered operators.
         if not made:
             made.append(_made(operator, machine, function))
         return made[0](*args, **kwargs)
@@ -74,7 +74,7 @@ def _made(operator: torch._ops.OpOverload, machine: Machine, function: Callable[
                 for key, value in zip(aliases, result or (), strict=True)
             )
         if (tape := recorder.tape) is not None:
-            # An aliased result is written in place again, wherever it is.
+            # Write an aliased result in place again.
             results = (final,) if len(aliases) == 1 else final
             targets = [_views(kwargs[key] for key in outs if key in kwargs)]
             targets += [[] if key else _views([value]) for key, value in zip(aliases, results, strict=True)]
@@ -87,18 +87,18 @@ def _made(operator: torch._ops.OpOverload, machine: Machine, function: Callable[
 def _on_host(
     signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any], torch.device]:
-    """The arguments of the host's call, and the device of its results."""
+    """Return the arguments of the host's call, and the device of its results."""
     values = list(args)
     given = len(values)
     device: torch.device | None = None
     index = -1
     stranger: Tensor | None = None
     for i in signature.tensors:
-        # torch hands the number in `tensor + 1` over as a number, not as a tensor.
+        # torch passes the number in `tensor + 1` as a number, not as a tensor.
         if i < given and isinstance(value := values[i], Tensor):
             found = value.get_device()
             if found < 0:
-                if value.dim():  # a single value on the host mixes with every device
+                if value.dim():  # a host tensor of one value works with every device
                     stranger = value
                 continue
             values[i] = view(value)
@@ -148,7 +148,7 @@ def _device_of(tensors: Iterable[Tensor | None]) -> torch.device | None:
 def _execution(
     signature: Signature, machine: Machine, function: Callable[..., Any]
 ) -> Callable[[list[Any], dict[str, Any], torch.device], Any]:
-    """How `function` runs on host arguments: with random numbers, float status and waiting where it has them."""
+    """Wrap `function` for host arguments, with random numbers, float status and waiting if it needs them."""
 
     def plain(values: list[Any], keywords: dict[str, Any], device: torch.device) -> Any:
         return function(*values, **keywords)
@@ -186,7 +186,7 @@ def _execution(
 
 
 def _into_outs(function: Callable[..., Any], outs: tuple[str, ...]) -> Callable[..., Any]:
-    """A function that returns its results as one that also writes them to `out` arguments."""
+    """Wrap a function to also write its results to `out` arguments."""
     if not outs:
         return function
 
@@ -205,7 +205,7 @@ def _views(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _fresh(out: Any) -> Any:
-    """An empty host tensor to write to: resizing a host view would not resize the tensor."""
+    """Return an empty host tensor to write to, because resizing a host view does not resize the tensor."""
     if isinstance(out, Tensor):
         return torch.empty(0, dtype=out.dtype, device=CPU)
     return [_fresh(item) for item in out]
@@ -235,7 +235,7 @@ def _rerun(
     device: torch.device,
     targets: list[list[Tensor]],
 ) -> None:
-    """One step of a replay: the same arguments, and results to where the capture put them."""
+    """Return one step of a replay: the same arguments, and results in the capture's memory."""
     result = run(values, keywords, device)
     outs = [keywords[key] for key in signature.outs if key in keywords]
     results = (result,) if len(signature.aliases) == 1 else result or ()

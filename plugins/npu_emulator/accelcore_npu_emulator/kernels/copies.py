@@ -1,4 +1,4 @@
-"""Copies within a device, between devices and the host, and reads of single values by the host."""
+"""Copies within a device and between devices and host, and reads of single values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["copy_kernels"]
 
 
 def copy_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
-    """The kernels by operator name."""
+    """Return the kernels by operator name."""
     import torch_npu
 
     def move(target: Tensor, source: Tensor, non_blocking: bool, name: str) -> None:

@@ -20,7 +20,7 @@ _MODES = (None, "floor", "trunc")
 
 
 def _divide_in_place(self: Tensor, other: Tensor | float, *, rounding_mode: str | None = None) -> Tensor:
-    # Integers may be divided in place, which torch refuses on the host: each quotient is cut off.
+    # The device divides integers in place and truncates; torch refuses this on the host.
     return self.copy_(torch.div(self, other, rounding_mode=rounding_mode))
 
 
@@ -28,7 +28,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {"div_": _divide_in_place}
 
 
 def division_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
-    """The kernels that take a rounding mode, by operator name; to be made before torch_npu's are replaced."""
+    """Return the kernels with a rounding mode, by operator name. Call it before torch_npu's are replaced."""
     aten = torch.ops.aten
     return {
         "aten::div.Tensor_mode": _with_mode(aten.div.Tensor_mode, machine),
@@ -41,14 +41,14 @@ def _with_mode(
     operator: torch._ops.OpOverload, machine: Machine, function: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     host = host_kernel(operator, machine, function)
-    # torch_npu's own kernel refuses a mode that does not exist, in words and with a code of its own.
+    # torch_npu's own kernel refuses an unknown mode, with its own message and code.
     own = torch.library.get_kernel(operator, "PrivateUse1")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 
     def kernel(*args: Any, rounding_mode: str | None, **kwargs: Any) -> Any:
         if rounding_mode in _MODES:
             return host(*args, rounding_mode=rounding_mode, **kwargs)
-        # torch hands the number in `tensor.div_(2)` over as a number.
+        # torch passes the number in `tensor.div_(2)` as a number.
         tensors = [value if isinstance(value, Tensor) else torch.tensor(value) for value in args]
         return own.call_boxed(keys, *tensors, rounding_mode=rounding_mode, **kwargs)
 

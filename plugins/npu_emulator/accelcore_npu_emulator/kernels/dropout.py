@@ -1,4 +1,4 @@
-"""Dropout, with masks of the size that the device's have: a bit for each element, in blocks of 128."""
+"""Dropout with masks of the device's size: a bit for each element, in blocks of 128."""
 
 from __future__ import annotations
 

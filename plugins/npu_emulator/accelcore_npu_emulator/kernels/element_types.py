@@ -1,8 +1,8 @@
-"""Which element types the device's operators take, where they take fewer than the host's.
+"""Element types of device operators that take fewer types than the host's.
 
-By the checks in the public sources of CANN 8.5's operators (the repositories ops-nn and ops-math, for Atlas A2), with
-`jit_compile` off, as it is by default there. Of what they refuse with `jit_compile` on, only `_OF_ONE_TYPE` is known
-here. An operator that is not in this file is not known to refuse anything.
+The tables follow the public sources of CANN 8.5's operators (the repositories ops-nn and ops-math, for Atlas A2) with
+`jit_compile` off, the default there. For `jit_compile` on, only `_OF_ONE_TYPE` is known. Operators that are not in this
+file take every type.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _of(names: str, *dtypes: Iterable[torch.dtype]) -> dict[str, frozenset[torch
     return dict.fromkeys(names.split(), frozenset().union(*dtypes))
 
 
-# On the matrix unit, which looks at all tensors of an operator.
+# Operators of the matrix unit, which checks all tensors.
 _PRODUCTS = {
     **_of("addbmm addmm addmv baddbmm bmm matmul_backward mm mv npu_bmmV2 npu_linear npu_linear_backward", _FLOATS),
     **_of("_convolution _slow_conv2d_forward conv_tbc convolution convolution_backward npu_conv2d", _FLOATS),
@@ -35,7 +35,7 @@ _PRODUCTS = {
     **_of("npu_conv3d_backward npu_convolution npu_convolution_backward", _FLOATS),
 }
 
-# Operators whose first tensor is looked at.
+# Operators that check their first tensor.
 _TAKEN = {
     # Activations
     **_of("celu gelu gelu_backward hardshrink hardshrink_backward hardswish hardswish_backward", _FLOATS),
@@ -81,9 +81,9 @@ _OF_ONE_TYPE = frozenset({"addcdiv", "addcmul"})
 
 
 def dtype_check(name: str, base: str) -> Callable[[Sequence[object]], None] | None:
-    """A function of an operator's arguments that refuses what the device does not take; None where nothing is known.
+    """Return a function that refuses arguments of an unsupported type; None if no limits are known.
 
-    It raises RuntimeError, as a device does with the code EZ1001, and its compiler with EZ9999.
+    The function raises RuntimeError, like a device with the code EZ1001 and its compiler with EZ9999.
 
     Args:
         name: the operator's name for the error.

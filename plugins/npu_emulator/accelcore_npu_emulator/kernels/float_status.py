@@ -1,8 +1,7 @@
 """Overflow: the float status flag of parts that saturate, and the checks that scalers make.
 
-Ascend910A saturates: a float16 result beyond the largest number becomes that number, nan becomes 0, and a flag is
-raised that stays until it is cleared. Ascend910B and later write inf and nan as other devices do; nothing raises the
-flag there.
+Ascend910A saturates: a float16 result beyond the largest number becomes that number, and nan becomes 0. Both raise a
+flag, which stays until it is cleared. Ascend910B and later write inf and nan as other devices do, without the flag.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ _LARGEST = torch.finfo(torch.float16).max
 
 
 class FloatStatus:
-    """The flag of each device, and the count of overflow checks for the fault `overflow@K`."""
+    """Flag of each device, and count of overflow checks for the fault `overflow@K`."""
 
     def __init__(self, settings: Settings) -> None:
         import torch_npu
 
-        # It knows the parts, and the variables that turn inf and nan off.
+        # torch_npu knows the chips, and the variables that turn inf and nan off.
         self.saturates = not torch_npu._C._npu_is_support_inf_nan()
         self._raised: set[int] = set()
         self._checks = 0
         self._overflow_at = frozenset(fault.count for fault in settings.faults if fault.kind == "overflow")
 
     def finite(self, value: object) -> bool:
-        """Whether there is no inf or nan in a tensor, a number, or a list of them."""
+        """Return whether a tensor, a number or a list of them has no inf or nan."""
         if isinstance(value, torch.Tensor):
             return not value.is_floating_point() or bool(torch.isfinite(value).all())
         if isinstance(value, float):
@@ -43,7 +42,7 @@ class FloatStatus:
         return not isinstance(value, (list, tuple)) or all(map(self.finite, value))
 
     def saturate(self, results: object, device: int, *, inputs_finite: bool) -> None:
-        """What the hardware does to an operator's results. Inf that was an input, such as a mask, is no overflow."""
+        """Saturate an operator's results and raise the flag. Inf from an input, such as a mask, does not raise it."""
         for result in tensors_in(results):
             if self.finite(result):
                 continue
@@ -61,7 +60,7 @@ class FloatStatus:
         self._raised.discard(device)
 
     def begin_check(self, device: int) -> bool:
-        """Count one overflow check; whether a fault makes this one see an overflow."""
+        """Count one overflow check. Return whether an injected fault makes it see an overflow."""
         self._checks += 1
         faulty = self._checks in self._overflow_at
         if faulty and self.saturates:

@@ -1,8 +1,7 @@
 """Random numbers: a device generator's seed and offset determine each draw, so that restoring them replays it.
 
-torch_npu's own generator keeps both, also while a graph is captured: there its state counts what the graph draws, and
-each replay moves the generator on by as much. What is drawn from them is the host's: the kernels of the device that
-turn them into numbers are not public.
+torch_npu's generator keeps both. During a capture its state counts the graph's draws, and each replay advances the
+generator by that number. The host draws the numbers: the device's kernels for it are not public.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Generators", "host_generator", "seeded"]
 
-# By how much most of torch_npu's kernels advance their generator: ten, to the next multiple of four.
+# Most of torch_npu's kernels advance their generator by ten, rounded up to a multiple of four.
 _INCREMENT = 12
 
 
@@ -38,7 +37,7 @@ class Generators:
         self._lock = Lock()
 
     def draw(self, device: torch.device, generator: torch.Generator | None) -> tuple[int, int]:
-        """The seed and offset of one kernel; the generator is advanced."""
+        """Return the seed and offset of one kernel, and advance the generator."""
         if self._recorder.replayed is not None:
             generator, offset = self._recorder.replayed.next_draw()
             return generator.initial_seed(), offset
@@ -53,7 +52,7 @@ class Generators:
             offset = generator.get_offset()
             generator.set_offset(offset + _INCREMENT)
             return generator.initial_seed(), offset
-        # Of the two, only the whole state may be read and set during a capture.
+        # During a capture, seed and offset can only be read and set as the whole state.
         state = generator.get_state()
         seed_and_offset = state.view(torch.int64)
         seed, offset = (int(word) for word in seed_and_offset)
@@ -64,14 +63,14 @@ class Generators:
 
 
 def host_generator(seed: int, offset: int) -> torch.Generator:
-    """The host generator that stands for a device generator at `offset`; no seed of the host gives the same numbers."""
+    """Return the host generator for a device generator at `offset`. No seed of the host gives the same numbers."""
     digest = blake2b(f"emulated npu {seed} {offset}".encode(), digest_size=7).digest()
     return torch.Generator(CPU).manual_seed(int.from_bytes(digest, "little"))
 
 
 @contextmanager
 def seeded(generator: torch.Generator) -> Iterator[None]:
-    """For kernels that take no generator: the host's own one is lent the state, and gets its state back."""
+    """Give the host's default generator this state for kernels without a generator argument; restore it afterwards."""
     state = torch.default_generator.get_state()
     torch.default_generator.set_state(generator.get_state())
     try:

@@ -1,4 +1,4 @@
-"""Graph capture: the kernels of a capture are written to a tape, and a replay runs the tape over the same memory."""
+"""Graph capture: a capture records kernels on a tape, and a replay runs the tape on the same memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _BEGIN, _END, _EXECUTE, _DESTROY, _COPY, _FILL = range(6)
 class Tape:
     """One captured graph.
 
-    On hardware a capture executes nothing. Here its kernels do run, because their shapes must be known; when it ends,
-    the native half puts all memory back to what it was before.
+    On hardware a capture executes nothing. Here its kernels run to determine their shapes; afterwards the native half
+    restores all memory.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Tape:
         self._drawn[generator] = max(end, self._drawn.get(generator, 0))
 
     def next_draw(self) -> tuple[torch.Generator, int]:
-        """The generator and the offset of the next kernel that draws, in a replay."""
+        """Return the generator and offset of the next kernel that draws in a replay."""
         return next(self._numbers)
 
     def replay(self) -> None:
@@ -52,7 +52,7 @@ class Tape:
 
 
 class Recorder:
-    """The tapes of this process, and the one that is being recorded."""
+    """Tapes of this process, and the tape that is being recorded."""
 
     def __init__(self) -> None:
         self.tape: Tape | None = None
@@ -60,13 +60,13 @@ class Recorder:
         self._tapes: dict[int, Tape] = {}
 
     def run(self, step: Callable[[], object]) -> None:
-        """Execute a kernel that only writes to memory that exists, and record it where a graph is captured."""
+        """Execute a kernel that only writes to existing memory, and record it if a graph is being captured."""
         if self.tape is not None:
             self.tape.append(step)
         step()
 
     def handle(self, what: int, a: int, b: int, n: int) -> int:
-        """Serve the native half's graph calls; non-zero says that one failed."""
+        """Serve the native half's graph calls; return non-zero if one failed."""
         try:
             with torch.no_grad():
                 self._handle(what, a, b, n)

@@ -1,4 +1,4 @@
-"""Host views: an emulated device's memory is memory of this process, so a CPU tensor can lie over the same bytes."""
+"""Host views: device memory is memory of this process, so CPU tensors can share its bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _spans = _Spans()
 
 
 def view(tensor: Tensor) -> Tensor:
-    """A CPU tensor over the bytes of `tensor`; a CPU tensor is its own view."""
+    """Return a CPU tensor over the bytes of `tensor`; a CPU tensor is its own view."""
     if tensor.is_cpu:
         return tensor
     address = tensor.data_ptr()
@@ -66,7 +66,7 @@ def _check_extent(tensor: Tensor, present: int) -> None:
 
 
 def place(host: Tensor, device: torch.device) -> Tensor:
-    """A new tensor on `device` with the values of `host`; what already lies on a device stays there."""
+    """Return a new tensor on `device` with the values of `host`; return a tensor on any device as it is."""
     if not host.is_cpu:
         return host
     if host.is_quantized:
@@ -83,14 +83,14 @@ def place(host: Tensor, device: torch.device) -> Tensor:
 
 
 def current_device() -> torch.device:
-    """The NPU that is current in this thread."""
+    """Return the current NPU of this thread."""
     import torch_npu
 
     return torch.device("npu", torch_npu.npu.current_device())
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in an argument or a result: itself, or those in its lists and tuples."""
+    """Yield the tensors in an argument or result, also in its lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -31,7 +31,7 @@ _POSITIONS = {
 
 
 def with_wide_indices(operator: torch._ops.OpOverload, base: str) -> Callable[..., Any]:
-    """The operator for the host, which takes indices of 32 bits where the device does; `base` is its name alone."""
+    """Wrap a host operator to take 32-bit indices if the device does; `base` is the operator's bare name."""
     if base not in _POSITIONS:
         return operator
     position = _POSITIONS[base]

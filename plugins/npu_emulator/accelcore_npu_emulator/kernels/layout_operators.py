@@ -1,4 +1,4 @@
-"""Operators of torch_npu's own that compute nothing new: they cast, transpose, pad and cut."""
+"""Operators of torch_npu that cast, transpose, pad and cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every kernel shares: the native half with its counters, the tape of a capture, random numbers, float status."""
+"""State that all kernels share: counters, the tape of a capture, random numbers, float status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WARN, _ERROR = 1, 2  # of torch_npu's set_sync_debug_mode
 
 
 class Machine:
-    """One process's emulated devices, as its kernels see them."""
+    """Emulated devices of one process, for its kernels."""
 
     def __init__(self, native: Native) -> None:
         import torch_npu
@@ -36,20 +36,22 @@ class Machine:
         self._profiler_was_seen = False
 
     def count_launch(self, name: str) -> None:
-        """One operator is executed on the device; a profiler that is on learns of the host's work alone.
+        """Count one operator on the device; an active profiler records only the host's work.
 
         Raises:
-            RuntimeError: torch_npu was told to look for memory that an error made unsafe.
+            RuntimeError: torch_npu was asked to check for memory that an error made unsafe.
         """
         self._count_launch(name)
         if self._looks_for_unsafe_memory():
-            raise RuntimeError(f"EMULATED: recovery from memory errors is not emulated (npu operator {name})")
+            raise RuntimeError(
+                f"EMULATED: recovery from memory errors is not emulated; turn it off (npu operator {name})"
+            )
         if not self._profiler_was_seen and _profiler_enabled():
             self._profiler_was_seen = True
             warnings.warn("EMULATED: torch.profiler records the host; a device's times are not emulated", stacklevel=2)
 
     def synchronize(self, what: str) -> None:
-        """The host waits for the device: counted, refused in a capture, and told where torch_npu was asked to tell it.
+        """Count one wait of the host for the device. Refuse it in a capture; obey torch_npu's sync debug mode.
 
         Raises:
             RuntimeError: a graph is being captured, or `torch_npu.npu.set_sync_debug_mode("error")` was called.
@@ -57,7 +59,9 @@ class Machine:
         import torch_npu
 
         if self.recorder.tape is not None:
-            raise RuntimeError(f"EMULATED: the host cannot wait for {what} while a graph is being captured")
+            raise RuntimeError(
+                f"EMULATED: the host cannot wait for {what} while a graph is being captured; do it after that"
+            )
         self._count_synchronize(what)
         mode = torch_npu._C._npu_get_sync_debug_mode()
         if mode == _ERROR:

@@ -1,4 +1,4 @@
-"""Operators of torch_npu's own that training uses: activations, norms, convolutions, fused losses.
+"""Operators of torch_npu for training: activations, norms, convolutions, fused losses.
 
 Each is its published formula in float32, rounded once to the type of the result.
 """
@@ -159,7 +159,7 @@ def _linear_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tenso
 
 
 def _backward(function: Callable[..., Any], inputs: int) -> Callable[..., Any]:
-    """The backward operator `(gradient, *inputs, *options)` of a forward function."""
+    """Return the backward operator `(gradient, *inputs, *options)` of a forward function."""
 
     def kernel(grad: Tensor, *args: Any, **kwargs: Any) -> Any:
         found = gradients(lambda *leaves: function(*leaves, *args[inputs:], **kwargs), args[:inputs], grad)

@@ -1,4 +1,4 @@
-"""Fused optimizer steps: torch_npu's own, and torch's where the CPU kernel is at fault."""
+"""Fused optimizer steps: torch_npu's own, and torch's if the CPU kernel has a bug."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _apply_adam_w(
 
 
 def optimizer_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
-    """The kernels by operator name."""
+    """Return the kernels by operator name."""
 
     def kernel(name: str, update: Callable[..., None]) -> Callable[..., Any]:
         def step(*args: Any, out: list[Tensor]) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The operators by which scalers look for overflow."""
+"""Operators that scalers use to find overflow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STATUS_WORDS = 8
 
 
 def overflow_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
-    """The kernels by operator name."""
+    """Return the kernels by operator name."""
     status = machine.float_status
 
     def word(device: torch.device, *, raised: bool) -> Tensor:

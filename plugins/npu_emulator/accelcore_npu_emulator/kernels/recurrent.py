@@ -1,4 +1,4 @@
-"""The fused cells of LSTM and GRU: torch's layers use them on every device but the CPU."""
+"""Fused cells of LSTM and GRU, which torch's layers use on every device except the CPU."""
 
 from __future__ import annotations
 

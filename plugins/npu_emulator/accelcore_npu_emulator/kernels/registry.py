@@ -1,8 +1,7 @@
-"""Which operator gets which kernel.
+"""Registration of a kernel for each operator.
 
-Every operator that torch_npu registers for its device is given a host kernel, or one that says that it has none. What
-torch_npu itself does not implement keeps torch_npu's own behaviour on hardware: the operator runs on the CPU, with a
-warning that names it.
+Every operator that torch_npu registers gets a host kernel, or one that raises an error. Operators that torch_npu does
+not implement behave as on hardware: they run on the CPU, with a warning that names them.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ _HOST_KEYS = ("CPU", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "
 
 
 def register(machine: Machine) -> list[torch.library.Library]:
-    """Register all kernels; they stay for as long as the libraries that are returned."""
+    """Register all kernels. They stay as long as the returned libraries."""
     missing = list(_missing(machine))
     library: Callable[[str, str], Any] = torch.library.Library
     libraries = {name: library(name, "IMPL") for name in ("aten", "npu")}
@@ -79,7 +78,7 @@ def register(machine: Machine) -> list[torch.library.Library]:
         libraries[namespace].impl(rest, kernel, key, allow_override=True)
 
     with warnings.catch_warnings():
-        # torch warns of each kernel that replaces another, which all of these do.
+        # torch warns of each kernel that replaces another, as all of these do.
         warnings.simplefilter("ignore")
         for name, key, kernel in _kernels(machine):
             give(name, key, kernel)
@@ -114,7 +113,7 @@ def _kernels(machine: Machine) -> Iterator[tuple[str, str, Callable[..., Any]]]:
         if rest in _TORCH_NPU_ATEN or base in _TORCH_NPU_OWN:
             continue
         operator = _operator(name)
-        if operator is None:  # an implementation without a schema: nobody can call it
+        if operator is None:  # an implementation without a schema cannot be called
             continue
         function = functions.get(rest) or functions.get(base)
         if base in _PAST_THE_DISPATCHER and not _is_out(name):
@@ -144,7 +143,7 @@ def _kernels(machine: Machine) -> Iterator[tuple[str, str, Callable[..., Any]]]:
 
 
 def _registered() -> list[str]:
-    """The operators that torch_npu implements for its device."""
+    """Return the operators that torch_npu implements for its device."""
     names = torch._C._dispatch_get_all_op_names()
     return [name for name in names if name.startswith(("aten::", "npu::")) and _has(name, _DEVICE)]
 
@@ -172,7 +171,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 
 
 def _missing(machine: Machine) -> Iterator[str]:
-    """The operators that injected faults take away: one overload, or all that have the name."""
+    """Yield the operators that injected faults remove: one overload, or all overloads of a name."""
     every = torch._C._dispatch_get_all_op_names()
     for fault in machine.settings.faults:
         if fault.kind != "missing":

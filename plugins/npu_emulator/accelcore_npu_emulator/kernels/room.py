@@ -1,4 +1,4 @@
-"""Whether a device has room for a result, found out before the host computes it."""
+"""Check that a device has room for a result before the host computes it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _ELEMENT = 8  # bytes, where no argument says how many
 def room_finder(
     operator: torch._ops.OpOverload, signature: Signature, memory: int
 ) -> Callable[[list[Any], dict[str, Any], torch.device], None]:
-    """A function of host arguments and a device that raises torch's OutOfMemoryError if the results have no room there.
+    """Return a function of host arguments and a device that raises OutOfMemoryError if the results do not fit.
 
-    It asks the device for the memory of the results and gives it back, but only where they may be larger than the
-    whole device: to find their shapes takes longer than to compute a small result.
+    The function allocates the memory of the results on the device and frees it. It does so only for results that may
+    exceed the whole device, because finding shapes takes longer than computing a small result.
 
     Args:
-        operator: the operator, which says the shapes of its results from those of its arguments.
-        signature: what its schema says.
-        memory: bytes of the whole device.
+        operator: operator that computes the shapes of its results.
+        signature: places of its tensors.
+        memory: bytes of the device.
     """
     pointwise = torch.Tag.pointwise in operator.tags
 
@@ -60,7 +60,7 @@ def room_finder(
 
 
 def tell_device_out_of_memory(error: RuntimeError, device: torch.device) -> None:
-    """Raise torch's OutOfMemoryError where the host had no memory for what the device has none for, either."""
+    """Raise OutOfMemoryError if the host ran out of memory for a result that does not fit on the device, either."""
     if (found := _HOST_HAS_NONE.search(str(error))) is not None:
         torch.empty(int(found[1]), dtype=torch.uint8, device=device)
 
@@ -74,7 +74,7 @@ def _broadcast(tensors: Iterable[Tensor]) -> int:
 
 
 def _most_elements(tensors: list[Tensor], arguments: list[Any]) -> float:
-    """At least as many elements as results have that are seen in practice."""
+    """Return an upper bound of the results' elements for operators in practice."""
     numbers = [abs(number) for number in _numbers(arguments)]
     if not tensors and not any(True for argument in arguments for _ in tensors_in(argument)):
         # Up to a square, as of `eye`; a range has more elements the smaller its step is.

@@ -1,4 +1,4 @@
-"""What an operator's schema says about where its tensors are, worked out once."""
+"""Places of tensors among an operator's arguments and results, from its schema."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TENSORS = ("List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]")
 
 
 class Signature:
-    """The places of tensors among an operator's arguments and results, and how it behaves."""
+    """Places of tensors among an operator's arguments and results, and its other properties."""
 
     def __init__(self, operator: torch._ops.OpOverload) -> None:
         schema = operator._schema
@@ -53,14 +53,14 @@ class Signature:
         self.takes_host_tensors = self.base in _TAKES_HOST_TENSORS
 
     def argument(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The argument `name` of one call, or None where it was left out."""
+        """Return the argument `name` of one call, or None if it is missing."""
         position = self._positions.get(name)
         if position is not None and position < len(args):
             return args[position]
         return kwargs.get(name)
 
     def replace(self, name: str, value: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Put another value in the place of the argument `name`."""
+        """Replace the argument `name`."""
         position = self._positions.get(name)
         if position is not None and position < len(args):
             args[position] = value

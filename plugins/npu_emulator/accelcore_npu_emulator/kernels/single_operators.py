@@ -1,4 +1,4 @@
-"""Single operators by name: what torch_npu's C++ asks of CANN's legacy interface, past torch's dispatcher."""
+"""Single operators that torch_npu's C++ calls through CANN's legacy interface instead of torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DTYPES = {
 
 
 def single_operator_handler(machine: Machine) -> Callable[[bytes, bytes, bytes, bytes], int]:
-    """The handler that the native half calls: (operator, inputs, outputs, attributes), the last three in JSON."""
+    """Return the native half's handler: (operator, inputs, outputs, attributes), the last three in JSON."""
 
     def handle(operator: bytes, inputs: bytes, outputs: bytes, attributes: bytes) -> int:
         name = operator.decode()
@@ -63,9 +63,9 @@ def _prepared(name: str, inputs: list[Any], outputs: list[Any], attributes: dict
 
 
 def _tensor(described: list[Any]) -> Tensor | None:
-    """A host tensor for [type, dimensions, address, bytes, on the host]; None for one that is absent.
+    """Return a host tensor for [type, dimensions, address, bytes, on the host]; None if it is absent.
 
-    What lies on the host, such as the sides of a padding, is freed after the call, and a replay needs it.
+    A tensor on the host, such as the sides of a padding, is copied: it is freed after the call, and a replay needs it.
     """
     dtype, dimensions, address, size, on_host = described
     if dtype not in _DTYPES or not address or not size:

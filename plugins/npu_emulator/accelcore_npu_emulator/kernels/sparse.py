@@ -1,4 +1,4 @@
-"""Sparse tensors: torch_npu computes with their indices and values, and asks CANN for one operator on both."""
+"""Sparse tensors: torch_npu computes with their indices and values, and calls one CANN operator on both."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def coalesce_kernel(machine: Machine) -> Callable[[Tensor], Tensor]:
-    """The kernel that sorts the elements of a sparse tensor, and adds up those at one place."""
+    """Return the kernel that sorts the elements of a sparse tensor and sums those with equal indices."""
 
     def coalesce(self: Tensor) -> Tensor:
         machine.count_launch(_NAME)
-        machine.synchronize(_NAME)  # for how many elements are left
+        machine.synchronize(_NAME)  # to get the number of elements left
         values = view(self._values())
         # Those of low precision are added up in float32, and rounded once.
         exact = values.float() if values.dtype in _LOW_PRECISION else values

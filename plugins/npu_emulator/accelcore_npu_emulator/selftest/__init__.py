@@ -1,12 +1,11 @@
-"""The emulator against the CPU: torch's own operator samples, on both.
+"""Comparison of the emulator with the CPU on torch's operator samples.
 
-`python -m accelcore_npu_emulator.selftest` compares every operator of torch's in fp32, fp16 and bf16, forward and
-backward, in place and with `out=`, prints what it found, and exits with 1 where too little agrees. The samples are
-torch's (`torch.testing`), and need the package `expecttest`.
+`python -m accelcore_npu_emulator.selftest` compares every operator of torch in fp32, fp16 and bf16: forward, backward,
+in place and with `out=`. It prints a report, and exits with 1 if too few results agree. The samples come from
+`torch.testing`, and need the package `expecttest`.
 
-What is random is found by asking the CPU again, with another seed: where its own answers differ, only shape, dtype,
-strides and device are compared. What torch_npu hands back to the CPU, because it has no kernel for it, agrees without
-proving anything of the emulator, and is counted by itself.
+Random results are found by a second run on the CPU with another seed. If the CPU's results differ, only shape, dtype,
+strides and device are compared. Operators that torch_npu computes on the CPU prove nothing, and are counted apart.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m accelcore_npu_emulator.selftest`."""
+"""Command `python -m accelcore_npu_emulator.selftest`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Run the command; its exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m accelcore_npu_emulator.selftest", description=selftest.__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="operators to compare, such as nn.functional.gelu")
     parser.add_argument(
@@ -28,7 +28,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if getattr(options, option) < 1:
             parser.error(f"--{option.replace('_', '-')} must be at least 1")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the samples try what is deprecated, too
+        warnings.simplefilter("ignore")  # some samples use deprecated functions
         try:
             activate()
             report = selftest.sweep(options.names, options.sample_limit, options.every)

@@ -1,4 +1,4 @@
-"""One operator, used in one way, on the CPU or on the NPU."""
+"""Run one operator in one form, on the CPU or the NPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOST_INDICES = ("tensor_split",)
 
 
 def available(operator: Any, dtype: torch.dtype) -> list[str]:
-    """The forms that torch's samples say an operator has in a dtype."""
+    """Return the forms of an operator in a dtype, by torch's samples."""
     forms = {
         "forward": True,
         "backward": operator.supports_autograd and dtype in operator.supported_backward_dtypes("cpu"),
@@ -26,9 +26,9 @@ def available(operator: Any, dtype: torch.dtype) -> list[str]:
 
 
 def evaluate(operator: Any, sample: Any, form: str, device: str) -> list[Tensor]:
-    """The tensors that an operator gives for a sample, whose arguments are copied to the device as they are.
+    """Copy a sample's arguments to a device, run the operator and return its tensors.
 
-    In place and with `out=` they are the tensors that were to be written, which must be what is returned.
+    In place and with `out=`, return the written tensors and check that the operator returned the same ones.
     """
     arguments, options = _placed(
         ((sample.input, *sample.args), sample.kwargs),

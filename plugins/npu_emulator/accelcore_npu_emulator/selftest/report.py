@@ -1,4 +1,4 @@
-"""What the self-test found."""
+"""Report of the self-test."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from pathlib import Path
 __all__ = ["FORMS", "VERDICTS", "Comparison", "Report"]
 
 FORMS = ("forward", "backward", "in place", "out=")
-"""The ways in which an operator is used."""
+"""Forms in which an operator is used."""
 
 VERDICTS = {
     "values": "shape, dtype, strides, device and every value are the CPU's",
     "random": "the CPU's own values change with the seed: the rest is the CPU's",
-    "fallback": "as the first, but torch_npu had the CPU compute at least a part, which proves nothing",
-    "refused": "the emulator says that it does not know the operator",
-    "disagree": "something differs, or fails",
+    "fallback": "equal, but torch_npu computed at least a part on the CPU, which proves nothing",
+    "refused": "the emulator does not know the operator",
+    "disagree": "a result differs, or the operator fails",
 }
-"""What a comparison may come to, the worst last."""
+"""Verdicts of a comparison, the worst last."""
 
 _GOAL = 0.98
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One operator in one dtype, used in one way.
+    """Comparison of one operator in one dtype and form.
 
     Attributes:
         operator: its name as torch's tests spell it, such as `"nn.functional.gelu"`.
         dtype: such as `"float32"`.
         form: one of `FORMS`.
         verdict: one of `VERDICTS`; of several samples, the worst.
-        reason: what differs, or failed.
+        reason: the difference or the error.
     """
 
     operator: str
@@ -47,10 +47,10 @@ class Comparison:
 
 @dataclass
 class Report:
-    """All comparisons; they are about the emulator, not about an NPU.
+    """All comparisons. They concern the emulator, not a real NPU.
 
     Attributes:
-        comparisons: in the order in which they were made.
+        comparisons: comparisons in order.
         unknown: operators that the CPU cannot run, which are not counted.
     """
 
@@ -58,18 +58,18 @@ class Report:
     unknown: list[str] = field(default_factory=list)
 
     def count(self, verdict: str, form: str | None = None) -> int:
-        """How many comparisons came to a verdict, in all forms or in one."""
+        """Return the number of comparisons with a verdict, in all forms or in one."""
         return sum(one.verdict == verdict and form in (None, one.form) for one in self.comparisons)
 
     @property
     def share(self) -> float:
-        """How many of the comparisons that can prove something agree in every value, 0 to 1."""
+        """Share of comparisons by value that agree, 0 to 1."""
         right = self.count("values")
         return right / max(1, right + self.count("refused") + self.count("disagree"))
 
     @property
     def passed(self) -> bool:
-        """Whether that are at least 98 %."""
+        """Whether the share is at least 98 %."""
         return self.share >= _GOAL
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class Report:
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
-        """Write the report as JSON; the file is there as a whole or not at all."""
+        """Write the report as JSON, atomically."""
         counts = {form: {verdict: self.count(verdict, form) for verdict in VERDICTS} for form in FORMS}
         told = [asdict(one) for one in self.comparisons if one.verdict != "values"]
         content = {

@@ -1,4 +1,4 @@
-"""Run torch's samples on both devices, and compare."""
+"""Run torch's samples on both devices and compare the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["sweep"]
 
-# Memory that nobody has written: the emulator fills it with NaN, and the CPU with what was there.
+# Results in unwritten memory: NaN on the emulator, arbitrary on the CPU.
 _UNWRITTEN = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 _TOLERANCE = {"float16": (1e-3, 1e-5), "bfloat16": (1.6e-2, 1e-5)}
 _SINGLE = (1e-4, 1e-4)
@@ -34,7 +34,7 @@ def sweep(names: Sequence[str] = (), sample_limit: int = 3, every: int = 1) -> R
     Raises:
         ValueError: a name is unknown.
     """
-    import torch_npu  # noqa: F401  makes "npu" a device, also where torch does not load its backends by itself
+    import torch_npu  # noqa: F401  registers the device "npu" if torch does not load its backends
     from torch.testing._internal.common_methods_invocations import op_db
 
     operators = {".".join(filter(None, (info.name, info.variant_test_name))): info for info in op_db}
@@ -68,7 +68,7 @@ def _rank(found: tuple[str, str]) -> int:
 
 
 def _dtypes(operator: Any) -> list[torch.dtype]:
-    """The floating ones that training uses, or one that the operator knows instead."""
+    """Return the floating dtypes of training, or one other dtype if the operator supports none of them."""
     import torch
 
     supported = operator.supported_dtypes("cpu")
@@ -85,27 +85,27 @@ def _samples(operator: Any, dtype: torch.dtype, limit: int, *, requires_grad: bo
 
 
 def _verdict(name: str, operator: Any, sample: Any, form: str) -> tuple[str, str] | None:
-    """One of `VERDICTS` with its reason; None where the CPU cannot run the sample."""
+    """Return one of `VERDICTS` with its reason; None if the CPU cannot run the sample."""
     from accelcore_npu_emulator.selftest.watch import Watch
 
     try:
         expected = _seeded(0, operator, sample, form)
-    except Exception:  # noqa: BLE001  torch's kernels raise what they like
+    except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind
         return None
     if not expected:
         return None
     watch = Watch()
     try:
         difference = _differs(_watched(watch, operator, sample, form), expected)
-        if any(difference):  # torch itself does some otherwise while it is watched, such as matrix_rank with out=
+        if any(difference):  # some operators differ under a dispatch mode, such as matrix_rank with out=
             difference = _differs(_watched(nullcontext(), operator, sample, form), expected)
-    except Exception as error:  # noqa: BLE001  whatever goes wrong is the finding
+    except Exception as error:  # noqa: BLE001  any error is a finding
         reason = " ".join((str(error).strip() or repr(error)).splitlines()[:3])[:200]
         verdict = "refused" if "EMULATED: " in str(error) else "disagree"
         return verdict, f"{type(error).__name__}: {reason}"
     what, values = difference
     random = name in _UNWRITTEN or (
-        # The NPU may well draw what the CPU draws: the same generator, with the same seed.
+        # The NPU may draw the same numbers as the CPU: same generator, same seed.
         bool(values or watch.draws) and bool(_values_differ(_seeded(1, operator, sample, form), expected))
     )
     if what or (values and not random):
@@ -122,7 +122,7 @@ def _seeded(seed: int, operator: Any, sample: Any, form: str) -> list[Tensor]:
 
     set_seed = torch.manual_seed
     set_seed(seed)
-    with patch.object(torch, "manual_seed", lambda _: set_seed(seed)):  # some samples set one themselves
+    with patch.object(torch, "manual_seed", lambda _: set_seed(seed)):  # some samples set a seed
         return evaluate(operator, sample, form, "cpu")
 
 
@@ -138,13 +138,13 @@ def _watched(watch: AbstractContextManager[Any], operator: Any, sample: Any, for
 
 
 def _differs(found: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[str, str]:
-    """What differs beside the values, and in them."""
+    """Return the differences in form and in values."""
     what = _form_differs(found, expected)
     return what, "" if what else _values_differ(found, expected)
 
 
 def _form_differs(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """What differs beside the values; nothing where all is right."""
+    """Return the difference in device, shape, dtype, layout or strides; empty if there is none."""
     if len(found) != len(expected):
         return f"{len(found)} tensors instead of {len(expected)}"
     for one, other in zip(found, expected, strict=True):
@@ -162,7 +162,7 @@ def _form_differs(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Those that say where an element is: of dimensions with several elements, in a tensor that has any."""
+    """Return the strides that locate elements: of dimensions with several elements, if the tensor is not empty."""
     import torch
 
     if tensor.layout != torch.strided or not tensor.numel():
@@ -178,7 +178,7 @@ def _values_differ(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
         if right.layout == torch.strided and not right.is_complex() and torch.equal(host, right):
             continue
         rtol, atol = _TOLERANCE.get(str(right.dtype).removeprefix("torch."), _SINGLE)
-        if right.element_size() == 1 and right.is_floating_point():  # eight bits have no arithmetic to compare with
+        if right.element_size() == 1 and right.is_floating_point():  # eight-bit floats cannot be compared directly
             host, right = host.float(), right.float()
         try:
             torch.testing.assert_close(host, right, rtol=rtol, atol=atol, equal_nan=True)

@@ -1,4 +1,4 @@
-"""What runs inside of an operator: what torch_npu hands back to the CPU, and whether random numbers are drawn."""
+"""Record fallbacks to the CPU and random draws inside an operator."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _KERNELS = (
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What was seen while it was on.
+    """Dispatch mode that records fallbacks and random draws.
 
     Attributes:
-        fallbacks: operators that have no kernel for the NPU and were given its tensors.
-        draws: whether an operator ran that draws random numbers.
+        fallbacks: operators that got NPU tensors and have no NPU kernel.
+        draws: whether an operator drew random numbers.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at one operator, and run it."""
+        """Record one operator and run it."""
         kwargs = kwargs or {}
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         if not _has_kernel(func.name()):
