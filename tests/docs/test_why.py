@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-PAGE = (Path(__file__).parent.parent / "docs" / "why.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "why.md").read_text(encoding="utf-8")
 SCRIPTS = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGE, re.M | re.S))
 BOTH = ("by_torch", "by_accelcore")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training.strategy_models import DECAY, LEVELS, LR, Net, Normed, batch, loss_at_level, loss_of, used
-from tests.training.strategy_ranks import CASES
+from tests.training.parallel.strategy_models import DECAY, LEVELS, LR, Net, Normed, batch, loss_at_level, loss_of, used
+from tests.training.parallel.strategy_ranks import CASES
 
 RANKS = Path(__file__).with_name("strategy_ranks.py")
 TOLERANCE = {"combine bf16": {"rtol": 0.05, "atol": 0.02}}

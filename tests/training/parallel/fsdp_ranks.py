@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import accelcore
 from accelcore import FSDP, Policy
-from tests.training.fsdp_models import (
+from tests.training.parallel.fsdp_models import (
     GROUPS,
     LR,
     MODELS,

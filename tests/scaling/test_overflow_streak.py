@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.roles.scaled_steps import INF, NAN, ROUTES, parameter, train_step
+from tests.scaling.scaled_steps import INF, NAN, ROUTES, parameter, train_step
 
 
 def told(caplog):

@@ -18,7 +18,18 @@ from torch import nn
 
 import accelcore
 from accelcore import Policy
-from tests.training.strategy_models import DECAY, LEVELS, LR, Net, Normed, Wide, batch, loss_at_level, loss_of, used
+from tests.training.parallel.strategy_models import (
+    DECAY,
+    LEVELS,
+    LR,
+    Net,
+    Normed,
+    Wide,
+    batch,
+    loss_at_level,
+    loss_of,
+    used,
+)
 
 CASES = {
     "ddp": {"parallel": "ddp"},

@@ -16,7 +16,7 @@ import torch
 import accelcore
 from accelcore.errors import PluginError
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 HANG = "import threading\nRELEASE = threading.Event()\n"
 REGISTER = """
     from accelcore import hookimpl

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import accelcore
 from accelcore import FSDP, Policy
-from tests.training.fsdp_models import Block, Transformer, batch_of, loss_of
+from tests.training.parallel.fsdp_models import Block, Transformer, batch_of, loss_of
 
 RUNS = {
     "ours": ("adamw", "fsdp", {}),

@@ -9,7 +9,7 @@ import pytest
 
 from accelcore.checkpoint.store import find
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[3] / "README.md"
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "combine_ddp", "zero1", "fsdp", "zero2", "zero3"])

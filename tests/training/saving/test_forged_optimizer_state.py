@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import accelcore
-from tests.training.test_resume_all_or_nothing import forge
+from tests.training.saving.test_resume_all_or_nothing import forge
 
 OPTIONS = {
     "adam": {"amsgrad": True}, "adamw": {}, "sgd": {"momentum": 0.9}, "rmsprop": {"momentum": 0.9, "centered": True},

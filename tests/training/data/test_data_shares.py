@@ -105,7 +105,7 @@ def test_workers_of_ranks_that_are_seeded_alike_draw_numbers_of_their_own(job, w
 
 
 def test_rank_0_has_workers_as_torch_seeds_them(job):
-    from tests.training.data_ranks import Drawn
+    from tests.training.data.data_ranks import Drawn
 
     torch.manual_seed(6)
     alone = DataLoader(Drawn(), 2, num_workers=2, sampler=range(0, 12, 3))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parent.parent / "docs" / "launching.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
 
 
 def block(language, words):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MOVING = sorted((ROOT / "docs" / "moving").glob("*.md"))
 WHY = ROOT / "docs" / "why.md"  # whose scripts test_why.py runs
@@ -27,7 +27,7 @@ BLOCKS = [
 ]
 RECIPES = blocks(ROOT / "docs" / "recipes.md")
 STRICT = "import warnings\nwarnings.simplefilter('error')\n"
-STAND_INS = f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\nimport stand_ins\n"
+STAND_INS = f"import sys\nsys.path.append({str(ROOT / 'tests')!r})\nimport stand_ins\n"
 
 
 @pytest.fixture

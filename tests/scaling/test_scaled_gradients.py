@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import accelcore
 from accelcore.errors import TrainingError
-from tests.roles.scaled_steps import INF, NAN, ROUTES, parameter, train_step
+from tests.scaling.scaled_steps import INF, NAN, ROUTES, parameter, train_step
 
 gradients = st.lists(st.floats(-1e6, 1e6, width=32).filter(lambda g: g == 0 or abs(g) > 1e-20), min_size=2, max_size=2)
 

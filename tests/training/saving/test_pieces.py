@@ -14,7 +14,7 @@ import accelcore
 from accelcore.checkpoint.export import export
 from accelcore.checkpoint.store import find
 from accelcore.cli import main
-from tests.training.pieces_ranks import RUNS, make, state
+from tests.training.saving.pieces_ranks import RUNS, make, state
 
 RANKS = Path(__file__).with_name("pieces_ranks.py")
 # Of eight ranks, which are more than a bias has elements, two runs; the others with `full`.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
-from tests.roles.scaled_steps import INF, NAN, parameter, train_step
+from tests.scaling.scaled_steps import INF, NAN, parameter, train_step
 
 
 def test_the_state_is_torchs_and_a_count_of_skipped_steps(accel):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SCRIPT = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)[0]
 FOLDER = Path("outputs/readme")
 

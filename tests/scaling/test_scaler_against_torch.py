@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import accelcore
-from tests.roles.scaled_steps import INF, NAN, Side, parameter, train_step
+from tests.scaling.scaled_steps import INF, NAN, Side, parameter, train_step
 
 # torch's knows no bounds, so it is put back within ours after each step.
 

@@ -11,7 +11,7 @@ from torch import nn
 import accelcore
 from accelcore import Policy
 from accelcore.testing.support.options import NINE
-from tests.training.fsdp_models import LR, MODELS, loss_of, made, replicated, run, state
+from tests.training.parallel.fsdp_models import LR, MODELS, loss_of, made, replicated, run, state
 
 OF_ALL = {"lamb": {"use_global_grad_norm": True}, "bertadam": {"max_grad_norm": 1.0}}
 ALONE = {"bertadam": {"max_grad_norm": -1.0}}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelcore.errors import TrainingError
-from tests.roles.scaled_steps import INF, NAN, ROUTES, Side, parameter, train_step
+from tests.scaling.scaled_steps import INF, NAN, ROUTES, Side, parameter, train_step
 
 OF_ADAGRAD = [route for route in ROUTES if route != "native"]
 ROUTES_OF = [(name, route) for name in ("adam", "adamw", "sgd") for route in ROUTES]

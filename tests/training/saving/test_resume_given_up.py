@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import accelcore
-from tests.training.test_resume_all_or_nothing import KINDS, make, snapshot, train
+from tests.training.saving.test_resume_all_or_nothing import KINDS, make, snapshot, train
 
 SCRIPT = Path(__file__).with_name("resume_ranks.py")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.fsdp_models import LR, STEPS, batch_of, loss_of, made
+from tests.training.parallel.fsdp_models import LR, STEPS, batch_of, loss_of, made
 
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
 MODELS = ("transformer", "convolutions", "partly")
