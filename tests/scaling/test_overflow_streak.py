@@ -96,7 +96,7 @@ def waits(at_most):
     assert counted.count == at_most
 
 
-@pytest.mark.parametrize(("route", "expected"), [("fused", 0), ("native", 0), ("foreach", 1), ("loop", 1)])
+@pytest.mark.parametrize(("route", "expected"), [("fused", 0), ("foreach", 1), ("loop", 1)])
 @pytest.mark.parametrize("value", [1.0, INF])
 def test_a_step_waits_once_and_not_at_all_where_the_kernel_skips(accel, route, expected, value):
     scaler, weight = accel.scaler.create(), parameter()
@@ -110,7 +110,7 @@ def test_a_step_waits_once_and_not_at_all_where_the_kernel_skips(accel, route, e
 
 
 @pytest.mark.parametrize("precision", ["fp16", "O1", "O2"])
-@pytest.mark.parametrize(("route", "expected"), [("auto", 0), ("foreach", 1)])
+@pytest.mark.parametrize(("route", "expected"), [("fused", 0), ("foreach", 1)])
 def test_a_trainers_step_waits_no_more(accel, precision, route, expected):
     model = nn.Linear(4, 2)
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1, momentum=0.9, route=route)

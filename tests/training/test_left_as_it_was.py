@@ -54,8 +54,6 @@ REFUSED = [
     {"graph": True},
     {"observers": [print]},
     {"observer": []},
-    {"precision": Policy(model_dtype="float8_e5m2")},
-    {"precision": Policy(model_dtype="int8")},
     {"precision": Policy(autocast="float64")},
 ]
 
