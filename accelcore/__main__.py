@@ -1,4 +1,4 @@
-"""`python -m accelcore`: the command line, where the console script is not on the path."""
+"""Run the command line by `python -m accelcore`, for use without the console script."""
 
 from __future__ import annotations
 

@@ -29,8 +29,9 @@ class Optimizers:
     """Registry of one backend: the routes of each optimizer, best first.
 
     A route is one implementation: torch's fused kernel, a vendor's class, a compiled formula. The backend registers
-    its own, extensions may add more, and `create` takes the one of highest priority that supports the request. The
-    optimizers of `accelcore.optim.formulas` are always registered, by a route `"formula"` that runs on every device.
+    its own. Extensions add more by the hook `accelcore_register_optimizers` (`devices/hookspecs`). `create` takes the
+    route of highest priority that supports the request. The optimizers of `accelcore.optim.formulas` are always
+    registered, by a route `"formula"` that runs on every device.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,8 @@ __all__ = ["Plan", "Stage"]
 
 @dataclass
 class Plan:
-    """The objects that a training is made of. Each stage reads those of earlier stages and adds its own.
+    """The objects that a training is made of. Each stage adds its own, some already in its `check`: `Shard` makes the
+    strategy there, which `Place` and `Cast` read when they are applied.
 
     Attributes:
         backend, model, optimizer, options: as given.

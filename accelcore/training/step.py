@@ -12,7 +12,7 @@ from torch import Tensor
 from accelcore.errors import DistributedError, TrainingError
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.torch_fused import FusedStep
-from accelcore.scaling.dynamic import LossScaler
+from accelcore.scaling.contract import LossScaler
 from accelcore.training.captured import CapturedStep
 from accelcore.training.clipping import Clipping, ClippingBy
 from accelcore.training.gradients.base import backward, first_not_finite

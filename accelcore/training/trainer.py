@@ -192,10 +192,10 @@ class Trainer:
         """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device."""
         if self._window.micro == 0:
             self._step.check()
-            self._begin()
+            self._check_and_number()
             self._streams.check_first_batch()
         elif self._window.is_last:
-            self._begin()
+            self._check_and_number()
         if self._plan.captured is None:
             loss, self.aux = self._step.forward_backward(batch)
             loss = loss.detach()
@@ -236,10 +236,10 @@ class Trainer:
         """
         self._step.check()
         if not self._step.is_open:  # the forward pass may have bypassed `forward`
-            self._begin()
+            self._check_and_number()
             self._streams.check_first_batch()
         elif self._window.is_last:
-            self._begin()
+            self._check_and_number()
         if weight is None and self._options["weight"] is not None:
             raise TrainingError(
                 "backward was called without a weight, and this trainer was made with weight=",
@@ -253,14 +253,14 @@ class Trainer:
         """Count a micro-batch; at the end of a window, update the parameters. Return whether a window was closed."""
         self._step.check_failure()
         if self._window.is_last:
-            self._begin()
+            self._check_and_number()
         return self._count()
 
     def flush(self) -> None:
         """Close a window that is not full, as the mean of its micro-batches. Does nothing if no window is open."""
         if self._window.micro:
             self._step.check()
-            self._begin()
+            self._check_and_number()
             self._step.update(full=False)
             self._end_window()
 
@@ -338,8 +338,8 @@ class Trainer:
     def _is_within_window(self) -> bool:
         return self._window.micro > 0 or self._step.is_open
 
-    def _begin(self) -> None:
-        """Begin a window, or its last micro-batch."""
+    def _check_and_number(self) -> None:
+        """Check that nothing has changed, and tell the job the number of this step."""
         self._check_unchanged()
         self._backend.collectives.steps[self._number] = self.steps + 1
 

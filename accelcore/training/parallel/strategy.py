@@ -44,8 +44,12 @@ class Strategy(ABC):
     """
 
     layout: Literal["any", "tensors", "shards"] = "any"
-    """How gradients lie: flat or not; one tensor each, because torch keeps them in buckets; or as shards of a divided
-    model."""
+    """Layout of gradients: "tensors" if each must stay a tensor; "shards" if the model is divided among the ranks.
+
+    With shards, in the order of the stages: `Place` does not move the model, `Cast` keeps fp32 parameters if there are
+    masters, `Shard` divides the model and replaces the optimizer's parameters, `Flatten` makes `ShardedGradients`, and
+    each rank saves its own rows.
+    """
 
     divisor: int = 1
     """The factor that backward divides gradients by, so that their sum over ranks is their mean."""

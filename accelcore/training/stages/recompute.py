@@ -155,7 +155,7 @@ class ActivationCheckpointing:
                 )
         if recompute is not None and plan.options["graph"]:
             raise ConfigurationError(
-                "checkpoint= with graph=True",
+                "checkpoint= and graph=True cannot be combined",
                 why="recomputation repeats the random numbers of the forward pass, which a graph cannot do",
                 remedy="leave one of the two out",
             )

@@ -29,8 +29,8 @@ class Native(Formula):
 
     Attributes:
         kernel: its name.
-        number: its number.
-        states: the names of the elementwise state, in the kernel's order.
+        number: its place in `enum Kind` of kernels/kernels.cpp.
+        states: the names of the elementwise state, in the order of kernels/elementwise.h and kernels/normed.h.
         by_row: whether it looks at each row of a matrix.
     """
 
@@ -45,7 +45,7 @@ class Native(Formula):
     _found: Found | None = None
 
     def numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
-        """Return the options of a group, in the kernel's order."""
+        """Return the options of a group, in the order in which its struct in kernels/*.h reads them."""
         raise NotImplementedError
 
     def __setstate__(self, state: dict[str, Any]) -> None:
