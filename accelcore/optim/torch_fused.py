@@ -208,8 +208,27 @@ class _Fused(Engine, Optimizer):
         self._kernel.update(self, found_inf, grad_scale)
 
 
+class _FusedAdagrad(_Fused, torch.optim.Adagrad):
+    pass
+
+
+class _FusedAdam(_Fused, torch.optim.Adam):
+    pass
+
+
+class _FusedAdamW(_Fused, torch.optim.AdamW):
+    pass
+
+
+class _FusedSGD(_Fused, torch.optim.SGD):
+    pass
+
+
 FUSED: dict[str, type[Optimizer]] = {
-    kind.__name__.lower(): type(f"Fused{kind.__name__}", (_Fused, kind), {}) for kind in _KERNELS
+    "adagrad": _FusedAdagrad,
+    "adam": _FusedAdam,
+    "adamw": _FusedAdamW,
+    "sgd": _FusedSGD,
 }
 """torch's optimizers by their fused kernels, by the registry's name."""
 
