@@ -239,6 +239,9 @@ def _listed(params: Parameters) -> list[dict[str, Any]]:
     groups = list(params)
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
+    for group in groups:
+        if "params" not in group:
+            raise TypeError(f"a parameter group has no 'params', only {', '.join(map(repr, group)) or 'nothing'}")
     return [{**group, "params": _members(group["params"])} for group in groups]
 
 

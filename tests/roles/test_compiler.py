@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import accelcore.precision
 from accelcore.errors import ConfigurationError
 from accelcore.roles.compiler import TorchCompiler
 
@@ -180,6 +181,7 @@ class Moody(nn.Module):
 
 @pytest.mark.parametrize("first", [False, True])
 def test_an_error_of_the_models_own_reaches_the_user_as_without_a_compiler(compiler, first, caplog):
+    accelcore.precision.reset()  # Dynamo warns of kernels in Python, which another test may have left
     compiled = compiler.compile(Moody(), {"backend": eager})
     if not first:
         compiled.module(torch.ones(2, 4))

@@ -114,7 +114,8 @@ def test_bf16_with_units_is_not_spoken_of(usable, caplog):
 
 @pytest.mark.parametrize(("compute", "dtype"), [((9, 0), torch.bfloat16), ((7, 5), torch.float16)])
 def test_the_preferred_dtype_is_the_one_with_units(usable, compute, dtype):
-    assert role(compute).autocast().dtype is dtype
+    with role(compute).autocast():
+        assert torch.get_autocast_dtype("cuda") is dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
