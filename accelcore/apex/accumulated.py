@@ -21,7 +21,7 @@ from accelcore.backend import Backend
 from accelcore.errors import AmpError
 from accelcore.optim.flat.runs import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.training.gradients.base import first_not_finite
+from accelcore.training.gradients import first_not_finite
 from accelcore.training.options import complete
 from accelcore.training.parallel.strategy import (
     SingleProcess,

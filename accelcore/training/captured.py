@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.roles.runtime import Runtime
 from accelcore.torch_internals import pytree
-from accelcore.training.gradients.base import Gradients
+from accelcore.training.gradients import Gradients
 
 __all__ = ["CapturedStep", "check_capturable"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from accelcore.training.gradients.base import Gradients
+from accelcore.training.gradients import Gradients
 
 __all__ = ["Clipping", "ClippingBy"]
 

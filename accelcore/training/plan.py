@@ -13,7 +13,7 @@ from accelcore.precision.policy import Policy
 from accelcore.roles.compiler import Compiled
 from accelcore.training.captured import CapturedStep
 from accelcore.training.contexts import Contexts
-from accelcore.training.gradients.base import Gradients, PerTensor
+from accelcore.training.gradients import Gradients, PerTensor
 from accelcore.training.observers import Listeners
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.strategy import Strategy

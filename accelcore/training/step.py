@@ -15,7 +15,7 @@ from accelcore.optim.torch_fused import FusedStep
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.captured import CapturedStep
 from accelcore.training.clipping import Clipping, ClippingBy
-from accelcore.training.gradients.base import backward, first_not_finite
+from accelcore.training.gradients import backward, first_not_finite
 from accelcore.training.losses import loss_of_model, no_loss, split_loss
 from accelcore.training.parallel.strategy import any_overflow, broadcast_buffers, whole_norm
 from accelcore.training.plan import Plan

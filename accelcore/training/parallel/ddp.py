@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from accelcore.errors import DistributedError, TrainingError, UnsupportedError
 from accelcore.jobs.launchers import read_launch
 from accelcore.precision.policy import Policy
-from accelcore.training.gradients.base import Gradients
+from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.strategy import Strategy, all_reduce_gradients, broadcast_buffers, check_trainable
 

@@ -14,7 +14,7 @@ from accelcore.optim.shards import is_sharded
 from accelcore.precision.o1.table import LOW_PRECISION
 from accelcore.precision.policy import Policy
 from accelcore.torch_internals import AnyBatchNorm
-from accelcore.training.gradients.base import Gradients
+from accelcore.training.gradients import Gradients
 from accelcore.training.options import FSDP, TrainerOptions, chosen
 from accelcore.training.parallel.strategy import (
     Strategy,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from accelcore.errors import ConfigurationError
 from accelcore.jobs.collectives import Collectives
 from accelcore.precision.policy import Policy
-from accelcore.training.gradients.base import Gradients
+from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 
 if TYPE_CHECKING:

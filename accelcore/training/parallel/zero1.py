@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from accelcore.errors import UnsupportedError
 from accelcore.optim.flat.runs import Slot
 from accelcore.precision.policy import Policy
-from accelcore.training.gradients.base import Gradients
+from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.combine_ddp import CombineDDP
 from accelcore.training.parallel.strategy import broadcast_tensors, owns

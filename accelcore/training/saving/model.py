@@ -13,7 +13,7 @@ from accelcore.errors import CheckpointError
 from accelcore.optim.flat.runs import Slot
 from accelcore.optim.shards import shard
 from accelcore.precision.o1.table import LOW_PRECISION
-from accelcore.training.gradients.base import Gradients
+from accelcore.training.gradients import Gradients
 from accelcore.training.saving.part import Part, Saved, kind, table
 
 __all__ = ["MastersPart", "ModelPart"]

@@ -16,7 +16,7 @@ from accelcore.errors import CheckpointError
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.route import name_of
 from accelcore.optim.state import COUNTERS, SWITCHES
-from accelcore.training.gradients.base import Gradients
+from accelcore.training.gradients import Gradients
 from accelcore.training.saving.part import Part, Saved, table
 
 __all__ = ["OptimizerPart", "OwnStatePart"]

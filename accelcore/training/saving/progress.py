@@ -15,7 +15,7 @@ from accelcore.optim.shards import is_sharded, shard
 from accelcore.roles.runtime import Runtime
 from accelcore.scaling.dynamic import LossScaler, described
 from accelcore.training.data.data_stream import DataStreams
-from accelcore.training.gradients.base import Gradients
+from accelcore.training.gradients import Gradients
 from accelcore.training.saving.part import Part, Saved, kind, number, table
 from accelcore.training.window import Window
 

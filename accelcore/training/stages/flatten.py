@@ -11,8 +11,7 @@ from accelcore.optim.flat.memory import unfit
 from accelcore.optim.flat.runs import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.precision.o1.table import LOW_PRECISION
-from accelcore.training.gradients.base import Flat, Gradients, PerTensor, ShardedGradients, runs
-from accelcore.training.gradients.masters import Masters
+from accelcore.training.gradients import Flat, Gradients, Masters, PerTensor, ShardedGradients, runs
 from accelcore.training.plan import Plan
 
 __all__ = ["Bind", "Flatten"]

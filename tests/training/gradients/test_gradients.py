@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from accelcore.optim.flat.runs import Slot
-from accelcore.training.gradients.base import PerTensor
+from accelcore.training.gradients import PerTensor
 
 
 def exchange(gradients, parameters):
