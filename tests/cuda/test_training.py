@@ -106,7 +106,7 @@ def test_graphs_of_the_compiler_train_as_without_them(accel, options, accumulate
 
 
 def test_an_optimizer_without_a_kernel_waits_once_a_step(accel):
-    trainer = make(accel, "rmsprop", precision="fp16")
+    trainer = make(accel, "nadam", precision="fp16")
     data = [accel.runtime.to_device(batch) for batch in batches(3)]
     trainer(data[0])
     with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):

@@ -1,8 +1,8 @@
 """Detection of NVIDIA GPUs and their driver by files. This module does not import torch.
 
-It loads no library of NVIDIA, not even NVML. `nvmlInit` is safe before a fork, but it opens the driver. Without the
-persistence daemon that wakes the GPUs and may take seconds, and every `select()` probes. Files suffice, except for the
-number of GPUs under WSL2.
+It initialises no library of NVIDIA, not even NVML. `nvmlInit` is safe before a fork, but it opens the driver. Without
+the persistence daemon that wakes the GPUs and may take seconds, and every `select()` probes. Files suffice, except for
+the number of GPUs under WSL2. If the driver's library is in none of the usual folders, the dynamic linker is asked.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ _FOLDERS = tuple(
         "/usr/lib",
         "/usr/lib/x86_64-linux-gnu",
         "/usr/lib/aarch64-linux-gnu",
+        "/usr/local/nvidia/lib64",  # Kubernetes' device plugin
+        "/usr/local/nvidia/lib",
+        "/usr/local/cuda/compat",
         "/run/opengl-driver/lib",  # NixOS
     )
 )
@@ -59,7 +62,7 @@ def look(environ: Mapping[str, str]) -> Hardware:
             fault=("this user may not open /dev/nvidiactl", "see its owner and mode, and join the group that may")
         )
     library = _find_library(environ)
-    if library is None:
+    if library is None and not _links():
         return Hardware(
             fault=(
                 f"there is an NVIDIA GPU, and the driver's {LIBRARY} is not found",
@@ -69,7 +72,7 @@ def look(environ: Mapping[str, str]) -> Hardware:
     seen = visible(_VARIABLE, environ.get(_VARIABLE), present, _uuids())
     if not seen.count:
         return Hardware(fault=(seen.note, _UNHIDE))
-    of_library, of_kernel = _version_of(library), _kernel_version()
+    of_library, of_kernel = _version_of(library) if library else None, _kernel_version()
     driver = of_library or of_kernel
     notes = [seen.note] if seen.note else []
     if of_library and of_kernel and of_library != of_kernel:
@@ -117,10 +120,21 @@ def _count(gpus: int) -> str:
 
 
 def _find_library(environ: Mapping[str, str]) -> Path | None:
-    """Return the file that the dynamic linker would load, or None."""
+    """Return the file that the dynamic linker would load, or None if it is in none of the usual places."""
     folders = [Path(folder) for folder in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     candidates = [*(folder / LIBRARY for folder in folders), *_cached(), *(folder / LIBRARY for folder in _FOLDERS)]
     return next((path for path in candidates if path.exists()), None)
+
+
+def _links() -> bool:
+    """Return whether the dynamic linker finds the library. Loading it opens no device: `cuInit` does."""
+    import ctypes  # not for every probe
+
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return True
 
 
 def _cached() -> list[Path]:

@@ -36,6 +36,7 @@ class Machine:
         self.torch: str | None = "2.13.0+cu130"
         self.requires: list[str] = []
         self.autoloaded: list[str] = []
+        self.links = False
         self.driver("580.65.06")
         self.uuids("GPU-8f2b11aa-1", "GPU-8f2c22bb-2")
 
@@ -102,6 +103,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(nvidia, "_MODPROBE", made.modprobe)
     monkeypatch.setattr(nvidia, "_LINKER_CACHE", tmp_path / "ld.so.cache")
     monkeypatch.setattr(nvidia, "_FOLDERS", ())
+    monkeypatch.setattr(nvidia, "_links", lambda: made.links)
     monkeypatch.setattr(amd, "_DEVICE", made.dev / "kfd")
     monkeypatch.setattr(amd, "_NODES", made.nodes)
     monkeypatch.setattr(builds, "version", version)

@@ -102,6 +102,8 @@ def test_a_container_without_the_drivers_library_is_not_enough(machine):
     assert "--gpus all" in answer.remedy
     (machine.root / "ld.so.cache").unlink()
     assert probe(False).reason == answer.reason
+    machine.links = True  # in a folder that only the dynamic linker knows
+    assert "driver 580.65.06" in probe(True).reason
 
 
 @pytest.mark.parametrize("value", ["", "-1", " ", " -1 ", "-1,0", ",0", "2", "nonsense", "GPU-9", "GPU-8f2"])
