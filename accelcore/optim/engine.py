@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from accelcore.errors import TrainingError
 from accelcore.optim.flat.runs import Run
 
-__all__ = ["Engine", "as_engine", "equal_groups", "given", "loss_by", "merged", "needs_closure"]
+__all__ = ["Engine", "as_engine", "equal_groups", "given", "loss_by", "merged", "needs_closure", "options_of"]
 
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
 
@@ -118,15 +118,14 @@ def equal_groups(groups: Sequence[dict[str, Any]]) -> list[int]:
     An update that treats each element alike gives the same result for two such groups as for one of both. Options are
     compared by value if they are numbers, words or tuples of these; others, such as tensors, by identity.
     """
-    known: list[tuple[int, dict[str, Any]]] = []
-    firsts = []
-    for number, group in enumerate(groups):
-        options = {key: _comparable(value) for key, value in group.items() if key not in _NOT_OPTIONS}
-        first = next((first for first, known_options in known if known_options == options), None)
-        if first is None:
-            known.append((first := number, options))
-        firsts.append(first)
-    return firsts
+    firsts: dict[frozenset[tuple[str, Any]], int] = {}
+    keys = (frozenset((key, _comparable(value)) for key, value in options_of(group).items()) for group in groups)
+    return [firsts.setdefault(key, number) for number, key in enumerate(keys)]
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group."""
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
 def merged(groups: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:

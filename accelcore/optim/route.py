@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from accelcore.errors import ConfigurationError, PluginError
-from accelcore.optim.engine import Engine
+from accelcore.optim.engine import Engine, equal_groups, merged, options_of
 from accelcore.optim.flat.memory import unfit
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.util.text import did_you_mean
@@ -78,7 +78,7 @@ class Route:
     supports: Callable[[Request], str | None] = field(repr=False)
     scattered: bool = False
 
-    def make(self, request: Request, groups: Iterable[Any]) -> Optimizer:
+    def make(self, request: Request, groups: Sequence[dict[str, Any]]) -> Optimizer:
         """Make the optimizer that computes the updates.
 
         Raises:
@@ -86,7 +86,7 @@ class Route:
             PluginError: the factory returned something else.
         """
         try:
-            engine = self.factory(groups, **request.options)
+            engine = self._made(request, groups)
         except (TypeError, ValueError, KeyError) as error:
             known = _options(self.factory)
             unknown = [name for name in request.options if known and name not in known]
@@ -102,6 +102,22 @@ class Route:
                 why="a factory must return a torch.optim.Optimizer, with place_runs an accelcore.optim.engine.Engine",
                 remedy="tell its author, or choose another route",
             )
+        return engine
+
+    def _made(self, request: Request, groups: Sequence[dict[str, Any]]) -> Optimizer:
+        """Call the factory with equal groups as one: torch compares each new group with all groups before it.
+
+        The first group stays apart, so that a class that takes only one group still refuses a second one.
+        """
+        members = [id(_unnamed(member)) for group in groups for member in group["params"]]
+        if len(groups) < 3 or len(set(members)) < len(members):  # torch reports a duplicate
+            return self.factory(groups, **request.options)
+        others, firsts = groups[1:], equal_groups(groups[1:])
+        engine = self.factory([groups[0], *merged(others)], **request.options)
+        options = dict(zip(dict.fromkeys(firsts), map(options_of, engine.param_groups[1:]), strict=True))
+        engine.param_groups[1:] = [
+            {**group, **options[first], **_params(group)} for first, group in zip(firsts, others, strict=True)
+        ]
         return engine
 
 
@@ -150,6 +166,16 @@ def _options(factory: Factory) -> list[str]:
         if options and len(named) == len(options):
             return list(names)
     return []
+
+
+def _params(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a group as torch writes them: named ones are pairs."""
+    names = [member[0] for member in group["params"] if isinstance(member, tuple)]
+    return {"params": [_unnamed(member) for member in group["params"]]} | ({"param_names": names} if names else {})
+
+
+def _unnamed(member: Any) -> Any:
+    return member[1] if isinstance(member, tuple) else member
 
 
 def _in_place_of(name: str, known: list[str]) -> str:

@@ -106,3 +106,41 @@ def test_a_trainer_and_a_state_of_another_division(accel):
     assert optimizer.engine.runs == 6
     for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected)
+
+
+@pytest.mark.parametrize(("name", "route"), [("adamw", "auto"), ("lamb", "formula"), ("adagrad", "loop")])
+def test_torch_compares_few_of_many_groups_and_each_group_is_as_torch_makes_it(monkeypatch, name, route):
+    """torch compares each new group with all groups before it, which takes minutes for ten thousand."""
+    calls, add = [], torch.optim.Optimizer.add_param_group
+
+    def counted(self, group):
+        calls.append(group)
+        add(self, group)
+
+    def groups(count):
+        return [
+            {"params": [(f"{number}", parameter)], "weight_decay": number % 2 / 10, "initial_lr": float(number)}
+            for number, parameter in enumerate(parameters[:count])
+        ]
+
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(200)]
+    monkeypatch.setattr(torch.optim.Optimizer, "add_param_group", counted)
+    optimizers = accelcore.select("cpu").optimizers
+    optimizer = optimizers.create(name, groups(200), route=route, lr=0.5)
+    assert len(calls) < 10
+    # Two groups are made by torch one by one.
+    [template, _] = optimizers.create(name, groups(2), route=route, lr=0.5).param_groups
+    assert len(optimizer.param_groups) == 200
+    for number, group in enumerate(optimizer.param_groups):
+        assert group["params"][0] is parameters[number]
+        own = {"weight_decay": number % 2 / 10, "initial_lr": float(number), "param_names": [f"{number}"]}
+        assert group == template | own | {"params": group["params"]}
+
+
+def test_a_class_of_one_group_refuses_more_and_duplicates_are_refused():
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    optimizers = accelcore.select("cpu").optimizers
+    with pytest.raises(accelcore.ConfigurationError, match="parameter groups"):
+        optimizers.create("lbfgs", [{"params": [parameter]} for parameter in parameters])
+    with pytest.raises(accelcore.ConfigurationError, match="more than one parameter group"):
+        optimizers.create("adamw", [{"params": [parameter]} for parameter in [*parameters, parameters[2]]])
