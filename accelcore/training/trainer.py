@@ -15,8 +15,8 @@ from accelcore.errors import TrainingError
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
 from accelcore.training.clipping import Clipping
-from accelcore.training.data.data_loop import DataLoop, evaluate
-from accelcore.training.data.data_stream import Batches, DataStreams
+from accelcore.training.data.data_stream import DataStreams
+from accelcore.training.data.sharding import Batches, evaluate
 from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete
 from accelcore.training.plan import Plan
@@ -84,6 +84,8 @@ class Trainer:
         self._schedule = Schedule(given["scheduler"], optimizer, given["schedule_by"])
         self._plan = plan = Plan(backend, model, optimizer, given)
         self._preparation = Preparation(plan)
+        self._preparation.check("accel.trainer(...)")
+        self._preparation.apply()
         self.model, self.optimizer, self.scheduler = model, optimizer, given["scheduler"]
         self.scaler = create_scaler(backend.scaler, plan.policy)
         norm, flagged = given["clip_norm"], backend.capabilities.overflow_flag
@@ -91,9 +93,9 @@ class Trainer:
         self._window = Window(
             given["accumulate"], backend.device, divisor=plan.strategy.divisor, tensors_only=given["graph"]
         )
-        by_epoch = given["schedule_by"] == "epoch"
-        self._streams = DataStreams(backend.runtime, backend.collectives, counts_epochs=by_epoch)
-        self._data = DataLoop(self._streams, self._schedule)
+        self._streams = DataStreams(
+            backend.runtime, backend.collectives, self._schedule, counts_epochs=given["schedule_by"] == "epoch"
+        )
         self.saver = Saver(
             plan, scaler=self.scaler, schedule=self._schedule, streams=self._streams, window=self._window
         )
@@ -144,11 +146,11 @@ class Trainer:
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._data.move_to(epoch)
+        self._streams.move_to(epoch)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Return the epochs that remain of `total`, counted from 0. If none remains, a warning is logged."""
-        return self._data.epochs(total)
+        return self._streams.epochs(total)
 
     def batches(self, loader: Iterable[Any], *, name: str = "train", shard: bool = True) -> Batches:
         """Return the batches of one epoch: on the device, this rank's share. At the end a short window is flushed.
@@ -172,7 +174,8 @@ class Trainer:
             name: name of the data stream. Each stream has a position of its own; only `"train"` is flushed.
             shard: False if the loader already yields this rank's share.
         """
-        return self._data.batches(loader, name=name, shard=shard, check=self._check_model, flush=self.flush)
+        read = self._streams.batches(loader, name=name, shard=shard, check=self._check_model, flush=self.flush)
+        return Batches(read, lambda: self._streams[name].length(loader, shard=shard))
 
     def evaluate(self, loader: Iterable[Any]) -> Batches:
         """Return the batches of `loader` to evaluate on: on the device, every row once over all ranks.
@@ -186,6 +189,7 @@ class Trainer:
                 number of batches for each rank. Anything else is divided by batches: some ranks may have one more, and
                 all must read it in the same order.
         """
+        self._step.check_failure()
         return evaluate(self._backend, self.model, self._plan.contexts.make_region, loader)
 
     def __call__(self, batch: Any) -> Tensor:
@@ -193,7 +197,8 @@ class Trainer:
         if self._window.micro == 0:
             self._step.check()
             self._check_and_number()
-            self._streams.check_first_batch()
+            if not self._window.steps:
+                self._streams.warn_if_unused(1)
         elif self._window.is_last:
             self._check_and_number()
         if self._plan.captured is None:
@@ -213,6 +218,7 @@ class Trainer:
     @property
     def forward(self) -> Callable[..., Any]:
         """Model to call in a loop of your own: compiled and replicated as asked."""
+        self._step.check_failure()
         if self._window.micro == 0 or self._window.is_last:
             self._check_unchanged()
         return self._plan.forward
@@ -237,7 +243,8 @@ class Trainer:
         self._step.check()
         if not self._step.is_open:  # the forward pass may have bypassed `forward`
             self._check_and_number()
-            self._streams.check_first_batch()
+            if not self._window.steps:
+                self._streams.warn_if_unused(1)
         elif self._window.is_last:
             self._check_and_number()
         if weight is None and self._options["weight"] is not None:
@@ -271,17 +278,22 @@ class Trainer:
         optimizer (`optimizer.add_param_group`), or frozen.
 
         Raises:
-            TrainingError: a window is open, or the trainer cannot follow the change.
-            DistributedError: the ranks of the job have made different changes.
+            TrainingError: a window is open, or the trainer cannot follow the change. In a job of several ranks the
+                trainer can then no longer train, on any rank.
+            DistributedError: the ranks of the job have made different changes. The trainer can no longer train.
         """
         self._step.check()
-        if self._is_within_window:
-            raise TrainingError(
-                f"refresh was called within a window, after {self._window.micro} of {self.accumulate} micro-batches",
-                why="the gradients of the window belong to the parameters that it began with",
-                remedy="change the model between two windows; trainer.flush() closes one, before the change",
-            )
-        self._preparation.repeat(self._snapshot.check_refreshable)
+        try:
+            self._preparation.check("trainer.refresh()", self._check_refreshable)
+        except BaseException as error:
+            if self._backend.collectives.world_size > 1:  # a rank may have passed the checks that another failed
+                self._cannot_refresh(error)
+            raise
+        try:
+            self._preparation.apply()
+        except BaseException as error:
+            self._cannot_refresh(error)
+            raise
         self._prepared()
 
     def save(self, folder: str | Path, *, keep: int | None = None, extra: Mapping[str, Any] | None = None) -> Path:
@@ -333,6 +345,22 @@ class Trainer:
         self._step = Step(self._plan, scaler=self.scaler, window=self._window, clip=self._clip)
         self.saver.step, self.saver.snapshot = self._step, self._snapshot
         self._step.begin()
+
+    def _check_refreshable(self) -> None:
+        if self._is_within_window:
+            raise TrainingError(
+                f"refresh was called within a window, after {self._window.micro} of {self.accumulate} micro-batches",
+                why="the gradients of the window belong to the parameters that it began with",
+                remedy="change the model between two windows; trainer.flush() closes one, before the change",
+            )
+        self._snapshot.check_refreshable()
+
+    def _cannot_refresh(self, error: BaseException) -> None:
+        self._step.give_up(
+            "trainer.refresh() failed, and its changes may be incomplete or differ between ranks",
+            "make the same change on all ranks before it; start the job again, from a checkpoint",
+            error,
+        )
 
     @property
     def _is_within_window(self) -> bool:

@@ -102,6 +102,31 @@ def changed_within_a_window(accel, rank, parallel, when):
     return {"said": said, "unchanged": unchanged, "after": state(model)}
 
 
+def caught(accel, rank, parallel, folder):
+    """Rank 1 freezes a layer alone, both ranks catch the error of refresh, and go on: what each call answers."""
+    model, members = start("freeze")
+    trainer = accel.trainer(model, KINDS["own"](accel, members), loss=loss_of, parallel=parallel)
+    trainer(batch(rank, 0))
+    if rank == 1:
+        apply("freeze", model, trainer.optimizer, rank)
+    before, said = state(model), []
+    calls = {
+        "refresh": trainer.refresh,
+        "call": lambda: trainer(batch(rank, 1)),
+        "forward": lambda: trainer.forward,
+        "batches": lambda: next(iter(trainer.batches([batch(rank, 1)]))),
+        "evaluate": lambda: trainer.evaluate([batch(rank, 1)]),
+        "save": lambda: trainer.save(folder / "caught"),
+        "refresh again": trainer.refresh,
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except accelcore.AccelError as error:
+            said.append((name, type(error).__name__, str(error)))
+    return {"said": said, "unchanged": state(model) == before}
+
+
 def all_together(folder: Path) -> None:
     accel = accelcore.select("cpu")
     with accel.distributed() as job:
@@ -120,6 +145,8 @@ def all_together(folder: Path) -> None:
             for when in ("before forward", "after forward")[: 1 if parallel in SHARDED else 2]:
                 case = f"{parallel}, {when}"
                 found[case] = changed_within_a_window(accel, job.rank, parallel, when)
+        for parallel in (*WHOLE, *SHARDED):
+            found[f"{parallel}, caught"] = caught(accel, job.rank, parallel, folder)
         (folder / f"{job.rank}.json").write_text(json.dumps(found))
 
 

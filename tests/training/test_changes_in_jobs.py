@@ -134,3 +134,24 @@ def test_a_change_on_one_rank_is_refused_by_refresh_which_names_the_rank(fork_ra
         assert rank.returncode != 0
         assert "rank 1 of this job would not train what" in rank.stderr or "rank 0 of this job" in rank.stderr
         assert "middle.weight" in rank.stderr
+
+
+@pytest.mark.parametrize("parallel", [*WHOLE, *SHARDED])
+def test_ranks_that_catch_the_error_of_refresh_can_train_no_more_and_do_not_hang(found, parallel):
+    for rank in found:
+        case = rank[f"{parallel}, caught"]
+        assert [name for name, _, _ in case["said"]] == [
+            "refresh",
+            "call",
+            "forward",
+            "batches",
+            "evaluate",
+            "save",
+            "refresh again",
+        ]
+        assert case["said"][0][1] == "DistributedError"
+        for _, kind, said in case["said"][1:]:
+            assert kind == "TrainingError"
+            assert "trainer.refresh() failed" in said
+            assert "middle.weight" in said
+        assert case["unchanged"]

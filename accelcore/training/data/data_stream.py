@@ -22,30 +22,14 @@ from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.jobs.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 from accelcore.training.data.sharding import EveryNth, share
+from accelcore.training.schedule import Schedule
 from accelcore.util.text import is_whole
 
-__all__ = ["Batches", "DataStream", "DataStreams"]
+__all__ = ["DataStream", "DataStreams"]
 
 logger = logging.getLogger("accelcore")
 
-
-class Batches(Iterator[Any]):
-    """Batches of one epoch, to be iterated over once.
-
-    The length is that of a whole epoch; after a resume within it, fewer are left.
-    """
-
-    def __init__(self, batches: Iterator[Any], length: Callable[[], int]) -> None:
-        self._batches, self._length = batches, length
-
-    def __iter__(self) -> Iterator[Any]:  # noqa: PYI034
-        return self._batches  # not self: the loop then calls the inner iterator directly
-
-    def __next__(self) -> Any:
-        return next(self._batches)
-
-    def __len__(self) -> int:
-        return self._length()
+_BEGINNING: dict[str, Any] = {"epoch": 0, "taken": 0, "seed": None, "start": {}, "generators": [], "loader": None}
 
 
 class DataStream:
@@ -57,16 +41,20 @@ class DataStream:
         loop: the number of the current loop over the stream. An older loop has lost its position.
     """
 
+    epoch: int
+    taken: int
+    _resuming: bool
+    _seed: int | None
+    _start: dict[str, Tensor]
+    _generators_start: list[Tensor]
+    _source: tuple[Any, Any]
+    _stateful: Any  # the loader of the current loop, if it knows its own position
+    _saved: Any  # the position of such a loader in the checkpoint
+
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
         self._runtime, self._collectives = runtime, collectives
-        self.epoch = self.taken = self.loop = 0
-        self._seed: int | None = None
-        self._start: dict[str, Tensor] = {}
-        self._generators_start: list[Tensor] = []
-        self._source: tuple[Any, Any] = (None, None)
-        self._resuming = False
-        self._stateful: Any = None  # the loader of the current loop, if it knows its own position
-        self._saved: Any = None  # the position of such a loader in the checkpoint
+        self.loop = 0
+        self.load_state_dict(_BEGINNING, resuming=False)
 
     def batches(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
         """Yield one epoch of `loader`, or the rest of it after a resume."""
@@ -106,28 +94,18 @@ class DataStream:
                 self._stateful = None
                 self._generators_start = [generator.get_state() for generator in generators]
 
-    def epochs(self, total: int) -> Iterator[int]:
-        """Return the epochs that are left of `total`.
+    def epochs(self, total: int, ended: Callable[[int], None]) -> Iterator[int]:
+        """Yield the epochs that are left of `total`; call `ended` with the number of epochs that have ended.
 
         An epoch ends when the loop asks for the next one, even if its batches were not read through this stream.
         """
-        if not is_whole(total):
-            raise ConfigurationError(f"{total!r} is not a number of epochs", remedy="give a whole number >= 0")
-        if 0 < total <= self.epoch and self._collectives.rank == 0:
-            logger.warning(
-                "this training is finished: %d of %d epochs are done; to continue, ask for more epochs; to start over, "
-                "save to another folder, or delete this one",
-                self.epoch,
-                total,
-            )
-        return self._epochs_left(total)
-
-    def _epochs_left(self, total: int) -> Iterator[int]:
         while self.epoch < total:
+            ended(self.epoch)
             epoch, loop = self.epoch, self.loop
             yield epoch
             if self.epoch == epoch and self.loop == loop:
                 self.epoch += 1
+        ended(self.epoch)
 
     def _one_ahead(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield batches on the device; the transfer of each starts before the previous batch is used."""
@@ -149,23 +127,17 @@ class DataStream:
             "loader": self._saved if self._stateful is None or not self.taken else self._stateful.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore a saved position, or the beginning for None; the next call of `batches` resumes there."""
+    def load_state_dict(self, state: dict[str, Any], *, resuming: bool = True) -> None:
+        """Restore a saved position; if `resuming`, the next call of `batches` continues there."""
         self.loop += 1
-        self._source = (None, None)
-        self._resuming = state is not None
-        if state is None:
-            state = {"epoch": 0, "taken": 0, "seed": None, "start": {}, "generators": []}
-        self.epoch, self.taken, self._seed = state["epoch"], state["taken"], state["seed"]
-        self._start, self._generators_start = state["start"], state["generators"]
-        self._stateful, self._saved = None, state.get("loader")
+        self.epoch, self.taken, self._resuming = state["epoch"], state["taken"], resuming
+        self._seed, self._start, self._generators_start = state["seed"], state["start"], state["generators"]
+        self._source, self._stateful, self._saved = (None, None), None, state["loader"]
 
     def move_to(self, epoch: int) -> None:
         if not is_whole(epoch):
             raise ConfigurationError(f"epoch={epoch!r} is not an epoch", remedy="give a whole number >= 0")
-        self.loop += 1
-        self.epoch, self.taken, self._resuming = epoch, 0, False
-        self._stateful = self._saved = None
+        self.load_state_dict({**_BEGINNING, "epoch": epoch, "seed": self._seed}, resuming=False)
 
     def length(self, loader: Iterable[Any], *, shard: bool) -> int:
         return len(self._source_of(loader, shard))  # type: ignore[arg-type]
@@ -234,12 +206,13 @@ _all: WeakSet[DataStreams] = WeakSet()
 
 
 class DataStreams:
-    """The streams of a trainer, by name; `counts_epochs`: whether epochs of `"train"` step the schedule."""
+    """The data streams of a trainer, by name. Epochs of the stream `"train"` step the schedule."""
 
-    def __init__(self, runtime: Runtime, collectives: Collectives, *, counts_epochs: bool = False) -> None:
-        self._runtime, self._collectives = runtime, collectives
+    # It keeps no method of the trainer: a reference cycle would keep the device's memory until garbage collection.
+    def __init__(self, runtime: Runtime, collectives: Collectives, schedule: Schedule, *, counts_epochs: bool) -> None:
+        self._runtime, self._collectives, self._schedule = runtime, collectives, schedule
         self._streams: dict[str, DataStream] = {}
-        self._counts_epochs, self._warned, self._seen_first = counts_epochs, False, False
+        self._counts_epochs, self._warned = counts_epochs, False
         _all.add(self)
 
     def __getitem__(self, name: str) -> DataStream:
@@ -247,9 +220,37 @@ class DataStreams:
             self._streams[name] = DataStream(self._runtime, self._collectives)
         return self._streams[name]
 
-    @property
-    def is_reading(self) -> bool:
-        return any(stream.taken for stream in self._streams.values())
+    def batches(
+        self, loader: Iterable[Any], *, name: str, shard: bool, check: Callable[[], None], flush: Callable[[], None]
+    ) -> Iterator[Any]:
+        """Yield the batches of one epoch, see `Trainer.batches`; `flush` closes the last window, full or not."""
+        check()
+        if name == "train":
+            # An epoch that was left early has ended. Python would drop an error of the schedule at that moment.
+            self.end_epochs()
+            self._schedule.check()
+        yield from self[name].batches(loader, shard=shard)
+        if name == "train":
+            flush()
+            self.end_epochs()
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Return the remaining epochs; see `Trainer.epochs`."""
+        if not is_whole(total):
+            raise ConfigurationError(f"{total!r} is not a number of epochs", remedy="give a whole number >= 0")
+        done = self["train"].epoch
+        if 0 < total <= done and self._collectives.rank == 0:
+            logger.warning(
+                "this training is finished: %d of %d epochs are done; to continue, ask for more epochs; to start over, "
+                "save to another folder, or delete this one",
+                done,
+                total,
+            )
+        return self["train"].epochs(total, self._schedule.epochs_ended)
+
+    def end_epochs(self) -> None:
+        """Step the schedule for the epochs that have ended."""
+        self._schedule.epochs_ended(self["train"].epoch)
 
     def current_epoch(self, steps: int) -> int:
         """Return the epoch of `"train"` for a loop that counts epochs; `steps`: the windows trained so far."""
@@ -257,33 +258,27 @@ class DataStreams:
         self.warn_if_unused(steps)
         return self["train"].epoch
 
+    def move_to(self, epoch: int) -> None:
+        """Let the next epoch be `epoch`."""
+        self["train"].move_to(epoch)
+        self._schedule.move_to(epoch)
+
     def warn_if_unused(self, steps: int) -> None:
-        """Warn once if epochs are counted, and no batch of `steps` windows was read through `batches`."""
-        if not self._counts_epochs or self._warned or self._used or not steps:
+        """Warn once if `steps` windows had no batch of `batches`, in a job or if epochs are counted.
+
+        A script that divides its data itself is right to do so in a job, and cannot be told from one that forgot to.
+        """
+        if self._warned or not steps or not (self._counts_epochs or self._collectives.world_size > 1):
+            return
+        if any(stream.epoch or stream.taken for streams in _all for stream in streams._streams.values()):
             return
         self._warned = True
         if self._collectives.rank == 0:
             logger.warning(
                 "no batch of this training came through trainer.batches(loader): its position in the data is not "
-                "saved, a resumed run begins at epoch 0, and in a job each rank trains on all of the data. Write `for "
-                "batch in trainer.batches(loader):`, or count epochs yourself and set trainer.epoch"
-            )
-
-    def check_first_batch(self) -> None:
-        """Warn once if the first batch was not read through `batches`, in a job or if epochs are counted.
-
-        Another trainer's stream counts too.
-        """
-        if self._seen_first:
-            return
-        self._seen_first = True
-        if self._collectives.world_size == 1:
-            self.warn_if_unused(1)
-        elif not self._used and not any(streams.is_reading for streams in _all) and self._collectives.rank == 0:
-            logger.warning(
-                "this job trains on batches that came through no trainer.batches(loader): unless each rank has its own "
-                "share by other means, each trains on all of the data. Write `for batch in trainer.batches(loader):`, "
-                "with shard=False if the loader divides the data itself"
+                "saved, a resumed run begins at epoch 0, and in a job each rank trains on all of the data, unless the "
+                "script divides it. Write `for batch in trainer.batches(loader):`, with shard=False if the loader "
+                "divides the data itself; or count epochs yourself and set trainer.epoch"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -292,11 +287,7 @@ class DataStreams:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore saved positions; a stream that is not in `state` goes back to its beginning."""
         for name in {*self._streams, *state}:
-            self[name].load_state_dict(state.get(name))
-
-    @property
-    def _used(self) -> bool:
-        return any(stream.epoch or stream.taken for stream in self._streams.values())
+            self[name].load_state_dict(state.get(name, _BEGINNING), resuming=name in state)
 
 
 def _is_stateful(loader: Any) -> bool:

@@ -1,13 +1,15 @@
-"""Dividing data among the ranks of a job, and among the workers of each rank's loader."""
+"""Divide data among the ranks of a job, and among the workers of each rank's loader, to train and to evaluate."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+from torch import nn
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -20,8 +22,10 @@ from torch.utils.data import (
 from accelcore.errors import ConfigurationError
 from accelcore.jobs.collectives import Collectives
 
-__all__ = ["EveryNth", "Last", "ShardedStream", "rounds", "share", "share_once"]
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
+__all__ = ["Batches", "EveryNth", "Last", "ShardedStream", "evaluate", "rounds", "share"]
 
 Item = TypeVar("Item")
 
@@ -46,6 +50,25 @@ def rounds(items: Iterable[Item], rank: int, world_size: int, last: Last) -> Ite
             yield held
     if last == "repeat" and place != world_size - 1:
         yield held
+
+
+class Batches(Iterator[Any]):
+    """Batches of one epoch, to be iterated over once.
+
+    The length is that of a whole epoch; after a resume within it, fewer are left.
+    """
+
+    def __init__(self, batches: Iterator[Any], length: Callable[[], int]) -> None:
+        self._batches, self._length = batches, length
+
+    def __iter__(self) -> Iterator[Any]:  # noqa: PYI034
+        return self._batches  # not self: the loop then calls the inner iterator directly
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        return self._length()
 
 
 class ShardedStream(IterableDataset[Any]):
@@ -139,7 +162,32 @@ def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
     return _copy_of(loader, rank, sampler=sampler)
 
 
-def share_once(loader: Iterable[Any], collectives: Collectives, device: torch.device) -> Iterable[Any]:
+def evaluate(
+    backend: Backend, model: nn.Module, region: Callable[[], AbstractContextManager[object]], loader: Iterable[Any]
+) -> Batches:
+    """Return this rank's share of `loader`; `region` makes a context for a forward pass. See `Trainer.evaluate`."""
+    job = backend.collectives
+
+    def shared() -> Iterable[Any]:
+        return loader if job.world_size == 1 else _share_once(loader, job, backend.device)
+
+    def read() -> Iterator[Any]:
+        training = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            for batch in shared():
+                moved = backend.runtime.to_device(batch)
+                with torch.no_grad(), region():  # not around the loader, which may compute too
+                    yield moved
+        finally:
+            model.train(training[model])  # a subclass may override it; the flags of its submodules are restored below
+            for module, before in training.items():
+                module.training = before
+
+    return Batches(read(), lambda: len(shared()))  # type: ignore[arg-type]
+
+
+def _share_once(loader: Iterable[Any], collectives: Collectives, device: torch.device) -> Iterable[Any]:
     """Return a rank's share of `loader` for evaluation: each row comes to exactly one rank.
 
     A map-style loader is divided by rows, into the same number of batches for each rank as far as the rows suffice. If

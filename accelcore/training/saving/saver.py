@@ -83,7 +83,7 @@ class Saver:
         self.step.check()
         self.snapshot.check_model()
         self._streams.warn_if_unused(self._window.steps)
-        self._schedule.epochs_ended(self._streams["train"].epoch)
+        self._streams.end_epochs()
         if saves:
             self._schedule.check()
         plan = self._plan

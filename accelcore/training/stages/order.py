@@ -42,27 +42,21 @@ class Preparation:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._stages: Sequence[Stage] = [stage() for stage in _ORDER]
-        self._check_together("accel.trainer(...)")
-        self._apply()
 
-    def repeat(self, check: Callable[[], None]) -> None:
-        """Go through the stages again; `check` raises for a change of the model that cannot be followed."""
-        self._plan.strategy.reset()
-        self._check_together("trainer.refresh()", check)
-        self._apply()
-
-    def _check_together(self, what: str, check: Callable[[], None] = lambda: None) -> None:
+    def check(self, what: str, first: Callable[[], None] = lambda: None) -> None:
+        """Run `first` and every check, on all ranks together; `what` is the script's call, for errors."""
         collectives, device = self._plan.backend.collectives, self._plan.backend.device
         agreement = Agreement(collectives, device) if collectives.world_size > 1 else None
         if agreement is not None:
             agreement.meet(what)
         with nullcontext() if agreement is None else agreement.together("prepare this training", DistributedError):
-            check()
+            first()
             for stage in self._stages:
                 stage.check(self._plan)
         if agreement is not None:
             agreement.train_alike(describe(self._plan))
 
-    def _apply(self) -> None:
+    def apply(self) -> None:
+        """Apply every stage."""
         for stage in self._stages:
             stage.apply(self._plan)
