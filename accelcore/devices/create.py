@@ -1,5 +1,8 @@
 """Create a backend: import torch, call the plugin's hook, and let the plugin and extensions register optimizers.
 
+`import torch` loads plugins of torch, by entry points in the group `torch.backends`. If one raises, such as a vendor's
+package whose runtime is missing, the import fails, and cannot succeed again in that process.
+
 The hook runs in the caller's thread, because vendors' runtimes keep state such as the current device for each thread.
 It has no time limit, because the first start of a device may take minutes. A long start is logged.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +19,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accelcore.devices import plugins
-from accelcore.devices.plugins import Candidate
+from accelcore.devices.plugins import AUTOLOAD, Candidate, autoload_enabled, autoloads, other_backends
 from accelcore.devices.request import probe_timeout
-from accelcore.devices.torch_autoload import import_torch
-from accelcore.errors import AccelError, PluginError
+from accelcore.errors import AccelError, BackendUnavailableError, PluginError
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
@@ -29,38 +32,30 @@ logger = logging.getLogger("accelcore")
 
 _LONG = 6  # times ACCEL_PROBE_TIMEOUT until a start is logged as long
 
+_import_error: BaseException | None = None
+_import_lock = threading.Lock()
 
-def create_backend(candidate: Candidate, index: int, request: str, others: Callable[[], str]) -> Backend:
-    """Create the backend of a plugin whose probe reported that it is available.
 
-    `request` is the user's and `others` names the available devices: for messages.
+def create_backend(candidate: Candidate, index: int, request: str) -> Backend:
+    """Create the backend of a plugin whose probe reported that it is available; messages name the user's `request`.
 
     Raises:
         BackendUnavailableError: torch cannot be imported.
         PluginError: the plugin raised another error than an AccelError, or did not return the backend.
     """
-    import_torch()
+    _import_torch()
     try:
         with _logged_if_long(candidate, index):
             backend = candidate.hooks.accelcore_create_backend(name=candidate.name, index=index)
     except (AccelError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise PluginError(
-            f"{request}: {candidate.distribution} could not create its backend",
-            why=plugins.describe(error),
-            available=others(),
-            remedy=f"see the cause above; repair or uninstall {candidate.distribution}, or choose another backend",
-        ) from error
+        raise _broken(candidate, f"{request}: {candidate.distribution} could not create its backend", error) from error
     _check(backend, candidate, index)
     extended, failure = _extended(backend, candidate.hooks)
     if failure is not None:
-        raise PluginError(
-            f"{request}: {candidate.distribution} could not register its optimizers",
-            why=plugins.describe(failure),
-            available=others(),
-            remedy=f"repair or uninstall {candidate.distribution}, or choose another backend",
-        ) from failure
+        what = f"{request}: {candidate.distribution} could not register its optimizers"
+        raise _broken(candidate, what, failure) from failure
     for extension in plugins.extensions():
         extended, failure = _extended(extended, extension.hooks)
         if failure is not None:
@@ -69,6 +64,15 @@ def create_backend(candidate: Candidate, index: int, request: str, others: Calla
                 extension.name, extension.distribution, candidate.name, plugins.describe(failure),
             )  # fmt: skip
     return extended
+
+
+def _broken(candidate: Candidate, what: str, error: BaseException) -> PluginError:
+    return PluginError(
+        what,
+        why=plugins.describe(error),
+        available=other_backends([candidate.name]),
+        remedy=f"repair or uninstall {candidate.distribution}, or choose another backend",
+    )
 
 
 @contextmanager
@@ -120,3 +124,42 @@ def _on_current_device(function: Callable[[], Any], kind: str) -> Callable[[], A
             return function()
 
     return call
+
+
+def _import_torch() -> None:
+    """Import torch, so that a failure is not blamed on the backend.
+
+    Raises:
+        BackendUnavailableError: torch cannot be imported. Later calls raise the same error, because torch is half
+            imported then, and another import would fail with a misleading error.
+    """
+    global _import_error  # global, as sys.modules is
+    with _import_lock:
+        if _import_error is None:
+            try:
+                import torch  # noqa: F401
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001  # an autoload may raise anything, or exit
+                _import_error = error
+    if _import_error is not None:
+        raise _without_torch(_import_error) from _import_error
+
+
+def _without_torch(error: BaseException) -> BackendUnavailableError:
+    why, remedy, root = "", "repair the installation of torch", error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    found = autoloads() if autoload_enabled(os.environ) else []
+    # torch's error names the entry point that raised; SystemExit, and a second import in one process, name none.
+    culprits = [autoload for autoload in found if f": {autoload.name}." in str(error)] or found
+    if culprits:
+        owners = ", ".join(sorted({autoload.distribution or autoload.label for autoload in culprits}))
+        why = f"; import torch loads {'; '.join(map(str, culprits))}"
+        remedy = (
+            f"start the script with {AUTOLOAD}=0, or repair {owners} and the vendor's runtime that it needs, or "
+            f"uninstall {owners}; if torch itself is broken, {remedy}"
+        )
+    return BackendUnavailableError(
+        "torch cannot be imported in this process", why=plugins.describe(root) + why, remedy=remedy
+    )

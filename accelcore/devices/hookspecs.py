@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_origin, get_type_hints
 
 import pluggy
 
@@ -46,20 +46,6 @@ installed accelcore.
 hookspec = pluggy.HookspecMarker("accelcore")
 hookimpl = pluggy.HookimplMarker("accelcore")
 """Mark a function of a plugin as the implementation of the hook with the same name."""
-
-
-_KINDS = {
-    "name": str,
-    "available": bool,
-    "reason": str,
-    "remedy": str,
-    "priority": int,
-    "count": int,
-    "exclusive": bool,
-    "api": int,
-    "environment": tuple,
-    "distributions": tuple,
-}
 
 
 @dataclass(frozen=True)
@@ -98,12 +84,11 @@ class Probe:
     distributions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field, kind in _KINDS.items():
-            if type(getattr(self, field)) is not kind:
-                raise ValueError(f"probe {self.name!r}: {field} is {getattr(self, field)!r}, not a {kind.__name__}")
-        for field in ("environment", "distributions"):
-            if not all(type(name) is str for name in getattr(self, field)):
-                raise ValueError(f"probe {self.name!r}: {field} is {getattr(self, field)!r}, not a tuple of str")
+        for field, kind in get_type_hints(Probe).items():
+            value, of_names = getattr(self, field), get_origin(kind) is tuple
+            if type(value) is not (get_origin(kind) or kind) or (of_names and not {str}.issuperset(map(type, value))):
+                what = "tuple of str" if of_names else kind.__name__
+                raise ValueError(f"probe {self.name!r}: {field} is {value!r}, not a {what}")
         if self.available and self.count < 1:
             raise ValueError(f"probe {self.name!r}: available, but count is {self.count}: it must be 1 or more")
         if not self.available and not (self.reason and self.remedy):

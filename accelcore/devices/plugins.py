@@ -2,17 +2,20 @@
 
 Only this file and `hookspecs.py` use pluggy. Each plugin is loaded and probed in a thread, because its import may raise
 anything, exit, or never return. `installed()` shows the error, and selecting that plugin raises it as the cause.
+
+`import torch` also loads plugins: it calls the entry points of `torch.backends`, of which this file reads the metadata.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires
 from types import TracebackType
 from typing import Any, cast
 
@@ -26,12 +29,16 @@ from accelcore.known_faults import KnownFault
 from accelcore.util.text import shown
 
 __all__ = [
+    "AUTOLOAD",
     "BACKENDS",
     "EMULATORS",
     "EXTENSIONS",
     "Candidate",
     "Declared",
     "Extension",
+    "autoload_enabled",
+    "autoloads",
+    "autoloads_of_unusable_backends",
     "declared",
     "describe",
     "emulate",
@@ -39,6 +46,7 @@ __all__ = [
     "find",
     "how_to_install",
     "load_extensions",
+    "other_backends",
     "own_plugins",
     "probe_all",
     "within_time",
@@ -47,6 +55,9 @@ __all__ = [
 BACKENDS = "accelcore.backends"
 EXTENSIONS = "accelcore.extensions"
 EMULATORS = "accelcore.emulators"
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+"""Environment variable that turns off torch's autoload, if it is set to anything but 1."""
 
 _LONGEST = 300  # characters of a plugin's own message that are shown
 
@@ -66,8 +77,16 @@ class Declared:
         return self.point.name
 
     @property
+    def package(self) -> str:
+        """The top-level package that it loads."""
+        return re.split(r"[.:]", self.point.value, maxsplit=1)[0]
+
+    @property
     def label(self) -> str:
         return f"{self.distribution} {self.version}" if self.distribution else "an unnamed distribution"
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.point.value} ({self.label})"
 
 
 @dataclass(frozen=True)
@@ -104,32 +123,29 @@ class Extension:
     hooks: Any = None
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    value: Any = None
-    error: BaseException | None = None
-    traceback: TracebackType | None = None
-
-
 class _Call:
-    """Call in a daemon thread, which may never return."""
+    """Call of a plugin's function in a daemon thread, because it may never return."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self._done = threading.Event()
-        self._outcome = _Outcome()
+        self._function, self._done = function, threading.Event()
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
         threading.Thread(target=self._run, name="accelcore-probe", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self._outcome = _Outcome(value=self._function())
+            self._value = self._function()
         except BaseException as error:  # noqa: BLE001  # SystemExit too: a plugin must not end the program
-            self._outcome = _Outcome(error=error, traceback=error.__traceback__)
+            self._error, self._traceback = error, error.__traceback__
         self._done.set()
 
-    def outcome(self, deadline: float) -> _Outcome | None:
-        """Wait for the outcome; return None if the call has not returned by the deadline."""
-        return self._outcome if self._done.wait(max(0.0, deadline - time.monotonic())) else None
+    def outcome(self, deadline: float) -> tuple[Any, BaseException | None]:
+        """Return the function's value and its error, which is a TimeoutError if it has not returned by the deadline."""
+        if not self._done.wait(max(0.0, deadline - time.monotonic())):
+            return None, TimeoutError(f"it did not answer within {probe_timeout():g} seconds (ACCEL_PROBE_TIMEOUT)")
+        # The traceback has no frames of earlier raises.
+        return self._value, self._error and self._error.with_traceback(self._traceback)
 
 
 def declared(group: str) -> list[Declared]:
@@ -157,15 +173,45 @@ def own_plugins() -> dict[str, str]:
 
     They are the extras in accelcore's metadata. The result is empty if accelcore is only a folder on the path.
     """
-    from packaging.requirements import Requirement
-
     try:
-        own = distribution("accelcore")
+        required = requires("accelcore") or []
     except PackageNotFoundError:
         return {}
-    required = {Requirement(text).name for text in own.requires or ()}
-    named = {extra: f"accelcore-{extra}" for extra in own.metadata.get_all("Provides-Extra") or ()}
-    return {extra: name for extra, name in named.items() if name in required}
+    extras = (re.match(r"(accelcore-(\w+))\b.*; extra == .\2\b", text) for text in required)
+    return {extra[2]: extra[1] for extra in extras if extra}
+
+
+def other_backends(names: Iterable[str] = ()) -> str:
+    """Return the names of the installed backends but `names`, for a message. This loads no plugin."""
+    others = sorted({entry.name for entry in declared(BACKENDS)} - {*names})
+    return f"{', '.join(others)} (installed; accelcore doctor shows which work here)" if others else "no other backend"
+
+
+def autoloads() -> list[Declared]:
+    """Return every entry point that `import torch` would call."""
+    return declared("torch.backends")
+
+
+def autoload_enabled(environ: Mapping[str, str]) -> bool:
+    """Return whether `import torch` calls its entry points."""
+    return environ.get(AUTOLOAD, "1") == "1"
+
+
+def autoloads_of_unusable_backends(
+    found: Sequence[Declared], candidates: Iterable[Candidate]
+) -> list[tuple[Declared, Candidate]]:
+    """Return torch's entry points that load the runtime of an unusable backend, with that backend."""
+    return [
+        (autoload, candidate)
+        for candidate in candidates
+        if not candidate.probe.available
+        for autoload in found
+        if _normal(autoload.distribution) in map(_normal, candidate.probe.distributions)
+    ]
+
+
+def _normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 # A load that never returns holds its thread; later requests wait for the same load.
@@ -201,12 +247,8 @@ def load_extensions(entries: Sequence[Declared] | None = None) -> list[Extension
     deadline = time.monotonic() + probe_timeout()
     loaded = []
     for entry, load in zip(entries, loads, strict=True):
-        outcome = load.outcome(deadline)
-        if outcome is None or outcome.error is not None:
-            reason = "it did not load in time" if outcome is None else describe(outcome.error)
-            loaded.append(Extension(entry.name, entry.label, reason=reason))
-        else:
-            loaded.append(Extension(entry.name, entry.label, hooks=outcome.value))
+        hooks, error = load.outcome(deadline)
+        loaded.append(Extension(entry.name, entry.label, describe(error) if error else "", hooks))
     return loaded
 
 
@@ -237,47 +279,40 @@ def emulate(name: str, devices: int) -> Mapping[str, str] | None:
 
 def within_time(function: Callable[[], Any]) -> BaseException | None:
     """Call a plugin's function in a thread; return its error, a TimeoutError if it hangs, or None."""
-    limit = probe_timeout()
-    outcome = _Call(function).outcome(time.monotonic() + limit)
-    if outcome is None:
-        return TimeoutError(f"it did not return within {limit:g} seconds (ACCEL_PROBE_TIMEOUT)")
-    return outcome.error
+    return _Call(function).outcome(time.monotonic() + probe_timeout())[1]
 
 
 def _probe(entries: list[Declared]) -> dict[str, Candidate]:
-    limit = probe_timeout()
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + probe_timeout()
     by_name: dict[str, list[Declared]] = {}
     for entry in entries:
         by_name.setdefault(entry.name, []).append(entry)
-    calls = {name: _Call(partial(_ask, offers[0], deadline)) for name, offers in by_name.items() if len(offers) == 1}
+    calls = {name: _Call(partial(_ask, offers, deadline)) for name, offers in by_name.items()}
     candidates = {}
     for name, offers in by_name.items():
         distribution = " and ".join(entry.label for entry in offers)
-        outcome = calls[name].outcome(deadline) if name in calls else None
-        if len(offers) > 1:
-            what = f"two distributions offer the backend {name!r}: {distribution}"
-            outcome = _Outcome(error=PluginError(what, remedy="uninstall one of them"))
-        elif outcome is None:
-            outcome = _Outcome(error=TimeoutError(f"it did not answer within {limit:g} seconds (ACCEL_PROBE_TIMEOUT)"))
-        if outcome.error is None:
-            hooks, probe, faults = outcome.value
+        answer, error = calls[name].outcome(deadline)
+        if error is None:
+            hooks, probe, faults = answer
             candidates[name] = Candidate(name, distribution, probe, hooks=hooks, faults=faults)
         else:
-            remedy = getattr(outcome.error, "remedy", "") or f"repair or uninstall {distribution}"
-            broken = Probe(name, available=False, reason=describe(outcome.error), remedy=remedy)
-            candidates[name] = Candidate(name, distribution, broken, error=outcome.error)
+            remedy = getattr(error, "remedy", "") or f"repair or uninstall {distribution}"
+            broken = Probe(name, available=False, reason=describe(error), remedy=remedy)
+            candidates[name] = Candidate(name, distribution, broken, error=error)
     return candidates
 
 
-def _ask(entry: Declared, deadline: float) -> tuple[Any, Probe, tuple[KnownFault, ...]]:
-    point = entry.point
-    outcome = _load(point).outcome(deadline)
-    if outcome is None:
-        raise TimeoutError("its import did not return in time (ACCEL_PROBE_TIMEOUT)")
-    if outcome.error is not None:
-        raise outcome.error.with_traceback(outcome.traceback)  # without the frames of earlier raises
-    hooks = outcome.value
+def _ask(offers: Sequence[Declared], deadline: float) -> tuple[Any, Probe, tuple[KnownFault, ...]]:
+    """Return hooks, probe and known faults of the plugin that offers a backend."""
+    entry, point = offers[0], offers[0].point
+    if len(offers) > 1:
+        labels = " and ".join(entry.label for entry in offers)
+        raise PluginError(
+            f"two distributions offer the backend {entry.name!r}: {labels}", remedy="uninstall one of them"
+        )
+    hooks, error = _load(point).outcome(deadline)
+    if error is not None:
+        raise error
     answers = hooks.accelcore_probe()
     if len(answers) != 1 or not isinstance(answers[0], Probe):
         raise PluginError(f"{point.value} does not answer accelcore_probe with a Probe (its answers: {answers!r})")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from accelcore.devices import plugins
 from accelcore.devices.create import create_backend
 from accelcore.devices.hookspecs import Probe
-from accelcore.devices.plugins import Candidate, declared, how_to_install, own_plugins
+from accelcore.devices.plugins import Candidate, declared, how_to_install, other_backends, own_plugins
 from accelcore.devices.request import Choice, parse, requested_device
 from accelcore.errors import (
     AccelError,
@@ -22,7 +22,7 @@ from accelcore.errors import (
     PluginError,
     UnknownBackendError,
 )
-from accelcore.jobs.launchers import read_launch
+from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.util.text import is_whole, nearest, shown
 
 if TYPE_CHECKING:
@@ -38,25 +38,16 @@ _said: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """This process's number on its host, None if unknown, and whether it sees only its own devices."""
-
-    local_rank: int | None
-    own_devices: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Found:
     """A device that is available according to its plugin's probe.
 
     Attributes:
-        request, others: the user's request, and a function that names the usable backends: for messages.
+        request: the user's request, for messages.
     """
 
     candidate: Candidate
     index: int
     request: str
-    others: Callable[[], str]
 
     def __str__(self) -> str:
         return f"{self.candidate.name}:{self.index}"
@@ -74,7 +65,7 @@ def select(device: str | None = None, *, local_rank: int | None = None) -> Backe
     """Choose a device and create its backend.
 
     Args:
-        device: `"cpu"`, `"cuda:1"`, a preference list such as `"npu,cuda,cpu"`, or `"auto"`. None means the
+        device: `"cpu"`, `"cuda:1"`, a preference list such as `"npu,cuda,cpu"`, or `"auto"`. None or "" means the
             environment variable ACCEL_DEVICE or, if that is unset or empty, `"auto"`: the best device that works here.
             Without an index, a launcher's rank takes the device with its local rank, or its only device if `srun`
             shows it just one.
@@ -97,12 +88,12 @@ def select(device: str | None = None, *, local_rank: int | None = None) -> Backe
             f"local_rank={local_rank!r} is not a rank", remedy="give this rank's number on its host, counted from 0"
         )
     source, text = "device", device
-    if text is None:
+    if text is None or text == "":
         source, text = "ACCEL_DEVICE", requested_device() or "auto"
     backend, passed_over = decide(
         text,
         source,
-        lambda found: create_backend(found.candidate, found.index, found.request, found.others),
+        lambda found: create_backend(found.candidate, found.index, found.request),
         local_rank=local_rank,
     )
     if passed_over:
@@ -114,7 +105,7 @@ def check_installed(text: str, source: str) -> None:
     """Raise if a request is invalid, or names one backend that no installed plugin offers; load no plugin."""
     choices, names = parse(text, source), {entry.name for entry in declared(plugins.BACKENDS)}
     if choices is not None and len(choices) == 1 and choices[0].name not in names:
-        raise _unknown(choices[0], f"{source}={shown(text)}", ", ".join(sorted(names)) or "no backend is installed")
+        raise _unknown(choices[0], f"{source}={shown(text)}")
 
 
 def decide(
@@ -131,30 +122,26 @@ def decide(
         The result of `make`, and the devices that a list or `auto` passed over.
     """
     choices = parse(text, source)
-    place = _place(local_rank)
+    # Of a Launch, only the local rank matters here.
+    place = read_launch() if local_rank is None else Launch(local_rank, local_rank + 1, local_rank, "env://")
     wishes: Iterable[tuple[Choice, Candidate | None]]
     if choices is None:
+        request = "auto"
         ranking = sorted(plugins.probe_all().values(), key=lambda entry: (-entry.probe.priority, entry.name))
         wishes = ((Choice(candidate.name), candidate) for candidate in ranking)
-        return _first_that_works(wishes, place, "auto", make)
-    request = f"{source}={shown(text)}"
-    if len(choices) == 1:
-        return make(_admit(choices[0], plugins.find(choices[0].name), place, request, _usable)), ()
-    # One after the other, so that no plugin after the first that works is loaded.
-    wishes = ((choice, plugins.find(choice.name)) for choice in choices)
-    return _first_that_works(wishes, place, request, make)
-
-
-def _first_that_works(
-    wishes: Iterable[tuple[Choice, Candidate | None]], place: _Place | None, request: str, make: Callable[[Found], T]
-) -> tuple[T, tuple[Probe, ...]]:
+    else:
+        request = f"{source}={shown(text)}"
+        if len(choices) == 1:
+            return make(_admit(choices[0], plugins.find(choices[0].name), place, request)), ()
+        # One after the other, so that no plugin after the first that works is loaded.
+        wishes = ((choice, plugins.find(choice.name)) for choice in choices)
     passed_over: list[Probe] = []
     for choice, candidate in wishes:
         if candidate is not None and candidate.probe.available and choice.index is None:
             # Raise instead of falling back: a rank that falls back alone cannot join the others.
             _index(choice, candidate.probe, place, request)
         try:
-            return make(_admit(choice, candidate, place, str(choice), lambda: "")), tuple(passed_over)
+            return make(_admit(choice, candidate, place, str(choice))), tuple(passed_over)
         except AccelError as error:
             remedy = error.remedy or f"select {choice} alone to see the whole error"
             passed_over.append(Probe(str(choice), available=False, reason=error.why or error.what, remedy=remedy))
@@ -167,71 +154,55 @@ def _first_that_works(
     raise BackendUnavailableError(
         f"{request}: none of the choices can be used here",
         why="; ".join(f"{probe.name}: {probe.reason}" for probe in passed_over),
-        available=_usable(),
+        available=other_backends(probe.name for probe in passed_over),
         remedy="; ".join(f"{probe.name}: {probe.remedy}" for probe in passed_over),
     )
 
 
-def _admit(
-    choice: Choice, candidate: Candidate | None, place: _Place | None, request: str, others: Callable[[], str]
-) -> Found:
+def _admit(choice: Choice, candidate: Candidate | None, place: Launch | None, request: str) -> Found:
     """Return the device if its plugin reports it as available; raise otherwise."""
     if candidate is None:
-        raise _unknown(choice, request, others())
-    probe = candidate.probe
+        raise _unknown(choice, request)
+    probe, others = candidate.probe, other_backends([choice.name])
     if candidate.error is not None:
-        raise PluginError(
-            f"{request}: the plugin for {choice.name!r} ({candidate.distribution}) is broken",
-            why=probe.reason,
-            available=others(),
-            remedy=probe.remedy,
-        ) from candidate.error
+        what = f"{request}: the plugin for {choice.name!r} ({candidate.distribution}) is broken"
+        raise PluginError(what, why=probe.reason, available=others, remedy=probe.remedy) from candidate.error
     if not probe.available:
-        raise BackendUnavailableError(
-            f"{request} cannot be used here", why=probe.reason, available=others(), remedy=probe.remedy
-        )
-    return Found(candidate, _index(choice, probe, place, request), request, others)
+        what = f"{request} cannot be used here"
+        raise BackendUnavailableError(what, why=probe.reason, available=others, remedy=probe.remedy)
+    return Found(candidate, _index(choice, probe, place, request), request)
 
 
-def _place(local_rank: int | None) -> _Place | None:
-    if local_rank is not None:
-        return _Place(local_rank)
-    launch = read_launch()
-    return None if launch is None else _Place(launch.local_rank, launch.own_devices)
-
-
-def _index(choice: Choice, probe: Probe, place: _Place | None, request: str) -> int:
-    by_rank = choice.index is None and place is not None and probe.exclusive
+def _index(choice: Choice, probe: Probe, place: Launch | None, request: str) -> int:
+    rank = place if choice.index is None and probe.exclusive else None
     index = choice.index or 0
-    if by_rank and place is not None and place.own_devices and probe.count == 1:
+    if rank is not None and rank.own_devices and probe.count == 1:
         _log_once(logging.INFO, f"this rank takes {choice.name}:0, the one device that its launcher shows it")
-    elif by_rank and place is not None:
-        if place.local_rank is None:
+    elif rank is not None:
+        if rank.local_rank is None:
             raise ConfigurationError(
                 f"{request}: LOCAL_RANK is not set, and each rank needs a {choice.name} device of its own",
                 why="the job may span hosts, so RANK does not tell which of this host's devices belongs to this rank",
                 remedy="set LOCAL_RANK to this rank's number on its host, counted from 0; or LOCAL_WORLD_SIZE if the "
                 f"whole job is on one host; or name the device: {choice.name}:0",
             )
-        index = place.local_rank
+        index = rank.local_rank
     if index < probe.count:
         return index
     raise BackendUnavailableError(
-        f"{f'rank {index} of this host' if by_rank else request}: there is no device {choice.name}:{index}",
-        why=f"this process sees {probe.count} {choice.name} devices, numbered from 0"
-        if probe.count != 1
-        else f"this process sees one {choice.name} device, numbered 0",
+        f"{f'rank {index} of this host' if rank else request}: there is no device {choice.name}:{index}",
+        why=f"this process sees {probe.count} {choice.name} device{'s' * (probe.count > 1)}, numbered from 0",
         available=f"{choice.name}:0" + (f" to {choice.name}:{probe.count - 1}" if probe.count > 1 else ""),
         remedy="start as many ranks on a host as it has devices; if the launcher shows each rank one device, set "
         f"ACCEL_DEVICE={choice.name}:0"
-        if by_rank
+        if rank
         else "choose one of those",
     )
 
 
-def _unknown(choice: Choice, request: str, available: str) -> UnknownBackendError:
+def _unknown(choice: Choice, request: str) -> UnknownBackendError:
     what, why = f"{request}: there is no backend {choice.name!r}", "no installed plugin offers that name"
-    return UnknownBackendError(what, why=why, available=available, remedy=_how_to_have(choice.name))
+    return UnknownBackendError(what, why=why, available=other_backends(), remedy=_how_to_have(choice.name))
 
 
 def _how_to_have(name: str) -> str:
@@ -244,11 +215,6 @@ def _how_to_have(name: str) -> str:
         return advice
     needs = "" if near in offered else f" Then {how_to_install(own[near])}."
     return f"did you mean {near!r}?{needs} Else {advice}"
-
-
-def _usable() -> str:
-    names = [name for name, probe in installed().items() if probe.available]
-    return ", ".join(names) or "no usable backend is installed"
 
 
 def _say_once(text: str, source: str, backend: Backend, passed_over: tuple[Probe, ...]) -> None:

@@ -39,11 +39,22 @@ def test_select_blames_the_runtime_that_keeps_torch_from_being_imported_however_
     assert "libacl.so" in root, "it is raised from the runtime's own error"
     assert again == named
     assert "libacl.so" in auto[1]
-    if "ImportError" in code:  # which torch says the name of
-        assert "vendor = vendor_runtime:autoload (vendor-runtime 2.0)" in message
-        assert "uninstall vendor-runtime" in message
+    assert "vendor = vendor_runtime:autoload (vendor-runtime 2.0)" in message
+    assert "uninstall vendor-runtime" in message
+    if "ImportError" in code:  # torch turns its autoload off for 0 only
         machine.variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         assert json.loads(machine.python("-c", SELECT).stdout) == ["cpu"] * 3
+
+
+def test_select_blames_the_runtime_also_if_the_script_has_tried_to_import_torch_before(machine):
+    """The second import of torch in a process fails with an error of its own, which names no runtime."""
+    machine.torch_backend("raise ImportError('libacl.so: cannot open')")
+    before = "try:\n    import torch\nexcept RuntimeError:\n    pass\n"
+    named, again, _ = json.loads(machine.python("-c", before + SELECT).stdout)
+    assert named[0] == "BackendUnavailableError"
+    for words in ("vendor = vendor_runtime:autoload", "TORCH_DEVICE_BACKEND_AUTOLOAD=0", "uninstall vendor-runtime"):
+        assert words in named[1]
+    assert again == named
 
 
 def test_select_says_that_torch_itself_cannot_be_imported(machine):

@@ -6,6 +6,7 @@ import pty
 import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 
@@ -13,7 +14,7 @@ import accelcore
 from accelcore.cli.child import Ended
 from accelcore.cli.doctor import deep
 from accelcore.cli.doctor.diagnosis import diagnose
-from accelcore.devices import torch_autoload as autoload
+from accelcore.devices.plugins import AUTOLOAD, Declared
 
 TORCH_FREE = """
 import contextlib, io, sys
@@ -374,12 +375,12 @@ def test_deep_knows_no_way_around_a_runtime_that_is_nobodys(monkeypatch):
     """The children's words are stand-ins: what they come from is above."""
 
     def call(module, *, environ, limit):
-        works = environ.get(autoload.VARIABLE) == "0"
+        works = environ.get(AUTOLOAD) == "0"
         said = deep.WORKS if works else "ImportError: libascendcl.so: cannot open shared object file"
         return Ended(0 if works else 1, limit, 1.0, "", deep.SAYS + said)
 
     monkeypatch.setattr("accelcore.cli.child.call", call)
-    runtime = autoload.Autoload("vendor", "vendor_runtime:autoload", "vendor-runtime", "2.0")
+    runtime = Declared(EntryPoint("vendor", "vendor_runtime:autoload", "torch.backends"), "vendor-runtime", "2.0")
     found = deep.examine([], [runtime], 10.0)
     assert found.autoload_broken
     for words in ("set TORCH_DEVICE_BACKEND_AUTOLOAD=0", "uninstall vendor-runtime"):

@@ -194,6 +194,19 @@ def test_asking_for_one_backend_imports_no_other_plugin(fakes):
     assert module in sys.modules
 
 
+@pytest.mark.parametrize("request_", ["nowhere", "single:1", "absent", "rotten", "stubborn"])
+def test_a_refused_request_imports_no_other_plugin_and_names_those_that_are_installed(fakes, request_):
+    fakes.backend("single")
+    fakes.backend("absent", available=False, count=0, reason="no such card", remedy="buy one")
+    fakes.install("raise ImportError('no libdevice.so')", backends=["rotten"])
+    fakes.backend("stubborn", create="raise OSError('no power')")
+    module = fakes.backend("bystander", priority=1000)
+    with pytest.raises(accelcore.AccelError) as caught:
+        accelcore.select(request_)
+    assert module not in sys.modules
+    assert "bystander" in caught.value.available or request_ == "single:1"
+
+
 def test_a_list_stops_at_the_first_that_works_and_imports_none_behind_it(fakes):
     module = fakes.backend("bystander")
     accelcore.select("cpu,bystander")

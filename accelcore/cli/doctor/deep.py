@@ -13,8 +13,14 @@ from dataclasses import dataclass, replace
 
 from accelcore.cli import child
 from accelcore.cli.child import Ended
-from accelcore.devices.plugins import Candidate, describe
-from accelcore.devices.torch_autoload import VARIABLE, Autoload, enabled, of_unusable_backends
+from accelcore.devices.plugins import (
+    AUTOLOAD,
+    Candidate,
+    Declared,
+    autoload_enabled,
+    autoloads_of_unusable_backends,
+    describe,
+)
 from accelcore.jobs.launchers import outside_any_job
 
 __all__ = ["SAYS", "WORKS", "Deep", "Trial", "examine", "main"]
@@ -61,13 +67,13 @@ class Deep:
     backends: tuple[Trial, ...]
 
 
-def examine(candidates: Sequence[Candidate], found: Sequence[Autoload], timeout: float) -> Deep:
+def examine(candidates: Sequence[Candidate], found: Sequence[Declared], timeout: float) -> Deep:
     """Try torch, then each usable backend, for `timeout` seconds each; the others are listed as not tried."""
     environ = outside_any_job(os.environ)  # the trial is not a rank
     torch = _try(None, environ, timeout)
     autoload_broken = False
-    if torch.outcome != "works" and found and enabled(environ):
-        without = {**environ, VARIABLE: "0"}
+    if torch.outcome != "works" and found and autoload_enabled(environ):
+        without = {**environ, AUTOLOAD: "0"}
         if _try(None, without, timeout).outcome == "works":
             torch, autoload_broken, environ = _blamed_on_autoload(torch, found, candidates), True, without
     backends = []
@@ -81,16 +87,16 @@ def examine(candidates: Sequence[Candidate], found: Sequence[Autoload], timeout:
     return Deep(torch, autoload_broken, tuple(backends))
 
 
-def _blamed_on_autoload(trial: Trial, found: Sequence[Autoload], candidates: Sequence[Candidate]) -> Trial:
+def _blamed_on_autoload(trial: Trial, found: Sequence[Declared], candidates: Sequence[Candidate]) -> Trial:
     points = "; ".join(map(str, found))
     # `run` sets the variable only for entry points of backends that are installed and cannot work here.
-    run = ", start scripts with accelcore run" if of_unusable_backends(found, candidates) else ""
+    run = ", start scripts with accelcore run" if autoloads_of_unusable_backends(found, candidates) else ""
     owners = ", ".join(sorted({autoload.distribution for autoload in found}))
     return replace(
         trial,
-        reason=f"import torch works with {VARIABLE}=0, and not without it, because torch's "
+        reason=f"import torch works with {AUTOLOAD}=0, and not without it, because torch's "
         f"backend autoload calls {points} ({trial.reason})",
-        remedy=f"set {VARIABLE}=0{run}, or repair or uninstall {owners}",
+        remedy=f"set {AUTOLOAD}=0{run}, or repair or uninstall {owners}",
     )
 
 

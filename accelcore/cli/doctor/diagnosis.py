@@ -15,8 +15,7 @@ from accelcore.cli.doctor.ask_plugins import SelectionPreview, ask_plugins
 from accelcore.cli.doctor.deep import Deep, examine
 from accelcore.devices import plugins
 from accelcore.devices.hookspecs import Probe
-from accelcore.devices.plugins import BACKENDS, EXTENSIONS, Candidate, Declared, declared
-from accelcore.devices.torch_autoload import VARIABLE, Autoload, autoloads, enabled, of_unusable_backends
+from accelcore.devices.plugins import AUTOLOAD, BACKENDS, EXTENSIONS, Candidate, Declared, declared
 from accelcore.jobs.launchers import JOB_VARIABLES
 from accelcore.known_faults import TORCH_FAULTS, KnownFault
 from accelcore.util.text import shown
@@ -44,7 +43,7 @@ _VARIABLES = (
     "ACCEL_DEVICE",
     "ACCEL_PROBE_TIMEOUT",
     *JOB_VARIABLES,
-    VARIABLE,
+    AUTOLOAD,
     # Variables that affect threads, compilers and the search for code. None of them holds a secret.
     "OMP_NUM_THREADS",
     "OMP_WAIT_POLICY",
@@ -142,7 +141,7 @@ class Diagnosis:
     extensions: tuple[Extension, ...]
     selection: SelectionPreview
     environment: dict[str, str | None]
-    autoload: tuple[Autoload, ...]
+    autoload: tuple[Declared, ...]
     crash: str = ""
     advice: tuple[str, ...] = ()
     faults: tuple[InstalledFault, ...] = ()
@@ -190,7 +189,7 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
     answers, crash = ask_plugins()
     assert answers.selection is not None, "it was asked for"
     candidates = answers.candidates
-    found = autoloads()
+    found = plugins.autoloads()
     offered = declared(BACKENDS)
     backends = tuple(_backend(candidate, offered) for candidate in candidates)
     offered = declared(EXTENSIONS)
@@ -259,13 +258,13 @@ def _environment(probes: Iterable[Probe]) -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in dict.fromkeys(names)}
 
 
-def _advice(found: Sequence[Autoload], candidates: Sequence[Candidate]) -> Iterable[str]:
-    if not enabled(os.environ):
+def _advice(found: Sequence[Declared], candidates: Sequence[Candidate]) -> Iterable[str]:
+    if not plugins.autoload_enabled(os.environ):
         return
-    for autoload, candidate in of_unusable_backends(found, candidates):
+    for autoload, candidate in plugins.autoloads_of_unusable_backends(found, candidates):
         yield (
             f"import torch loads {autoload}, although {candidate.name} is not usable here ({candidate.probe.reason}); "
-            f"if that makes import torch fail, set {VARIABLE}=0 or start the script with accelcore run"
+            f"if that makes import torch fail, set {AUTOLOAD}=0 or start the script with accelcore run"
         )
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from accelcore.cli.run import rank
-from accelcore.devices.plugins import declared
+from accelcore.devices.plugins import AUTOLOAD, autoloads, autoloads_of_unusable_backends, declared
 from accelcore.devices.request import Choice, parse, requested_device
-from accelcore.devices.torch_autoload import VARIABLE, autoloads, of_unusable_backends
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.util.text import shown
 
@@ -49,7 +48,7 @@ def run(
     """
     environ = dict(os.environ)
     program = ["-m", script, *arguments] if module else [script, *arguments]
-    if device is not None:
+    if device:
         from accelcore.devices.select import check_installed
 
         check_installed(device, "--device")  # else each rank would fail, with an error about ACCEL_DEVICE
@@ -72,7 +71,7 @@ def run(
         sys.stderr.write(
             f"accelcore: EMULATED: {emulate} is imitated on the host; its speed and numerics prove nothing\n"
         )
-    elif VARIABLE not in environ:
+    elif AUTOLOAD not in environ:
         hidden = _turn_off_autoload(environ, hide=module or script != "-")  # only Python itself reads stdin
     if apex:
         folder = Path.cwd() if module or script == "-" else Path(script).parent
@@ -156,17 +155,17 @@ def _turn_off_autoload(environ: MutableMapping[str, str], *, hide: bool) -> str:
     from accelcore.cli.doctor.ask_plugins import ask_plugins
 
     # In another process: this one is about to become the script.
-    failing = of_unusable_backends(found, ask_plugins()[0].candidates)
+    failing = autoloads_of_unusable_backends(found, ask_plugins()[0].candidates)
     if not failing:
         return ""
-    environ[VARIABLE] = "0"
+    environ[AUTOLOAD] = "0"
     hidden = ",".join(dict.fromkeys(autoload.package for autoload, _ in failing)) if hide else ""
     reasons = "; ".join(
         f"import torch would load {autoload}, and {candidate.name} is not usable here: {candidate.probe.reason}"
         for autoload, candidate in failing
     )
     also = f"; {hidden} is hidden from it" if hidden else ""
-    sys.stderr.write(f"accelcore: {VARIABLE}=0 for this run, because {reasons}{also}\n")
+    sys.stderr.write(f"accelcore: {AUTOLOAD}=0 for this run, because {reasons}{also}\n")
     return hidden
 
 

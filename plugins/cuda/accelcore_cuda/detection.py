@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from accelcore.devices.hookspecs import Probe
-from accelcore.devices.torch_autoload import VARIABLE, autoloads, enabled
+from accelcore.devices.plugins import AUTOLOAD, autoload_enabled, autoloads
 from accelcore_cuda import amd, nvidia
 from accelcore_cuda.builds import Build, installed_build, minimum_driver, numbers
 from accelcore_cuda.hardware import Fault, Hardware
@@ -26,7 +26,7 @@ _ENVIRONMENT = (
     "LD_LIBRARY_PATH",
     "NVIDIA_TF32_OVERRIDE",
     "ROCR_VISIBLE_DEVICES",
-    VARIABLE,
+    AUTOLOAD,
 )
 # They decide whether a torch and a driver fit together. CUDA 13 dropped the version from their names.
 _DISTRIBUTIONS = tuple(
@@ -95,14 +95,14 @@ def _in_the_way() -> Fault | None:
     if "torch" not in sys.modules and "torch_npu" in _autoloaded():
         return (
             "torch-npu is installed, which makes `import torch` fail beside a GPU that works",
-            f"export {VARIABLE}=0, start the script with accelcore run, or uninstall torch-npu",
+            f"export {AUTOLOAD}=0, start the script with accelcore run, or uninstall torch-npu",
         )
     return None
 
 
 def _autoloaded() -> set[str]:
     """Return the modules of other accelerators that `import torch` would load."""
-    if not enabled(os.environ):
+    if not autoload_enabled(os.environ):
         return set()
     return {autoload.package for autoload in autoloads()}
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
 
 import pytest
 from accelcore_cuda import amd, builds, detection, nvidia
 
-from accelcore.devices.torch_autoload import Autoload
+from accelcore.devices.plugins import Declared
 
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -91,8 +91,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
             raise PackageNotFoundError(package)
         return made.torch
 
-    def autoloads() -> list[Autoload]:
-        return [Autoload(name, f"{name}:_autoload", name.replace("_", "-"), "1.0") for name in made.autoloaded]
+    def autoloads() -> list[Declared]:
+        points = [EntryPoint(name, f"{name}:_autoload", "torch.backends") for name in made.autoloaded]
+        return [Declared(point, point.name.replace("_", "-"), "1.0") for point in points]
 
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)

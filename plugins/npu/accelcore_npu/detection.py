@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from accelcore.devices.hookspecs import Probe
-from accelcore.devices.torch_autoload import autoloads, enabled
+from accelcore.devices.plugins import autoload_enabled, autoloads
 from accelcore.util.text import shown
 from accelcore_npu import compatibility, emulated, libraries
 
@@ -180,7 +180,7 @@ def _notices() -> Iterator[str]:
     if _cuda_build():
         yield f"torch {_installed('torch')} is built for CUDA, which it cannot use beside torch-npu"
     others = {autoload.distribution for autoload in autoloads() if autoload.package != "torch_npu"}
-    if others and enabled(os.environ):
+    if others and autoload_enabled(os.environ):
         yield f"torch also loads {', '.join(sorted(others))}: one process has one accelerator"
     yield from _transfer()
 
