@@ -68,25 +68,26 @@ logger = logging.getLogger("accelcore")
 class Declared:
     """One entry point, and the distribution that declares it with its version; empty if its metadata lacks them."""
 
-    point: EntryPoint
+    name: str
+    value: str
     distribution: str
     version: str
 
     @property
-    def name(self) -> str:
-        return self.point.name
+    def point(self) -> EntryPoint:
+        return EntryPoint(self.name, self.value, group="")  # without the metadata, equal for equal declarations
 
     @property
     def package(self) -> str:
         """The top-level package that it loads."""
-        return re.split(r"[.:]", self.point.value, maxsplit=1)[0]
+        return re.split(r"[.:]", self.value, maxsplit=1)[0]
 
     @property
     def label(self) -> str:
         return f"{self.distribution} {self.version}" if self.distribution else "an unnamed distribution"
 
     def __str__(self) -> str:
-        return f"{self.name} = {self.point.value} ({self.label})"
+        return f"{self.name} = {self.value} ({self.label})"
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class _Call:
 
 def declared(group: str) -> list[Declared]:
     """Return all entry points of a group, in an order that is the same in every process."""
-    found = [Declared(point, *_owner(point)) for point in entry_points(group=group)]
+    found = [Declared(point.name, point.value, *_owner(point)) for point in entry_points(group=group)]
     return sorted(found, key=lambda entry: (entry.name, entry.label))
 
 

@@ -6,7 +6,6 @@ import pty
 import re
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
 
 import pytest
 
@@ -380,7 +379,7 @@ def test_deep_knows_no_way_around_a_runtime_that_is_nobodys(monkeypatch):
         return Ended(0 if works else 1, limit, 1.0, "", deep.SAYS + said)
 
     monkeypatch.setattr("accelcore.cli.child.call", call)
-    runtime = Declared(EntryPoint("vendor", "vendor_runtime:autoload", "torch.backends"), "vendor-runtime", "2.0")
+    runtime = Declared("vendor", "vendor_runtime:autoload", "vendor-runtime", "2.0")
     found = deep.examine([], [runtime], 10.0)
     assert found.autoload_broken
     for words in ("set TORCH_DEVICE_BACKEND_AUTOLOAD=0", "uninstall vendor-runtime"):

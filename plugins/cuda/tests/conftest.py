@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import EntryPoint, PackageNotFoundError
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -92,8 +92,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         return made.torch
 
     def autoloads() -> list[Declared]:
-        points = [EntryPoint(name, f"{name}:_autoload", "torch.backends") for name in made.autoloaded]
-        return [Declared(point, point.name.replace("_", "-"), "1.0") for point in points]
+        return [Declared(name, f"{name}:_autoload", name.replace("_", "-"), "1.0") for name in made.autoloaded]
 
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-from importlib.metadata import EntryPoint, PackageNotFoundError
+from importlib.metadata import PackageNotFoundError
 
 import accelcore_npu
 import pytest
@@ -161,8 +161,8 @@ def test_a_gpu_beside_a_cpu_build_is_in_nobodys_way(machine):
 
 def test_another_plugin_of_torch_is_named(machine, monkeypatch):
     points = [
-        Declared(EntryPoint("torch_npu", "torch_npu:_autoload", "torch.backends"), "torch_npu", "2.13.0"),
-        Declared(EntryPoint("hpu", "habana_frameworks:__autoload", "torch.backends"), "habana-torch-plugin", "1.0"),
+        Declared("torch_npu", "torch_npu:_autoload", "torch_npu", "2.13.0"),
+        Declared("hpu", "habana_frameworks:__autoload", "habana-torch-plugin", "1.0"),
     ]
     monkeypatch.setattr(detection, "autoloads", lambda: points)
     assert probe().available
