@@ -50,11 +50,11 @@ class CapturedStep:
         self._runtime, self._optimizer, self._gradients, self._sums = runtime, optimizer, gradients, sums
         self._graphs: dict[Any, _Graph] = {}
         self._kinds: set[Any] = set()  # of batches that were trained on eagerly
+        self._received: set[str] = set()  # parameters that received a gradient while warming up
         self._options: list[Any] = []
         self._baked: tuple[Any, ...] = ()
         self._warm, self._windows = False, 0
-        self._received: set[str] = set()  # parameters that received a gradient while warming up
-        self._prepare()
+        self.forget()
 
     def __call__(
         self, batch: Any, forward_backward: ForwardBackward, close: Callable[[], None], *, first: bool, last: bool
@@ -103,12 +103,15 @@ class CapturedStep:
 
     def forget(self) -> None:
         """Drop all graphs, because the training has other memory now."""
-        self._graphs.clear()
-        self._kinds.clear()
+        for found in (self._graphs, self._kinds, self._received):
+            found.clear()
         self._warm, self._windows = False, 0
-        self._received.clear()
         self._gradients.held = []
-        self._prepare()
+        for group in self._optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True
+            if not isinstance(group["lr"], Tensor):  # a schedule writes into the tensor, and so into the graph
+                group["lr"] = torch.tensor(group["lr"], device=self._runtime.device)
 
     def _hold(self) -> None:
         """Allocate the gradients that every graph adds to. A parameter that never received one keeps None."""
@@ -132,7 +135,7 @@ class CapturedStep:
         self._received |= received
         if close is not None:
             close()
-        return loss.detach(), aux
+        return loss, aux
 
     def _hyperparameters(self) -> tuple[Any, ...]:
         """Return the optimizer's options that a graph bakes in. A tensor is compared by identity, not by its value."""
@@ -165,13 +168,6 @@ class CapturedStep:
                 "generator may be unusable",
             ) from cause
         return _Graph([leaf for leaf in inputs if isinstance(leaf, Tensor)], loss, aux, replay)
-
-    def _prepare(self) -> None:
-        for group in self._optimizer.param_groups:
-            if "capturable" in group:
-                group["capturable"] = True
-            if not isinstance(group["lr"], Tensor):  # a schedule writes into the tensor, and so into the graph
-                group["lr"] = torch.tensor(group["lr"], device=self._runtime.device)
 
 
 def check_capturable(optimizer: Optimizer) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accelcore.training.gradients import Gradients
 
-__all__ = ["Clipping", "ClippingBy"]
+__all__ = ["Clipping", "clip_by"]
 
 _ONE_KERNEL = (torch.float32, torch.bfloat16)
 
@@ -45,21 +45,15 @@ class Clipping:
         return norm
 
 
-class ClippingBy:
+@torch.no_grad()
+def clip_by(function: Callable[[list[Tensor]], object], gradients: Gradients) -> None:
     """Clip by a function of the script, which changes or replaces each `grad`; see `clip` of `TrainerOptions`."""
-
-    def __init__(self, function: Callable[[list[Tensor]], object]) -> None:
-        self._function = function
-
-    @torch.no_grad()
-    def __call__(self, gradients: Gradients) -> None:
-        """Clip the gradients of a window, after they were reduced over ranks and unscaled."""
-        gradients.expose()
-        slots = zip(gradients.slots, gradients.received, strict=True)
-        trained = [slot.trained for slot, received in slots if received]
-        before = [tensor.grad for tensor in trained]
-        self._function(list(trained))
-        for tensor, gradient in zip(trained, before, strict=True):
-            if tensor.grad is not gradient and gradient is not None:
-                gradient.copy_(torch.zeros_like(gradient) if tensor.grad is None else tensor.grad)
-                tensor.grad = gradient
+    gradients.expose()
+    slots = zip(gradients.slots, gradients.received, strict=True)
+    trained = [slot.trained for slot, received in slots if received]
+    before = [tensor.grad for tensor in trained]
+    function(list(trained))
+    for tensor, gradient in zip(trained, before, strict=True):
+        if tensor.grad is not gradient and gradient is not None:
+            gradient.copy_(torch.zeros_like(gradient) if tensor.grad is None else tensor.grad)
+            tensor.grad = gradient

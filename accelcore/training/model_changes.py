@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import zip_longest
-from operator import attrgetter, is_
+from operator import attrgetter
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,7 +24,8 @@ class ModelSnapshot:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None]) -> None:
         self._model, self._optimizer, self._rest = model, optimizer, rest
-        self._members = [list(group["params"]) for group in optimizer.param_groups]
+        self._members = [list(group["params"]) for group in optimizer.param_groups]  # alive, so that ids stay theirs
+        self._groups = self._groups_now()
         self._by_name = dict(model.named_parameters())
         self._parameters = list(self._by_name.values())
         self._trainable = list(map(_TRAINABLE, self._parameters))
@@ -47,15 +47,8 @@ class ModelSnapshot:
             if list(map(Tensor.stride, self._parameters)) != self._strides:
                 raise self._changed()
             self._addresses = addresses
-        if list(map(_TRAINABLE, self._parameters)) != self._trainable:
+        if list(map(_TRAINABLE, self._parameters)) != self._trainable or self._groups_now() != self._groups:
             raise self._changed()
-        groups = self._optimizer.param_groups
-        if len(groups) != len(self._members):
-            raise self._changed()
-        for group, members in zip(groups, self._members):  # noqa: B905  # as many, and `strict` takes time
-            now = group["params"]
-            if len(now) != len(members) or not all(map(is_, now, members)):
-                raise self._changed()
 
     def check_model(self) -> None:
         """Do what `check` does, and walk the whole model for new parameters."""
@@ -82,15 +75,10 @@ class ModelSnapshot:
                 "optimizer.add_param_group, or frozen by requires_grad_(False); then call trainer.refresh()",
             )
 
-    def _changed(self) -> TrainingError:
-        return TrainingError(
-            f"the model or the optimizer has changed since its trainer was made: {self._changes()}",
-            why="the trainer would not train, reduce over ranks or save what has changed",
-            remedy="call trainer.refresh() after a change: between two windows, and on all ranks of a job",
-        )
+    def _groups_now(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self._optimizer.param_groups]
 
-    def _changes(self) -> str:
-        now = dict(self._model.named_parameters())
+    def _changed(self) -> TrainingError:
         said = []
         known = zip(self._by_name.items(), self._trainable, self._strides, strict=True)
         for (name, parameter), trainable, strides in known:
@@ -98,10 +86,12 @@ class ModelSnapshot:
                 said.append(f"{name!r} was {'frozen' if trainable else 'unfrozen'}")
             if parameter.stride() != strides:
                 said.append(f"{name!r} has another memory layout")
-        said += [f"{name!r} is new" for name in now if name not in self._by_name]
-        for number, (group, members) in enumerate(zip_longest(self._optimizer.param_groups, self._members)):
-            if group is None or members is None:
-                said.append(f"group {number} of the optimizer was {'removed' if group is None else 'added'}")
-            elif list(map(id, group["params"])) != list(map(id, members)):
-                said.append(f"group {number} of the optimizer has other parameters")
-        return ", ".join(said[:3]) + (f", and {len(said) - 3} more" if len(said) > 3 else "")
+        said += [f"{name!r} is new" for name, _ in self._model.named_parameters() if name not in self._by_name]
+        if self._groups_now() != self._groups:
+            said.append("the optimizer has other parameters in its groups")
+        changes = ", ".join(said[:3]) + (f", and {len(said) - 3} more" if len(said) > 3 else "")
+        return TrainingError(
+            f"the model or the optimizer has changed since its trainer was made: {changes}",
+            why="the trainer would not train, reduce over ranks or save what has changed",
+            remedy="call trainer.refresh() after a change: between two windows, and on all ranks of a job",
+        )

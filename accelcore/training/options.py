@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from accelcore.training.schedule import ScheduleBy
 from accelcore.util.text import did_you_mean, is_number, is_whole, kind_of
 
 __all__ = [
-    "DEFAULTS",
     "FSDP",
     "Loss",
     "Parts",
@@ -165,28 +164,16 @@ class TrainerOptions(TypedDict, total=False):
     observers: Sequence[Observer]
 
 
-DEFAULTS: TrainerOptions = {
-    "loss": None,
-    "scheduler": None,
+_DEFAULTS = {
     "schedule_by": "window",
     "precision": "fp32",
-    "loss_scale": None,
-    "fp32": None,
     "accumulate": 1,
-    "weight": None,
-    "clip_norm": None,
-    "clip": None,
-    "parallel": None,
-    "comm_dtype": None,
     "sync_batchnorm": False,
-    "checkpoint": None,
-    "offload": None,
-    "flat": None,
     "compile": False,
     "graph": False,
     "observers": (),
 }
-"""Default of each option."""
+"""Defaults that are not None."""
 
 
 def complete(given: Mapping[str, Any]) -> TrainerOptions:
@@ -195,15 +182,13 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
     Raises:
         ConfigurationError: an option does not exist.
     """
+    known = TrainerOptions.__annotations__
     for name in given:
-        if name not in DEFAULTS:
+        if name not in known:
             raise ConfigurationError(
-                f"a trainer has no option {name!r}",
-                available=", ".join(DEFAULTS),
-                remedy=did_you_mean(name, DEFAULTS),
+                f"a trainer has no option {name!r}", available=", ".join(known), remedy=did_you_mean(name, known)
             )
-    options: TrainerOptions = {**DEFAULTS, **given}  # type: ignore[typeddict-item]  # checked above
-    return options
+    return cast("TrainerOptions", {**dict.fromkeys(known), **_DEFAULTS, **given})
 
 
 def check_values(options: TrainerOptions) -> None:
@@ -235,16 +220,11 @@ def check_values(options: TrainerOptions) -> None:
 
 def check_arguments(model: Any, optimizer: Any, loss: Any) -> None:
     """Raise ConfigurationError if model, optimizer or loss is something else."""
-    if isinstance(model, list | tuple | Mapping) and not isinstance(model, nn.Module):
-        raise ConfigurationError(
-            f"the model is {kind_of(model)} of {len(model)}, and a trainer trains one nn.Module",
-            remedy="make a trainer for each model, with an optimizer of its own. If one loss trains all of them, put "
-            "them into one module, such as nn.ModuleList",
-        )
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             f"the model is {_shown(model)}, not an nn.Module",
-            remedy="pass the model first, an instance: accel.trainer(model, optimizer)",
+            remedy="pass the model first, an instance: accel.trainer(model, optimizer). Several models need a trainer "
+            "each, with an optimizer of its own; if one loss trains all of them, put them into one nn.ModuleList",
         )
     if not isinstance(optimizer, Optimizer):
         name = optimizer if isinstance(optimizer, str) else "adamw"

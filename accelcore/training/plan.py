@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from accelcore.precision.policy import Policy
 from accelcore.roles.compiler import Compiled
 from accelcore.training.captured import CapturedStep
-from accelcore.training.contexts import Contexts
 from accelcore.training.gradients import Gradients, PerTensor
 from accelcore.training.observers import Listeners
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.strategy import Strategy
+from accelcore.training.stages.cast import Contexts
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend

@@ -36,7 +36,7 @@ class Schedule:
                 remedy="make one: scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)",
             )
         if by != "window" and scheduler is None:
-            raise ConfigurationError(f"schedule_by={by!r} without a scheduler", remedy="give it as scheduler=")
+            raise ConfigurationError(f"schedule_by={by!r} was given without a scheduler", remedy="pass scheduler=...")
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise ConfigurationError(
                 "the scheduler belongs to another optimizer", remedy="make it from the optimizer given here"

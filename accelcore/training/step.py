@@ -14,11 +14,12 @@ from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.torch_fused import FusedStep
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.captured import CapturedStep
-from accelcore.training.clipping import Clipping, ClippingBy
+from accelcore.training.clipping import Clipping, clip_by
 from accelcore.training.gradients import backward, first_not_finite
 from accelcore.training.losses import loss_of_model, no_loss, split_loss
 from accelcore.training.parallel.strategy import any_overflow, broadcast_buffers, whole_norm
 from accelcore.training.plan import Plan
+from accelcore.training.schedule import Schedule
 from accelcore.training.shared_parameters import SharedParameters
 from accelcore.training.window import Window
 from accelcore.util.containers import detached
@@ -34,17 +35,18 @@ class Step:
     Everything that a step needs is bound here. A step walks neither the model nor the optimizer's groups.
 
     Attributes:
-        overwrites: whether the model's next call overwrites the outputs and gradients of its last call.
         failure: why the trainer can no longer train; None if it can.
     """
 
-    def __init__(self, plan: Plan, *, scaler: LossScaler, window: Window, clip: Clipping | None) -> None:
+    def __init__(
+        self, plan: Plan, *, scaler: LossScaler, window: Window, clip: Clipping | None, schedule: Schedule
+    ) -> None:
         self._forward, self._listeners = plan.forward, plan.listeners
         self._loss, self._weight = plan.options["loss"] or loss_of_model, plan.options["weight"]
         self._region, self._arithmetic = plan.contexts.region, plan.contexts.arithmetic
         self._gradients, self._optimizer, self._strategy = plan.gradients, plan.optimizer, plan.strategy
-        self._scaler, self._window, self._clip = scaler, window, clip
-        self._clip_by = None if plan.options["clip"] is None else ClippingBy(plan.options["clip"])
+        self._scaler, self._window, self._clip, self._schedule = scaler, window, clip, schedule
+        self._clip_by = plan.options["clip"]
         self._model, self._whole_norm = plan.model, partial(whole_norm, plan.strategy)
         self._any_overflow = partial(any_overflow, plan.strategy)
         self._find_bad = partial(first_not_finite, plan.gradients)
@@ -59,7 +61,8 @@ class Step:
         self._shared = SharedParameters([slot.parameter for slot in plan.gradients.slots])
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
-        self.overwrites = plan.compiled is not None and plan.compiled.overwrites
+        # The next call of a compiled model may overwrite the outputs and gradients of its last call.
+        self._overwrites = plan.compiled is not None and plan.compiled.overwrites
         self.failure: TrainingError | None = None
 
     @property
@@ -71,7 +74,7 @@ class Step:
         """Put this trainer's gradients on the parameters, which other trainers may share."""
         self._shared.acquire()
 
-    def open(self) -> None:
+    def _open(self) -> None:
         """Open a window if none is open: clear gradients that others, such as another trainer, have left."""
         self._shared.acquire()
         if not self._shared.is_open:
@@ -79,7 +82,7 @@ class Step:
             self._shared.is_open = True
 
     def forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
-        """Add the gradients of one micro-batch to the window's; return its loss and auxiliary outputs."""
+        """Add the gradients of one micro-batch to the window's; return its loss and auxiliary outputs, detached."""
         try:
             with self._region:
                 loss = self._loss(self._forward, batch)
@@ -91,22 +94,19 @@ class Step:
         except BaseException as error:
             self.drop(error)
             raise
+        loss = loss.detach().clone() if self._overwrites else loss.detach()
         return loss, None if aux is None else detached(aux)
 
-    def launch(self, captured: CapturedStep, batch: Any) -> tuple[Tensor, Any, bool]:
-        """Run `forward_backward`, `count` and `update` as one graph; also return whether a window was closed."""
+    def launch(self, captured: CapturedStep, batch: Any) -> tuple[Tensor, Any]:
+        """Do what `forward_backward` does as one graph, which also updates the parameters at the end of a window."""
         first, last = self._window.micro == 0, self._window.is_last
-        self.open()  # not in the graph, which later micro-batches of a window replay
+        self._open()  # not in the graph, which later micro-batches of a window replay
         try:
-            loss, aux = captured(batch, self.forward_backward, self.work, first=first, last=last)
+            return captured(batch, self.forward_backward, self.update_parameters, first=first, last=last)
         except BaseException as error:
             if self.is_open:  # else `forward_backward` has dropped the window
                 self.drop(error)
             raise
-        full = self.count()
-        if full:
-            self.begin()
-        return loss, aux, full
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, *, retain_graph: bool) -> None:
         """Add the gradients of a loss. They outlast the next forward pass."""
@@ -122,7 +122,7 @@ class Step:
         self._strategy.before_backward()
         share = self._window.share(weight, self._strategy)
         scaled = self._scaler.scale(loss)
-        self.open()
+        self._open()
         # The gradient that backward starts from. Multiplying the loss costs an operator here, and one in backward.
         start: Tensor | None
         if isinstance(share, Tensor):
@@ -132,31 +132,45 @@ class Step:
         with self._arithmetic:
             backward(self._gradients, scaled, start, retain_graph=retain_graph)
         self._strategy.after_backward()
-        if self.overwrites and outlast:
+        if self._overwrites and outlast:
             self._gradients.load_state(self._gradients.state())
 
-    def count(self) -> bool:
-        """Count a micro-batch; return whether the window is full."""
+    def count(self, *, updated: bool = False) -> bool:
+        """Count a micro-batch, and close a full window. Return whether a window was closed."""
         self._window.micro += 1
-        if self._window.micro >= self._window.accumulate:
-            return True
-        self._strategy.before_forward(self._window.is_last)
-        return False
+        if self._window.micro < self._window.accumulate:
+            self._strategy.before_forward(self._window.is_last)
+            return False
+        self.close_window(full=True, updated=updated)
+        return True
 
-    def update(self, *, full: bool) -> None:
-        """Update the parameters at the end of a window, full or short, and begin the next window."""
+    def close_window(self, *, full: bool, updated: bool = False) -> None:
+        """End a window, full or short: update the parameters, unless a graph has `updated` them; begin the next window.
+
+        Then step the schedule and call the observers. If these raise, the update is complete.
+        """
         self._shared.acquire()
         try:
-            self.work(full=full)
+            if not updated:
+                self.update_parameters(full=full)
             if self._world_size > 1:
                 broadcast_buffers(self._job, self._model)
             self.begin()
         except BaseException as error:
             self.drop(error)
             raise
+        self._window.steps += 1
+        self._schedule.window_ended()
+        for listener in self._listeners.gradient_norm:
+            listener(self._norm)
+        if self._overflow is not None:
+            for listener in self._listeners.overflow:
+                listener(self._overflow)
+        for listener in self._listeners.step:
+            listener(self._window.steps)
 
-    def work(self, *, full: bool = True) -> None:
-        """Update the parameters: the part of an update that runs on the device, and that a graph captures."""
+    def update_parameters(self, *, full: bool = True) -> None:
+        """Update the parameters: the work of the device at the end of a window, which a graph captures."""
         gradients = self._gradients
         self._check_binding()
         gradients.collect()
@@ -206,7 +220,7 @@ class Step:
             elif self._reads_norm:
                 self._norm = self._whole_norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers))))
             if self._clip_by is not None:
-                self._clip_by(gradients)
+                clip_by(self._clip_by, gradients)
         return buffers
 
     def _step_optimizer(self, buffers: list[Tensor]) -> None:
@@ -222,16 +236,6 @@ class Step:
                 error,
             )
             raise
-
-    def tell(self, steps: int) -> None:
-        """Call the observers after a window was closed, the `steps`-th."""
-        for listener in self._listeners.gradient_norm:
-            listener(self._norm)
-        if self._overflow is not None:
-            for listener in self._listeners.overflow:
-                listener(self._overflow)
-        for listener in self._listeners.step:
-            listener(steps)
 
     def begin(self, *, opened: bool = False) -> None:
         """Begin a window, or continue one that was `opened` before."""

@@ -159,11 +159,8 @@ class Trainer:
 
         After a `resume` in mid-epoch the first call yields the rest of that epoch. It loads the earlier batches again
         and drops them, so that random augmentation stays exact. A loader with `state_dict` and `load_state_dict`, such
-        as torchdata's StatefulDataLoader, restores its own state instead. The position counts the batches that were
-        yielded, so save after training on a batch.
-
-        An epoch that is left early, by `break` or an exception, has ended. To resume in the middle of an epoch, save
-        inside the loop.
+        as torchdata's StatefulDataLoader, restores its own state instead. An epoch that is left early, by `break` or an
+        exception, has ended: to resume within an epoch, save inside the loop, after training on a batch.
 
         Args:
             loader: a DataLoader over a map-style or iterable dataset, or any iterable of batches. In a job of several
@@ -194,23 +191,13 @@ class Trainer:
 
     def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device."""
-        if self._window.micro == 0:
-            self._step.check()
-            self._check_and_number()
-            if not self._window.steps:
-                self._streams.warn_if_unused(1)
-        elif self._window.is_last:
-            self._check_and_number()
-        if self._plan.captured is None:
+        self._check_step(begins=self._window.micro == 0)
+        captured = self._plan.captured
+        if captured is None:
             loss, self.aux = self._step.forward_backward(batch)
-            loss = loss.detach()
-            if self._step.overwrites:
-                loss = loss.clone()
-            self._count()
         else:
-            loss, self.aux, full = self._step.launch(self._plan.captured, batch)
-            if full:
-                self._end_window()
+            loss, self.aux = self._step.launch(captured, batch)
+        self._step.count(updated=captured is not None)
         for listener in self._plan.listeners.loss:
             listener(loss)
         return loss
@@ -240,13 +227,7 @@ class Trainer:
             TrainingError: `loss` is not a scalar tensor that depends on the parameters; or, in a job of several ranks,
                 it was not computed by `trainer.forward`.
         """
-        self._step.check()
-        if not self._step.is_open:  # the forward pass may have bypassed `forward`
-            self._check_and_number()
-            if not self._window.steps:
-                self._streams.warn_if_unused(1)
-        elif self._window.is_last:
-            self._check_and_number()
+        self._check_step(begins=not self._step.is_open)  # the forward pass may have bypassed `forward`
         if weight is None and self._options["weight"] is not None:
             raise TrainingError(
                 "backward was called without a weight, and this trainer was made with weight=",
@@ -261,15 +242,14 @@ class Trainer:
         self._step.check_failure()
         if self._window.is_last:
             self._check_and_number()
-        return self._count()
+        return self._step.count()
 
     def flush(self) -> None:
         """Close a window that is not full, as the mean of its micro-batches. Does nothing if no window is open."""
         if self._window.micro:
             self._step.check()
             self._check_and_number()
-            self._step.update(full=False)
-            self._end_window()
+            self._step.close_window(full=False)
 
     def refresh(self) -> None:
         """Prepare the model and the optimizer again, after parameters were frozen, unfrozen or added.
@@ -283,16 +263,18 @@ class Trainer:
             DistributedError: the ranks of the job have made different changes. The trainer can no longer train.
         """
         self._step.check()
+        may_differ = self._backend.collectives.world_size > 1  # another rank may have passed checks that this one fails
         try:
             self._preparation.check("trainer.refresh()", self._check_refreshable)
-        except BaseException as error:
-            if self._backend.collectives.world_size > 1:  # a rank may have passed the checks that another failed
-                self._cannot_refresh(error)
-            raise
-        try:
+            may_differ = True
             self._preparation.apply()
         except BaseException as error:
-            self._cannot_refresh(error)
+            if may_differ:
+                self._step.give_up(
+                    "trainer.refresh() failed, and its changes may be incomplete or differ between ranks",
+                    "make the same change on all ranks before it; start the job again, from a checkpoint",
+                    error,
+                )
             raise
         self._prepared()
 
@@ -342,7 +324,7 @@ class Trainer:
 
     def _prepared(self) -> None:
         self._snapshot = ModelSnapshot(self.model, self.optimizer, self._plan.strategy.reset)
-        self._step = Step(self._plan, scaler=self.scaler, window=self._window, clip=self._clip)
+        self._step = Step(self._plan, scaler=self.scaler, window=self._window, clip=self._clip, schedule=self._schedule)
         self.saver.step, self.saver.snapshot = self._step, self._snapshot
         self._step.begin()
 
@@ -355,16 +337,17 @@ class Trainer:
             )
         self._snapshot.check_refreshable()
 
-    def _cannot_refresh(self, error: BaseException) -> None:
-        self._step.give_up(
-            "trainer.refresh() failed, and its changes may be incomplete or differ between ranks",
-            "make the same change on all ranks before it; start the job again, from a checkpoint",
-            error,
-        )
-
     @property
     def _is_within_window(self) -> bool:
         return self._window.micro > 0 or self._step.is_open
+
+    def _check_step(self, *, begins: bool) -> None:
+        """Check that the trainer can train on a micro-batch, which `begins` a window or not."""
+        self._step.check()
+        if begins or self._window.is_last:
+            self._check_and_number()
+        if begins and not self._window.steps:
+            self._streams.warn_if_unused(1)
 
     def _check_and_number(self) -> None:
         """Check that nothing has changed, and tell the job the number of this step."""
@@ -382,15 +365,3 @@ class Trainer:
             if self._is_within_window:
                 self._step.discard("the model or the optimizer has changed")
             raise
-
-    def _count(self) -> bool:
-        full = self._step.count()
-        if full:
-            self._step.update(full=True)
-            self._end_window()
-        return full
-
-    def _end_window(self) -> None:
-        self._window.steps += 1
-        self._schedule.window_ended()
-        self._step.tell(self._window.steps)

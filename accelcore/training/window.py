@@ -62,8 +62,17 @@ class Window:
         self._weighted = weight is not None
         if weight is None:
             return self._whole_share
-        if self._counted is not None and self._counted[0] == self.micro:
-            return self._share_again(weight)
+        if self._counted is not None and self._counted[0] == self.micro:  # another loss of a micro-batch
+            _, counted, share = self._counted
+            either = isinstance(weight, Tensor) or isinstance(counted, Tensor)  # to compare them, the host would wait
+            if weight is not counted and (either or weight != counted):
+                raise TrainingError(
+                    "two losses of one micro-batch have different weights",
+                    why="a micro-batch counts once, by one weight",
+                    remedy="give all of its losses the same number or tensor object. Between two micro-batches, call "
+                    "trainer.update(), with accumulate= their number",
+                )
+            return share
         given, weight = weight, self._checked(weight)
         if self._unit is None:  # shares near 1 leave the loss scale as it is
             unit = float(strategy.collectives.all_reduce(weight.clone(), "avg"))
@@ -113,20 +122,6 @@ class Window:
         self._weighted = isinstance(total, Tensor) if micro else None
         if isinstance(total, Tensor):
             self._total = torch.zeros((), device=self._device).copy_(total)
-
-    def _share_again(self, weight: float | Tensor) -> Tensor:
-        """Return the share of another loss of a micro-batch that has been counted."""
-        assert self._counted is not None
-        _, counted, share = self._counted
-        # Comparing two tensors would make the host wait.
-        if weight is not counted and (isinstance(weight, Tensor) or isinstance(counted, Tensor) or weight != counted):
-            raise TrainingError(
-                "two losses of one micro-batch have different weights",
-                why="a micro-batch counts once, by one weight",
-                remedy="give all of its losses the same number or tensor object. Between two micro-batches, call "
-                "trainer.update(), with accumulate= their number",
-            )
-        return share
 
     def _checked(self, weight: float | Tensor) -> Tensor:
         if isinstance(weight, Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -238,31 +239,26 @@ def _copy_of(loader: DataLoader[Any], rank: int, **of_rank: Any) -> DataLoader[A
     options = {name: getattr(loader, name) for name in _COPIED}
     if "batch_sampler" not in of_rank:
         options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    start = _StartWorker(rank, loader.worker_init_fn) if rank else loader.worker_init_fn
+    start = partial(_start_worker, rank, loader.worker_init_fn) if rank else loader.worker_init_fn
     return DataLoader(**{"dataset": loader.dataset, "worker_init_fn": start, **options, **of_rank})
 
 
-class _StartWorker:
-    """Seed a loader's worker by its number among the workers of all ranks.
+def _start_worker(rank: int, then: Callable[[int], None] | None, number: int) -> None:
+    """Seed a loader's worker by its number among the workers of all ranks, and call `then`, the user's function.
 
     torch seeds a worker by its number on its rank and a random number of that rank. On ranks that are seeded alike, the
     first workers would draw the same augmentations. On rank 0 the seeds are torch's.
     """
+    import numpy as np  # only workers need it
 
-    def __init__(self, rank: int, then: Callable[[int], None] | None) -> None:
-        self._rank, self._then = rank, then
-
-    def __call__(self, number: int) -> None:
-        import numpy as np  # only workers need it
-
-        worker = get_worker_info()
-        assert worker is not None, "only a loader's workers call this"
-        seed = worker.seed + self._rank * worker.num_workers
-        random.seed(seed)
-        torch.manual_seed(seed)
-        np.random.seed([seed >> shift & 0xFFFFFFFF for shift in (0, 32)])  # as torch seeds it
-        if self._then is not None:
-            self._then(number)
+    worker = get_worker_info()
+    assert worker is not None, "only a loader's workers call this"
+    seed = worker.seed + rank * worker.num_workers
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed([seed >> shift & 0xFFFFFFFF for shift in (0, 32)])  # as torch seeds it
+    if then is not None:
+        then(number)
 
 
 def _parts(rows: Sequence[Any], count: int) -> list[list[Any]]:

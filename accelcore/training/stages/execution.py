@@ -51,10 +51,12 @@ class Capture:
         if not plan.backend.capabilities.graphs:
             raise UnsupportedError(f"{plan.backend.name} cannot capture steps", remedy="leave graph=True out")
         if plan.backend.collectives.world_size > 1:
-            raise UnsupportedError("graph=True in a job of several ranks", remedy="leave graph=True out")
+            raise UnsupportedError(
+                "graph=True is not available in a job of several ranks", remedy="leave graph=True out"
+            )
         if draws_on_host():
             raise UnsupportedError(
-                'graph=True after runtime.seed(..., same="everywhere")',
+                'graph=True cannot be used after runtime.seed(..., same="everywhere")',
                 why="random numbers are drawn on the host then, which a graph would do once for all its launches",
                 remedy="leave graph=True out, or seed without same",
             )
@@ -64,7 +66,7 @@ class Capture:
         if plan.options["graph"]:
             if plan.compiled is not None and plan.compiled.overwrites:
                 raise ConfigurationError(
-                    "graph=True, and a compiled model that uses graphs, too",
+                    "graph=True cannot be combined with a compiled model that captures graphs itself",
                     remedy='leave graph=True out, or compile without graphs: mode="default"',
                 )
             sums = plan.options["accumulate"] > 1

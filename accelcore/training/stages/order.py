@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 from accelcore.errors import DistributedError
 from accelcore.training.agreement import Agreement, describe
@@ -45,15 +44,14 @@ class Preparation:
 
     def check(self, what: str, first: Callable[[], None] = lambda: None) -> None:
         """Run `first` and every check, on all ranks together; `what` is the script's call, for errors."""
-        collectives, device = self._plan.backend.collectives, self._plan.backend.device
-        agreement = Agreement(collectives, device) if collectives.world_size > 1 else None
-        if agreement is not None:
-            agreement.meet(what)
-        with nullcontext() if agreement is None else agreement.together("prepare this training", DistributedError):
+        job = self._plan.backend.collectives
+        agreement = Agreement(job, self._plan.backend.device)
+        agreement.meet(what)
+        with agreement.together("prepare this training", DistributedError):
             first()
             for stage in self._stages:
                 stage.check(self._plan)
-        if agreement is not None:
+        if job.world_size > 1:
             agreement.train_alike(describe(self._plan))
 
     def apply(self) -> None:

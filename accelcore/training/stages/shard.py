@@ -35,7 +35,7 @@ class Shard:
         plan.strategy.check(plan.model, plan.optimizer, plan.policy)
         if plan.strategy.layout == "shards" and plan.options["clip"] is not None:
             raise ConfigurationError(
-                "clip= with a model that is divided among the ranks",
+                "clip= cannot be used with a model that is divided among the ranks",
                 why="the function would see only this rank's shards, not the whole gradients",
                 remedy='set clip_norm=, which is computed over all ranks, or choose parallel="ddp"',
             )
@@ -102,15 +102,15 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
     offered = [strategy for strategy in known if strategy in declared or world_size == 1]
     if name is not None and name not in offered:
         raise UnsupportedError(
-            f"parallel={name!r} does not exist here",
+            f"parallel={name!r} is not available",
             why="the backend does not declare it" if name in known else "there is no strategy of that name",
             available=", ".join(f"parallel={strategy!r}" for strategy in offered),
             remedy="choose one of those, or leave parallel out for a job of one process",
         )
     if options["comm_dtype"] is not None and name not in _WITH_COMM_DTYPE:
         raise ConfigurationError(
-            f"comm_dtype={options['comm_dtype']!r} with parallel={name!r}",
-            remedy=f"it is for parallel={' or '.join(map(repr, _WITH_COMM_DTYPE))}",
+            f"comm_dtype={options['comm_dtype']!r} cannot be used with parallel={name!r}",
+            remedy=f"leave it out, or choose parallel={' or '.join(map(repr, _WITH_COMM_DTYPE))}",
         )
     if world_size == 1:
         launch = read_launch()
@@ -124,7 +124,7 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
         return SingleProcess(backend, options)
     if name is None or name == _NONE:
         raise ConfigurationError(
-            f"a job of {world_size} ranks, and parallel={name!r}",
+            f"parallel={name!r} is not possible in a job of {world_size} ranks",
             why="every rank would train its own model, on its own share of the data",
             available=", ".join(f'parallel="{strategy}"' for strategy in offered if strategy != _NONE),
             remedy="choose one, or leave accel.distributed() out to run independent processes",
