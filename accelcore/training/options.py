@@ -193,28 +193,23 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
 
 def check_values(options: TrainerOptions) -> None:
     """Raise ConfigurationError for option values of the wrong type or out of range."""
-    accumulate, clip_norm = options["accumulate"], options["clip_norm"]
-    weight, observers = options["weight"], options["observers"]
+    accumulate, clip_norm, observers = options["accumulate"], options["clip_norm"], options["observers"]
     if not is_whole(accumulate, 1):
         raise ConfigurationError(
             f"accumulate={accumulate!r} is not a number of micro-batches", remedy="give a whole number, 1 or more"
         )
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
         raise ConfigurationError(f"clip_norm={clip_norm!r} is not a norm", remedy="give a number > 0, or None")
-    clip = options["clip"]
-    if clip is not None and not callable(clip):
-        raise ConfigurationError(
-            f"clip={clip!r} is not a function",
-            remedy=f"pass clip_norm={clip!r}, or clip=lambda parameters: torch.nn.utils.clip_grad_value_(parameters, "
-            f"{clip!r})",
-        )
-    if weight is not None and not callable(weight):
-        raise ConfigurationError(
-            f"weight={weight!r} is not a function", remedy="pass weight=lambda batch: len(batch[0]), or leave it out"
-        )
+    by_value = "clip=lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 1.0)"
+    for name, value, remedy in (
+        ("clip", options["clip"], f"pass a norm as clip_norm=, or {by_value}"),
+        ("weight", options["weight"], "pass weight=lambda batch: len(batch[0]), or leave it out"),
+    ):
+        if value is not None and not callable(value):
+            raise ConfigurationError(f"{name}={value!r} is not a function", remedy=remedy)
     if not isinstance(observers, Sequence):  # it is read more than once
         raise ConfigurationError(f"observers={observers!r} is not a list", remedy="pass observers=[...]")
-    if clip is not None and clip_norm is not None:
+    if options["clip"] is not None and clip_norm is not None:
         raise ConfigurationError("clip= and clip_norm= were both given", remedy="give one of them")
 
 
@@ -269,10 +264,11 @@ def chosen(model: nn.Module, parts: Parts | None, option: str) -> list[nn.Module
     """Return the chosen parts of a model, outer ones first, without the model itself; None chooses its blocks.
 
     Raises:
-        ConfigurationError: no part of the model is chosen.
+        ConfigurationError: no part of the model is chosen, or the value cannot choose modules.
     """
     if parts is None:
         return list(_blocks(model))
+    check_parts(parts, option)
     found = [module for module in model.modules() if module is not model and _fits(parts, module)]
     if not found:
         raise ConfigurationError(

@@ -136,7 +136,7 @@ def test_what_a_function_does_to_an_overflow_is_skipped_with_it(accel):
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"clip": 1.0}, r"clip_norm=1\.0, or clip=lambda"), ({"clip": adaptive, "clip_norm": 1.0}, "give one of them")],
+    [({"clip": 1.0}, r"clip_norm=, or clip=lambda"), ({"clip": adaptive, "clip_norm": 1.0}, "give one of them")],
 )
 def test_mistakes(accel, options, says):
     model = nn.Linear(2, 2)

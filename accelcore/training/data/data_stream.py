@@ -170,20 +170,18 @@ class DataStream:
             self._start = now
             return self._begin(source)
         saved, self._saved = self._saved, None
-        if saved is not None:
+        if saved is None:
+            self._runtime.set_rng_state(self._start)
+        else:
             _restore(loader, saved)
-            iterator = self._begin(source)
-            self._runtime.set_rng_state(now)  # `iter` may have drawn a number, as at the beginning of an epoch
-            return iterator
-        self._runtime.set_rng_state(self._start)
         iterator = self._begin(source)
-        for done in range(self.taken):
+        for done in range(self.taken if saved is None else 0):
             if next(iterator, self) is self:
                 raise CheckpointError(
                     f"the checkpoint was saved after {self.taken} batches of an epoch, and the loader has only {done}",
                     remedy="give the loader the dataset and batch size it had when the checkpoint was saved",
                 )
-        self._runtime.set_rng_state(now)
+        self._runtime.set_rng_state(now)  # `iter` and the earlier batches have drawn numbers
         return iterator
 
     def _source_of(self, loader: Iterable[Any], shard: bool) -> Iterable[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from accelcore.errors import ConfigurationError, UnsupportedError
-from accelcore.training.options import Recompute, check_parts, chosen
+from accelcore.training.options import Recompute, chosen
 from accelcore.training.plan import Plan
 
 __all__ = ["ActivationCheckpointing", "ActivationStorage"]
@@ -92,13 +92,9 @@ class _Stored(nn.Module):
         return copyreg._reconstructor, (getattr(type(self), _MADE_FROM), object, None), state  # type: ignore[attr-defined]
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@cache
 def _class_with_storage(base: type[nn.Module]) -> type[nn.Module]:
-    if base not in _classes:
-        _classes[base] = type(base.__name__, (_Stored, base), {"__module__": base.__module__, _MADE_FROM: base})
-    return _classes[base]
+    return type(base.__name__, (_Stored, base), {"__module__": base.__module__, _MADE_FROM: base})
 
 
 def _computed(forward: Callable[..., Any], names: tuple[str, ...], anchor: Tensor, *given: Any) -> Any:
@@ -141,30 +137,25 @@ class ActivationCheckpointing:
         self._installed: list[tuple[ActivationStorage, nn.Module]] = []
 
     def check(self, plan: Plan) -> None:
-        recompute, offload = plan.options["checkpoint"], plan.options["offload"]
-        if recompute is not None and not isinstance(recompute, Recompute):
-            check_parts(recompute, "checkpoint")
-        if offload is not None:
-            check_parts(offload, "offload")
-            able = plan.backend.capabilities
-            if not (able.streams and able.pinned_memory):
-                raise UnsupportedError(
-                    f"offload= is not available on {plan.backend.name}",
-                    why="the backend does not declare streams and pinned memory",
-                    remedy="leave offload out; checkpoint= saves memory on every device",
-                )
-        if recompute is not None and plan.options["graph"]:
+        _chosen_parts(plan)
+        able = plan.backend.capabilities
+        if plan.options["offload"] is not None and not (able.streams and able.pinned_memory):
+            raise UnsupportedError(
+                f"offload= is not available on {plan.backend.name}",
+                why="the backend does not declare streams and pinned memory",
+                remedy="leave offload out; checkpoint= saves memory on every device",
+            )
+        if plan.options["checkpoint"] is not None and plan.options["graph"]:
             raise ConfigurationError(
                 "checkpoint= and graph=True cannot be combined",
                 why="recomputation repeats the random numbers of the forward pass, which a graph cannot do",
                 remedy="leave one of the two out",
             )
-        self._parts(plan)
 
     def apply(self, plan: Plan) -> None:
         self.remove()
         save = plan.options["checkpoint"].save if isinstance(plan.options["checkpoint"], Recompute) else ()
-        device, (recomputed, offloaded) = plan.backend.device, self._parts(plan)
+        device, (recomputed, offloaded) = plan.backend.device, _chosen_parts(plan)
         for module in dict.fromkeys((*recomputed, *offloaded)):
             storage = ActivationStorage(device, recompute=module in recomputed, save=save, offload=module in offloaded)
             storage.install(module)
@@ -179,11 +170,12 @@ class ActivationCheckpointing:
     def __del__(self) -> None:
         self.remove()
 
-    def _parts(self, plan: Plan) -> tuple[dict[nn.Module, None], dict[nn.Module, None]]:
-        """Return the modules to recompute and the modules to offload, in order."""
-        recompute, offload = plan.options["checkpoint"], plan.options["offload"]
-        parts = recompute.parts if isinstance(recompute, Recompute) else recompute
-        return (
-            {} if parts is None else dict.fromkeys(chosen(plan.model, parts, "checkpoint")),
-            {} if offload is None else dict.fromkeys(chosen(plan.model, offload, "offload")),
-        )
+
+def _chosen_parts(plan: Plan) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the modules to recompute and the modules to offload."""
+    recompute, offload = plan.options["checkpoint"], plan.options["offload"]
+    parts = recompute.parts if isinstance(recompute, Recompute) else recompute
+    return (
+        [] if parts is None else chosen(plan.model, parts, "checkpoint"),
+        [] if offload is None else chosen(plan.model, offload, "offload"),
+    )
