@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from accelcore.jobs.collectives import Collectives
     from accelcore.jobs.job import Job
     from accelcore.optim.registry import Optimizers
-    from accelcore.precision.role import Precision
+    from accelcore.precision.role import Autocast, Precision
     from accelcore.roles.compiler import Compiler
     from accelcore.roles.runtime import Runtime
     from accelcore.scaling.dynamic import Scalers
@@ -70,20 +71,21 @@ class Backend:
 
     def autocast(
         self, dtype: torch.dtype | str | None = None, *, enabled: bool = True, table: str = "torch"
-    ) -> AbstractContextManager[object]:
-        """Return a context of mixed precision for a forward pass; see `Precision.autocast`.
+    ) -> Autocast:
+        """Return a context of mixed precision for a forward pass, or a decorator; see `Precision.autocast`.
 
         Args:
             dtype: a dtype or its name, such as `"bf16"`. `"best"` is the fastest that the backend declares; the context
                 does nothing if that is fp32.
         """
         from accelcore.precision.policy import autocast_dtype
+        from accelcore.precision.role import Autocast
 
         if dtype is not None:
             dtype = autocast_dtype(dtype, self)
             if dtype is None:
-                return nullcontext()
-        return self.precision.autocast(dtype, enabled=enabled, table=table)
+                return Autocast(nullcontext)
+        return Autocast(partial(self.precision.autocast, dtype, enabled=enabled, table=table))
 
     def loading(self) -> dict[str, Any]:
         """Return the arguments of a DataLoader that suit this device: `DataLoader(data, 32, **accel.loading())`.

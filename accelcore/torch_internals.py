@@ -7,6 +7,8 @@ Operators such as `torch._foreach_mul_` and `torch._fused_adamw_` stay where the
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ __all__ = [
     "in_backward",
     "is_fake_mode_active",
     "keyset_below",
+    "never_compile",
     "operator_name",
     "operators_registered_at",
     "pytree",
@@ -153,6 +156,17 @@ def flight_records() -> list[dict[str, Any]]:
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     entries: list[dict[str, Any]] = json.loads(dump()).get("entries", []) if dump is not None else []
     return entries
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Keep torch.compile away from a function and all that it calls.
+
+    Without it, kernels in Python are compiled, with a warning, where compiled code calls them after a graph break.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    if isinstance(function, FunctionType):
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 def remove_library(library: torch.library.Library) -> None:

@@ -132,3 +132,21 @@ def test_a_batch_is_flattened_and_put_together_again():
 def test_all_kinds_of_batchnorm_have_one_base(kind):
     assert isinstance(kind(3), internals.AnyBatchNorm)
     assert not isinstance(nn.LayerNorm(3), internals.AnyBatchNorm)
+
+
+def test_torch_compile_stays_away_from_a_function_and_what_it_calls():
+    compiled = []
+
+    def inner(x):
+        return x + 1
+
+    def function(x):
+        return inner(x) * 2
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    internals.never_compile(function)
+    assert torch.compile(function, backend=backend)(torch.ones(1)) == 4
+    assert not compiled

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accelcore.torch_internals import OpOverload, dispatch_keyset, forget_python_dispatch, remove_library
+from accelcore.torch_internals import OpOverload, dispatch_keyset, forget_python_dispatch, never_compile, remove_library
 
 __all__ = ["Kernel", "Maker", "Overrides", "overrides", "replace_kernels", "torch_kernel"]
 
@@ -60,6 +60,7 @@ class _Installed:
             # torch warns of a kernel that is replaced; it is back after `remove`.
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
             for (operator, key), kernel in kernels.items():
+                never_compile(kernel)
                 library = self._library(operator.namespace)
                 library.impl(operator, kernel, key, with_keyset=with_keyset)  # type: ignore[no-untyped-call]
         self._forget()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import partial, wraps
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,7 +19,44 @@ from accelcore.precision.o1.region import Region
 from accelcore.precision.o1.table import Treatment
 from accelcore.torch_internals import operator_name
 
-__all__ = ["Precision", "TorchPrecision"]
+__all__ = ["Autocast", "Precision", "TorchPrecision"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Autocast:
+    """Context of a backend's autocast. As a decorator, it makes each call of a function run in a context of its own.
+
+    Calls may be recursive or run in several threads. Generators and coroutines are refused: what runs between their
+    parts would be cast, too.
+    """
+
+    def __init__(self, create: Callable[[], AbstractContextManager[object]]) -> None:
+        self._create, self._context = create, create()
+
+    def __enter__(self) -> object:
+        return self._context.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._context.__exit__(kind, error, traceback)
+
+    def __call__(self, function: F) -> F:
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_kind(function) for is_kind in kinds):
+            raise ConfigurationError(
+                f"autocast cannot decorate the generator or coroutine {getattr(function, '__name__', function)!s}",
+                why="autocast would also hold outside of it, between its parts",
+                remedy="enter `with accel.autocast():` inside of it, around parts without yield or await",
+            )
+
+        @wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            with self._create():
+                return function(*arguments, **options)
+
+        return call  # type: ignore[return-value]
 
 
 class Precision(ABC):

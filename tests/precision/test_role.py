@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from accelcore.capabilities import Capabilities
-from accelcore.errors import UnsupportedError
+from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.precision.role import TorchPrecision
 
 A, B = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(0, 2, 8).view(4, 2)
@@ -54,6 +56,48 @@ def test_disabled_autocast_switches_an_outer_one_off(accel, dtype):
         with accel.autocast(dtype, enabled=False):
             assert (A @ B).dtype is torch.float32
         assert (A @ B).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("table", ["torch", "O1"])
+def test_a_decorated_function_runs_in_a_context_of_its_own(accel, table):
+    @accel.autocast("bf16", table=table)
+    def products(depth):
+        """Its docstring."""
+        inner = products(depth - 1) if depth else []
+        return [(A @ B).dtype, *inner, (A @ B).dtype]
+
+    @accel.autocast(enabled=False)
+    def exact():
+        return (A @ B).dtype
+
+    assert products(2) == [torch.bfloat16] * 6
+    assert (products.__name__, products.__doc__) == ("products", "Its docstring.")
+    assert (A @ B).dtype is torch.float32
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(products, [1] * 8)) == [[torch.bfloat16] * 4] * 8
+    with accel.autocast("bf16", table=table):
+        assert [products(0), [exact()], (A @ B).dtype] == [[torch.bfloat16] * 2, [torch.float32], torch.bfloat16]
+    assert accel.autocast("best")(lambda: 3)() == 3
+
+
+def test_a_decorated_function_that_raises_leaves_its_context(accel):
+    @accel.autocast()
+    def fails():
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert (A @ B).dtype is torch.float32
+
+
+async def _coroutine():
+    pass
+
+
+@pytest.mark.parametrize("function", [lambda: (yield), _coroutine])
+def test_generators_and_coroutines_are_not_decorated(accel, function):
+    with pytest.raises(ConfigurationError, match="inside of it"):
+        accel.autocast()(function)
 
 
 def test_gradients_of_an_autocast_forward_are_in_the_parameters_dtype(accel):

@@ -10,6 +10,7 @@ from torch import nn
 
 import accelcore.precision
 from accelcore.errors import ConfigurationError
+from accelcore.precision.dispatcher import replace_kernels
 from accelcore.roles.compiler import TorchCompiler
 
 needs_a_cpp_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -179,9 +180,18 @@ class Moody(nn.Module):
         return nn.functional.linear(x, torch.ones(2, 4))
 
 
+@pytest.fixture(params=[False, True], ids=["torch's kernels", "kernels in Python"])
+def _kernels(request):
+    """Dynamo must not compile kernels in Python, such as those for fp16: it would warn of torch's, which they call."""
+    if request.param:
+        replace_kernels("a test's", {torch.ops.aten.mm.default: lambda torchs: lambda *given: torchs(*given)}, "CPU")
+    yield
+    accelcore.precision.reset()
+
+
 @pytest.mark.parametrize("first", [False, True])
+@pytest.mark.usefixtures("_kernels")
 def test_an_error_of_the_models_own_reaches_the_user_as_without_a_compiler(compiler, first, caplog):
-    accelcore.precision.reset()  # Dynamo warns of kernels in Python, which another test may have left
     compiled = compiler.compile(Moody(), {"backend": eager})
     if not first:
         compiled.module(torch.ones(2, 4))
