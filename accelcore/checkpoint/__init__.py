@@ -1,4 +1,4 @@
-"""Checkpoints on disk: manifest, tensors, atomic writes, reading, export.
+"""Checkpoints on disk: files, manifest, atomic writes, reading, export.
 
-The parts of a checkpoint are in `training/saving`.
+`training/saving` decides what is in the files.
 """

@@ -1,8 +1,7 @@
 """Conversion of state trees to JSON and named tensors, so that reading a checkpoint runs no code.
 
 JSON has no tuples, integer keys and tensors; they become objects with the key `"$"`. A tensor is stored once, under its
-path in the tree, so tied weights stay tied. `StoredTensors` reads them, whole or only
-the rows that a rank needs.
+path in the tree, so tied weights stay tied. `StoredTensors` reads them, whole or only the rows that a rank needs.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ Pieces = dict[str, tuple[Tensor, int, int]]
 """Shards of tensors by name, each with its first row and its number of rows."""
 
 _TAG = "$"
+_DEEPEST = 100
+"""Levels of lists, tuples and dicts. Readers of JSON fail at some depth; how deep depends on the Python."""
 _DTYPES = {
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
     torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
@@ -47,25 +48,34 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
     `pieces` receives this rank's shards of sharded tensors, which are then not among the returned tensors.
 
     Raises:
-        CheckpointError: the tree holds another type; the message names its path.
+        CheckpointError: the tree holds another type, or itself; the message names its path.
     """
     tensors: dict[str, Tensor] = {}
     stored: dict[tuple[Any, ...], str] = {}
     buffers: set[int] = set()
 
-    def walk(value: Any, path: str) -> Any:
+    def walk(value: Any, path: str, above: tuple[int, ...] = ()) -> Any:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor):
             return {_TAG: "tensor", "name": store(value, path)}
+        if id(value) in above or len(above) > _DEEPEST:
+            problem = "holds itself" if id(value) in above else f"is nested more than {_DEEPEST} deep"
+            raise CheckpointError(
+                f"{path.lstrip('.')[:80]} {problem}, which a checkpoint cannot hold", remedy="do not save it"
+            )
+        above = (*above, id(value))
         if isinstance(value, list):
-            return [walk(entry, f"{path}.{number}") for number, entry in enumerate(value)]
+            return [walk(entry, f"{path}.{number}", above) for number, entry in enumerate(value)]
         if isinstance(value, tuple):
-            return {_TAG: "tuple", "items": walk(list(value), path)}
+            return {
+                _TAG: "tuple",
+                "items": [walk(entry, f"{path}.{number}", above) for number, entry in enumerate(value)],
+            }
         if isinstance(value, dict):
             if type(value) is not Counter and all(isinstance(key, str) and key != _TAG for key in value):
-                return {key: walk(entry, f"{path}.{key}") for key, entry in value.items()}
-            pairs = [[walk(key, path), walk(entry, f"{path}.{key}")] for key, entry in value.items()]
+                return {key: walk(entry, f"{path}.{key}", above) for key, entry in value.items()}
+            pairs = [[walk(key, path, above), walk(entry, f"{path}.{key}", above)] for key, entry in value.items()]
             return {_TAG: "counter" if isinstance(value, Counter) else "dict", "pairs": pairs}
         raise CheckpointError(
             f"{path.lstrip('.')} is {kind_of(value)}, which a checkpoint cannot hold",
@@ -76,10 +86,11 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
     def store(tensor: Tensor, path: str) -> str:
         # Views of the same memory with the same shape are one tensor; any other view is copied.
         whole, tensor = tensor, shard(tensor)
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in _DTYPES:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _DTYPES:
             raise CheckpointError(
-                f"{path.lstrip('.')} is a {tensor.layout} tensor of {tensor.dtype}, which a checkpoint cannot hold",
-                available="dense tensors of the dtypes that safetensors knows",
+                f"{path.lstrip('.')} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device.type}, which a "
+                "checkpoint cannot hold",
+                available="dense tensors with values, of the dtypes that safetensors knows",
                 remedy="save between two windows if it is a sparse gradient; otherwise convert it in its state_dict",
             )
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -125,17 +136,17 @@ def decode(data: Any, tensors: Mapping[str, Tensor] | StoredTensors) -> Any:
 
 
 class StoredTensors:
-    """CPU tensors of a checkpoint's part by name, read when asked for; closing it closes the files.
+    """CPU tensors of a checkpoint's file by name, read when asked for; closing it closes the files.
 
     Args:
         folder: the checkpoint.
-        part: the file of the tensors that are stored whole.
+        file: the file of the tensors that are stored whole.
         pieces: the places of the rows of each sharded tensor.
         layout: returns the layout of each tensor; only the rows of this rank are read.
     """
 
-    def __init__(self, folder: Path, part: str, pieces: Mapping[str, Sequence[Place]], layout: Layout) -> None:
-        self._folder, self._part, self._pieces, self._layout = folder, part, pieces, layout
+    def __init__(self, folder: Path, file: str, pieces: Mapping[str, Sequence[Place]], layout: Layout) -> None:
+        self._folder, self._name, self._pieces, self._layout = folder, file, pieces, layout
         self._files: dict[str, Any] = {}
         self._held = ExitStack()
         self._known: dict[str, Tensor] = {}
@@ -145,8 +156,8 @@ class StoredTensors:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Metadata in the part's own file."""
-        found: dict[str, str] = self._file(self._part).metadata()
+        """Metadata of the file."""
+        found: dict[str, str] = self._file(self._name).metadata()
         return found
 
     def __getitem__(self, name: str) -> Tensor:
@@ -158,14 +169,14 @@ class StoredTensors:
     def _read(self, name: str) -> Tensor:
         places = self._pieces.get(name)
         if places is None:
-            whole = self._file(self._part).get_slice(name) if name in self._file(self._part).keys() else None  # noqa: SIM118
-            if whole is None:
+            file = self._file(self._name)
+            if name not in file.keys():  # noqa: SIM118
                 raise KeyError(name)
-            shape = Size(whole.get_shape())
+            shape = Size(file.get_slice(name).get_shape())
             if not shape:
-                tensor: Tensor = self._file(self._part).get_tensor(name)
+                tensor: Tensor = file.get_tensor(name)
                 return tensor
-            places = [(self._part, 0, shape[0])]
+            places = [(self._name, 0, shape[0])]
         else:
             end = 0
             for _, first, count in places:

@@ -33,15 +33,24 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
         ConfigurationError: `file` cannot be a file.
         CheckpointError: the checkpoint is missing or damaged or has no such trainer, or the file cannot be written.
     """
-    found, target = store.find(Path(checkpoint)), Path(file)
+    folder, target = store.as_path(checkpoint), store.as_path(file)
+    found = store.find(folder)
     if target.exists() and not target.is_file():  # such as /dev/null
         raise ConfigurationError(f"{target} is a folder or no regular file", remedy="name a file")
     if found is None:
+        raise CheckpointError(f"there is no checkpoint in {folder}", remedy="give the folder given to trainer.save")
+    names = list(found.manifest["trainers"])
+    if (trainer or "") not in names:
         raise CheckpointError(
-            f"there is no checkpoint in {Path(checkpoint)}", remedy="give the folder that was given to trainer.save"
+            f"the checkpoint {found.path} "
+            + (f"has no trainer {trainer!r}" if trainer else "holds several trainers, and none was named"),
+            available=", ".join(names) or "one trainer, without a name",
+            remedy=f"name the trainer: --trainer {names[0]}, or export(..., trainer={names[0]!r})"
+            if names != [""]
+            else "leave out --trainer, or trainer= of export()",
         )
-    part = file_of(_checked(trainer or "", found), MODEL)
-    tensors = {name: value for name, value in found.part(part).items() if isinstance(value, Tensor)}
+    tree = found.read(file_of(trainer or "", MODEL))
+    tensors = {name: value for name, value in tree.items() if isinstance(value, Tensor)}
     distinct = {id(value): (name, value) for name, value in reversed(tensors.items())}
     beside = target.with_name(f".{target.name}.incomplete")
     try:
@@ -58,20 +67,3 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
         with suppress(OSError):
             beside.unlink(missing_ok=True)
     return found.path
-
-
-def _checked(trainer: str, checkpoint: store.Checkpoint) -> str:
-    """Return the trainer's name; raise CheckpointError if the checkpoint does not have it."""
-    names = list(checkpoint.manifest["trainers"])
-    if trainer in names:
-        return trainer
-    several = names != [""]
-    raise CheckpointError(
-        f"the checkpoint {checkpoint.path} has no trainer {trainer!r}"
-        if trainer
-        else f"the checkpoint {checkpoint.path} holds several trainers, and none was named",
-        available=", ".join(names) if several else "one trainer, without a name",
-        remedy=f"name the trainer: --trainer {names[0]}, or export(..., trainer={names[0]!r})"
-        if several
-        else "leave out --trainer, or trainer= of export()",
-    )

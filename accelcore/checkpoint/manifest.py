@@ -21,7 +21,6 @@ __all__ = [
     "digest_of_manifest",
     "file_of",
     "read_manifest",
-    "unique_keys",
     "verify",
 ]
 
@@ -35,12 +34,12 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Recursio
 """Errors that reading a damaged or forged file can raise."""
 
 _LARGEST_MANIFEST = 1 << 26
-_PART = re.compile(r"([A-Za-z][A-Za-z0-9_]*/)?[a-z]+(-\d{5,})?", re.ASCII)  # the folder is a trainer's
+_FILE = re.compile(r"([A-Za-z][A-Za-z0-9_]*/)?[a-z]+(-\d{5,})?", re.ASCII)  # the folder is a trainer's
 
 
-def file_of(trainer: str, part: str) -> str:
-    """Return the file of a trainer's part; the only trainer of a checkpoint has the name ""."""
-    return f"{trainer}/{part}" if trainer else part
+def file_of(trainer: str, name: str) -> str:
+    """Return the path of a trainer's file in a checkpoint; a trainer that is saved alone has the name ""."""
+    return f"{trainer}/{name}" if trainer else name
 
 
 def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
@@ -67,8 +66,8 @@ def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
     if not isinstance(manifest["run"], str):
         raise TypeError(f"{MANIFEST} has run={manifest['run']!r}, which is not a string")
     for position, (name, facts) in enumerate(manifest["files"].items()):
-        if not _PART.fullmatch(name):
-            raise ValueError(f"{MANIFEST} lists {name!r}, which is not the name of a part")
+        if not _FILE.fullmatch(name):
+            raise ValueError(f"{MANIFEST} lists {name!r}, which is not the name of a file")
         file = path / f"{name}.safetensors"
         if not file.is_file():
             raise ValueError(f"{name}.safetensors is missing, or not a file")
@@ -79,7 +78,7 @@ def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
             continue  # another rank checks it
         if digest_of(file) != facts["sha256"]:
             raise ValueError(f"{name}.safetensors was changed after it was written")
-    for places in (places for part in manifest["pieces"].values() for places in part.values()):
+    for places in (places for tensors in manifest["pieces"].values() for places in tensors.values()):
         for file, first, count in places:
             if file not in manifest["files"] or not is_whole(first) or not is_whole(count):
                 raise ValueError(f"{MANIFEST} lists {count!r} rows from {first!r} on in {file!r}")
@@ -92,20 +91,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not file.is_file() or file.stat().st_size > _LARGEST_MANIFEST:  # reading a device would never end
         raise ValueError(f"{MANIFEST} is missing, or not a file of a manifest's size")
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+        manifest = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be read as JSON: {error}") from error
     if not isinstance(manifest, dict):
         raise TypeError(f"{MANIFEST} does not hold a JSON object")
     return manifest
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise ValueError if it has a key twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("an object has a key twice")
-    return found
 
 
 def digest_of_manifest(manifest: dict[str, Any]) -> str:

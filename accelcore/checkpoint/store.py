@@ -2,21 +2,24 @@
 
     checkpoints/
       step-00001200/              appears by one rename, after everything in it is written and flushed
-        manifest.json             sizes and SHA-256 of the files, world size, versions
-        model.safetensors         the model's state_dict; any safetensors tool reads it
-        training.safetensors      optimizer, scaler, schedule, extra
-        model-00000.safetensors   sharded training only: the rows of rank 0, as listed in the manifest;
-        training-00000...         likewise of the optimizer state
-        rank-00000.safetensors    random states and data position of one rank
+        manifest.json             sizes and SHA-256 of the files, world size, versions; by rank 0, last
+        model.safetensors         the model's state_dict, by rank 0; any safetensors tool reads it
+        training.safetensors      masters, schedule, optimizer, scaler, extra; by rank 0
+        rank-00000.safetensors    by each rank: open window, positions in the data, random states; under zero1 also
+                                  the optimizer state of the parameters that it updates
+        model-00000.safetensors   by each rank, under fsdp only: its rows of the model, which the manifest lists
+        training-00000...         likewise of the masters and the optimizer state
       .incomplete/                left behind by a killed process; the next save clears it
 
 If several trainers are saved together, each has a folder: generator/model.safetensors.
 
-A file holds one state tree: its tensors, and the rest as JSON in the safetensors header.
+A file holds one state tree: its tensors, and the rest as JSON in the safetensors header. `Saver` lists the parts that
+make up the trees.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -41,44 +44,55 @@ from accelcore.checkpoint.manifest import (
     digest_of,
     digest_of_manifest,
     read_manifest,
-    unique_keys,
     verify,
 )
-from accelcore.errors import CheckpointError
+from accelcore.errors import CheckpointError, ConfigurationError
 
 __all__ = [
     "Checkpoint",
     "alone",
+    "as_path",
     "checkpoints",
     "find",
     "finish",
     "keep_newest",
     "path_of",
-    "write_part",
+    "write_file",
     "write_tensors",
     "writing",
 ]
 
-_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_NAME = re.compile(r"step-\d{8,}(-\d+)?")
 _INCOMPLETE, _FACTS = ".incomplete", ".facts"
+
+
+def as_path(given: Any) -> Path:
+    """Return a path that the user gave; raise ConfigurationError if no file can have it."""
+    try:
+        path = Path(given)
+        path.stat()
+    except (TypeError, ValueError) as error:  # a NUL in it, or not a path at all
+        raise ConfigurationError(f"{given!r} is not a path", remedy="give a string or a pathlib.Path") from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ConfigurationError(
+                f"the path {str(given)[:60]!r}... has {len(str(given))} characters, too many for the file system",
+                remedy="give a shorter path",
+            ) from error
+    return path
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder`, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if _is_named(path)), key=_place_of)
-
-
-def _is_named(path: Path) -> bool:
-    return _NAME.fullmatch(path.name) is not None
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_place_of)
 
 
 def _place_of(path: Path) -> tuple[int, int]:
     """Return the steps in a checkpoint's name, and its number among the checkpoints of the same steps."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1]), int(match[2] or 0)
+    _, steps, *number = path.name.split("-")
+    return int(steps), int(number[0]) if number else 0
 
 
 @contextmanager
@@ -113,7 +127,7 @@ def alone(folder: Path) -> Iterator[None]:
                 why="two runs that save to one folder would overwrite each other",
                 remedy="give each run its own folder; in a job of several ranks, use accel.distributed()",
             ) from error
-        shutil.rmtree(folder / _INCOMPLETE, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(folder / _INCOMPLETE, ignore_errors=True)  # left by a process that was killed
         (folder / _INCOMPLETE).mkdir()
         try:
             yield
@@ -123,16 +137,15 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def write_part(folder: Path, part: str, tree: Any, *, rank: int = 0) -> None:
-    """Write one part: `rank` 0 writes the whole tree without shards of other ranks, others only their shards."""
+def write_file(folder: Path, name: str, tree: Any, *, rank: int = 0) -> None:
+    """Write a state tree: rank 0 writes the file `name`; each rank writes its shards, if any, to its own file."""
     pieces: Pieces = {}
     data, tensors = encode(tree, pieces)
     if rank == 0:
-        _write(folder, part, tensors, {"tree": json.dumps(data)}, {})
+        _write(folder, name, tensors, {"tree": json.dumps(data)}, {})
     if pieces:
-        held = {name: piece for name, (piece, _, _) in pieces.items()}
-        rows = {name: (first, count) for name, (_, first, count) in pieces.items()}
-        _write(folder, f"{part}-{rank:05d}", held, {}, rows)
+        shards = {key: own for key, (own, _, _) in pieces.items()}
+        _write(folder, f"{name}-{rank:05d}", shards, {}, {key: rows for key, (_, *rows) in pieces.items()})
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -144,7 +157,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
 
 
 def _write(
-    folder: Path, name: str, tensors: dict[str, Tensor], metadata: dict[str, str], rows: dict[str, tuple[int, int]]
+    folder: Path, name: str, tensors: dict[str, Tensor], metadata: dict[str, str], rows: dict[str, list[int]]
 ) -> None:
     """Write a file and, beside it, its entry for the manifest, so that no rank has to read the files of others."""
     path = folder / _INCOMPLETE / f"{name}.safetensors"
@@ -156,7 +169,7 @@ def _write(
 
 
 def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
-    """Publish the parts written as one checkpoint; one process does this, after all parts.
+    """Publish the written files as one checkpoint; one process does this, after all files.
 
     Return the number that distinguishes it from others of the same steps; see `path_of`. `facts` are further entries
     of the manifest.
@@ -215,12 +228,8 @@ def _run_of(path: Path) -> str | None:
 class Checkpoint:
     """Verified checkpoint: every file is there and has the size and digest of the manifest.
 
-    Args:
-        path: its folder.
-        share: rank and number of the ranks that verify the sharded files between them.
-
-    Raises:
-        CheckpointError: on construction, if a file is damaged or missing; it names the newest older whole checkpoint.
+    If not, CheckpointError names the newest older checkpoint that is whole. `share`: rank and number of the ranks that
+    verify the sharded files between them.
     """
 
     def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
@@ -245,17 +254,19 @@ class Checkpoint:
         """Number above 0 and below 2**60 that identifies the checkpoint."""
         return 1 + int(digest_of_manifest(self.manifest)[:14], 16)
 
-    def part(self, name: str, layout: Layout = lambda name, shape: None) -> Any:
-        """Return the state tree of one part with CPU tensors; a sharded `layout` selects this rank's rows."""
-        if name not in self.manifest["files"]:
-            raise CheckpointError(
-                f"the checkpoint {self.path} has no {name}", available=", ".join(self.manifest["files"])
-            )
+    def read(self, file: str, layout: Layout = lambda name, shape: None) -> Any:
+        """Return the state tree of a file with CPU tensors; a sharded `layout` selects this rank's rows."""
         try:
-            with closing(StoredTensors(self.path, name, self.manifest["pieces"].get(name, {}), layout)) as tensors:
-                return decode(json.loads(tensors.metadata["tree"], object_pairs_hook=unique_keys), tensors)
+            if file not in self.manifest["files"]:
+                raise ValueError(f"it has only {', '.join(self.manifest['files'])}")
+            with closing(StoredTensors(self.path, file, self.manifest["pieces"].get(file, {}), layout)) as tensors:
+                return decode(json.loads(tensors.metadata["tree"]), tensors)
         except (*UNREADABLE, SafetensorError) as error:
-            raise CheckpointError(f"{name} of the checkpoint {self.path} cannot be read", why=str(error)) from error
+            raise CheckpointError(
+                f"{file} of the checkpoint {self.path} cannot be read",
+                why=str(error),
+                remedy="restore it from a copy, or give an older checkpoint",
+            ) from error
 
 
 def _older(path: Path) -> Path | None:
@@ -284,7 +295,7 @@ def find(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint | None:
     Raises:
         CheckpointError: `folder` is a file, or the checkpoint is damaged or incomplete.
     """
-    if (folder / MANIFEST).exists() or _is_named(folder):
+    if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name):
         return Checkpoint(folder, share)
     if not folder.exists():
         return None
@@ -295,24 +306,23 @@ def find(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint | None:
         )
     if any(folder.glob(f"{RANK}*.safetensors")):
         raise CheckpointError(
-            f"{folder} is a part of a checkpoint, or a checkpoint without its {MANIFEST}",
+            f"{folder} is one trainer's folder in a checkpoint, or a checkpoint without its {MANIFEST}",
             remedy="resume trainers that were saved together by "
             f"accelcore.Together(...).resume({str(folder.parent)!r}), or export the model of one: "
             f"accelcore export --trainer {folder.name} {folder.parent} FILE",
         )
-    found = {path: _place_of(path)[0] for path in checkpoints(folder)[-1:]}
+    found = checkpoints(folder)[-1:]
     for path in sorted(folder.iterdir()):
-        tensors = (file for pattern in ("*.safetensors", "*/*.safetensors") for file in path.glob(pattern))
-        renamed = not _is_named(path) and not path.name.startswith(".")
-        if renamed and (path / MANIFEST).is_file() and any(tensors):
-            found[path] = _steps_in(path)
-    if not found:
-        return None
-    return Checkpoint(max(found, key=found.__getitem__), share)  # of equal steps the first one, which kept its name
+        renamed = not _NAME.fullmatch(path.name) and not path.name.startswith(".")
+        if renamed and (path / MANIFEST).is_file() and any(path.rglob("*.safetensors")):
+            found.append(path)
+    return Checkpoint(max(found, key=_steps_of), share) if found else None  # of equal steps the one that kept its name
 
 
-def _steps_in(path: Path) -> int:
-    """Return the steps in a manifest; -1 if it cannot be read, so that any other checkpoint is preferred."""
+def _steps_of(path: Path) -> int:
+    """Return a checkpoint's steps; -1 if neither name nor manifest has them, so that any other one is preferred."""
+    if _NAME.fullmatch(path.name):
+        return _place_of(path)[0]
     with suppress(*UNREADABLE):
         steps = read_manifest(path)["steps"]
         return steps if type(steps) is int else -1

@@ -76,6 +76,27 @@ def test_anything_else_is_refused_by_its_path(thing):
         encode({"a": [0, {"b": thing}]})
 
 
+@pytest.mark.parametrize("kind", [list, dict, tuple])
+def test_what_holds_itself_or_is_nested_too_deeply_is_refused_by_its_path(kind):
+    below: list[object] = []
+    loop = {"again": below} if kind is dict else kind([below])
+    below.append(loop)
+    with pytest.raises(accelcore.CheckpointError, match=r"^a\..* holds itself"):
+        encode({"a": {"b": loop}})
+    deep: object = 1
+    for _ in range(5000):
+        deep = {"again": deep} if kind is dict else kind([deep])
+    with pytest.raises(accelcore.CheckpointError, match=r"^a\..* is nested more than"):
+        encode({"a": deep})
+    twice = [1, 2]
+    assert decode(encode({"a": twice, "b": [twice, twice]})[0], {}) == {"a": twice, "b": [twice, twice]}
+
+
+def test_a_tensor_without_values_is_refused_by_its_path():
+    with pytest.raises(accelcore.CheckpointError, match=r"^a\.b is .* on meta"):
+        encode({"a": {"b": torch.empty(2, device="meta")}})
+
+
 @pytest.mark.parametrize(
     "data", [{"$": "os.system"}, {"$": "tensor", "name": "missing"}, {"$": "tuple"}, {"$": "dict", "pairs": [1]}]
 )

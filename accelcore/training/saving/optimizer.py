@@ -19,7 +19,7 @@ from accelcore.optim.state import COUNTERS, SWITCHES
 from accelcore.training.gradients import Gradients
 from accelcore.training.saving.part import Part, Saved, table
 
-__all__ = ["OptimizerPart", "OwnStatePart"]
+__all__ = ["OptimizerPart"]
 
 logger = logging.getLogger("accelcore")
 
@@ -37,7 +37,7 @@ class OptimizerPart(Part):
     Args:
         model, optimizer, gradients: the training.
         owns: whether this rank updates a parameter, by name.
-        divided: whether each rank has, and saves, the state of some parameters only; see `OwnStatePart`.
+        divided: whether each rank has, and saves, only the state of the parameters that it updates.
     """
 
     name = "optimizer"
@@ -56,22 +56,18 @@ class OptimizerPart(Part):
         self._names.update({id(slot.trained): slot.name for slot in gradients.slots})
 
     def state(self) -> dict[str, Any]:
-        state = self._optimizer.state_dict()
-        order: dict[int, str] = {}
         groups = []
-        for group, live in zip(state["param_groups"], self._optimizer.param_groups, strict=True):
-            members = self._members(live)
-            order.update(zip(group["params"], members, strict=True))
+        for group, live in zip(self._optimizer.state_dict()["param_groups"], self._optimizer.param_groups, strict=True):
             options = {key: value for key, value in group.items() if key not in SWITCHES}
             options["lr"] = float(options["lr"])  # a tensor if steps are captured
-            groups.append({**options, "params": members})
-        entries = {order[number]: entry for number, entry in state["state"].items()}
-        return {"kind": self._kind(), "groups": groups} | ({} if self._divided else {"state": entries})
+            groups.append({**options, "params": self._members(live)})
+        return {"kind": self._kind(), "groups": groups} | ({} if self._divided else {"state": self._entries()})
 
-    def own_state(self) -> dict[str, Any]:
-        """Return the state that this rank saves itself, by parameter name; empty if rank 0 saves everything."""
-        if not self._divided:
-            return {}
+    def own_state(self) -> dict[str, Any] | None:
+        return {"state": self._entries()} if self._divided else None
+
+    def _entries(self) -> dict[str, Any]:
+        """Return the state of each parameter that this rank updates, by name."""
         state = self._optimizer.state_dict()
         numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
         names = chain.from_iterable(map(self._members, self._optimizer.param_groups))
@@ -101,22 +97,19 @@ class OptimizerPart(Part):
     def _check_entries(self, entries: dict[str, Any], parameters: Mapping[str, Tensor], group: dict[str, Any]) -> None:
         """Raise CheckpointError for state that the parameters of a group cannot have.
 
-        A fused kernel relies on the shapes, so its state must also be complete. A class that is not torch's keeps what
-        it likes.
+        A fused kernel relies on the shapes. A class that is not torch's may keep any state.
         """
         optimizer = self._optimizer
         engine, fused = optimizer, bool(group.get("fused"))
         if isinstance(optimizer, RoutedOptimizer):
             engine, fused = optimizer.engine, fused or optimizer.keeps_shapes
         shaped = fused or (name_of(type(engine)) is not None and not isinstance(engine, _OTHER_SHAPES))
+        keys = {key for entry in entries.values() if isinstance(entry, dict) for key in entry}
         for name, saved in entries.items():
-            entry = table(saved, f"state of {name}")
+            entry = table(saved, f"state of {name}", *(keys if shaped else ()))
             _check_count(name, entry, strict=fused)
             if shaped:
                 _check_shapes(name, entry, parameters[name], strict=fused)
-            first = next(iter(entries))
-            if fused and entry.keys() != entries[first].keys():
-                raise CheckpointError(f"the checkpoint's states of {name!r} and {first!r} have different keys")
 
     def _kind(self) -> str:
         optimizer = self._optimizer
@@ -161,22 +154,6 @@ class OptimizerPart(Part):
                 saved_group = {**saved_group, "lr": torch.full_like(live["lr"], saved_group["lr"])}
             groups.append({**own, **saved_group, **switches, "params": [numbers[name] for name in members]})
         return groups, numbers
-
-
-class OwnStatePart(Part):
-    """The optimizer state of the parameters that only this rank updates."""
-
-    name = "updates"
-    scope = "rank"
-
-    def __init__(self, optimizer: OptimizerPart) -> None:
-        self._optimizer = optimizer
-
-    def state(self) -> dict[str, Any]:
-        return self._optimizer.own_state()
-
-    def prepare(self, saved: Saved) -> Callable[[], object]:
-        return lambda: None  # `OptimizerPart` restores the state of all ranks
 
 
 def _another(why: str) -> CheckpointError:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from accelcore.errors import CheckpointError
 from accelcore.util.text import is_whole
 
-__all__ = ["Part", "Saved", "kind", "number", "table"]
+__all__ = ["Part", "Saved", "kind", "malformed", "number", "table"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Saved:
 
     Attributes:
         model: the model's state_dict.
-        shared: the state of each part that all ranks share, by the part's name.
-        own: the state of each part that belongs to this rank.
+        shared: the `state` of each part, by its name.
+        own: the `own_state` of each part, by its name.
         same_job: whether as many ranks saved it as there are now, so that `own` is this rank's own.
     """
 
@@ -33,19 +33,20 @@ class Saved:
 
 
 class Part(ABC):
-    """One kind of state.
+    """One kind of state, under its `name` in the files of a checkpoint.
 
-    Attributes:
-        name: its key in the checkpoint.
-        scope: "shared" if rank 0 saves it for all ranks, "rank" if each rank saves its own.
+    States are trees of dicts, lists, tuples, plain values and tensors.
     """
 
     name: str
-    scope: Literal["shared", "rank"] = "shared"
 
-    @abstractmethod
     def state(self) -> Any:
-        """Return a tree of dicts, lists, tuples, plain values and tensors."""
+        """Return the state that is equal on all ranks, or divided by rows; None if there is none."""
+        return None
+
+    def own_state(self) -> Any:
+        """Return the state that belongs to this rank; None if there is none."""
+        return None
 
     @abstractmethod
     def prepare(self, saved: Saved) -> Callable[[], object]:
@@ -56,19 +57,24 @@ class Part(ABC):
         """
 
 
+def malformed(problem: str) -> CheckpointError:
+    """Return the error for a state that no part has saved."""
+    return CheckpointError(problem, remedy="resume from another checkpoint: this one was changed, or written otherwise")
+
+
 def table(tree: Any, what: str, *keys: str) -> dict[str, Any]:
     """Return `tree`; raise CheckpointError if it is not a dict with these keys."""
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise CheckpointError(f"the checkpoint's {what} is a {type(tree).__name__}, not a dict")
+        raise malformed(f"the checkpoint's {what} is a {type(tree).__name__}, not a dict")
     if missing := [key for key in keys if key not in tree]:
-        raise CheckpointError(f"the checkpoint's {what} lacks {', '.join(missing)}")
+        raise malformed(f"the checkpoint's {what} lacks {', '.join(missing)}")
     return tree
 
 
 def number(value: Any, what: str) -> int:
     """Return `value`; raise CheckpointError if it is not a whole number >= 0."""
     if not is_whole(value):
-        raise CheckpointError(f"the checkpoint has {what}={value!r}, which is not a count")
+        raise malformed(f"the checkpoint has {what}={value!r}, which is not a count")
     return value
 
 

@@ -16,7 +16,7 @@ from accelcore.roles.runtime import Runtime
 from accelcore.scaling.dynamic import LossScaler, described
 from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.gradients import Gradients
-from accelcore.training.saving.part import Part, Saved, kind, number, table
+from accelcore.training.saving.part import Part, Saved, kind, malformed, number, table
 from accelcore.training.window import Window
 
 __all__ = ["DataStreamsPart", "ExtraPart", "RandomPart", "ScalerPart", "SchedulePart", "WindowPart"]
@@ -87,12 +87,11 @@ class WindowPart(Part):
     """The open window: number of micro-batches, their weights and gradients, and this rank's buffers."""
 
     name = "window"
-    scope = "rank"
 
     def __init__(self, model: nn.Module, window: Window, gradients: Gradients) -> None:
         self._model, self._window, self._gradients = model, window, gradients
 
-    def state(self) -> Any:
+    def own_state(self) -> Any:
         open_ = self._window.micro > 0
         return {
             **self._window.state(),
@@ -126,9 +125,9 @@ class WindowPart(Part):
         total, unit = window["total"], window["unit"]
         divided = number(window["divisor"], "divisor") / self._window.divisor
         if not (total is None or (isinstance(total, Tensor) and total.numel() == 1)):
-            raise CheckpointError(f"the weight of the checkpoint's window is {kind(total)}, not a scalar")
+            raise malformed(f"the weight of the checkpoint's window is {kind(total)}, not a scalar")
         if not (unit is None or isinstance(unit, float)):
-            raise CheckpointError(f"the unit of weights in the checkpoint's window is {unit!r}, not a float")
+            raise malformed(f"the unit of weights in the checkpoint's window is {unit!r}, not a float")
 
         def commit() -> None:
             with torch.no_grad():
@@ -147,12 +146,11 @@ class DataStreamsPart(Part):
     """This rank's positions in the data."""
 
     name = "data"
-    scope = "rank"
 
     def __init__(self, streams: DataStreams, runtime: Runtime) -> None:
         self._streams, self._runtime = streams, runtime
 
-    def state(self) -> Any:
+    def own_state(self) -> Any:
         return self._streams.state_dict()
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
@@ -165,7 +163,7 @@ class DataStreamsPart(Part):
                 number(entry["seed"], "seed")
             start, generators = table(entry["start"], "random state"), entry["generators"]
             if not isinstance(generators, list) or not _all_tensors([*start.values(), *generators]):
-                raise CheckpointError(f"the checkpoint's position in {name!r} has a random state that is not a tensor")
+                raise malformed(f"the checkpoint's position in {name!r} has a random state that is not a tensor")
             if start:
                 _rehearse(self._runtime.set_rng_state, start, self._runtime.rng_state())
         return lambda: self._streams.load_state_dict(positions)
@@ -175,12 +173,11 @@ class RandomPart(Part):
     """The random states of this rank."""
 
     name = "random"
-    scope = "rank"
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    def state(self) -> Any:
+    def own_state(self) -> Any:
         return self._runtime.rng_state()
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
@@ -188,12 +185,11 @@ class RandomPart(Part):
             return lambda: None
         states, before = table(saved.own.get("random"), "random states"), self._runtime.rng_state()
         if not _all_tensors(states.values()):
-            raise CheckpointError("the checkpoint has a random state that is not a tensor")
+            raise malformed("the checkpoint has a random state that is not a tensor")
         _rehearse(self._runtime.set_rng_state, states, before)
 
         def commit() -> None:
-            left = self._runtime.set_rng_state(states)
-            if left:
+            if left := self._runtime.set_rng_state(states):
                 logger.warning("this device or process has no random generator for: %s", ", ".join(left))
             if missing := sorted(before.keys() - states.keys()):
                 logger.warning("the checkpoint has no random state for %s: they keep theirs", ", ".join(missing))
@@ -213,7 +209,7 @@ class ExtraPart(Part):
     def prepare(self, saved: Saved) -> Callable[[], object]:
         extra = saved.shared.get(self.name)
         if not isinstance(extra, dict):
-            raise CheckpointError(f"the checkpoint's {self.name} is {extra!r}, not a dict")
+            raise malformed(f"the checkpoint's {self.name} is {extra!r}, not a dict")
 
         def commit() -> None:
             self._extra.clear()

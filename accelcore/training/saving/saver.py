@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
+from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError
 from accelcore.scaling.dynamic import LossScaler
 from accelcore.training.data.data_stream import DataStreams
@@ -19,7 +20,7 @@ from accelcore.training.parallel.strategy import owns, sharded_parameters
 from accelcore.training.plan import Plan
 from accelcore.training.saving import progress
 from accelcore.training.saving.model import MastersPart, ModelPart
-from accelcore.training.saving.optimizer import OptimizerPart, OwnStatePart
+from accelcore.training.saving.optimizer import OptimizerPart
 from accelcore.training.saving.part import Part
 from accelcore.training.saving.transaction import TrainingState, load, resume, save
 from accelcore.training.schedule import Schedule
@@ -55,11 +56,11 @@ class Saver:
     def save(self, folder: str | Path, *, keep: int | None, extra: Mapping[str, Any] | None) -> Path:
         """Save a checkpoint; see `Trainer.save`."""
         with _setting_extra(self, extra):
-            return save({"": self.state(saves=True)}, _path(folder), run=self.run, keep=keep)
+            return save({"": self.state(saves=True)}, as_path(folder), run=self.run, keep=keep)
 
     def resume(self, folder: str | Path) -> Path | None:
         """Restore a checkpoint; see `Trainer.resume`."""
-        found = resume({"": self.state()}, _path(folder))
+        found = resume({"": self.state()}, as_path(folder))
         if found is None:
             return None
         self.resumed(found.manifest["trainers"][""])
@@ -68,7 +69,7 @@ class Saver:
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a file of another program; see `Trainer.load`."""
-        return load(self.state(), _path(path))
+        return load(self.state(), as_path(path))
 
     def resumed(self, steps: int) -> None:
         """Set how many windows were closed in the checkpoint that was restored."""
@@ -102,13 +103,11 @@ class Saver:
         plan, strategy, runtime = self._plan, self._plan.strategy, self.backend.runtime
         model, gradients, options = plan.model, plan.gradients, plan.options
         is_own, divided = partial(owns, strategy), strategy.owners is not None
-        optimizer = OptimizerPart(model, plan.optimizer, gradients, owns=is_own, divided=divided)
         return [
             ModelPart(model, gradients),
             MastersPart(model, gradients),
             progress.SchedulePart(options["scheduler"], options["schedule_by"]),
-            optimizer,
-            OwnStatePart(optimizer),
+            OptimizerPart(model, plan.optimizer, gradients, owns=is_own, divided=divided),
             progress.ScalerPart(self._scaler),
             progress.WindowPart(model, self._window, gradients),
             progress.DataStreamsPart(self._streams, runtime),
@@ -202,7 +201,7 @@ class Together:
             extra: what else to save beside the trainers' own `extra`. It becomes `extra` of this object.
         """
         with _setting_extra(self, extra):
-            return save(self._states(saves=True), _path(folder), run=self._run, keep=keep)
+            return save(self._states(saves=True), as_path(folder), run=self._run, keep=keep)
 
     def resume(self, folder: str | Path) -> Path | None:
         """Resume all trainers from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
@@ -215,7 +214,7 @@ class Together:
                 on all ranks, and all trainers are unchanged. If a hook or class of yours raises while the state is
                 restored, none of the trainers can train any more.
         """
-        found = resume(self._states(), _path(folder))
+        found = resume(self._states(), as_path(folder))
         if found is None:
             return None
         for name, saver in self._savers.items():
@@ -243,10 +242,3 @@ def _setting_extra(keeper: Saver | Together, extra: Mapping[str, Any] | None) ->
     except BaseException:
         keeper.extra = before
         raise
-
-
-def _path(given: Any) -> Path:
-    try:
-        return Path(given)
-    except TypeError as error:
-        raise ConfigurationError(f"{given!r} is not a path", remedy="give a string or a pathlib.Path") from error

@@ -34,7 +34,7 @@ __all__ = ["TrainingState", "load", "resume", "save"]
 logger = logging.getLogger("accelcore")
 
 _SHARED = "training"
-"""File of the parts that all ranks share, except for the model."""
+"""File of the state that all ranks share, except for the model."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class TrainingState:
     """One trainer's share of a checkpoint.
 
     Attributes:
-        backend: the device and the job of the training.
-        parts: every kind of state.
+        backend: the device and the job.
+        parts: every kind of state, in the order in which they are restored.
         steps: windows closed so far.
-        acquire_gradients: puts this training's gradients on the parameters, which other trainers may share.
-        restored: called after the parts were restored.
-        give_up: called with the error if only some parts were restored.
-        sharded: the parameters that are sharded over the ranks, by name.
+        acquire_gradients: puts this trainer's gradients on the parameters, which other trainers may share.
+        restored: is called after all parts were restored.
+        give_up: is called with the error if only some parts were restored.
+        sharded: the parameters that are divided among the ranks, by name.
     """
 
     backend: Backend
@@ -63,9 +63,6 @@ class TrainingState:
 Trainings = Mapping[str, TrainingState]
 """Trainings of one checkpoint by the trainers' names; a trainer that is saved alone has the name ""."""
 
-_Commits = Sequence[tuple[TrainingState, Sequence[Callable[[], object]]]]
-"""Each training, and the functions that restore its parts."""
-
 
 def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> Path:
     """Write a new checkpoint; see `Trainer.save`. `run` tells this run's checkpoints from those of other runs."""
@@ -73,11 +70,12 @@ def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> P
         raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
     backend, agreement = _agreement(trainings)
     agreement.meet("trainer.save()")
-    rank, number, doing = backend.collectives.rank, 0, "save its part of the checkpoint"
-    steps = {name: training.steps for name, training in trainings.items()}
+    rank, number, doing = backend.collectives.rank, 0, "save its files of the checkpoint"
+    trainers = {name: training.steps for name, training in trainings.items()}
+    steps = max(trainers.values())
     facts = {
         "run": run,
-        "trainers": steps,
+        "trainers": trainers,
         "world_size": backend.collectives.world_size,
         "device": backend.name,
         "accelcore": version("accelcore"),
@@ -92,10 +90,14 @@ def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> P
                 _write(training, folder, name, rank)
         with agreement.together(doing), store.writing(folder):
             if rank == 0:
-                number = store.finish(folder, max(steps.values()), facts)
-    path = store.path_of(folder, max(steps.values()), agreement.of_rank_0(number))
+                number = store.finish(folder, steps, facts)
+    path = store.path_of(folder, steps, agreement.of_rank_0(number))
     if rank == 0 and keep is not None:
-        _prune(path, keep)
+        try:
+            if others := store.keep_newest(path, keep):
+                logger.warning("%s also has checkpoints of another run, such as %s", folder, others[-1].name)
+        except OSError as error:  # the new checkpoint is saved
+            logger.warning("%s is saved, but older checkpoints could not be deleted: %s", path, error)
     return path
 
 
@@ -104,14 +106,14 @@ def resume(trainings: Trainings, folder: Path) -> store.Checkpoint | None:
     backend, agreement = _agreement(trainings)
     agreement.meet("trainer.resume()")
     rank, world_size = backend.collectives.rank, backend.collectives.world_size
-    checkpoint, commits = None, []
+    checkpoint, commits = None, {}
     with agreement.together("resume"), _as_checkpoint_error(folder):
         checkpoint = store.find(folder, (rank, world_size))
         if checkpoint is not None:
             _check_trainers(trainings, checkpoint)
             for name, training in trainings.items():
                 saved = _read(checkpoint, name, rank, world_size, training.sharded)
-                commits.append((training, [part.prepare(saved) for part in training.parts]))
+                commits[name] = [part.prepare(saved) for part in training.parts]
     if not agreement.all_equal(0 if checkpoint is None else checkpoint.fingerprint):
         raise CheckpointError(
             f"the ranks do not find the same checkpoint in {folder}",
@@ -119,7 +121,7 @@ def resume(trainings: Trainings, folder: Path) -> store.Checkpoint | None:
             remedy="give all ranks one folder that all of them see",
         )
     if checkpoint is not None:
-        _commit(commits, agreement, "resume")
+        _commit(trainings, commits, agreement, "resume")
     return checkpoint
 
 
@@ -131,17 +133,19 @@ def load(training: TrainingState, path: Path) -> dict[str, Any]:
     rest: dict[str, Any] = {}
     with agreement.together("load"), _as_checkpoint_error(path):
         commits, rest = prepare_foreign(training.parts, path)
-    _commit([(training, commits)], agreement, "load")
+    _commit({"": training}, {"": commits}, agreement, "load")
     return rest
 
 
-def _commit(commits: _Commits, agreement: Agreement, doing: str) -> None:
-    """Restore all parts. If that fails on one rank, the trainers give up on every rank."""
+def _commit(
+    trainings: Trainings, commits: Mapping[str, Sequence[Callable[[], object]]], agreement: Agreement, doing: str
+) -> None:
+    """Restore all parts by their commits. If that fails on one rank, the trainers give up on every rank."""
     failure: BaseException | None = None
     try:
-        for training, of_one in commits:
+        for name, training in trainings.items():
             training.acquire_gradients()
-            for commit in of_one:
+            for commit in commits[name]:
                 commit()
             training.restored()
     except BaseException as error:  # noqa: BLE001  # raised again when all ranks know
@@ -149,7 +153,7 @@ def _commit(commits: _Commits, agreement: Agreement, doing: str) -> None:
     try:
         agreement.settle(failure, doing)
     except BaseException as error:
-        for training, _ in commits:
+        for training in trainings.values():
             training.give_up(error)
         if not isinstance(error, Exception):
             raise
@@ -164,10 +168,11 @@ def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
     """Write this rank's files of one trainer."""
     training.acquire_gradients()
     if rank == 0 or training.sharded:
-        shared = _states(training, "shared")
-        store.write_part(folder, file_of(name, MODEL), shared.pop(MODEL), rank=rank)
-        store.write_part(folder, file_of(name, _SHARED), shared, rank=rank)
-    store.write_part(folder, file_of(name, _of_rank(rank)), _states(training, "rank"))
+        shared = {part.name: state for part in training.parts if (state := part.state()) is not None}
+        store.write_file(folder, file_of(name, MODEL), shared.pop(MODEL), rank=rank)
+        store.write_file(folder, file_of(name, _SHARED), shared, rank=rank)
+    own = {part.name: state for part in training.parts if (state := part.own_state()) is not None}
+    store.write_file(folder, file_of(name, f"{RANK}{rank:05d}"), own)
 
 
 def _read(
@@ -176,14 +181,15 @@ def _read(
     """Read the state of one trainer that this rank needs."""
     saved_by = checkpoint.manifest["world_size"]
     same_job, layout = saved_by == world_size, partial(_layout, sharded)
-    model = table(checkpoint.part(file_of(trainer, MODEL), layout), "model")
-    shared = table(checkpoint.part(file_of(trainer, _SHARED), layout), "training state")
-    own = table(checkpoint.part(file_of(trainer, _of_rank(rank if same_job else 0))), "state of this rank")
+    of_ranks = [file_of(trainer, f"{RANK}{number:05d}") for number in range(saved_by)]
+    model = table(checkpoint.read(file_of(trainer, MODEL), layout), "model")
+    shared = table(checkpoint.read(file_of(trainer, _SHARED), layout), "training state")
+    own = table(checkpoint.read(of_ranks[rank if same_job else 0]), "state of this rank")
     if "state" not in (optimizer := table(shared.get("optimizer"), "optimizer state")):
         optimizer["state"] = {}
-        for other in range(saved_by):  # each rank saved the state of the parameters that it updates
-            part = table(checkpoint.part(file_of(trainer, _of_rank(other)), layout), "state of a rank")
-            optimizer["state"] |= table(part.get("updates"), "optimizer state of a rank")
+        for file in of_ranks:  # each rank saved the state of the parameters that it updates
+            divided = table(checkpoint.read(file, layout), file, "optimizer")["optimizer"]
+            optimizer["state"] |= table(table(divided, "optimizer state", "state")["state"], "optimizer state")
     if not same_job:
         positions = table(own.get("data"), "positions in the data").values()
         within = table(own.get("window"), "window", "micro")["micro"]
@@ -201,15 +207,13 @@ def _read(
 
 def _layout(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
     """Return the sharded parameter that a stored tensor of this shape belongs to, or None."""
-    for prefix in ("optimizer.state.", "updates."):
-        if name.startswith(prefix):
-            name = name.removeprefix(prefix).rpartition(".")[0]
+    if name.startswith("optimizer.state."):
+        name = name.removeprefix("optimizer.state.").rpartition(".")[0]
     parameter = sharded.get(name.removeprefix("masters."))
     return parameter if parameter is not None and parameter.shape == shape else None
 
 
 def _check_trainers(trainings: Trainings, checkpoint: store.Checkpoint) -> None:
-    """Raise CheckpointError if the checkpoint has other trainers."""
     saved = checkpoint.manifest["trainers"]
     if saved.keys() == trainings.keys():
         return
@@ -221,25 +225,6 @@ def _check_trainers(trainings: Trainings, checkpoint: store.Checkpoint) -> None:
         f"the checkpoint {checkpoint.path} contains {contains}, but you are resuming {resuming}",
         remedy="resume it as it was saved: by trainer.resume(...), or by accelcore.Together(...) with the same names",
     )
-
-
-def _prune(path: Path, keep: int) -> None:
-    """Delete older checkpoints of this run; a failure is only logged, because the new checkpoint is saved."""
-    try:
-        others = store.keep_newest(path, keep)
-    except OSError as error:
-        logger.warning("%s is saved, but older checkpoints could not be deleted: %s", path, error)
-        return
-    if others:
-        logger.warning("%s also has checkpoints of another run, such as %s", path.parent, others[-1].name)
-
-
-def _of_rank(rank: int) -> str:
-    return f"{RANK}{rank:05d}"
-
-
-def _states(training: TrainingState, scope: str) -> dict[str, Any]:
-    return {part.name: part.state() for part in training.parts if part.scope == scope}
 
 
 def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:

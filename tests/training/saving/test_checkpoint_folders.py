@@ -102,17 +102,14 @@ def test_a_save_that_fails_leaves_nothing_on_a_full_disk(accel, tmp_path, monkey
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_key_that_stands_twice_and_a_manifest_that_is_a_device_are_damage(accel, tmp_path):
+def test_a_manifest_that_is_a_device_is_damage(accel, tmp_path):
     trainer = make(accel)
-    twice, device = trainer.save(tmp_path / "a"), trainer.save(tmp_path / "b")
-    manifest = twice / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"steps": 0', '"steps": 7, "steps": 0'))
-    (device / "manifest.json").unlink()
-    (device / "manifest.json").symlink_to("/dev/zero")
-    for path, says in ((twice, "twice"), (device, "not a file")):
-        with pytest.raises(accelcore.CheckpointError, match="damaged") as raised:
-            trainer.resume(path)
-        assert says in str(raised.value)
+    path = trainer.save(tmp_path)
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").symlink_to("/dev/zero")
+    with pytest.raises(accelcore.CheckpointError, match="damaged") as raised:
+        trainer.resume(path)
+    assert "not a file" in str(raised.value)
 
 
 @pytest.mark.parametrize("there", ["saved", "here"])

@@ -90,11 +90,11 @@ def test_each_tensor_of_the_state_is_looked_at(accel, tmp_path, name, whose):
         with pytest.raises(accelcore.CheckpointError, match=key if key != "step" else "updated"):
             other.resume(folder)
         assert all(torch.equal(other.model.state_dict()[part], tensor) for part, tensor in before.items())
-    if strict and len(entry) > 1:
-        lacking = max(entry.keys() - {"step"})
-        forge(path, tmp_path / "lacks", lambda parts: parts["training"]["optimizer"]["state"]["0.weight"].pop(lacking))
-        with pytest.raises(accelcore.CheckpointError, match="different keys"):
-            other.resume(tmp_path / "lacks")
+    for lacking in () if name == "adafactor" else entry:
+        folder = tmp_path / f"lacks {lacking}"
+        forge(path, folder, lambda parts: parts["training"]["optimizer"]["state"]["0.weight"].pop(lacking))  # noqa: B023
+        with pytest.raises(accelcore.CheckpointError, match=rf"0\.weight lacks {lacking}"):
+            other.resume(folder)
     other.resume(path)
     assert train(other, 3) == train(trainer, 3)
 

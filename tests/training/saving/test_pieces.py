@@ -97,10 +97,10 @@ def test_each_rank_writes_what_it_holds(saved):
 def test_each_rank_writes_the_state_of_what_it_updates(saved, resumed, run):
     folder, ranks = saved
     checkpoint = find(folder / run)
-    states = [checkpoint.part(f"rank-{rank:05d}")["updates"] for rank in range(4)]
+    states = [checkpoint.read(f"rank-{rank:05d}")["optimizer"]["state"] for rank in range(4)]
     assert all(0 < len(own) < len(ChainMap(*states)) for own in states)
     assert sum(map(len, states)) == len(ChainMap(*states))
-    assert "state" not in checkpoint.part("training")["optimizer"]
+    assert "state" not in checkpoint.read("training")["optimizer"]
     for rank in resumed(2, "zero1", tuple(RUNS)):
         assert rank[run]["own"] < len(ranks[0][run]["moments"]), "it holds what others update, too"
 

@@ -85,12 +85,12 @@ def snapshot(accel, trainer):
 def forge(path, folder, change):
     """A copy of a checkpoint with other contents, and right sums over them."""
     whole = store.Checkpoint(path)
-    parts = {name: whole.part(name) for name in whole.manifest["files"]}
+    parts = {name: whole.read(name) for name in whole.manifest["files"]}
     change(parts)
     facts = {key: whole.manifest[key] for key in ("run", "trainers", "world_size", "device", "accelcore", "torch")}
     with store.alone(folder):
         for name, tree in parts.items():
-            store.write_part(folder, name, tree)
+            store.write_file(folder, name, tree)
         store.finish(folder, whole.manifest["steps"], facts)
 
 

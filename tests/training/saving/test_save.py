@@ -13,7 +13,7 @@ from accelcore.checkpoint import store
 def test_two_savers_in_one_folder_do_not_mix(accel, tmp_path, build):
     trainer, _ = build(accel)
     with store.alone(tmp_path):
-        store.write_part(tmp_path, "model", {"weight": torch.ones(2)})
+        store.write_file(tmp_path, "model", {"weight": torch.ones(2)})
         with pytest.raises(accelcore.CheckpointError, match="another process is saving"):
             trainer.save(tmp_path)
         assert (tmp_path / ".incomplete" / "model.safetensors").is_file(), "the other save's files were removed"

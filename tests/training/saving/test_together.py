@@ -167,7 +167,7 @@ def test_a_checkpoint_is_resumed_as_it_was_saved(accel, tmp_path):
     both, other = accelcore.Together(**trainers), accelcore.Together(a=trainers["first"], second=trainers["second"])
     saved = both.save(tmp_path / "both")
     trainers["first"].save(tmp_path / "alone")
-    with pytest.raises(accelcore.CheckpointError, match=r"a part of a checkpoint.*\n.*Together\(...\)\.resume\("):
+    with pytest.raises(accelcore.CheckpointError, match=r"folder in a checkpoint.*\n.*Together\(...\)\.resume\("):
         trainers["first"].resume(saved / "first")
     (saved / "manifest.json").rename(saved / "manifest.txt")
     with pytest.raises(accelcore.CheckpointError, match=r"without its manifest\.json"):
@@ -195,7 +195,7 @@ def test_the_model_of_one_is_exported_by_its_name(accel, tmp_path, capsys):
         (saved, None, r"holds several trainers, and none was named\n  available: first, second\n.*--trainer first"),
         (saved, "third", r"has no trainer 'third'\n  available: first, second"),
         (alone, "first", r"has no trainer 'first'"),
-        (saved / "first", None, r"a part of a checkpoint.*\n.*--trainer first "),
+        (saved / "first", None, r"folder in a checkpoint.*\n.*--trainer first "),
     ):
         with pytest.raises(accelcore.CheckpointError, match=says):
             export(folder, file, trainer=trainer)
@@ -226,6 +226,13 @@ def test_what_is_no_folder_is_refused(accel, tmp_path):
         for act in (saver.save, saver.resume):
             with pytest.raises(accelcore.ConfigurationError, match=r"None.*path"):
                 act(None)
+            for name, says in (
+                ("a\0b", r"'a\\x00b' is not a path"),
+                ("a" * 300, "300 characters"),
+                ("a/" * 3000, "6000"),
+            ):
+                with pytest.raises(accelcore.ConfigurationError, match=says):
+                    act(name)
         for folder in (tmp_path / "file", tmp_path / "file" / "below"):
             with pytest.raises(accelcore.CheckpointError, match=r"file is a file\n  what to do: give a folder$"):
                 saver.save(folder)
