@@ -19,8 +19,11 @@ __all__ = ["ROLES", "USAGE", "Settings", "main"]
 USAGE = 64
 """Exit code of an invalid request; `sysexits.h` calls it EX_USAGE. 1 and 2 belong to doctor's findings."""
 
-ROLES = ("backend", "precision", "scaler", "optimizers", "collectives", "compiler", "runtime", "training", "parallel")
-"""Parts of the conformance suite: the backend as a whole, its six roles, training end to end."""
+ROLES = (
+    *("backend", "operators", "precision", "scaler", "optimizers", "collectives", "compiler", "runtime", "training"),
+    "parallel",
+)
+"""Parts of the conformance suite: the backend as a whole, its operators, its six roles, training end to end."""
 
 _INTERRUPTED = 130
 

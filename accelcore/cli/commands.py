@@ -208,11 +208,12 @@ def verify() -> None:
     metavar="ROLE",
     type=click.Choice(ROLES),
     multiple=True,
-    help="Test only this part: backend, training, or one of the six roles. May be given several times.",
+    help="Test only this part: backend, operators, training, or one of the six roles. May be given several times.",
 )
+@click.option("--deep", is_flag=True, help="Compare all of torch's operators with the CPU; takes minutes.")
 @timeout(300, help="How long one test may take.")
 @common
-def verify_backend(name: str, as_json: bool, only: tuple[str, ...], timeout: int) -> int:
+def verify_backend(name: str, as_json: bool, only: tuple[str, ...], deep: bool, timeout: int) -> int:
     """Run the conformance suite on the backend NAME, and print its scorecard.
 
     Declared features are tested; other features must be refused with UnsupportedError. A test that crashes or hangs has
@@ -228,11 +229,12 @@ def verify_backend(name: str, as_json: bool, only: tuple[str, ...], timeout: int
     Examples:
       accelcore verify backend cpu
       accelcore verify backend cuda:1 --only precision --only training
+      accelcore verify backend npu --only operators --deep --timeout 60
       accelcore verify backend cpu --json > scorecard.json
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     from accelcore.cli import verify as suite
 
-    card = suite.verify(name, roles=only, timeout=timeout)
+    card = suite.verify(name, roles=only, timeout=timeout, deep=deep)
     if as_json:
         click.echo(json.dumps(card.as_json(), indent=2))
     else:

@@ -33,6 +33,7 @@ __all__ = ["OUTCOMES", "Scorecard", "Verdict", "show", "verify"]
 OUTCOMES = ("passed", "failed", "not declared", "not tried")
 
 _SUITE = "accelcore.testing.whole_suite"  # as the child imports it: a path could belong to another installation
+_DEEP = "accelcore.testing.every_operator"
 _DONE = (0, 1, 5)  # pytest's codes: all passed, some failed, nothing left to run
 _ENDS = "The process that used the backend ends without a crash."
 _TAIL = 2000  # last characters of a process's output, or
@@ -52,6 +53,7 @@ class Verdict:
         outcome: one of `OUTCOMES`.
         why: the reason, if it did not pass.
         where: file and line of each call on the way to the failure, from the test down.
+        on_host: the operator, if the device hands it to the CPU, with the kernels that it lacks.
     """
 
     role: str
@@ -63,6 +65,7 @@ class Verdict:
     seconds: float = 0.0
     where: list[str] = field(default_factory=list)
     traceback: str = ""
+    on_host: str = ""
 
 
 @dataclass
@@ -99,16 +102,17 @@ class Scorecard:
         }
 
 
-def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300) -> Scorecard:
+def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300, deep: bool = False) -> Scorecard:
     """Run the suite on a backend.
 
     Args:
         name: `NAME` or `NAME:INDEX`.
         roles: the roles to test; empty for all.
         timeout: seconds that one test may take.
+        deep: whether to compare all of torch's operators, also those that training rarely uses.
 
     Raises:
-        ConfigurationError: the name is not one backend, or pytest is not installed.
+        ConfigurationError: the name is not one backend, or pytest or, for `deep`, expecttest is not installed.
         AccelError: the backend's plugin reports that it cannot be used here.
         PluginError: the suite could not be run to its end.
     """
@@ -116,11 +120,15 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300) -> Sco
     if choices is None or len(choices) != 1:
         raise ConfigurationError(f"backend={shown(name)} is not one backend", remedy="name one, such as cpu or cuda:1")
     decide(name, "backend", lambda found: None)
-    if find_spec("pytest") is None:
-        raise ConfigurationError(
-            "the conformance suite needs pytest, which is not installed", remedy="pip install 'accelcore[testing]'"
-        )
+    for package in ("pytest", "expecttest") if deep else ("pytest",):
+        if find_spec(package) is None:
+            raise ConfigurationError(
+                f"the conformance suite needs {package}, which is not installed",
+                remedy="pip install 'accelcore[testing]'",
+            )
     classes = [f"{_SUITE}::Test{role.capitalize()}" for role in roles] or [_SUITE]
+    if deep and (not roles or "operators" in roles):
+        classes.append(_DEEP)
     temporary = tempfile.TemporaryDirectory(prefix="accelcore-")
     with exceptions_for_signals(), temporary as folder, ExitStack() as cleanup:
         report = Path(folder, "report")
@@ -179,6 +187,9 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
             click.echo()
         for role, why in reasons:
             click.echo(f"{click.style(outcome, fg='yellow')}  {role}: {why}")
+    handed = [verdict.on_host for verdict in card.verdicts if verdict.on_host]
+    if handed:
+        click.echo(f"\n{click.style('on the host', fg='yellow')}  operators: {', '.join(handed)}")
     failed = card.counts()["failed"]
     conclusion = "conforms" if card.conforms else f"does not conform: {failed} failed"
     color = "green" if card.conforms else "red"
@@ -263,6 +274,6 @@ def _verdicts(report: Path) -> dict[str, Verdict]:
             found[line["id"]] = Verdict(line["role"], line["name"], line["case"], line["what"])
         elif line["event"] == "end":
             verdict = found[line["id"]]
-            for name in ("outcome", "why", "seconds", "where", "traceback"):
+            for name in ("outcome", "why", "seconds", "where", "traceback", "on_host"):
                 setattr(verdict, name, line.get(name, getattr(verdict, name)))
     return found

@@ -20,8 +20,11 @@ from __future__ import annotations
 
 import pytest
 
-_ROLES = ("backend", "collectives", "compiler", "optimizers", "parallel", "precision", "runtime", "scaler", "training")
-_PARTS = ("levels", "optimizer_state")
+_ROLES = (
+    *("backend", "collectives", "compiler", "operators", "optimizers", "parallel", "precision", "runtime", "scaler"),
+    "training",
+)
+_PARTS = ("contexts", "drawn", "levels", "op_tables", "optimizer_state", "transfers")
 pytest.register_assert_rewrite(
     *(f"accelcore.testing.suite.{name}" for name in _ROLES + _PARTS)
 )  # before they are imported
@@ -29,6 +32,7 @@ pytest.register_assert_rewrite(
 from accelcore.testing.suite.backend import TestBackend
 from accelcore.testing.suite.collectives import TestCollectives
 from accelcore.testing.suite.compiler import TestCompiler
+from accelcore.testing.suite.operators import TestOperators
 from accelcore.testing.suite.optimizers import TestOptimizers
 from accelcore.testing.suite.parallel import TestParallel
 from accelcore.testing.suite.precision import TestPrecision
@@ -40,6 +44,7 @@ __all__ = [
     "TestBackend",
     "TestCollectives",
     "TestCompiler",
+    "TestOperators",
     "TestOptimizers",
     "TestParallel",
     "TestPrecision",

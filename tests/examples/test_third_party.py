@@ -57,7 +57,8 @@ def test_it_conforms(hostchip):
     card = json.loads(done.stdout)
     assert card["conforms"]
     assert set(card["roles"]) == {
-        "backend", "precision", "scaler", "optimizers", "collectives", "compiler", "runtime", "training", "parallel"
+        "backend", "operators", "precision", "scaler", "optimizers", "collectives", "compiler", "runtime", "training",
+        "parallel",
     }  # fmt: skip
     assert all(counts["failed"] == 0 for counts in card["roles"].values())
     refused = [test["why"] for test in card["tests"] if test["outcome"] == "not declared"]

@@ -61,7 +61,11 @@ def ask(lie, backend, request):
     kind, _, name = lie.test.partition(".")
     test = getattr(getattr(suite, kind)(), name)
     names = inspect.signature(test).parameters
-    wanted = {fixture: request.getfixturevalue(fixture) for fixture in ("caplog", "tmp_path") if fixture in names}
+    wanted = {
+        fixture: request.getfixturevalue(fixture)
+        for fixture in ("caplog", "record_property", "tmp_path")
+        if fixture in names
+    }
     test(backend, **lie.arguments, **wanted)
 
 

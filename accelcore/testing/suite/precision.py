@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d, cross_entropy, linear
 
 from accelcore import Backend, UnsupportedError
+from accelcore.testing.suite.contexts import ContextTests
 from accelcore.testing.suite.op_tables import OpTables
 from accelcore.testing.support.declared import FAST_FP32, LOW_PRECISION, MOST_BITS, declared
 from accelcore.testing.support.oracles import eps, error, weights
@@ -54,7 +55,7 @@ def _torchs_setting(value: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-class TestPrecision(OpTables):
+class TestPrecision(OpTables, ContextTests):
     """Autocast, its tables, and the exactness of fp32 matrix products."""
 
     @pytest.mark.parametrize("name", LOW_PRECISION)

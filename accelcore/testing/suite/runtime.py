@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from accelcore import Backend
+from accelcore.testing.suite.drawn import DrawnTests
+from accelcore.testing.suite.transfers import TransferTests
 from accelcore.testing.support.declared import declared
 from accelcore.testing.support.kinds import CONTAINERS, VIEWS, described, tensors_in
 
@@ -58,7 +60,7 @@ _BELOW_HALF = [True, True, False, False, False, False, True, False]
 _BEHIND = [0.763043, 0.759357, 0.063021, 0.057556]
 
 
-class TestRuntime:
+class TestRuntime(DrawnTests, TransferTests):
     """Seeds, random states, memory, transfers."""
 
     def test_seed(self, accel: Backend) -> None:

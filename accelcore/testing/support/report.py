@@ -88,9 +88,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         outcome, why = _judged(report)
         where = _places(report) if outcome == "failed" else []
         traceback = report.longreprtext[-_LONGEST:] if outcome == "failed" else ""
-        seconds = round(report.duration, 3)
         item.stash[_END] = {
-            "outcome": outcome, "why": why, "where": where, "traceback": traceback, "seconds": seconds
+            "outcome": outcome, "why": why, "where": where, "traceback": traceback,
+            "seconds": round(report.duration, 3), "on_host": dict(report.user_properties).get("on_host", ""),
         }  # fmt: skip
     return report
 

@@ -1,0 +1,22 @@
+"""Test module with all of torch's operators, which `accelcore verify backend NAME --deep` adds to the suite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accelcore import Backend
+from accelcore.testing.suite.operators import check
+from accelcore.testing.support.samples import SAMPLED, operators
+
+__all__ = ["TestOperators"]
+
+
+class TestOperators:
+    """Operators that the default run leaves out."""
+
+    @pytest.mark.parametrize("name", sorted(operators().keys() - set(SAMPLED)))
+    def test_operator(self, accel: Backend, name: str, record_property: Any) -> None:
+        """Values and gradients are those of float64 on the CPU: in any layout, in place, with `out=`, empty."""
+        check(accel, name, 4, record_property)

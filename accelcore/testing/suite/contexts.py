@@ -1,0 +1,195 @@
+"""Conformance of autocast in every context: without gradients, in threads, nested, with its cache of cast weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from accelcore import Backend
+from accelcore.testing.support.declared import TABLES, declared
+from accelcore.testing.support.oracles import eps, error
+
+__all__ = ["ContextTests"]
+
+_of_tables = pytest.mark.parametrize("table", TABLES)
+
+
+def _in_thread(work: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+class ContextTests:
+    """Autocast in the contexts of a training script."""
+
+    @_of_tables
+    def test_autocast_without_gradients(self, accel: Backend, table: str) -> None:
+        """Autocast computes in low precision also under no_grad and inference_mode, and inside of either order."""
+        with _declared(accel, table):
+            low, layer, rows = _of(accel)
+            for guard in (torch.no_grad, torch.inference_mode):
+                with guard(), accel.autocast(low, table=table):
+                    assert layer(rows).dtype == low, f"under {guard.__name__} autocast does nothing"
+                with accel.autocast(low, table=table), guard():
+                    assert layer(rows).dtype == low, f"{guard.__name__} ends autocast"
+            with accel.autocast(low, table=table), torch.no_grad(), torch.enable_grad():
+                output = layer(rows)
+            assert output.requires_grad, "autocast under enable_grad has no graph"
+            assert layer(rows).dtype == torch.float32, "autocast goes on behind its context"
+
+    @_of_tables
+    def test_weights_that_were_cast_without_gradients(self, accel: Backend, table: str) -> None:
+        """A weight that autocast cast under no_grad still gets its gradient in the same region."""
+        with _declared(accel, table):
+            low, layer, rows = _of(accel)
+            with accel.autocast(low, table=table):
+                with torch.no_grad():
+                    layer(rows)
+                output = layer(rows)
+                assert output.requires_grad, "after no_grad a layer has no graph"
+                layer(rows)
+            output.float().sum().backward()
+            assert layer.weight.grad is not None, "a weight that was cast under no_grad has no gradient"
+            assert layer.weight.grad.dtype == torch.float32
+
+    @_of_tables
+    def test_weights_that_changed(self, accel: Backend, table: str) -> None:
+        """Each region casts the weights of its time: an optimizer's step between two regions counts."""
+        with _declared(accel, table):
+            low, layer, rows = _of(accel)
+            context = accel.autocast(low, table=table)
+            with context:
+                first = layer(rows)
+            with torch.no_grad():
+                layer.weight.mul_(2)
+                layer.bias.mul_(2)
+            with context:
+                second = layer(rows)
+            assert error(second, 2 * first.double()) < 4 * eps(low), "autocast computes with a weight of before"
+            with accel.autocast(low, table=table):
+                for _ in range(3):
+                    layer(rows)
+                with accel.autocast(enabled=False):
+                    exact = layer(rows)
+            assert exact.dtype == torch.float32
+            expected = rows.cpu().double() @ layer.weight.detach().cpu().double().T + layer.bias.detach().cpu().double()
+            assert error(exact, expected) < 1e-5, "inside enabled=False a weight is the rounded one"
+
+    @_of_tables
+    def test_autocast_in_threads(self, accel: Backend, table: str) -> None:
+        """A region is its thread's: another thread begins without one, may open its own, and changes no other."""
+        with _declared(accel, table):
+            low, layer, rows = _of(accel)
+            outside = _in_thread(lambda: layer(rows).dtype)
+            assert outside == torch.float32, "a thread computes in low precision without a region"
+            with accel.autocast(low, table=table):
+                assert _in_thread(lambda: layer(rows).dtype) == torch.float32, "a region reaches into another thread"
+
+                def own() -> list[torch.dtype]:
+                    with accel.autocast(low, table=table):
+                        inside = layer(rows).dtype
+                    return [inside, layer(rows).dtype]
+
+                assert _in_thread(own) == [low, torch.float32], "a thread's own region does nothing, or goes on"
+                assert layer(rows).dtype == low, "another thread ended this thread's region"
+            assert _in_thread(own) == [low, torch.float32], "in a thread autocast does nothing, or goes on"
+
+            context = accel.autocast(low, table=table)
+
+            def shared() -> list[torch.dtype]:
+                with context:
+                    inside = layer(rows).dtype
+                return [inside, layer(rows).dtype]
+
+            with context:
+                assert _in_thread(shared) == [low, torch.float32], "one context does not serve two threads"
+                assert layer(rows).dtype == low, "one context that serves two threads ends in both"
+            assert layer(rows).dtype == torch.float32
+
+    @_of_tables
+    def test_autocast_nests(self, accel: Backend, table: str) -> None:
+        """Regions nest in any order: enabled in disabled in enabled, and each ends by itself."""
+        with _declared(accel, table):
+            low, layer, rows = _of(accel)
+            on, off = accel.autocast(low, table=table), accel.autocast(enabled=False)
+            found = []
+            with on:
+                found.append(layer(rows).dtype)
+                with off:
+                    found.append(layer(rows).dtype)
+                    with accel.autocast(low, table=table):
+                        found.append(layer(rows).dtype)
+                        with accel.autocast(enabled=False):
+                            found.append(layer(rows).dtype)
+                        found.append(layer(rows).dtype)
+                    found.append(layer(rows).dtype)
+                found.append(layer(rows).dtype)
+            found.append(layer(rows).dtype)
+            exact = torch.float32
+            assert found == [low, exact, low, exact, low, exact, low, exact], "nested regions end in a wrong order"
+            with on, pytest.raises(ZeroDivisionError), off:
+                raise ZeroDivisionError
+            assert layer(rows).dtype == exact, "a region that an error left goes on"
+
+    @_of_tables
+    def test_autocast_in_backward(self, accel: Backend, table: str) -> None:
+        """Backward outside of the region gives gradients of the parameters' dtype; a checkpoint is computed alike."""
+        with _declared(accel, table):
+            low, layer, rows = _of(accel)
+            seen: list[torch.dtype] = []
+
+            def part(x: Tensor) -> Tensor:
+                output: Tensor = layer(x)
+                seen.append(output.dtype)
+                return output
+
+            gradients = []
+            for run in (part, lambda x: checkpoint(part, x, use_reentrant=False)):
+                layer.zero_grad()
+                leaf = rows.clone().requires_grad_()
+                with accel.autocast(low, table=table):
+                    loss = run(leaf).float().square().mean()
+                loss.backward()
+                assert leaf.grad is not None
+                assert leaf.grad.dtype == layer.weight.grad.dtype == torch.float32  # type: ignore[union-attr]
+                gradients.append(leaf.grad.clone())
+            assert set(seen) == {low}, "a checkpoint is computed again in another dtype"
+            assert torch.equal(*gradients), "a checkpoint has another gradient"
+
+    @_of_tables
+    def test_autocast_keeps_tensors(self, accel: Backend, table: str) -> None:
+        """Autocast keeps float64, whole numbers and masks, writes into its own tensors, and casts no input."""
+        with _declared(accel, table):
+            low, _, rows = _of(accel)
+            whole = torch.ones(2, 2, device=accel.device, dtype=torch.int64)
+            before = rows.clone()
+            with accel.autocast(low, table=table):
+                assert (whole + whole).dtype == torch.int64, "whole numbers were cast"
+                assert (rows > 0).dtype == torch.bool
+                (rows @ rows.T).add_(1)
+                assert rows.sum().dtype in (torch.float32, low)
+                held = torch.zeros(len(rows), len(rows), device=accel.device)
+                held += rows @ rows.T
+            assert held.dtype == torch.float32, "a sum in place changed its dtype"
+            assert torch.equal(rows, before), "autocast changed an input"
+
+
+def _declared(accel: Backend, table: str) -> Any:
+    known = accel.capabilities
+    return declared(bool(known.autocast_dtypes) and table in known.autocast_tables, f"autocast by table {table}")
+
+
+def _of(accel: Backend) -> tuple[torch.dtype, Any, Tensor]:
+    low = getattr(torch, (*accel.capabilities.autocast_dtypes, "bfloat16")[0])
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(8, 8)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return low, layer.to(accel.device), torch.randn(4, 8, generator=generator).to(accel.device)

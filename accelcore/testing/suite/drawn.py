@@ -1,0 +1,209 @@
+"""Conformance of random numbers: their statistics, independence, and the state of their generator.
+
+Each bound is one that a right generator exceeds with a probability below 1e-9.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from accelcore import Backend
+
+__all__ = ["DrawnTests"]
+
+_COUNT = 40_000
+_SIGMAS = 6.5  # a normal number is beyond it once in 1e10
+
+
+def _off(found: float, expected: float, deviation: float) -> bool:
+    return not abs(found - expected) <= _SIGMAS * deviation
+
+
+def _ones(accel: Backend, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(_COUNT, device=accel.device, dtype=dtype)
+
+
+_DRAWS: dict[str, Callable[[Backend], Tensor]] = {
+    "rand": lambda accel: torch.rand(_COUNT, device=accel.device),
+    "randn": lambda accel: torch.randn(_COUNT, device=accel.device),
+    "normal_": lambda accel: torch.empty(_COUNT, device=accel.device).normal_(),
+    "uniform_": lambda accel: torch.empty(_COUNT, device=accel.device).uniform_(-1, 1),
+    "bernoulli": lambda accel: torch.bernoulli(_ones(accel) * 0.3),
+    "bernoulli_": lambda accel: torch.empty(_COUNT, device=accel.device).bernoulli_(0.3),
+    "dropout": lambda accel: functional.dropout(_ones(accel), 0.5),
+    "randint": lambda accel: torch.randint(0, 100, (_COUNT,), device=accel.device),
+    "randperm": lambda accel: torch.randperm(_COUNT, device=accel.device),
+    "multinomial": lambda accel: torch.multinomial(_ones(accel)[:50], _COUNT, replacement=True),
+    "exponential_": lambda accel: torch.empty(_COUNT, device=accel.device).exponential_(),
+}
+
+_MOMENTS = {  # mean and variance
+    "rand": (1 / 2, 1 / 12),
+    "randn": (0.0, 1.0),
+    "normal_": (0.0, 1.0),
+    "uniform_": (0.0, 1 / 3),
+    "bernoulli": (0.3, 0.21),
+    "bernoulli_": (0.3, 0.21),
+    "dropout": (1.0, 1.0),
+    "randint": (49.5, 9999 / 12),
+    "multinomial": (24.5, 2499 / 12),
+    "exponential_": (1.0, 1.0),
+}
+
+_of_draws = pytest.mark.parametrize("draw", _DRAWS)
+
+
+def _drawn(accel: Backend, draw: str) -> Tensor:
+    return _DRAWS[draw](accel).detach().cpu().double()
+
+
+def _correlation(one: Tensor, other: Tensor) -> float:
+    """Return the correlation of two draws in units of its standard deviation."""
+    one, other = one - one.mean(), other - other.mean()
+    return float((one * other).sum() / (one.norm() * other.norm())) * math.sqrt(len(one))
+
+
+class DrawnTests:
+    """Random numbers of the device."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+    def test_dropout(self, accel: Backend, rate: float, dtype: torch.dtype) -> None:
+        """Dropout keeps the declared share, rescales what it keeps, and gives gradients by the same mask."""
+        if str(dtype).removeprefix("torch.") not in accel.capabilities.model_dtypes:
+            pytest.skip(f"not declared: models in {dtype}")
+        accel.runtime.seed(11)
+        for drop in (lambda x: functional.dropout(x, rate), nn.Dropout(rate), nn.AlphaDropout(rate)):
+            leaf = torch.full((_COUNT,), 2.0, device=accel.device, dtype=dtype, requires_grad=True)
+            output = drop(leaf)
+            output.sum().backward()
+            assert leaf.grad is not None
+            if isinstance(drop, nn.AlphaDropout):
+                continue
+            values, gradient = output.detach().cpu().double(), leaf.grad.cpu().double()
+            kept = values != 0
+            assert not _off(float(kept.double().mean()), 1 - rate, math.sqrt(rate * (1 - rate) / _COUNT)), (
+                f"dropout at {rate} keeps {float(kept.double().mean()):.4f}"
+            )
+            scale = 1 / (1 - rate)
+            eps = 2 * torch.finfo(dtype).eps
+            assert torch.allclose(values[kept], torch.tensor(2 * scale).double(), rtol=eps), (
+                f"dropout at {rate} makes {float(values[kept][0]):.4f} of 2 instead of {2 * scale:.4f}"
+            )
+            assert torch.equal(gradient != 0, kept), "the gradient of dropout has another mask"
+            assert torch.allclose(gradient[kept], torch.tensor(scale).double(), rtol=eps), "it has another scale"
+
+    def test_dropout_at_the_ends(self, accel: Backend) -> None:
+        """Dropout keeps everything at 0 and in evaluation, and nothing at 1; by channel it drops whole channels."""
+        ones = _ones(accel)
+        assert torch.equal(functional.dropout(ones, 0.0).cpu(), ones.cpu()), "dropout at 0 changes something"
+        assert torch.equal(nn.Dropout(0.5).eval()(ones).cpu(), ones.cpu()), "dropout in evaluation changes something"
+        assert not bool(functional.dropout(ones, 1.0).cpu().any()), "dropout at 1 keeps something"
+        image = functional.dropout2d(ones.reshape(100, 100, 2, 2), 0.5).cpu().flatten(2)
+        assert torch.equal(image.amin(2), image.amax(2)), "dropout2d drops parts of a channel"
+        held = ones.clone()
+        returned = functional.dropout(held, 0.5, inplace=True)
+        assert returned.data_ptr() == held.data_ptr(), "dropout in place returns another tensor"
+        assert not torch.equal(held.cpu(), ones.cpu()), "dropout in place did not write"
+
+    @pytest.mark.parametrize("draw", _MOMENTS)
+    def test_moments(self, accel: Backend, draw: str) -> None:
+        """Mean and variance of what is drawn are those of the distribution, also in each half and every other one."""
+        accel.runtime.seed(12)
+        drawn, (mean, variance) = _drawn(accel, draw), _MOMENTS[draw]
+        centred = (drawn - mean) ** 2
+        for part in (slice(None), slice(_COUNT // 2), slice(_COUNT // 2, None), slice(0, None, 2), slice(1, None, 2)):
+            count = len(drawn[part])
+            found, spread = float(drawn[part].mean()), float(centred[part].mean())
+            assert not _off(found, mean, math.sqrt(variance / count)), f"{draw} has mean {found:.4f}, not {mean:.4f}"
+            deviation = 3 * variance * math.sqrt(2 / count)  # of tails up to those of an exponential distribution
+            assert not _off(spread, variance, deviation), f"{draw} has variance {spread:.4f}, not {variance:.4f}"
+
+    def test_normal_tails(self, accel: Backend) -> None:
+        """A normal distribution has its tails, is symmetric, and takes its mean and deviation."""
+        accel.runtime.seed(13)
+        drawn = _drawn(accel, "randn")
+        for bound in (0.5, 1.0, 2.0, 3.0):
+            share = math.erfc(bound / math.sqrt(2)) / 2
+            deviation = math.sqrt(share / _COUNT) + 1e-4
+            for found in (float((drawn > bound).double().mean()), float((drawn < -bound).double().mean())):
+                assert not _off(found, share, deviation), f"{found:.5f} are beyond {bound}, not {share:.5f}"
+        moved = torch.empty(_COUNT, device=accel.device).normal_(5.0, 0.1).cpu().double()
+        assert not _off(float(moved.mean()), 5.0, 0.1 / math.sqrt(_COUNT))
+        assert not _off(float(moved.std()), 0.1, 0.3 / math.sqrt(_COUNT))
+
+    def test_uniform_is_half_open(self, accel: Backend) -> None:
+        """Uniform numbers fill the interval evenly: the lower end may be drawn, the upper may not."""
+        accel.runtime.seed(14)
+        drawn = _drawn(accel, "rand")
+        assert 0 <= float(drawn.min()) < 1e-3, "the lower end is not reached"
+        assert 1 - 1e-3 < float(drawn.max()) < 1, "the upper end is not reached, or drawn"
+        for count in torch.histc(drawn, 16, 0, 1).tolist():
+            assert not _off(count, _COUNT / 16, math.sqrt(_COUNT / 16)), "the numbers are not even"
+
+    def test_whole_numbers(self, accel: Backend) -> None:
+        """randint draws each number alike, randperm each once, multinomial by weight and without repeats."""
+        accel.runtime.seed(15)
+        counts = torch.bincount(_drawn(accel, "randint").long(), minlength=100)
+        assert len(counts) == 100, "randint drew a number outside its range"
+        assert not any(_off(count, _COUNT / 100, math.sqrt(_COUNT / 100)) for count in counts.tolist())
+        order = _drawn(accel, "randperm").long()
+        assert torch.equal(order.sort().values, torch.arange(_COUNT)), "randperm draws no permutation"
+        assert abs(_correlation(order.double(), torch.arange(_COUNT).double())) < _SIGMAS, "randperm hardly permutes"
+        weights = torch.tensor([0.0, 1.0, 3.0], device=accel.device)
+        found = torch.bincount(torch.multinomial(weights, _COUNT, replacement=True).cpu(), minlength=3).tolist()
+        assert found[0] == 0, "multinomial drew what has no weight"
+        assert not _off(found[2], 0.75 * _COUNT, math.sqrt(0.1875 * _COUNT)), "multinomial does not go by weight"
+        several = torch.multinomial(_ones(accel)[:100], 100).cpu()
+        assert len(several.unique()) == 100, "multinomial without replacement repeats"
+
+    @_of_draws
+    def test_independence(self, accel: Backend, draw: str) -> None:
+        """Two calls, neighbours in one call, and two seeds give numbers that have nothing to do with each other."""
+        accel.runtime.seed(16)
+        first, second = _drawn(accel, draw), _drawn(accel, draw)
+        accel.runtime.seed(17)
+        third = _drawn(accel, draw)
+        host = torch.rand(_COUNT, generator=torch.Generator().manual_seed(17)).double()
+        pairs = {"two calls": (first, second), "two seeds": (first, third), "two seeds ": (second, third)}
+        for shift in (1, 2, 32, 256, 1024):
+            pairs[f"elements {shift} apart"] = (first[shift:], first[:-shift])
+        for what, (one, other) in pairs.items():
+            assert not torch.equal(one, other), f"{draw}: {what.strip()} give the same numbers"
+            assert abs(_correlation(one, other)) < _SIGMAS, f"{draw}: {what.strip()} are correlated"
+        if accel.device.type != "cpu":  # the host is seeded alike, and must not draw the same
+            assert not torch.equal(third, host), f"{draw}: the device draws the host's numbers"
+
+    @_of_draws
+    def test_state_at_any_point(self, accel: Backend, draw: str) -> None:
+        """A state that was taken after odd numbers of draws, and put back, repeats what followed."""
+        accel.runtime.seed(18)
+        for count in (1, 3, 7):
+            torch.rand(count, device=accel.device)
+            torch.randn(count, device=accel.device)
+            state = accel.runtime.rng_state()
+            expected = [_DRAWS[draw](accel)[:999].cpu() for _ in range(2)]
+            later = accel.runtime.rng_state()
+            assert any(not torch.equal(later[name], state[name]) for name in state), "drawing does not change the state"
+            _DRAWS[draw](accel)
+            assert accel.runtime.set_rng_state(state) == []
+            again = [_DRAWS[draw](accel)[:999].cpu() for _ in range(2)]
+            assert all(map(torch.equal, again, expected)), f"{draw}: a state that was put back gives other numbers"
+
+    def test_modules_draw_anew(self, accel: Backend) -> None:
+        """A module in training draws another mask in each step, a copy of it too; initial weights differ by layer."""
+        accel.runtime.seed(19)
+        drop: Any = nn.Dropout(0.5)
+        masks = [(drop(_ones(accel)) != 0).cpu() for _ in range(3)]
+        assert not any(torch.equal(masks[one], masks[two]) for one, two in ((0, 1), (1, 2), (0, 2))), (
+            "dropout has the same mask in each call"
+        )
+        one, two = (nn.Linear(50, 50, device=accel.device) for _ in range(2))
+        assert not torch.equal(one.weight.cpu(), two.weight.cpu()), "two layers begin with the same weights"

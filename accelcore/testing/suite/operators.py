@@ -1,0 +1,51 @@
+"""Conformance of the device's operators: torch's own samples against float64 on the CPU, and results known by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from accelcore import Backend
+from accelcore.testing.support.known import KNOWN
+from accelcore.testing.support.samples import SAMPLED, operators
+from accelcore.testing.support.sweep import compare
+
+__all__ = ["TestOperators", "check"]
+
+
+def check(accel: Backend, name: str, count: int, record: Callable[[str, object], None]) -> None:
+    """Compare an operator on `count` samples a dtype; skip the test if the device refuses it."""
+    info = operators()[name]
+    declared = {*accel.capabilities.model_dtypes, *accel.capabilities.autocast_dtypes} - {"float64"}
+    with accel.precision.fp32("ieee"):
+        found = compare(accel.device, name, info, [getattr(torch, each) for each in sorted(declared)], count)
+    assert not found.wrong, "\n".join(found.wrong)
+    if not found.compared:
+        reason = found.refused[0] if found.refused else f"{name}: torch has no sample of it that runs on the CPU"
+        pytest.skip(f"refused: {reason}" if found.refused else reason)
+    if found.on_host:
+        record("on_host", f"{name} ({', '.join(sorted(found.on_host))})")
+
+
+class TestOperators:
+    """Operators of training."""
+
+    @pytest.mark.parametrize("name", SAMPLED)
+    def test_operator(self, accel: Backend, name: str, record_property: Any) -> None:
+        """Values and gradients are those of float64 on the CPU: in any layout, in place, with `out=`, empty."""
+        check(accel, name, 2, record_property)
+
+    @pytest.mark.parametrize("what", KNOWN)
+    def test_known_result(self, accel: Backend, what: str) -> None:
+        """An operator gives a result that was computed without torch."""
+        compute, expected = KNOWN[what]
+        found = compute(accel.device)
+        values = found.detach().cpu().double().reshape(-1).tolist()
+        assert len(values) == len(expected), f"{what}: {len(values)} numbers instead of {len(expected)}"
+        for value, right in zip(values, expected, strict=True):
+            same = math.isnan(value) if math.isnan(right) else math.isclose(value, right, rel_tol=2e-5, abs_tol=2e-6)
+            assert same, f"{what}: {values} instead of {expected}"

@@ -1,0 +1,167 @@
+"""Conformance of transfers and memory: what a tensor keeps on its way, and figures that reading does not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accelcore import Backend
+from accelcore.testing.support.declared import declared
+
+__all__ = ["TransferTests"]
+
+_MEBIBYTE = 2**20
+_LAYOUTS = {
+    "contiguous": lambda: torch.arange(24.0).reshape(2, 3, 2, 2),
+    "channels last": lambda: torch.arange(24.0).reshape(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+    "channels last in 3-D": lambda: (
+        torch.arange(48.0).reshape(2, 3, 2, 2, 2).contiguous(memory_format=torch.channels_last_3d)
+    ),
+    "transposed": lambda: torch.arange(6.0).reshape(2, 3).t(),
+    "permuted": lambda: torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+}
+_of_ways = pytest.mark.parametrize("way", ["to_device", "prefetch", "to", "non_blocking", "copy_"])
+
+
+def _moved(accel: Backend, tensor: Tensor, way: str) -> Tensor:
+    if way == "to_device":
+        return accel.runtime.to_device(tensor)
+    if way == "prefetch":
+        return accel.runtime.prefetch(tensor)()
+    if way == "copy_":
+        return torch.empty_like(tensor, device=accel.device).copy_(tensor)
+    return tensor.to(accel.device, non_blocking=way == "non_blocking")
+
+
+class TransferTests:
+    """Tensors between host and device, and figures of memory."""
+
+    @_of_ways
+    @pytest.mark.parametrize("layout", _LAYOUTS)
+    def test_strides_travel(self, accel: Backend, layout: str, way: str) -> None:
+        """Values, strides and memory format arrive on the device, and come back to the host."""
+        tensor = _LAYOUTS[layout]()
+        there = _moved(accel, tensor, way)
+        back = there.cpu()
+        accel.runtime.synchronize()
+        for place, arrived in (("device", there), ("host", back)):
+            assert arrived.stride() == tensor.stride(), (
+                f"on the {place} the strides are {arrived.stride()} instead of {tensor.stride()}"
+            )
+            assert torch.equal(arrived.cpu(), tensor), f"on the {place} the values are others"
+
+    @pytest.mark.parametrize("way", ["to_device", "prefetch", "to", "non_blocking"])
+    def test_graph_travels(self, accel: Backend, way: str) -> None:
+        """A transfer is part of the graph: `requires_grad` arrives, gradients come back to the tensor on the host."""
+        leaf = torch.ones(3, requires_grad=True)
+        there = _moved(accel, leaf * 2, way)
+        assert there.requires_grad, "requires_grad was lost"
+        seen: list[Tensor] = []
+        leaf.register_hook(seen.append)
+        (there * torch.arange(3.0, device=accel.device)).sum().backward()
+        assert leaf.grad is not None, "no gradient came back"
+        assert leaf.grad.tolist() == [0.0, 2.0, 4.0], "a wrong gradient came back"
+        assert len(seen) == 1, "a hook was not called once"
+        assert not _moved(accel, torch.ones(3), way).requires_grad, "requires_grad was invented"
+        assert _moved(accel, torch.ones(3, requires_grad=True), way).requires_grad, "a leaf lost its requires_grad"
+
+    @pytest.mark.parametrize("way", ["to_device", "prefetch"])
+    def test_batches_of_many_kinds(self, accel: Backend, way: str) -> None:
+        """Numbers that are not finite, no elements, no dimensions and complex numbers arrive as they are."""
+        inf, nan = float("inf"), float("nan")
+        batch = {
+            "special": torch.tensor([inf, -inf, nan, -0.0, 1e-40, torch.finfo(torch.float32).max]),
+            "empty": torch.ones(0, 3),
+            "scalar": torch.tensor(2**53 + 1),
+            "complex": torch.tensor([1 + 2j]),
+            "conjugate": torch.tensor([1 + 2j]).conj(),
+            "bytes": torch.arange(256, dtype=torch.uint8),
+        }
+        moved = accel.runtime.to_device(batch) if way == "to_device" else accel.runtime.prefetch(batch)()
+        for name, tensor in batch.items():
+            found, arrived = moved[name], moved[name].cpu()
+            assert (found.shape, found.dtype, found.device) == (tensor.shape, tensor.dtype, accel.device), name
+            assert (
+                torch.equal(arrived.nan_to_num(7), tensor.nan_to_num(7))
+                if name == "special"
+                else torch.equal(arrived.resolve_conj(), tensor.resolve_conj())
+            ), f"{name} arrived as {arrived.tolist()}"
+            if name == "special":
+                assert arrived.signbit().tolist()[3], "the sign of 0 was lost"
+
+    def test_later_changes_stay_apart(self, accel: Backend) -> None:
+        """A tensor that came back to the host, or went to the device, does not follow later changes of the other."""
+        there = torch.ones(1000, device=accel.device)
+        back = there.to("cpu", copy=True)
+        there.mul_(2)
+        assert back.tolist() == [1.0] * 1000, "what is on the host changed with the device"
+        host = torch.ones(1000)
+        sent = host.to(accel.device, copy=True)
+        accel.runtime.synchronize()
+        host.zero_()
+        assert sent.cpu().tolist() == [1.0] * 1000, "what is on the device changed with the host"
+
+    def test_models_travel(self, accel: Backend) -> None:
+        """A model on the device keeps parameters, ties, buffers, hooks, `requires_grad` and memory format."""
+        model: Any = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3))
+        model[2].weight = model[0].weight
+        model[0].bias.requires_grad_(False)
+        model.to(memory_format=torch.channels_last)
+        calls: list[int] = []
+        model[0].register_forward_hook(lambda *_: calls.append(1))
+        strides = model[0].weight.stride()
+        model.to(accel.device)
+        assert model[2].weight is model[0].weight, "two layers no longer share their weight"
+        assert [parameter.requires_grad for parameter in model.parameters()] == [True, False, True, True, True]
+        assert model[0].weight.stride() == strides, "the memory format was lost"
+        assert all(tensor.device == accel.device for tensor in model.state_dict().values()), "something stayed behind"
+        model(torch.ones(1, 2, 8, 8, device=accel.device)).sum().backward()
+        assert len(calls) == 1, "a hook was lost"
+        assert model[0].bias.grad is None, "a frozen parameter has a gradient"
+
+    def test_pinned_memory_keeps_layout(self, accel: Backend) -> None:
+        """Pinning keeps strides and values, and a copy that does not block gives them after `synchronize`."""
+        if not accel.capabilities.pinned_memory:
+            pytest.skip("not declared: pinned memory; another test sees that a loader does not pin")
+        with declared(True, "pinned memory"):
+            for make in _LAYOUTS.values():
+                tensor = make()
+                pinned = tensor.pin_memory()
+                there = pinned.to(accel.device, non_blocking=True)
+                accel.runtime.synchronize()
+                assert torch.equal(there.cpu(), tensor)
+                host = torch.empty_like(tensor).pin_memory()
+                host.copy_(there, non_blocking=True)
+                accel.runtime.synchronize()
+                assert torch.equal(host, tensor), "synchronize returned before a copy to the host was done"
+
+    def test_reading_keeps_the_peak(self, accel: Backend) -> None:
+        """Memory that was freed counts in the peak, however often the figures are read."""
+        accel.runtime.memory()
+        held = torch.ones(96 * _MEBIBYTE // 4, device=accel.device)
+        accel.runtime.synchronize()
+        peak = accel.runtime.memory().peak - 16 * _MEBIBYTE  # up to what the host's own bookkeeping lags behind
+        del held
+        freed = [accel.runtime.memory() for _ in range(3)]
+        assert all(memory.peak >= peak for memory in freed), "reading reset the peak"
+        assert all(memory.total == freed[0].total for memory in freed), "the total changes"
+        assert freed[-1].used < peak - 48 * _MEBIBYTE, "memory that was freed counts as used"
+        again = torch.ones(16 * _MEBIBYTE // 4, device=accel.device)
+        accel.runtime.synchronize()
+        assert accel.runtime.memory().peak >= peak, "a smaller tensor lowered the peak"
+        del again
+
+    def test_synchronize_orders_results(self, accel: Backend) -> None:
+        """Work that was queued is done, in order, when `synchronize` returns; it changes no tensor."""
+        total = torch.zeros(256, 256, device=accel.device)
+        host = torch.empty(256, 256)
+        for number in range(64):
+            total.add_(number)
+        host.copy_(total, non_blocking=True)
+        accel.runtime.synchronize()
+        accel.runtime.synchronize()
+        assert float(host[0, 0]) == sum(range(64)), "a copy to the host was not done"
+        assert float(total[-1, -1]) == sum(range(64))

@@ -1,0 +1,224 @@
+"""Results of operators that are computed by hand, so that no other device can share the mistake."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["KNOWN"]
+
+_X = [-2.0, -0.5, 0.0, 1.0, 3.0]
+_INF, _NAN = math.inf, math.nan
+_E1, _E2 = math.exp(-1), math.exp(-2)
+_SUM = 1 + _E1 + _E2
+_NORM = [each / math.sqrt(1.25 + 0.5) for each in (-1.5, -0.5, 0.5, 1.5)]  # eps is inside the root
+
+Compute = Callable[[torch.device], Tensor]
+
+
+def _erf(x: float) -> float:
+    return x * (1 + math.erf(x / math.sqrt(2))) / 2
+
+
+def _of_tanh(x: float) -> float:
+    return x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def _of(function: Callable[[Tensor], Tensor], *values: float, shape: tuple[int, ...] | None = None) -> Compute:
+    """Return a computation of a function of these values."""
+    return lambda device: function(torch.tensor(values, device=device).reshape(shape or (len(values),)))
+
+
+def _gradient(function: Callable[[Tensor], Tensor], *values: float, shape: tuple[int, ...] | None = None) -> Compute:
+    """Return a computation of a function's gradient, of the sum of what it returns."""
+
+    def compute(device: torch.device) -> Tensor:
+        leaf = torch.tensor(values, device=device).reshape(shape or (len(values),)).requires_grad_()
+        (found,) = torch.autograd.grad(function(leaf).sum(), leaf)
+        return found
+
+    return compute
+
+
+def _index(x: Tensor, *values: int) -> Tensor:
+    return torch.tensor(values, device=x.device)
+
+
+def _strided(x: Tensor) -> Tensor:
+    return torch.stack([x, x + 100], -1)[..., 0]
+
+
+def _out(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+    def compute(x: Tensor) -> Tensor:
+        out = torch.full((len(x), 2), 77.0, device=x.device)[:, 0]
+        function(x, out=out)
+        return out
+
+    return compute
+
+
+def _in_place(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def compute(x: Tensor) -> Tensor:
+        whole = torch.stack([x, x], -1)
+        change(whole[:, 1])
+        return whole
+
+    return compute
+
+
+def _embedding(weight: Tensor) -> Tensor:
+    return functional.embedding(_index(weight, 1, 1, 0, 1), weight.reshape(3, 1), padding_idx=0)
+
+
+_ROWS = (1.0, 2.0, 3.0, 4.0)
+
+KNOWN: dict[str, tuple[Compute, list[float]]] = {
+    "gelu": (_of(functional.gelu, *_X), [_erf(x) for x in _X]),
+    "gelu, by tanh": (_of(lambda x: functional.gelu(x, approximate="tanh"), *_X), [_of_tanh(x) for x in _X]),
+    "gradient of gelu": (
+        _gradient(functional.gelu, *_X),
+        [(1 + math.erf(x / 2**0.5)) / 2 + x * math.exp(-x * x / 2) / math.sqrt(2 * math.pi) for x in _X],
+    ),
+    "silu": (_of(functional.silu, *_X), [x / (1 + math.exp(-x)) for x in _X]),
+    "gradient of tanh": (_gradient(torch.tanh, *_X), [1 - math.tanh(x) ** 2 for x in _X]),
+    "gradient of relu": (_gradient(torch.relu, *_X), [0, 0, 0, 1, 1]),
+    "gradient of abs": (_gradient(torch.abs, *_X), [-1, -1, 0, 1, 1]),
+    "gradient of exp": (_gradient(torch.exp, 0.0, 1.0), [1, math.e]),
+    "gradient of a quotient": (_gradient(lambda x: 1 / x, 2.0, -4.0), [-0.25, -0.0625]),
+    "softplus": (_of(functional.softplus, -30.0, 0.0, 30.0), [math.exp(-30), math.log(2), 30]),
+    "softmax": (_of(lambda x: x.softmax(-1), 1.0, 2.0, 3.0), [_E2 / _SUM, _E1 / _SUM, 1 / _SUM]),
+    "softmax of columns": (
+        _of(lambda x: x.softmax(0), 0.0, 0.0, 1.0, 2.0, shape=(2, 2)),
+        [1 / (1 + math.e), 1 / (1 + math.e**2), 1 / (1 + _E1), 1 / (1 + _E2)],
+    ),
+    "softmax of a scalar": (lambda device: torch.tensor(5.0, device=device).softmax(0), [1.0]),
+    "softmax of large numbers": (_of(lambda x: x.softmax(0), 1000.0, 1000.0), [0.5, 0.5]),
+    "log_softmax of columns": (_of(lambda x: x.log_softmax(0), 1e4, 1e4, shape=(2, 1)), [-math.log(2)] * 2),
+    "logsumexp": (_of(lambda x: x.logsumexp(0), 1000.0, 1000.0), [1000 + math.log(2)]),
+    "gradient of softmax": (
+        _gradient(lambda x: x.softmax(0) * torch.tensor([1.0, 0.0], device=x.device), 0.0, 0.0),
+        [0.25, -0.25],
+    ),
+    "layer_norm": (_of(lambda x: functional.layer_norm(x, (4,), eps=0.5), *_ROWS), _NORM),
+    "rms_norm": (_of(lambda x: functional.rms_norm(x, (4,), eps=0.5), *_ROWS), [x / 8**0.5 for x in _ROWS]),
+    "batch_norm": (
+        _of(lambda x: functional.batch_norm(x, None, None, training=True, eps=0.5), *_ROWS, shape=(4, 1)),
+        _NORM,
+    ),
+    "var": (_of(torch.var, *_ROWS), [5 / 3]),
+    "var, biased": (_of(lambda x: x.var(unbiased=False), *_ROWS), [1.25]),
+    "std": (_of(torch.std, *_ROWS), [math.sqrt(5 / 3)]),
+    "mean of bf16": (lambda device: torch.ones(4096, device=device, dtype=torch.bfloat16).mean(), [1.0]),
+    "sum of nothing": (lambda device: torch.ones(0, 2, device=device).sum(0), [0, 0]),
+    "mean of nothing": (lambda device: torch.ones(0, device=device).mean(), [_NAN]),
+    "product of nothing": (lambda device: torch.ones(0, 2, device=device).prod(0), [1, 1]),
+    "all of nothing": (lambda device: torch.ones(0, device=device).bool().all().float(), [1]),
+    "a product over nothing": (
+        lambda device: torch.ones(2, 0, device=device) @ torch.ones(0, 1, device=device),
+        [0, 0],
+    ),
+    "largest with NaN": (_of(torch.max, 1.0, _NAN, 2.0), [_NAN]),
+    "clamp": (_of(lambda x: x.clamp(-1, 1), -3.0, 0.5, _NAN, _INF), [-1, 0.5, _NAN, 1]),
+    "round": (_of(torch.round, 0.5, 1.5, 2.5, -0.5, -1.5), [0, 2, 2, 0, -2]),
+    "remainder": (_of(lambda x: x % 3, -1.0, 4.0, -3.0), [2, 1, 0]),
+    "floor_divide": (_of(lambda x: x // 3, -1.0, 4.0), [-1, 1]),
+    "cumsum": (_of(lambda x: x.cumsum(0), *_ROWS, shape=(2, 2)), [1, 2, 4, 6]),
+    "gradient of cumsum": (_gradient(lambda x: x.cumsum(0), *_ROWS), [4, 3, 2, 1]),
+    "gradient of prod": (_gradient(torch.prod, 0.0, 2.0, 3.0), [6, 0, 0]),
+    "gradient of norm": (_gradient(torch.linalg.vector_norm, 3.0, 4.0), [0.6, 0.8]),
+    "sort, stable": (_of(lambda x: x.sort(stable=True).indices.float(), 1.0, 0.0, 1.0, 0.0), [1, 3, 0, 2]),
+    "topk": (_of(lambda x: x.topk(2).values, 1.0, 4.0, 2.0, 3.0), [4, 3]),
+    "gradient of topk": (_gradient(lambda x: x.topk(2).values, 1.0, 4.0, 2.0, 3.0), [0, 1, 0, 1]),
+    "index_add of repeats": (
+        _of(lambda x: torch.zeros_like(x).index_add(0, _index(x, 1, 1, 1, 0), x), *_ROWS),
+        [4, 6, 0, 0],
+    ),
+    "index_put of repeats": (
+        _of(lambda x: torch.zeros_like(x).index_put((_index(x, 2, 2, 0, 2),), x, accumulate=True), *_ROWS),
+        [3, 0, 7, 0],
+    ),
+    "scatter_add of repeats": (
+        _of(lambda x: torch.zeros_like(x).scatter_add(0, _index(x, 0, 0, 0, 0), x), *_ROWS),
+        [10, 0, 0, 0],
+    ),
+    "gradient of repeats": (_gradient(lambda x: x[_index(x, 1, 1, 0)], *_ROWS), [1, 2, 0, 0]),
+    "gradient of gather": (_gradient(lambda x: x.gather(0, _index(x, 3, 3, 3)), *_ROWS), [0, 0, 0, 3]),
+    "gradient of embedding": (_gradient(_embedding, 1.0, 2.0, 3.0), [0, 3, 0]),
+    "gradient of expand": (_gradient(lambda x: x.expand(5), 2.0), [5]),
+    "cross_entropy that ignores": (
+        lambda device: functional.cross_entropy(
+            torch.zeros(3, 4, device=device), torch.tensor([1, -100, 2], device=device)
+        ),
+        [math.log(4)],
+    ),
+    "cross_entropy, smoothed": (
+        lambda device: functional.cross_entropy(
+            torch.tensor([[0.0, math.log(3)]], device=device), torch.tensor([1], device=device), label_smoothing=0.5
+        ),
+        [-(0.75 * math.log(0.75) + 0.25 * math.log(0.25))],
+    ),
+    "gradient of cross_entropy": (
+        _gradient(lambda x: functional.cross_entropy(x.reshape(1, 2), _index(x, 1)), 0.0, 0.0),
+        [0.5, -0.5],
+    ),
+    "mse_loss": (_of(lambda x: functional.mse_loss(x, x * 0), *_ROWS), [7.5]),
+    "huber_loss": (_of(lambda x: functional.huber_loss(x, x * 0, reduction="none"), 0.5, 3.0), [0.125, 2.5]),
+    "binary_cross_entropy_with_logits": (
+        _of(lambda x: functional.binary_cross_entropy_with_logits(x, x * 0, reduction="none"), 0.0, 100.0),
+        [math.log(2), 100],
+    ),
+    "convolution": (
+        _of(lambda x: functional.conv1d(x, torch.tensor([[[1.0, 10.0]]], device=x.device)), *_ROWS, shape=(1, 1, 4)),
+        [21, 32, 43],
+    ),
+    "avg_pool with padding": (
+        _of(lambda x: functional.avg_pool1d(x, 2, padding=1), *_ROWS, shape=(1, 1, 4)),
+        [0.5, 2.5, 2],
+    ),
+    "max_pool with padding": (
+        _of(lambda x: functional.max_pool1d(-x, 2, padding=1), *_ROWS, shape=(1, 1, 4)),
+        [-1, -2, -4],
+    ),
+    "attention that is causal": (
+        lambda device: functional.scaled_dot_product_attention(
+            torch.zeros(1, 2, 1, device=device),
+            torch.zeros(1, 2, 1, device=device),
+            torch.tensor([[[2.0], [4.0]]], device=device),
+            is_causal=True,
+        ),
+        [2, 3],
+    ),
+    "a transposed matrix": (
+        _of(lambda x: x.t().exp().log() @ torch.tensor([1.0, 10.0], device=x.device), *_ROWS, shape=(2, 2)),
+        [31, 42],
+    ),
+    "a sum of every other element": (_of(lambda x: _strided(x).sum(), *_ROWS), [10]),
+    "a product of every other element": (_of(lambda x: _strided(x) * _strided(x), *_ROWS), [1, 4, 9, 16]),
+    "a softmax of every other element": (_of(lambda x: _strided(x).softmax(0), 0.0, math.log(3)), [0.25, 0.75]),
+    "an expanded tensor": (_of(lambda x: x.expand(2, 2) + 0, 1.0, 2.0), [1, 2, 1, 2]),
+    "add with out=": (_of(_out(lambda x, out: torch.add(x, 1, out=out)), *_ROWS), [2, 3, 4, 5]),
+    "cumsum with out=": (_of(_out(lambda x, out: torch.cumsum(x, 0, out=out)), *_ROWS), [1, 3, 6, 10]),
+    "mul in place": (_of(_in_place(lambda x: x.mul_(10)), 1.0, 2.0), [1, 10, 2, 20]),
+    "relu in place": (_of(_in_place(torch.relu_), -1.0, 2.0), [-1, 0, 2, 2]),
+    "copy in place": (_of(_in_place(lambda x: x.copy_(x.flip(0) + 0)), 1.0, 2.0), [1, 2, 2, 1]),
+    "fill in place": (_of(_in_place(lambda x: x.zero_()), 1.0, 2.0), [1, 0, 2, 0]),
+    "cat with nothing": (_of(lambda x: torch.cat([x[:0], x, x[:0]]), 1.0, 2.0), [1, 2]),
+    "where": (_of(lambda x: torch.where(x > 1, x, -x), 1.0, 2.0), [-1, 2]),
+    "gradient of where": (_gradient(lambda x: torch.where(x > 1, x * 2, x * 3), 1.0, 2.0), [3, 2]),
+    "upsampling": (
+        _of(
+            lambda x: functional.interpolate(x, scale_factor=2.0, mode="linear", align_corners=False),
+            0.0,
+            4.0,
+            shape=(1, 1, 2),
+        ),
+        [0, 1, 3, 4],
+    ),
+    "rounding to bf16": (_of(lambda x: x.bfloat16().float(), 1 + 2**-8, 1 + 3 * 2**-8), [1, 1 + 2**-6]),
+    "conversion to whole numbers": (_of(lambda x: x.int().float(), 1.9, -1.9), [1, -1]),
+}
+"""Computations on a device by name, and the numbers that they give in order."""

@@ -1,0 +1,56 @@
+"""Rounding errors: how far the results of a calculation may be from the exact ones, by trying."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Rounding"]
+
+
+class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Moves the result of each operator in float64 by half a unit of `dtype` or less, up or down by chance.
+
+    The spread of several such runs is the effect of rounding errors, also where a calculation amplifies them.
+
+    Attributes:
+        overflows: whether a number was too large for `dtype`.
+    """
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.overflows = False
+        self._eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+        self._largest = torch.finfo(dtype).max / 4 if dtype == torch.float16 else 0.0
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def inputs(self, arguments: Any) -> Any:
+        """Return nested arguments with their numbers moved."""
+        return pytree.tree_map(
+            lambda value: (
+                self._moved(value.detach()).requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+            ),
+            arguments,
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            return result  # a view, or a tensor that was written in place
+        if isinstance(result, Tensor):
+            return self._moved(result)
+        if isinstance(result, tuple | list):
+            return type(result)(self._moved(each) if isinstance(each, Tensor) else each for each in result)
+        return result
+
+    def _moved(self, value: Tensor) -> Tensor:
+        if value.dtype != torch.float64 or value.layout != torch.strided or not value.numel():
+            return value
+        if self._largest and not self.overflows:
+            self.overflows = bool((value.abs() > self._largest).any())
+        drawn = torch.empty(value.shape, dtype=torch.float64).uniform_(-1, 1, generator=self._generator)
+        return value + value * drawn.mul_(self._eps)

@@ -1,0 +1,106 @@
+"""torch's own operator samples (OpInfo), and the operators of the default run."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+__all__ = ["NOT_UNIQUE", "READS_MEMORY", "REPEATABLE", "ROUGH", "SAMPLED", "operators", "samples"]
+
+SAMPLED = (
+    *("mm", "bmm", "addmm", "matmul", "baddbmm", "mv", "dot", "outer", "einsum", "nn.functional.linear"),
+    *("nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv_transpose2d"),
+    *("nn.functional.layer_norm", "nn.functional.group_norm", "nn.functional.batch_norm", "nn.functional.rms_norm"),
+    *("nn.functional.instance_norm", "nn.functional.normalize", "linalg.vector_norm"),
+    *("nn.functional.relu", "nn.functional.gelu", "nn.functional.silu", "nn.functional.leaky_relu"),
+    *("nn.functional.elu", "nn.functional.softplus", "nn.functional.hardswish", "nn.functional.glu", "sigmoid", "tanh"),
+    *("nn.functional.mish", "nn.functional.logsigmoid", "nn.functional.prelu"),
+    *("softmax", "log_softmax", "logsumexp", "nn.functional.scaled_dot_product_attention"),
+    *("nn.functional.cross_entropy", "nn.functional.nll_loss", "nn.functional.mse_loss", "nn.functional.l1_loss"),
+    *("nn.functional.smooth_l1_loss", "nn.functional.binary_cross_entropy_with_logits", "nn.functional.kl_div"),
+    *("nn.functional.huber_loss", "nn.functional.cosine_similarity"),
+    *("nn.functional.embedding", "gather", "index_select", "index_add", "index_copy", "index_put", "index_fill"),
+    *("scatter", "scatter_add", "take_along_dim", "masked_fill", "masked_select", "where", "nonzero"),
+    *("sum", "mean", "prod", "var", "std", "amax", "amin", "argmax", "any", "all", "norm"),
+    *("cumsum", "cumprod", "logcumsumexp", "sort", "topk", "argsort", "max.reduction_with_dim", "median"),
+    *("nn.functional.max_pool2d", "nn.functional.avg_pool2d", "nn.functional.adaptive_avg_pool2d"),
+    *("nn.functional.interpolate.bilinear", "nn.functional.interpolate.nearest", "nn.functional.pad.constant"),
+    *("nn.functional.pad.reflect", "nn.functional.unfold", "nn.functional.pixel_shuffle", "nn.functional.one_hot"),
+    *("cat", "stack", "split", "chunk", "flip", "roll", "tril", "triu", "clone", "to", "repeat", "expand", "permute"),
+    *("transpose", "reshape", "repeat_interleave", "unbind", "diagonal", "copysign"),
+    *("add", "sub", "mul", "div.no_rounding_mode", "pow", "addcmul", "addcdiv", "lerp", "clamp", "maximum", "minimum"),
+    *(
+        "exp",
+        "log",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "abs",
+        "neg",
+        "sign",
+        "sin",
+        "cos",
+        "erf",
+        "expm1",
+        "log1p",
+        "round",
+    ),
+    *("floor", "remainder", "eq", "lt", "isnan", "nan_to_num", "atan2", "square"),
+)
+"""Operators of training, as torch's tests name them."""
+
+REPEATABLE = (
+    *("gather", "index_select", "index_add", "index_put", "scatter_add", "scatter_reduce.sum", "scatter_reduce.amax"),
+    *("take", "take_along_dim", "nn.functional.embedding", "__getitem__"),
+)
+"""Operators whose result is defined if an index comes several times."""
+
+READS_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter", "as_strided.partial_views", "stft", "istft")
+"""Operators whose result depends on the strides of their input."""
+
+NOT_UNIQUE = (
+    *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"),
+    *("resize_as_", "linalg.eig", "linalg.eigh", "linalg.svd", "svd", "svd_lowrank", "pca_lowrank", "linalg.qr", "qr"),
+    *("geqrf", "linalg.lstsq", "linalg.lstsq.grad_oriented", "nn.functional.fractional_max_pool2d", "lobpcg"),
+    *(
+        "nn.functional.fractional_max_pool3d",
+        "linalg.householder_product",
+        "ormqr",
+        "torch.ops.aten._unsafe_masked_index",
+    ),
+    "nn.functional.multi_margin_loss",  # of no elements it reads what nobody wrote
+)
+"""Operators with several right results, of which only shape and dtype are compared."""
+
+ROUGH = (
+    *("matrix_exp", "linalg.matrix_exp", "native_layer_norm", "nn.functional.soft_margin_loss"),
+    *("nn.functional.interpolate.trilinear",),
+)
+"""Operators that overflow or lose digits inside, on the CPU, too: compared in fp32, with a wider tolerance."""
+
+
+@cache
+def operators() -> dict[str, Any]:
+    """Return torch's OpInfo of each operator by name. Skip the test if the samples cannot be imported."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, at itself
+            from torch.testing._internal.common_methods_invocations import op_db
+    except ImportError as error:
+        pytest.skip(f"torch's operator samples need more packages ({error}): pip install 'accelcore[testing]'")
+    return {".".join(filter(None, (info.name, info.variant_test_name))): info for info in op_db}
+
+
+def samples(info: Any, dtype: torch.dtype, count: int) -> list[Any]:
+    """Return at most `count` of an operator's samples on the CPU, spread over all of them, the same each time."""
+    gradients = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
+    torch.default_generator.manual_seed(0)
+    # Not info.sample_inputs, which inspects the stack for each sample.
+    found = list(islice(info.sample_inputs_func(info, "cpu", dtype, gradients), 64))
+    every = max(1, -(-len(found) // count))
+    return found[::every]
