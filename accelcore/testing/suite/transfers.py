@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from accelcore.testing.support.declared import declared
 __all__ = ["TransferTests"]
 
 _MEBIBYTE = 2**20
-_LAYOUTS = {
+_LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "contiguous": lambda: torch.arange(24.0).reshape(2, 3, 2, 2),
     "channels last": lambda: torch.arange(24.0).reshape(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
     "channels last in 3-D": lambda: (
@@ -60,8 +61,8 @@ class TransferTests:
         there = _moved(accel, leaf * 2, way)
         assert there.requires_grad, "requires_grad was lost"
         seen: list[Tensor] = []
-        leaf.register_hook(seen.append)
-        (there * torch.arange(3.0, device=accel.device)).sum().backward()
+        leaf.register_hook(seen.append)  # type: ignore[no-untyped-call]
+        torch.autograd.backward(there, torch.arange(3.0, device=accel.device))
         assert leaf.grad is not None, "no gradient came back"
         assert leaf.grad.tolist() == [0.0, 2.0, 4.0], "a wrong gradient came back"
         assert len(seen) == 1, "a hook was not called once"
@@ -129,7 +130,7 @@ class TransferTests:
         with declared(True, "pinned memory"):
             for make in _LAYOUTS.values():
                 tensor = make()
-                pinned = tensor.pin_memory()
+                pinned: Tensor = tensor.pin_memory()
                 there = pinned.to(accel.device, non_blocking=True)
                 accel.runtime.synchronize()
                 assert torch.equal(there.cpu(), tensor)

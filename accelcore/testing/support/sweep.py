@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -114,7 +115,7 @@ class _Case:
             return
         for layout in LAYOUTS:
             if not layout or not (self.what or self.name in READS_MEMORY):
-                self._check(layout or "as it is", expected, limits, lambda layout=layout: self._on_device(layout))
+                self._check(layout or "as it is", expected, limits, partial(self._on_device, layout))
         values = [each for each in expected if not each[0].startswith("the gradient")]
         floors = [[each for each in limit if not each[0].startswith("the gradient")] for limit in limits]
         if self.what == "of one element":
@@ -124,7 +125,7 @@ class _Case:
             cast, casts = _cast(values, kind), [_cast(floor, kind) for floor in floors]
             for layout in ("",) if self.name in READS_MEMORY else ("", "strided"):
                 where = "in place " + (layout or "as it is")
-                self._check(where, cast, casts, lambda layout=layout: self._in_place(self._placed(layout)))
+                self._check(where, cast, casts, partial(self._in_place, self._placed(layout)))
         if self.info.supports_out and self._works(self._out, exact):
             self._check("with out=", values, floors, lambda: self._out(self._placed("")))
 
