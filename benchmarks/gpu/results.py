@@ -15,7 +15,7 @@ from benchmarks.paired import Timing
 __all__ = ["DONE", "FAILED", "MISSED", "SCHEMA", "STAGES", "Case", "Findings", "Goal", "Results", "slug"]
 
 SCHEMA = 1
-STAGES = ("tests", "step", "gpt", "resnet", "precision", "optimizers")
+STAGES = ("experiments", "tests", "step", "gpt", "resnet", "precision", "optimizers")
 DONE, MISSED, FAILED = "done", "goal missed", "failed"
 
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.loops import Mode, Work
 from benchmarks.gpu.measure import Entry, largest_batch, measure, peers
 from benchmarks.gpu.results import Case, Findings, Goal
 
-__all__ = ["run"]
+__all__ = ["make_work", "run"]
 
 TOY = Shape(layers=1, heads=2, width=16, context=8, vocabulary=64)
 FP32, TF32, BF16 = Mode(fp32="ieee"), Mode(fp32="fast"), Mode("bf16")
@@ -33,7 +33,7 @@ def run(device: Device, deadline: Deadline) -> Findings:
     ceiling = {} if loops.undeclared(BF16, device) else matmul_ceiling(device)
     batch = _batch(device, shape)
     print(f"  a batch of {batch}", flush=True)
-    work = partial(_work, device, shape, batch)
+    work = partial(make_work, device, shape, batch)
     entries = [
         Entry(str(mode), name, HAND, work, loop, mode)
         for mode in modes
@@ -92,7 +92,7 @@ def _with_speed(case: Case, tokens: int, operations: int, ceiling: float | None)
     return replace(case, values=values)
 
 
-def _work(device: Device, shape: Shape, batch: int) -> Work:
+def make_work(device: Device, shape: Shape, batch: int) -> Work:
     torch.manual_seed(0)
     with device.torch:
         model = GPT(shape)
@@ -119,7 +119,7 @@ def _batch(device: Device, shape: Shape) -> int:
 
     def peak(size: int) -> int | None:
         device.forget()
-        train = loops.by_hand(_work(device, shape, size), FP32, device)
+        train = loops.by_hand(make_work(device, shape, size), FP32, device)
         train()
         train()
         return device.peak()

@@ -16,7 +16,7 @@ from benchmarks.gpu.measure import Entry, Measured, measure, peers
 from benchmarks.gpu.results import Case, Findings, Goal
 from benchmarks.overhead import BATCH, BATCHES, CLASSES, WIDTH
 
-__all__ = ["run"]
+__all__ = ["make_work", "run"]
 
 HAND, TWIN, TRAINER = "by hand", "by hand, again", "trainer"
 HAND_GRAPH, TRAINER_GRAPH = "by hand, graph", "trainer, graph"
@@ -38,7 +38,7 @@ def run(device: Device, deadline: Deadline) -> Findings:
     for number, precision in enumerate(PRECISIONS):
         share = Deadline(deadline.left / (len(PRECISIONS) - number))
         # A learning rate of 0 keeps the weights, and so the numbers that are computed with, what they are.
-        work = partial(_work, device, lr=0.0)
+        work = partial(make_work, device, lr=0.0)
         entries = [
             *(
                 Entry(precision, name, HAND, work, loop, Mode(precision, graph=graph))
@@ -79,7 +79,7 @@ def _difference(entry: Entry, device: Device) -> float | None:
     """Train by hand and by this loop: the largest difference of a weight; None where the loop does not run here."""
     if loops.undeclared(entry.mode, device):
         return None
-    expected, found = _work(device, lr=1e-3), _work(device, lr=1e-3)
+    expected, found = make_work(device, lr=1e-3), make_work(device, lr=1e-3)
     try:
         train = entry.loop(found, entry.mode, device)
         by_hand = loops.by_hand(expected, Mode(entry.mode.precision), device)
@@ -100,7 +100,7 @@ def _with_difference(case: Case, difference: float | None) -> Case:
     return Case(case.table, case.name, case.timing, case.samples, case.base, case.note, values)
 
 
-def _work(device: Device, *, lr: float) -> Work:
+def make_work(device: Device, *, lr: float) -> Work:
     torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)).to(device.torch)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,17 +19,21 @@ __all__ = ["read_report", "run"]
 
 _ENDING = 20.0
 """Seconds that pytest gets to write its report when it is interrupted."""
+_ONLY_OURS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""Plugins that happen to be installed there may warn, and warnings are errors in the tests."""
+_PROCESSES = 6
+"""Processes that share the GPU: most of a test's time is compilation on the host."""
 
 
 def run(device: Device, deadline: Deadline) -> Findings:
     """How many tests passed, and which did not."""
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-        "--confcutdir", "tests/cuda", "--durations", "10", "tests/cuda",
+        "--confcutdir", "tests/cuda", "--durations", "10", "tests/cuda", *_processes(device),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        child = subprocess.Popen([*command, f"--junit-xml={report}"], cwd=ROOT)
+        child = subprocess.Popen([*command, f"--junit-xml={report}"], cwd=ROOT, env={**os.environ, **_ONLY_OURS})
         over = ""
         try:
             child.wait(timeout=max(1.0, deadline.left - _ENDING))
@@ -45,6 +51,13 @@ def run(device: Device, deadline: Deadline) -> Findings:
     goals = () if device.rehearsal else (Goal("tests: passed on the GPU", 1, counts["passed"], at_least=True),)
     settings = {"command": " ".join(["python", *command[1:]]), **counts}
     return Findings(settings, goals=goals, failures=[*([over] if over else []), *failures])
+
+
+def _processes(device: Device) -> list[str]:
+    """Return pytest's options for several processes, if pytest-xdist is installed and there is a GPU to share."""
+    if not device.cuda or find_spec("xdist") is None:
+        return []
+    return ["-p", "xdist.plugin", "-n", str(_PROCESSES), "--dist", "worksteal"]
 
 
 def read_report(path: Path) -> tuple[dict[str, int], list[str]]:

@@ -83,7 +83,7 @@ def test_a_failed_stage_is_named_and_run_again_after_the_others(stages, run):
     expected = (1, ["tests failed: it broke", "tests failed: and this too"])
     assert run("--stage", "tests") == expected
     assert run("--stage", "all") == expected
-    assert stages.ran == ["tests", *STAGES[1:], "tests"]
+    assert stages.ran == ["tests", *(stage for stage in STAGES if stage != "tests"), "tests"]
     del stages["tests"]
     assert run("--stage", "all")[0] == 0
 
@@ -97,7 +97,7 @@ def test_a_stage_that_ends_without_a_result_has_failed(stages, run):
 def test_without_time_a_stage_is_left_for_the_next_run(stages, run):
     status, lines = run("--stage", "all", "--limit", "220")
     assert (status, lines) == (3, ["not run for lack of time, run again: gpt, resnet, precision, optimizers"])
-    assert stages.ran == ["tests", "step"]
+    assert stages.ran == ["experiments", "tests", "step"]
     assert run("--stage", "all")[0] == 0
 
 

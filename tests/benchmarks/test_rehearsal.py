@@ -34,8 +34,8 @@ def check(output, *arguments):
 def rehearse(fork, tmp_path):
     """Run a stage, which must say where and when it ran and that it means nothing; its record."""
 
-    def rehearse(stage):
-        done = fork("-m", "benchmarks.gpu", stage, *TOY, "--result", tmp_path / "result.json").finish()
+    def rehearse(stage, seconds=120):
+        done = fork("-m", "benchmarks.gpu", stage, *TOY, "--result", tmp_path / "result.json").finish(seconds)
         assert done.returncode == 0, done.stdout + done.stderr
         return rehearsed(json.loads((tmp_path / "result.json").read_text(encoding="utf-8")))
 
@@ -69,6 +69,16 @@ def test_without_a_gpu_its_tests_are_skipped(rehearse):
     counts = rehearse("tests")["settings"]
     assert (counts["passed"], counts["failed"]) == (0, 0)
     assert counts["skipped"] > 0
+
+
+@pytest.mark.full
+def test_every_experiment_answers(rehearse):
+    found = rehearse("experiments", seconds=400)["settings"]["experiments"]
+    assert list(found) == [f"E{number}" for number in range(1, 13)]
+    weights = found["E9"]["answer"]
+    assert weights.pop("status") == [0, 0]
+    assert len(weights) == 3
+    assert max(weights.values()) < 1e-5
 
 
 def test_the_trainer_steps_as_the_loop_by_hand(tmp_path):
