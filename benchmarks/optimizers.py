@@ -24,8 +24,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import accelcore
-from accelcore.optim.flat.memory import lay_flat
-from accelcore.optim.flat.runs import Slot
+from accelcore.optim.flat.memory import Slot, lay_flat
 from accelcore.optim.optimizer import RoutedOptimizer
 from benchmarks.paired import Samples, compare, sample
 from benchmarks.report import Goal, Row, Table

@@ -19,7 +19,7 @@ from accelcore.apex.levels import Properties
 from accelcore.apex.state import AmpScaler
 from accelcore.backend import Backend
 from accelcore.errors import AmpError
-from accelcore.optim.flat.runs import Slot
+from accelcore.optim.flat.memory import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.training.gradients import first_not_finite
 from accelcore.training.options import complete

@@ -11,8 +11,7 @@ from torch import Tensor, optim
 
 from accelcore.errors import TrainingError
 from accelcore.optim.engine import as_engine, equal_groups
-from accelcore.optim.flat.memory import FlatMemory, lay_flat
-from accelcore.optim.flat.runs import Run, Slot
+from accelcore.optim.flat.memory import FlatMemory, Run, Slot, lay_flat
 from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.state import Entry, by_parameter, divide, load_state
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.errors import TrainingError
-from accelcore.optim.flat.runs import Run
+from accelcore.optim.flat.memory import Run
 
 __all__ = ["Engine", "as_engine", "equal_groups", "given", "loss_by", "merged", "needs_closure", "options_of"]
 

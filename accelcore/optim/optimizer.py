@@ -16,7 +16,7 @@ from torch import Tensor
 from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.optim.binding import Binding, GroupBinding, RunBinding, updated_together
 from accelcore.optim.engine import as_engine, given, loss_by, needs_closure
-from accelcore.optim.flat.runs import Run
+from accelcore.optim.flat.memory import Run
 from accelcore.optim.route import Request, Route
 from accelcore.optim.shards import is_sharded
 from accelcore.optim.state import Entry, read_options, read_state
@@ -56,7 +56,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
     found_inf: Tensor | None
     binding: Binding
 
-    def __init__(self, request: Request, groups: Iterable[Any], choose: Callable[[Request], Route]) -> None:
+    def __init__(self, request: Request, groups: Sequence[dict[str, Any]], choose: Callable[[Request], Route]) -> None:
         self._request, self._choose = request, choose
         self._take_route(request, groups)
         # torch's check of a new group compares it with all others: the engine did this already.
@@ -236,7 +236,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
         twin.__setstate__(state)
         return twin
 
-    def _take_route(self, request: Request, groups: Iterable[Any]) -> None:
+    def _take_route(self, request: Request, groups: Sequence[dict[str, Any]]) -> None:
         self._route = self._choose(request)
         self.engine = self._route.make(request, groups)
         self._kernel = as_engine(self.engine)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.optim.engine import as_engine
-from accelcore.optim.flat.runs import Run, Slot
+from accelcore.optim.flat.memory import Run, Slot
 from accelcore.optim.shards import as_shard, shard, shard_of
 
 __all__ = ["COUNTERS", "SWITCHES", "Entry", "by_parameter", "divide", "load_state", "read_options", "read_state"]
@@ -67,7 +67,7 @@ def divide(run: Run, parts: Sequence[Run], state: MutableMapping[Tensor, Entry])
     if entry:
         for part in parts:
             state[part.value] = {
-                key: (run.cut(value, part) if value.shape == run.value.shape else value.clone())
+                key: (run.cut(value, part.first, part.last) if value.shape == run.value.shape else value.clone())
                 if isinstance(value, Tensor)
                 else value
                 for key, value in entry.items()

@@ -10,9 +10,9 @@ That work takes longer than a small update. Options and state are as in torch's 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,90 +25,60 @@ from accelcore.torch_internals import has_step_hooks
 
 __all__ = ["FUSED", "FusedStep"]
 
-Entry = dict[str, Any]
-
-
-class Update(NamedTuple):
-    """Arguments of a kernel: tensors and gradients of one device and dtype, with the same strides.
-
-    Attributes:
-        entries: the state of each tensor; empty if the kernel keeps no state.
-        steps: the number of updates of each tensor, with this one; empty if they are not counted.
-        options: arguments that every kernel has.
-    """
-
-    tensors: list[Tensor]
-    gradients: list[Tensor]
-    entries: list[Entry]
-    steps: list[Tensor]
-    options: dict[str, Any]
-
-    def state(self, key: str) -> list[Tensor]:
-        """Return the state `key` of each tensor."""
-        return [entry[key] for entry in self.entries]
-
 
 class FusedKernel(ABC):
-    """Base of the calls of torch's fused kernels, for an optimizer with the options and state of torch's class."""
+    """Base of the calls of torch's fused kernels, for an optimizer with the options and state of torch's class.
 
-    counts: ClassVar[bool] = True
-    """Whether the state holds the number of updates."""
+    Attributes:
+        states: the names of all state that it may have, except `step`, in the order of the kernel's arguments.
+        counts: whether the state holds the number of updates.
+    """
+
+    states: tuple[str, ...]
+    counts = True
 
     def __init__(self) -> None:
         self._ones: dict[torch.device, Tensor] = {}
 
+    @abstractmethod
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        """Return which of `states` a tensor of this group has, and the value each starts with."""
+
+    @abstractmethod
+    def kernel(self, group: dict[str, Any]) -> tuple[Callable[..., object], dict[str, Any]]:
+        """Return torch's kernel, and the options of a group that not every kernel has."""
+
     def update(self, optimizer: Optimizer, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         """Update the parameters that have a gradient, as `Engine.update`."""
         for group in merged(optimizer.param_groups):
+            starts, (kernel, numbers), lr = self.initial_state(group), self.kernel(group), group["lr"]
             for tensors in _alike([tensor for tensor in group["params"] if tensor.grad is not None]):
-                self._update_alike(group, tensors, optimizer.state, found_inf, grad_scale)
+                device, gradients = tensors[0].device, _gradients(tensors)
+                entries = [optimizer.state[tensor] for tensor in tensors] if starts else []
+                if not (self.counts and all(entries)):  # SGD without momentum saves a momentum of None
+                    for entry, tensor in zip(entries, tensors, strict=bool(entries)):
+                        if entry.get(self.states[0]) is None:
+                            entry.update(self._begin(tensor, starts))  # at once: memory may run out in between
+                state = [[entry[name] for entry in entries] if name in starts else [] for name in self.states]
+                if self.counts:
+                    steps = [entry["step"] for entry in entries]
+                    _add(steps, self._one(device) if found_inf is None else 1 - found_inf)
+                    state.append(steps)
+                kernel(
+                    tensors,
+                    gradients,
+                    *state,
+                    lr=lr.to(device, non_blocking=True) if isinstance(lr, Tensor) and not lr.is_cpu else lr,
+                    weight_decay=group["weight_decay"],
+                    maximize=group["maximize"],
+                    found_inf=found_inf,
+                    grad_scale=grad_scale,
+                    **numbers,
+                )
 
-    def keeps_state(self, group: dict[str, Any]) -> bool:
-        """Return whether the tensors of this group have state."""
-        return True
-
-    @abstractmethod
-    def begin(self, tensor: Tensor, group: dict[str, Any]) -> Entry:
-        """Return the initial state of a tensor."""
-
-    @abstractmethod
-    def launch(self, group: dict[str, Any], update: Update) -> None:
-        """Call the kernel."""
-
-    def _update_alike(
-        self,
-        group: dict[str, Any],
-        tensors: list[Tensor],
-        state: dict[Tensor, Entry],
-        found_inf: Tensor | None,
-        grad_scale: Tensor | None,
-    ) -> None:
-        gradients: list[Any] = [tensor.grad for tensor in tensors]
-        if True in [gradient.is_sparse for gradient in gradients]:
-            raise TrainingError(
-                "a gradient is sparse, and the fused kernel needs dense ones",
-                remedy='make the embedding with sparse=False, or the optimizer with route="loop" or fused=False',
-            )
-        gradients = _as_laid(tensors, gradients)
-        entries: list[Entry] = []
-        if self.keeps_state(group):
-            entries = [state[tensor] or self._begin(state[tensor], tensor, group) for tensor in tensors]
-        steps = [entry["step"] for entry in entries] if self.counts else []
-        if steps:
-            _add(steps, self._one(tensors[0].device) if found_inf is None else 1 - found_inf)
-        lr = group["lr"]
-        options = {
-            "lr": lr.to(tensors[0].device, non_blocking=True) if isinstance(lr, Tensor) and not lr.is_cpu else lr,
-            "weight_decay": group["weight_decay"],
-            "maximize": group["maximize"],
-            "found_inf": found_inf,
-            "grad_scale": grad_scale,
-        }
-        self.launch(group, Update(tensors, gradients, entries, steps, options))
-
-    def _begin(self, entry: Entry, tensor: Tensor, group: dict[str, Any]) -> Entry:
-        entry.update(self.begin(tensor, group))  # not key by key: memory may run out in between
-        return entry
+    def _begin(self, tensor: Tensor, starts: dict[str, float]) -> dict[str, Tensor]:
+        step = {"step": torch.zeros((), dtype=torch.float32, device=tensor.device)} if self.counts else {}
+        return step | {name: torch.full_like(tensor, start) for name, start in starts.items()}
 
     def _one(self, device: torch.device) -> Tensor:
         if device not in self._ones:  # torch would convert a number each time
@@ -119,70 +89,45 @@ class FusedKernel(ABC):
 class AdamKernel(FusedKernel):
     """Kernel of Adam and AdamW."""
 
-    def begin(self, tensor: Tensor, group: dict[str, Any]) -> Entry:
-        keys = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
-        return {"step": _zero(tensor), **{key: torch.zeros_like(tensor) for key in keys}}
+    states = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
-    def launch(self, group: dict[str, Any], update: Update) -> None:
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return dict.fromkeys(self.states if group["amsgrad"] else self.states[:2], 0.0)
+
+    def kernel(self, group: dict[str, Any]) -> tuple[Callable[..., object], dict[str, Any]]:
         beta1, beta2 = group["betas"]
-        (torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_)(
-            update.tensors,
-            update.gradients,
-            update.state("exp_avg"),
-            update.state("exp_avg_sq"),
-            update.state("max_exp_avg_sq") if group["amsgrad"] else [],
-            update.steps,
-            beta1=beta1.item() if isinstance(beta1, Tensor) else beta1,
-            beta2=beta2.item() if isinstance(beta2, Tensor) else beta2,
-            eps=group["eps"],
-            amsgrad=group["amsgrad"],
-            **update.options,
-        )
+        return torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_, {
+            "beta1": beta1.item() if isinstance(beta1, Tensor) else beta1,
+            "beta2": beta2.item() if isinstance(beta2, Tensor) else beta2,
+            "eps": group["eps"],
+            "amsgrad": group["amsgrad"],
+        }
 
 
 class AdagradKernel(FusedKernel):
     """Kernel of Adagrad."""
 
-    def begin(self, tensor: Tensor, group: dict[str, Any]) -> Entry:
-        return {"step": _zero(tensor), "sum": torch.full_like(tensor, group["initial_accumulator_value"])}
+    states = ("sum",)
 
-    def launch(self, group: dict[str, Any], update: Update) -> None:
-        torch._fused_adagrad_(
-            update.tensors,
-            update.gradients,
-            update.state("sum"),
-            update.steps,
-            lr_decay=group["lr_decay"],
-            eps=group["eps"],
-            **update.options,
-        )
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"sum": group["initial_accumulator_value"]}
+
+    def kernel(self, group: dict[str, Any]) -> tuple[Callable[..., object], dict[str, Any]]:
+        return torch._fused_adagrad_, {"lr_decay": group["lr_decay"], "eps": group["eps"]}
 
 
 class SGDKernel(FusedKernel):
     """Kernel of SGD."""
 
+    states = ("momentum_buffer",)
     counts = False
 
-    def keeps_state(self, group: dict[str, Any]) -> bool:
-        return bool(group["momentum"])
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"momentum_buffer": 0.0} if group["momentum"] else {}
 
-    def begin(self, tensor: Tensor, group: dict[str, Any]) -> Entry:
-        return {"momentum_buffer": torch.zeros_like(tensor)}
-
-    def launch(self, group: dict[str, Any], update: Update) -> None:
-        for entry, tensor in zip(update.entries, update.tensors, strict=bool(update.entries)):
-            if entry.get("momentum_buffer") is None:  # saved by an optimizer without momentum
-                entry.update(self.begin(tensor, group))
-        torch._fused_sgd_(
-            update.tensors,
-            update.gradients,
-            update.state("momentum_buffer"),
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            is_first_step=False,
-            **update.options,
-        )
+    def kernel(self, group: dict[str, Any]) -> tuple[Callable[..., object], dict[str, Any]]:
+        numbers = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
+        return torch._fused_sgd_, {"is_first_step": False, **numbers}
 
 
 _KERNELS: dict[type[Optimizer], type[FusedKernel]] = {
@@ -208,27 +153,8 @@ class _Fused(Engine, Optimizer):
         self._kernel.update(self, found_inf, grad_scale)
 
 
-class _FusedAdagrad(_Fused, torch.optim.Adagrad):
-    pass
-
-
-class _FusedAdam(_Fused, torch.optim.Adam):
-    pass
-
-
-class _FusedAdamW(_Fused, torch.optim.AdamW):
-    pass
-
-
-class _FusedSGD(_Fused, torch.optim.SGD):
-    pass
-
-
 FUSED: dict[str, type[Optimizer]] = {
-    "adagrad": _FusedAdagrad,
-    "adam": _FusedAdam,
-    "adamw": _FusedAdamW,
-    "sgd": _FusedSGD,
+    kind.__name__.lower(): type(f"Fused{kind.__name__}", (_Fused, kind), {}) for kind in _KERNELS
 }
 """torch's optimizers by their fused kernels, by the registry's name."""
 
@@ -300,18 +226,20 @@ def _alike(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
     return alike.values()
 
 
-def _as_laid(tensors: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+def _gradients(tensors: list[Tensor]) -> list[Tensor]:
     """Return the gradients with the strides of their tensors."""
+    gradients: list[Any] = [tensor.grad for tensor in tensors]
+    if True in [gradient.is_sparse for gradient in gradients]:
+        raise TrainingError(
+            "a gradient is sparse, and the fused kernel needs dense ones",
+            remedy='make the embedding with sparse=False, or the optimizer with route="loop" or fused=False',
+        )
     if all(map(Tensor.is_contiguous, tensors)) and all(map(Tensor.is_contiguous, gradients)):
         return gradients
     return [
         gradient if gradient.stride() == tensor.stride() else torch.empty_like(tensor).copy_(gradient)
         for tensor, gradient in zip(tensors, gradients, strict=True)
     ]
-
-
-def _zero(tensor: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.float32, device=tensor.device)
 
 
 def _add(steps: list[Tensor], number: Tensor) -> None:

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from accelcore.errors import TrainingError
-from accelcore.optim.flat.memory import FlatMemory, GradientMemory, by_kind, lay_flat
-from accelcore.optim.flat.runs import Run, Slot
+from accelcore.optim.flat.memory import FlatMemory, GradientMemory, Run, Slot, by_kind, lay_flat
 from accelcore.optim.shards import as_shard, shard
 from accelcore.precision.o1.table import LOW_PRECISION
 from accelcore.scaling.contract import is_finite

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelcore.optim.flat.memory import lay_flat
-from accelcore.optim.flat.runs import Run, Slot
+from accelcore.optim.flat.memory import Run, Slot, lay_flat
 from accelcore.optim.formulas import FORMULAS
 from benchmarks.gpu.device import Deadline, Device
 from benchmarks.gpu.measure import first_line

@@ -21,7 +21,6 @@ MODULES = [
     "accelcore.devices.hookspecs",
     "accelcore.optim.formulas",
     "accelcore.optim.optimizer",
-    "accelcore.optim.flat.runs",
     "accelcore.optim.torch_routes",
     "accelcore.precision",
     "accelcore.jobs.collectives",

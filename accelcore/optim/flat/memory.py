@@ -1,5 +1,7 @@
 """Flat memory: the parameters of one dtype and device in one piece, so that one kernel updates them all.
 
+A `Slot` is a trained parameter. A `Run` is what an optimizer updates as one: a parameter or a stretch of flat memory.
+
 A parameter keeps its shape, its strides and a storage of its own within the piece: saving or copying it affects no
 other. Gaps between parameters, for alignment, stay zero.
 """
@@ -10,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType, finalize, ref
 
 import torch
@@ -19,16 +21,100 @@ from torch.utils import dlpack
 from torch.utils.hooks import RemovableHandle
 
 from accelcore.errors import TrainingError
-from accelcore.optim.flat.runs import Run, Slot
 from accelcore.util.text import kind_of
 
-__all__ = ["FlatMemory", "GradientMemory", "Layout", "by_kind", "lay_flat", "unfit"]
+__all__ = ["FlatMemory", "GradientMemory", "Layout", "Run", "Slot", "by_kind", "lay_flat", "unfit"]
 
 _ALIGNMENT = 512
 """Bytes: the alignment of tensors by allocators of accelerators, and a multiple of a CPU's cache line."""
 
 _LARGE = 1 << 16
 """Elements. A gradient of this size or more is copied within backward, as the call costs little beside the copy."""
+
+
+class Slot(NamedTuple):
+    """Trained parameter.
+
+    Attributes:
+        name: as in `model.named_parameters()`; tied parameters have one slot.
+        group: the number of its parameter group.
+        parameter: the parameter of the model.
+        trained: the tensor that the optimizer updates: the parameter or its fp32 master.
+    """
+
+    name: str
+    group: int
+    parameter: nn.Parameter
+    trained: Tensor
+
+
+class Run:
+    """Tensor that an optimizer updates: a parameter, or a stretch of flat memory with several parameters.
+
+    The parameters of a stretch share their history: all of them received a gradient in the same steps.
+
+    Args:
+        slots: its parameters, of one parameter group or of groups with equal options.
+        value: the tensor; 1-D if there is a `memory`.
+        gradient: has the layout of `value`; None if `value.grad` is set elsewhere.
+        memory: the flat memory of which it is a stretch.
+        first: the number of its first slot in that memory.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        value: Tensor,
+        gradient: Tensor | None = None,
+        memory: GradientMemory | None = None,
+        first: int = 0,
+    ) -> None:
+        self.slots, self.value, self.gradient, self.memory = slots, value, gradient, memory
+        self.group, self.first, self.last = slots[0].group, first, first + len(slots)
+
+    @property
+    def received(self) -> Sequence[bool]:
+        """For each slot, whether it has a gradient now."""
+        if self.memory is None:
+            return [self.value.grad is not None]
+        return self.memory.received[self.first : self.last]
+
+    @property
+    def groups(self) -> set[int]:
+        """The numbers of its slots' groups; `group` is the first of them."""
+        return {slot.group for slot in self.slots}
+
+    def parts(self, tensor: Tensor) -> list[Tensor]:
+        """Return views, one for each slot, of a tensor with the layout of `value`."""
+        return [tensor] if self.memory is None else self.memory.layout.views(tensor, self.first, self.last)
+
+    def by_slot(self) -> list[Run]:
+        """Return a run for each slot, in the shape of its parameter, for an optimizer that must tell them apart."""
+        if self.memory is None:
+            return [self]
+        values = self.parts(self.value)
+        gradients = [None] * len(values) if self.gradient is None else self.parts(self.gradient)
+        columns = zip(self.slots, values, gradients, strict=True)
+        return [Run([slot], value, grad, self.memory, n) for n, (slot, value, grad) in enumerate(columns, self.first)]
+
+    def split(self, edges: Sequence[int]) -> list[Run]:
+        """Split it before the slots with these numbers in its memory."""
+        return [
+            Run(
+                self.slots[begin - self.first : end - self.first],
+                self.cut(self.value, begin, end),
+                None if self.gradient is None else self.cut(self.gradient, begin, end),
+                self.memory,
+                begin,
+            )
+            for begin, end in pairwise([self.first, *edges, self.last])
+        ]
+
+    def cut(self, tensor: Tensor, first: int, last: int) -> Tensor:
+        """Return the stretch, of a tensor with the layout of `value`, of the slots `first` to `last` (excluded)."""
+        assert self.memory is not None
+        begin, start, end = (self.memory.layout.offsets[number] for number in (self.first, first, last))
+        return tensor[start - begin : end - begin]
 
 
 class Layout:
@@ -171,17 +257,15 @@ class FlatMemory(GradientMemory):
         self._places = [_own_storage(view) for view in self.layout.views(self.values)]
         self._take_in(range(len(slots)))
 
-    def refresh(self) -> bool:
+    def refresh(self) -> None:
         """Copy back parameters that got other memory, by `model.to`, `load_state_dict(assign=True)` or another trainer.
 
-        Return whether there was one. TrainingError: one has another dtype, device or shape now.
+        TrainingError: one has another dtype, device or shape now.
         """
         addresses = [parameter.data_ptr() for parameter in self.parameters]
-        if addresses == self._addresses:
-            return False
-        pairs = enumerate(zip(addresses, self._addresses, strict=True))
-        self._take_in([number for number, (now, before) in pairs if now != before])
-        return True
+        if addresses != self._addresses:
+            pairs = enumerate(zip(addresses, self._addresses, strict=True))
+            self._take_in([number for number, (now, before) in pairs if now != before])
 
     def runs(self, values: Tensor, gradients: Tensor) -> list[Run]:
         """Return the runs that may be updated as one, over pieces with this layout."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.optim.flat.runs import Run
+from accelcore.optim.flat.memory import Run
 from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.formulas.formula import Formula, FusibleFormula, Number, Numbers, State
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from accelcore.optim.flat.runs import Run
+from accelcore.optim.flat.memory import Run
 
 __all__ = ["Channels", "Rows", "Segments", "Whole", "channels_of", "parameters_of"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.optim.flat.runs import Run
+from accelcore.optim.flat.memory import Run
 from accelcore.optim.flat.segments import Channels, channels_of
 from accelcore.optim.formulas.formula import (
     FusibleFormula,

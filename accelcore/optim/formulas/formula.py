@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 from accelcore.optim.engine import Engine
-from accelcore.optim.flat.runs import Run
+from accelcore.optim.flat.memory import Run
 
 __all__ = [
     "STATE_DTYPES",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accelcore.optim.flat.runs import Run
+from accelcore.optim.flat.memory import Run
 from accelcore.optim.flat.segments import Segments, Whole, parameters_of
 from accelcore.optim.formulas.formula import (
     FusibleFormula,

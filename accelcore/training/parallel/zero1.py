@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.errors import UnsupportedError
-from accelcore.optim.flat.runs import Slot
+from accelcore.optim.flat.memory import Slot
 from accelcore.precision.policy import Policy
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions

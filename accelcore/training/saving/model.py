@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import CheckpointError
-from accelcore.optim.flat.runs import Slot
+from accelcore.optim.flat.memory import Slot
 from accelcore.optim.shards import shard
 from accelcore.precision.o1.table import LOW_PRECISION
 from accelcore.training.gradients import Gradients

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.engine import needs_closure
-from accelcore.optim.flat.memory import unfit
-from accelcore.optim.flat.runs import Slot
+from accelcore.optim.flat.memory import Slot, unfit
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.precision.o1.table import LOW_PRECISION
 from accelcore.training.gradients import Flat, Gradients, Masters, PerTensor, ShardedGradients, runs

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from accelcore.errors import TrainingError
-from accelcore.optim.flat.memory import unfit
-from accelcore.optim.flat.runs import Run
+from accelcore.optim.flat.memory import Run, unfit
 from accelcore.optim.formulas import Formula
 from accelcore_cpu.table import TYPES, Found, Member, Table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from accelcore.optim.flat.runs import Slot
+from accelcore.optim.flat.memory import Slot
 from accelcore.training.gradients import PerTensor
 
 
