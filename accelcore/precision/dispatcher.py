@@ -59,10 +59,19 @@ class _Installed:
         with warnings.catch_warnings():
             # torch warns of a kernel that is replaced; it is back after `remove`.
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-            for (operator, key), kernel in kernels.items():
-                never_compile(kernel)
-                library = self._library(operator.namespace)
-                library.impl(operator, kernel, key, with_keyset=with_keyset)  # type: ignore[no-untyped-call]
+            try:
+                for (operator, key), kernel in kernels.items():
+                    never_compile(kernel)
+                    self._library(operator.namespace).impl(  # type: ignore[no-untyped-call]
+                        operator,
+                        kernel,
+                        key,
+                        with_keyset=with_keyset,
+                        allow_override=True,  # another set may be installed at the same key
+                    )
+            except BaseException:
+                self.remove()  # half a set is none
+                raise
         self._forget()
 
     def remove(self) -> None:

@@ -62,7 +62,7 @@ def test_what_is_computed_anew_in_backward_has_the_numbers_of_before(accel):
 def test_a_graph_is_refused(accel):
     accel.runtime.seed(5, same="everywhere")
     with_graphs = dataclasses.replace(accel, capabilities=dataclasses.replace(accel.capabilities, graphs=True))
-    with pytest.raises(UnsupportedError, match="graph=True .*everywhere"):
+    with pytest.raises(UnsupportedError, match=r"graph=True .*everywhere"):
         losses(with_graphs, graph=True)
 
 
