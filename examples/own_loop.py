@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
                 scaler.scale(reconstruction_loss + classification_loss).backward()
                 # Averaged while still scaled: an overflow on one rank reaches all, and all skip the same update.
                 for parameter in (*autoencoder_parameters, *classifier_parameters):
-                    job.all_reduce(parameter.grad, "avg")
+                    accel.collectives.all_reduce(parameter.grad, "avg")
                 # Clipping needs the true size of the gradients. An optimizer whose own gradients overflowed is skipped;
                 # the scale is chosen anew once, after both.
                 scaler.unscale_(autoencoder_optimizer)

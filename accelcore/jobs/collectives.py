@@ -28,7 +28,10 @@ _DRAIN_SECONDS = 0.1
 
 
 class Collectives(ABC):
-    """Communication between the ranks of a job. Scripts use it through `Job`.
+    """Communication between the ranks of a job.
+
+    All ranks must make the same calls, with tensors of the same shape and dtype: torch compares nothing, and may abort
+    the process. `Job` has the same operations with a comparison.
 
     Before `init`, and in a job of one process, rank is 0, world_size is 1 and every operation is the identity. So a
     training loop need not check whether there are other ranks.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.jobs.collectives import Collectives
-from accelcore.jobs.gathering import gather
+from accelcore.jobs.job import gather
 from accelcore.training.plan import Plan
 from accelcore.util.text import ranks
 

@@ -51,9 +51,9 @@ def main() -> None:
             trainer.save(sys.argv[2])
         if sys.argv[1] == "another collective":
             tensor = torch.ones(3)
-            job.broadcast(tensor) if job.rank else job.all_reduce(tensor)
+            accel.collectives.broadcast(tensor) if job.rank else accel.collectives.all_reduce(tensor)
         if sys.argv[1] == "another shape":
-            job.all_reduce(torch.ones(3 + job.rank))
+            accel.collectives.all_reduce(torch.ones(3 + job.rank))
 
 
 if __name__ == "__main__":

@@ -252,6 +252,33 @@ def test_the_cpu_group_takes_cpu_tensors(found):
     assert [rank["cpu group"] for rank in found] == [[sum(range(1, len(found) + 1))]] * len(found)
 
 
+def test_calls_that_differ_raise_on_every_rank_and_name_the_odd_one(start):
+    """torch compares nothing: gloo aborts the process, or hangs."""
+    script = """
+        with accel.distributed(timeout=timedelta(seconds=60)) as job:
+            odd = job.rank == 1
+            calls = {
+                "(4,)": lambda: job.all_reduce(torch.ones(3 + odd)),
+                "float64": lambda: job.all_reduce(torch.ones(3, dtype=torch.float64 if odd else torch.float32)),
+                "all_reduce max": lambda: job.all_reduce(torch.ones(3), "max" if odd else "sum"),
+                "broadcast from rank 0": lambda: job.broadcast(torch.ones(3)) if odd else job.all_reduce(torch.ones(3)),
+                "(2, 2)": lambda: job.broadcast(torch.ones(2, 2) if odd else torch.ones(4)),
+                "broadcast from rank 2": lambda: job.broadcast(torch.ones(4), 1 + odd),
+                "(1,)": lambda: job.mean(torch.ones(1) if odd else torch.tensor(1.0)),
+                "gather": lambda: job.gather(torch.ones(3)) if odd else job.mean(1.0),
+                "gather_objects": lambda: job.gather_objects(3) if odd else job.gather(torch.ones(3)),
+            }
+            found = {name: attempt(call) for name, call in calls.items()}
+            found["after"] = attempt(lambda: job.all_reduce(torch.ones(3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1).squeeze()))
+        print(json.dumps(found))
+    """
+    for rank in told(start(script, 3)):
+        assert rank.pop("after") == [3.0] * 3
+        for name, said in rank.items():
+            assert said.startswith("DistributedError: rank 1 of this job made another call"), said
+            assert f"rank 1: {name}" in said or f" {name} on cpu" in said or f"of {name} " in said, said
+
+
 def test_a_rank_that_fails_takes_the_others_down_soon(start):
     begin = time.monotonic()
     ended = start(

@@ -121,7 +121,7 @@ def replicate(backend: Backend, module: nn.Module, **options: Any) -> nn.Module:
         raise UnsupportedError(
             f"modules cannot be replicated on {backend.name}",
             why='it does not declare parallel="ddp"',
-            remedy='average gradients with job.all_reduce(parameter.grad, "avg"), or run one process',
+            remedy='average gradients with accel.collectives.all_reduce(parameter.grad, "avg"), or run one process',
         )
     module.to(backend.device)
     if collectives.world_size == 1:
