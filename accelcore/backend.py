@@ -148,27 +148,18 @@ class Backend:
 
         return joined(self.collectives, _launch(rank, world_size, local_rank, init_method, timeout), timeout)
 
-    def join(
-        self,
-        *,
-        rank: int | None = None,
-        world_size: int | None = None,
-        local_rank: int | None = None,
-        init_method: str = "env://",
-        timeout: timedelta | None = None,
-    ) -> Job:
+    def join(self, **place: Any) -> Job:
         """Join the job for the rest of the process: `job = accel.join()`, in a script without a main function.
 
-        See `distributed` for the arguments. The job is left when the interpreter exits: at once if an error ended
-        the script, otherwise when all ranks have come, or after a minute.
+        The job is left when the interpreter exits: at once if an error ended the script, otherwise when all ranks have
+        come, or after a minute.
+
+        Args:
+            place: the arguments of `distributed`.
         """
         from accelcore.jobs.job import join
 
-        return join(
-            self.distributed(
-                rank=rank, world_size=world_size, local_rank=local_rank, init_method=init_method, timeout=timeout
-            )
-        )
+        return join(self.distributed(**place))
 
     def __repr__(self) -> str:
         kind = " (emulated)" if self.emulated else ""

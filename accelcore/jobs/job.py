@@ -160,8 +160,7 @@ class Job:
         lengths = _exchange(self._collectives, "gather_objects", len(data))
         if 0 in lengths:
             raise refused or _other_rank_failed(lengths.index(0))
-        parts = gather(self._collectives, data).split(lengths)
-        return [_from_bytes(part) for part in parts]
+        return [_from_bytes(part) for part in torch.split(gather(self._collectives, data), lengths)]
 
     def mean(self, value: Number) -> Number:
         """Return the mean over ranks of a number, or of a tensor element by element; `value` is not changed.

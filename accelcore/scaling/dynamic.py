@@ -8,7 +8,6 @@ endless overflows cannot make it zero and the next update NaN. And it works on a
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -38,12 +37,16 @@ from accelcore.scaling.contract import (
     refuse_closure,
     refuse_fp16,
 )
+from accelcore.util.text import is_number, is_whole
 
 __all__ = ["GradScaler", "LossScale", "LossScaler", "NoScaler", "Scalers", "StaticScaler", "described"]
 
 logger = logging.getLogger("accelcore")
 
 _OF_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+_LARGEST = 2**31 - 1
+"""Largest count in a state: counts are int32 on the device, as torch's."""
 
 _PATIENCE = 20
 """Overflows in a row before a warning. The search for the first scale takes at most sixteen halvings of the default."""
@@ -190,25 +193,30 @@ class GradScaler(LossScaler):
         """
         saved, own = _as_torch_writes(state), self._settings
         low, high = own.min, own.max
+        scale, clean_steps, skipped = saved["scale"], saved["_growth_tracker"], saved.get("skipped", 0)
+        values = (
+            ("scale", scale, is_number(scale) and 0 <= scale <= torch.finfo(torch.float32).max),
+            ("_growth_tracker", clean_steps, is_whole(clean_steps) and clean_steps <= _LARGEST),
+            ("skipped", skipped, is_whole(skipped) and skipped <= _LARGEST),
+        )
+        wrong = [f"{name} is {value!r}" for name, value, valid in values if not valid]
+        kept = own.init if wrong else float(max(low, min(scale, high)))
         try:
-            scale, clean_steps = float(saved["scale"]), int(saved["_growth_tracker"])
-            skipped = int(saved.get("skipped", 0))
-            kept = max(low, min(scale, high))
-            if not (0 <= scale < math.inf and clean_steps >= 0 and skipped >= 0):
-                raise ValueError(f"scale={scale}, _growth_tracker={clean_steps}, skipped={skipped}")
             settings = replace(
                 own,
                 init=kept,
-                growth=float(saved.get("growth_factor", own.growth)),
-                backoff=float(saved.get("backoff_factor", own.backoff)),
-                interval=int(saved.get("growth_interval", own.interval)),
+                growth=saved.get("growth_factor", own.growth),
+                backoff=saved.get("backoff_factor", own.backoff),
+                interval=saved.get("growth_interval", own.interval),
             )
-        except (TypeError, ValueError, ConfigurationError) as error:
+        except ConfigurationError as error:
+            wrong.append(error.what)
+        if wrong:
             raise CheckpointError(
                 "the state of the loss scaler has invalid values",
-                why=str(error),
+                why="; ".join(wrong),
                 remedy="load an unchanged `state_dict()` of a loss scaler",
-            ) from error
+            )
         if kept != scale:
             logger.warning("the saved loss scale %g is outside %g to %g: continuing with %g", scale, low, high, kept)
         self._settings = settings
