@@ -77,7 +77,7 @@ def scale_loss(
         model: not used, as in apex.
         delay_unscale: leave the gradients scaled; the next pass unscales the sum. For all but the last pass of an
             accumulation.
-        delay_overflow_check: let the next pass of this `loss_id` handle an overflow of this one.
+        delay_overflow_check: ignored: an overflow counts in its own pass.
 
     Raises:
         AmpError: `initialize` was not called, or not with this optimizer; there is no such `loss_id`; the gradients
@@ -91,7 +91,7 @@ def scale_loss(
     scalers = _amp_state.loss_scalers
     if not is_whole(loss_id) or loss_id >= len(scalers):
         raise AmpError(
-            f"there is no loss_id={loss_id!r}",
+            f"loss_id={loss_id!r} does not exist",
             available=f"0 to {len(scalers) - 1}",
             remedy="pass num_losses to amp.initialize",
         )
@@ -108,7 +108,7 @@ def scale_loss(
             for each in trained:
                 each.gradients.end(scaler)
             names = (each.gradients.first_not_finite() for each in trained)
-            found = scaler.close(lambda: next(filter(None, names), None), delay=delay_overflow_check)
+            found = scaler.close(lambda: next(filter(None, names), None))
         except BaseException:
             scaler.abandon()
             for each in trained:

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from accelcore.apex.accumulated import Accumulated
 from accelcore.apex.devices import backend_of, choose_routes_again
 from accelcore.apex.levels import Properties, resolve
-from accelcore.apex.prepared import Prepared, is_prepared
+from accelcore.apex.prepared import Accumulated, Prepared, is_prepared
 from accelcore.apex.state import AmpScaler, enter_o1, listed, state
 from accelcore.backend import Backend
 from accelcore.errors import AmpError, UnsupportedError
@@ -95,32 +94,14 @@ def initialize(
             before. It is a RuntimeError, too. Models and optimizers are then unchanged.
         UnsupportedError: the device's backend does not declare what the level needs.
     """
+    given = locals()
     if not enabled:
         state.enabled, state.loss_scalers = False, []
         return models if optimizers is None else (models, optimizers)
     for name, number in (("num_losses", num_losses), ("ddp_replica_count", ddp_replica_count)):
         if not is_whole(number, 1):
-            raise AmpError(f"{name}={number!r}", remedy="give a whole number, 1 or more")
-    properties = resolve(
-        opt_level,
-        cast_model_type=cast_model_type,
-        patch_torch_functions=patch_torch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights,
-        loss_scale=loss_scale,
-        cast_model_outputs=cast_model_outputs,
-        moves={
-            "init": dynamic_init_scale,
-            "growth": scale_growth_factor,
-            "backoff": scale_backoff_factor,
-            "interval": scale_window,
-            "min": min_loss_scale,
-            "max": max_loss_scale,
-        },
-        combine_grad=combine_grad,
-        combine_ddp=combine_ddp,
-        user_cast_preferred=user_cast_preferred,
-    )
+            raise AmpError(f"{name}={number!r} is not a whole number of 1 or more", remedy="give one, or leave it out")
+    properties = resolve(given)
     all_models, all_optimizers = listed(models, nn.Module, "model"), listed(optimizers, Optimizer, "optimizer")
     _check_models(all_models)
     backend = backend_of(parameter for model in all_models for parameter in model.parameters())

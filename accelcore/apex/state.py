@@ -40,7 +40,7 @@ class AmpScaler:
     """
 
     # To set another attribute of apex's scalers, such as `_scale_seq_len`, raises an error instead of doing nothing.
-    __slots__ = ("_scaler", "_unchecked", "dynamic", "passes", "trusts_kernels")
+    __slots__ = ("_scaler", "dynamic", "passes", "trusts_kernels")
 
     def __init__(self, backend: Backend, policy: Policy) -> None:
         self.dynamic = isinstance(policy.loss_scale, LossScale)
@@ -48,7 +48,6 @@ class AmpScaler:
         self.trusts_kernels = bool(getattr(self._scaler, "trusts_kernels", False))
         self._scaler.takes_fp16 = True  # without masters, as at O3; masters are unscaled in fp32
         self.passes = 0
-        self._unchecked: Tensor | None = None
 
     def loss_scale(self) -> float:
         """Return the scale. If it is dynamic, this waits for the device."""
@@ -60,24 +59,18 @@ class AmpScaler:
 
     def unscale(self, optimizer: Optimizer, gradients: list[Tensor], agree: Agree) -> None:
         """Divide an optimizer's gradients by the scale, in place, and look for overflows."""
-        self._scaler.unscale_(optimizer, gradients, lambda found: self._with_unchecked(agree(found)))
+        self._scaler.unscale_(optimizer, gradients, agree)
 
-    def close(self, find_bad: FindBad, *, delay: bool) -> Tensor | None:
-        """End a backward pass, after the gradients of all its optimizers are unscaled.
+    def close(self, find_bad: FindBad) -> Tensor | None:
+        """End a backward pass, after the gradients of all its optimizers are unscaled; update the scale.
 
         Args:
             find_bad: returns the name of the first parameter whose gradient is not finite.
-            delay: whether the next pass handles an overflow of this one.
 
         Returns:
             A tensor that is 1.0 if a gradient overflowed; None if overflows are not checked.
         """
         found = self._scaler.overflowed
-        if delay:
-            self._unchecked = found
-            self._scaler.abandon()
-            return None
-        self._unchecked = None
         self._scaler.update(find_bad)
         self.passes += 1
         return found
@@ -100,16 +93,14 @@ class AmpScaler:
         if set(state) != {"loss_scale", "unskipped"}:
             raise CheckpointError(
                 f"the state of a loss scaler has {', '.join(sorted(map(str, state))) or 'nothing'}",
-                available="loss_scale and unskipped, as amp.state_dict() has them",
+                why="apex's has loss_scale and unskipped",
+                remedy="load what amp.state_dict() returned",
             )
         if self.dynamic:
             self._scaler.load_state_dict(state)
         elif state["loss_scale"] != self.loss_scale():
             given, own = state["loss_scale"], self.loss_scale()
             logger.warning("saved loss scale %g is not used: this run has loss_scale=%g", given, own)
-
-    def _with_unchecked(self, found: Tensor) -> Tensor:
-        return found if self._unchecked is None else torch.maximum(found, self._unchecked)
 
 
 @dataclass

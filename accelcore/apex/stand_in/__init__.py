@@ -1,1 +1,0 @@
-"""Folder for a script's path. It contains only a module with the name apex."""
