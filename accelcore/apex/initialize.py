@@ -17,7 +17,7 @@ from accelcore.apex.prepared import Accumulated, Prepared, is_prepared
 from accelcore.apex.state import AmpScaler, enter_o1, listed, state
 from accelcore.backend import Backend
 from accelcore.errors import AmpError, UnsupportedError
-from accelcore.precision.cast_model import CastBoundary, FP32StateDict, hold
+from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
 from accelcore.precision.o1.table import LOW_PRECISION
 from accelcore.util.text import is_whole
 
@@ -170,6 +170,6 @@ def _cast(model: nn.Module, properties: Properties) -> None:
     if dtype is not None:
         hold(model, dtype, keep_batchnorm_fp32=properties.policy.keep_batchnorm_fp32)
     if dtype is not None or outputs is not None:
-        CastBoundary(model, inputs=dtype, outputs=outputs)
+        cast_boundary(model, inputs=dtype, outputs=outputs)
     if dtype in LOW_PRECISION:
-        FP32StateDict(model)
+        fp32_state_dict(model)

@@ -176,7 +176,9 @@ def FusedAdam(  # noqa: N802
         UnsupportedError: `bias_correction=False`.
     """
     if not bias_correction:
-        raise UnsupportedError("FusedAdam without bias_correction", remedy="leave it out, or take NpuFusedBertAdam")
+        raise UnsupportedError(
+            "FusedAdam cannot run with bias_correction=False", remedy="leave it out, or use NpuFusedBertAdam"
+        )
     name = "adamw" if adam_w_mode else "adam"
     return create_optimizer(name, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
@@ -198,7 +200,9 @@ def FusedSGD(  # noqa: N802
         UnsupportedError: `wd_after_momentum=True`.
     """
     if wd_after_momentum:
-        raise UnsupportedError("FusedSGD with wd_after_momentum", remedy="leave it out")
+        raise UnsupportedError(
+            "FusedSGD cannot run with wd_after_momentum=True", remedy="leave it out: torch's SGD decays before momentum"
+        )
     return NpuFusedSGD(params, lr, momentum, dampening, weight_decay, nesterov)
 
 
@@ -216,11 +220,15 @@ def FusedAdagrad(  # noqa: N802
         UnsupportedError: `adagrad_w_mode=True`.
     """
     if adagrad_w_mode:
-        raise UnsupportedError("FusedAdagrad with adagrad_w_mode", remedy="leave it out")
+        raise UnsupportedError(
+            "FusedAdagrad cannot run with adagrad_w_mode=True", remedy="leave it out: torch's Adagrad adds the decay"
+        )
     return create_optimizer("adagrad", params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
 def __getattr__(name: str) -> Any:
     if name in _REFUSED:
-        raise UnsupportedError(f"accelcore.apex has no optimizers.{name}", why=_REFUSED[name])
+        raise UnsupportedError(
+            f"accelcore.apex has no optimizers.{name}", why=_REFUSED[name], available=", ".join(__all__)
+        )
     raise AttributeError(f"accelcore.apex.optimizers has no {name!r}, only {', '.join(__all__)}")

@@ -15,16 +15,9 @@ __all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"]
 SyncBatchNorm = nn.SyncBatchNorm
 
 _ONLY_SPEED = {
-    "message_size",
-    "delay_allreduce",
-    "shared_param",
-    "allreduce_trigger_params",
-    "retain_allreduce_buffers",
-    "num_allreduce_streams",
-    "allreduce_communicators",
-    "gradient_predivide_factor",
-    "prof",
-}
+    "message_size", "delay_allreduce", "shared_param", "allreduce_trigger_params", "retain_allreduce_buffers",
+    "num_allreduce_streams", "allreduce_communicators", "gradient_predivide_factor", "prof",
+}  # fmt: skip
 _DEFAULTS = {"allreduce_always_fp32": False, "gradient_average": True}
 
 
@@ -43,7 +36,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         for name, value in options.items():
             if name not in _ONLY_SPEED and (name not in _DEFAULTS or value != _DEFAULTS[name]):
                 raise UnsupportedError(
-                    f"apex.parallel.DistributedDataParallel with {name}={value!r}",
+                    f"apex.parallel.DistributedDataParallel cannot take {name}={value!r}",
                     why="this is torch's DistributedDataParallel, which averages gradients in their own dtype",
                     remedy="leave it out, or use torch.nn.parallel.DistributedDataParallel and its options",
                 )

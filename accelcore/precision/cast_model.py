@@ -1,7 +1,6 @@
 """A whole model in one dtype: parameters and buffers, inputs and outputs, and a state_dict in fp32.
 
-apex's O2 and O3 consist of these. Each change to a module is an object with `remove()`, except `hold`, which another
-`hold` in fp32 undoes.
+apex's O2 and O3 consist of these. Another `hold` in fp32 undoes a `hold`; the others return the hooks they made.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from accelcore.precision.o1.table import LOW_PRECISION
 from accelcore.torch_internals import AnyBatchNorm
 from accelcore.util.containers import cast
 
-__all__ = ["CastBoundary", "FP32StateDict", "hold"]
+__all__ = ["cast_boundary", "fp32_state_dict", "hold"]
 
 
 def hold(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool, parameters: bool = True) -> None:
@@ -39,54 +38,37 @@ def hold(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool, par
             module.flatten_parameters()  # cuDNN needs its weights in one piece of memory
 
 
-class _Hooks:
-    """Hooks on a model, until they are removed."""
-
-    def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
-
-    def remove(self) -> None:
-        """Remove the hooks. Copies of the model keep theirs."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-
-class CastBoundary(_Hooks):
-    """Casts the floating-point inputs and outputs of a model's forward.
+def cast_boundary(
+    model: nn.Module, *, inputs: torch.dtype | None, outputs: torch.dtype | None
+) -> list[RemovableHandle]:
+    """Cast the floating-point inputs and outputs of a model's forward, by hooks; return these.
 
     Tensors are found in tuples, lists, mappings and dataclasses, at any depth. A container without any tensor to cast
     is passed on itself, others as shallow copies. Other objects are passed on as they are. The casts are
     differentiable: a gradient has the dtype of its tensor.
 
-    These are two forward hooks on `model`, and none on its parts. Copies, pickles, compiled and replicated models have
-    them, too.
+    These are hooks on `model` alone. Copies, pickles, compiled and replicated models keep them.
 
     Args:
         model: the root. Other methods than its `forward` do not cast.
         inputs: dtype of the arguments; None leaves them alone.
         outputs: dtype of the results; None leaves them alone.
     """
+    hooks = []
+    if inputs is not None:
+        hooks.append(model.register_forward_pre_hook(partial(_cast_inputs, inputs), with_kwargs=True))
+    if outputs is not None:
+        hooks.append(model.register_forward_hook(partial(_cast_output, outputs)))
+    return hooks
 
-    def __init__(self, model: nn.Module, *, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
-        super().__init__()
-        if inputs is not None:
-            self._handles.append(model.register_forward_pre_hook(partial(_cast_inputs, inputs), with_kwargs=True))
-        if outputs is not None:
-            self._handles.append(model.register_forward_hook(partial(_cast_output, outputs)))
 
-
-class FP32StateDict(_Hooks):
-    """Makes `state_dict()` of a model in bf16 or fp16, and of its parts, return fp32.
+def fp32_state_dict(model: nn.Module) -> list[RemovableHandle]:
+    """Make `state_dict()` of a model in bf16 or fp16, and of its parts, return fp32, by hooks; return these.
 
     A checkpoint then does not depend on the precision of the run. `load_state_dict` accepts it: torch casts each value
     to the dtype of its parameter. `keep_vars=True` returns the parameters themselves, in their dtype.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        for module in model.modules():
-            self._handles.append(module.register_state_dict_post_hook(_to_fp32))  # type: ignore[no-untyped-call]
+    return [module.register_state_dict_post_hook(_to_fp32) for module in model.modules()]  # type: ignore[no-untyped-call]
 
 
 def _hold_own(module: nn.Module, dtype: torch.dtype, *, parameters: bool) -> bool:

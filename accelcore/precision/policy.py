@@ -98,9 +98,9 @@ class Policy:
                 )
         for name in ("masters", "keep_batchnorm_fp32", "cast_boundary"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r} is neither True nor False")
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not a switch", remedy="give True or False")
         if self.table not in _TABLES:
-            raise ConfigurationError(f"unknown op table: table={self.table!r}", available=", ".join(_TABLES))
+            raise ConfigurationError(f"table={self.table!r} is not an op table", available=", ".join(_TABLES))
         if self.table != "torch" and self.autocast is None:
             raise ConfigurationError(
                 f"table={self.table!r} has no effect without autocast", remedy='give a dtype, autocast="float16"'

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accelcore.precision.cast_model import CastBoundary, FP32StateDict, hold
+from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
 
 LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -175,7 +175,7 @@ trees = st.recursive(
 @given(given=trees, named=trees)
 def test_floating_point_tensors_are_cast_wherever_they_are_and_nothing_else_is(given, named):
     model = Returns()
-    boundary = CastBoundary(model, inputs=torch.float16, outputs=torch.float32)
+    boundary = cast_boundary(model, inputs=torch.float16, outputs=torch.float32)
     before = kept([given, named])
     returned, also_returned = model(given, named=named)
     seen = kept([model.given[0][0], model.given[1]["named"]])
@@ -188,7 +188,8 @@ def test_floating_point_tensors_are_cast_wherever_they_are_and_nothing_else_is(g
             assert inside is old
             assert outside is old
     assert all(new is old for new, old in zip(kept([given, named]), before, strict=True)), "it wrote into the caller's"
-    boundary.remove()
+    for hook in boundary:
+        hook.remove()
     model(given)
     assert model.given[0][0] is given, "a hook is left"
 
@@ -196,7 +197,7 @@ def test_floating_point_tensors_are_cast_wherever_they_are_and_nothing_else_is(g
 def test_a_container_in_which_nothing_is_cast_is_passed_on_itself():
     """A model may append to a list that it is given."""
     model, cache = Returns(), [torch.arange(3)]
-    CastBoundary(model, inputs=torch.float16, outputs=None)
+    cast_boundary(model, inputs=torch.float16, outputs=None)
     assert model(cache)[0][0] is cache
 
 
@@ -205,7 +206,7 @@ def test_a_container_in_which_nothing_is_cast_is_passed_on_itself():
 def test_a_held_model_behind_its_boundary_trains_on_fp32(dtype, wrap):
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     hold(model, dtype, keep_batchnorm_fp32=True)
-    CastBoundary(model, inputs=dtype, outputs=torch.float32)
+    cast_boundary(model, inputs=dtype, outputs=torch.float32)
     if wrap == "deepcopy":
         model = copy.deepcopy(model)
     if wrap == "pickle":
@@ -236,7 +237,7 @@ def test_a_mapping_is_cast_in_a_compiled_model(kind, whole):
 
     model = Model()
     hold(model, torch.bfloat16, keep_batchnorm_fp32=True)
-    CastBoundary(model, inputs=torch.bfloat16, outputs=torch.float32)
+    cast_boundary(model, inputs=torch.bfloat16, outputs=torch.float32)
     output = torch.compile(model, backend="eager", fullgraph=whole)(x=torch.ones(1, 2))
     assert type(output) is kind
     assert output["logits"].dtype == output["hidden"][1].dtype == torch.float32
@@ -251,7 +252,7 @@ def test_the_state_dict_of_a_held_model_and_of_its_parts_is_fp32_and_goes_back_i
     model = Mixed()
     plain = {name: value.clone() for name, value in model.state_dict().items()}
     hold(model, dtype, keep_batchnorm_fp32=keep)
-    in_fp32 = FP32StateDict(model)
+    in_fp32 = fp32_state_dict(model)
     state = model.state_dict()
     assert list(state) == list(plain)
     for name, value in state.items():
@@ -263,13 +264,14 @@ def test_the_state_dict_of_a_held_model_and_of_its_parts_is_fp32_and_goes_back_i
     assert model.state_dict(keep_vars=True)["conv.weight"] is model.conv.weight
     model.load_state_dict(plain)
     assert torch.equal(model.conv.weight, plain["conv.weight"].to(dtype))
-    in_fp32.remove()
+    for hook in in_fp32:
+        hook.remove()
     assert model.state_dict()["conv.weight"].dtype == dtype
 
 
 def test_a_copy_of_a_held_model_keeps_its_fp32_state_dict():
     model = nn.Linear(2, 2)
     hold(model, torch.bfloat16, keep_batchnorm_fp32=True)
-    FP32StateDict(model)
+    fp32_state_dict(model)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin.state_dict()["weight"].dtype == torch.float32

@@ -31,35 +31,23 @@ class _State(threading.local):
         self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
 
 
-class _CompileMark:
-    """Marks code that is compiled under O1.
+_state = _State()
+_mark = f"accelcore O1 {sha256(repr(sorted((name, it.value) for name, it in O1.items())).encode()).hexdigest()}"
+_lock = threading.Lock()
+_threads_in_o1 = 0
+
+
+def _mark_compiled_code(change: int) -> None:
+    """Mark code that is compiled while a thread is in O1.
 
     torch keeps compiled code on disk, by its source and the state of autocast. It does not know about O1's kernels:
     without a mark, it would use code of one table for the other.
     """
-
-    _MARK = f"accelcore O1 {sha256(repr(sorted((name, it.value) for name, it in O1.items())).encode()).hexdigest()}"
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held = 0  # by all threads together: a mark holds for what other threads compile, too
-
-    def set(self) -> None:
-        with self._lock:
-            self._held += 1
-            if self._held == 1:
-                torch.compiler.config.cache_key_tag += self._MARK
-
-    def unset(self) -> None:
-        with self._lock:
-            self._held -= 1
-            if not self._held:
-                config = torch.compiler.config
-                config.cache_key_tag = config.cache_key_tag.removesuffix(self._MARK)
-
-
-_state = _State()
-_mark = _CompileMark()
+    global _threads_in_o1
+    with _lock:
+        _threads_in_o1 += change
+        tag = torch.compiler.config.cache_key_tag.removesuffix(_mark)
+        torch.compiler.config.cache_key_tag = tag + _mark * (_threads_in_o1 > 0)
 
 
 class Region:
@@ -82,7 +70,7 @@ class Region:
             _state.torch_depth += 1
             return
         if not _state.depth:
-            _mark.set()
+            _mark_compiled_code(+1)
         _state.depth += 1
 
     def __exit__(
@@ -93,7 +81,7 @@ class Region:
         else:
             _state.depth -= 1
             if not _state.depth:
-                _mark.unset()
+                _mark_compiled_code(-1)
                 _state.casts.clear()
         self._autocast.__exit__(kind, error, traceback)
 

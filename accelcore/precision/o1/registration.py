@@ -5,10 +5,8 @@ A registration takes precedence over the table: inside such a function autocast 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import wraps
-from types import TracebackType
 from typing import Any, TypeVar, final
 
 import torch
@@ -34,7 +32,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _ABSENT = object()
 _registrations: list[Registration] = []
-_lock = threading.Lock()
 
 
 @final
@@ -59,33 +56,29 @@ class Registration:
         def wrapper(*arguments: Any, **options: Any) -> Any:
             return (treated if self._active else found)(*arguments, **options)
 
-        with _lock:
-            for other in _registrations:
-                if other._module is module and other._name == name:
-                    raise ConfigurationError(f"{name!r} is registered already", remedy="remove that registration first")
-            self._before = vars(module).get(name, _ABSENT)  # a class may only have inherited it
-            self._wrapper = wrapper
-            setattr(module, name, wrapper)
-            _registrations.append(self)
+        if any(other._module is module and other._name == name for other in _registrations):
+            raise ConfigurationError(f"{name!r} is registered already", remedy="remove that registration first")
+        self._before = vars(module).get(name, _ABSENT)  # a class may only have inherited it
+        self._wrapper = wrapper
+        setattr(module, name, wrapper)
+        _registrations.append(self)
 
     def remove(self) -> None:
         """Restore the function. Later calls do nothing."""
-        with _lock:
+        if self._active:
             self._active = False
-            if self in _registrations:
-                _registrations.remove(self)
-                if vars(self._module).get(self._name) is self._wrapper:  # and not another wrapper around it
-                    if self._before is _ABSENT:
-                        delattr(self._module, self._name)
-                    else:
-                        setattr(self._module, self._name, self._before)
+            _registrations.remove(self)
+            if vars(self._module).get(self._name) is not self._wrapper:
+                return  # somebody else's wrapper is around it
+            if self._before is _ABSENT:
+                delattr(self._module, self._name)
+            else:
+                setattr(self._module, self._name, self._before)
 
     def __enter__(self) -> Registration:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 

@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from accelcore.errors import UnsupportedError
-from accelcore.precision.cast_model import CastBoundary, FP32StateDict, hold
+from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
 from accelcore.precision.o1.table import LOW_PRECISION
 from accelcore.precision.policy import Policy, choose_policy
 
@@ -62,8 +63,8 @@ class Cast:
 
     def __init__(self) -> None:
         self._warned = False
-        self._state_dict: FP32StateDict | None = None
-        self._boundary: CastBoundary | None = None
+        self._state_dict: list[RemovableHandle] = []
+        self._boundary: list[RemovableHandle] = []
 
     def check(self, plan: Plan) -> None:
         options = plan.options
@@ -87,11 +88,11 @@ class Cast:
             whole = not (plan.strategy.layout == "shards" and policy.masters)
             hold(plan.model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32, parameters=whole)
             if dtype in LOW_PRECISION:
-                if self._state_dict is not None:
-                    self._state_dict.remove()
-                self._state_dict = FP32StateDict(plan.model)  # again, because the model may have new parts
-            if policy.cast_boundary and self._boundary is None:
-                self._boundary = CastBoundary(plan.model, inputs=dtype, outputs=torch.float32)
+                for handle in self._state_dict:
+                    handle.remove()
+                self._state_dict = fp32_state_dict(plan.model)  # again, because the model may have new parts
+            if policy.cast_boundary and not self._boundary:
+                self._boundary = cast_boundary(plan.model, inputs=dtype, outputs=torch.float32)
         held = {parameter.dtype for parameter in plan.model.parameters()}
         if policy.model_dtype is not None:  # gathered shards have it, the shards themselves do not
             held.add(getattr(torch, policy.model_dtype))
@@ -108,9 +109,8 @@ class Cast:
             )
 
     def __del__(self) -> None:
-        for hooks in (self._state_dict, self._boundary):
-            if hooks is not None:
-                hooks.remove()
+        for handle in (*self._state_dict, *self._boundary):
+            handle.remove()
 
 
 class _Reentrant:
