@@ -37,7 +37,7 @@ class Agreement:
         self._collectives, self._device = collectives, device
 
     def meet(self, what: str) -> None:
-        """Wait until every rank makes the call `what`; raise DistributedError if one does not within the timeout."""
+        """Wait until every rank makes the call `what`, or raise an error after the timeout."""
         group = self._collectives.cpu_group()
         if group is None:
             return
@@ -122,10 +122,7 @@ def describe(plan: Plan) -> dict[str, str]:
 
 
 def differences(descriptions: Sequence[Mapping[str, str]]) -> tuple[str, str]:
-    """Return the ranks whose description differs from most others', and the differences, as text.
-
-    If two descriptions are equally frequent, that of the lower rank counts as right.
-    """
+    """Return as text the ranks whose description differs from most others', and the differences."""
     lines: list[str] = []
     odd: set[int] = set()
     for name in dict.fromkeys(name for one in descriptions for name in one):

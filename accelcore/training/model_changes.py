@@ -39,9 +39,8 @@ class ModelSnapshot:
             if list(map(_DTYPE, self._parameters)) != self._dtypes:
                 raise TrainingError(
                     "the model was cast after its trainer was made",
-                    why="the optimizer's state, and what ranks exchange, are of the dtypes it had",
-                    remedy="cast it before, or say precision=Policy(model_dtype=...); or make optimizer and trainer "
-                    "again",
+                    why="the optimizer's state, and what ranks exchange, have the dtypes of before",
+                    remedy="cast it before, or set precision=Policy(model_dtype=...)",
                 )
             # Kernels walk a parameter and its state side by side, and need the same strides.
             if list(map(Tensor.stride, self._parameters)) != self._strides:

@@ -51,12 +51,9 @@ class FSDP:
     Attributes:
         wrap: the modules that are groups: a type of module, a tuple of types, or a function of a module that returns
             True. None: the items of each `nn.ModuleList`, such as the blocks of a transformer.
-        reshard_after_forward: True: a group is freed after its forward pass, and gathered again for its backward pass
-            (ZeRO-3). False: it stays gathered until then (ZeRO-2). The group of the model itself always stays.
+        reshard_after_forward: whether a group is freed after its forward pass, and gathered again for its backward pass
+            (ZeRO-3), or stays gathered until then (ZeRO-2). The group of the model itself always stays.
         cpu_offload: whether shards, gradients and optimizer state stay in host memory; the optimizer then runs there.
-
-    Raises:
-        ConfigurationError: `wrap` is not a choice of modules, or another option is not a bool.
     """
 
     wrap: Parts | None = None
@@ -78,9 +75,6 @@ class Recompute:
     Attributes:
         parts: the modules to recompute, as for `checkpoint=` of a trainer.
         save: operators to keep the results of: `[torch.ops.aten.mm.default]` keeps matrix products.
-
-    Raises:
-        ConfigurationError: `parts` cannot select modules; an entry of `save` is not an operator.
     """
 
     parts: Parts
@@ -177,11 +171,7 @@ _DEFAULTS = {
 
 
 def complete(given: Mapping[str, Any]) -> TrainerOptions:
-    """Return all options: those given, and the defaults of the others.
-
-    Raises:
-        ConfigurationError: an option does not exist.
-    """
+    """Return all options: those given, and the defaults of the others."""
     known = TrainerOptions.__annotations__
     for name in given:
         if name not in known:
@@ -261,11 +251,7 @@ def check_parts(parts: object, option: str) -> None:
 
 
 def chosen(model: nn.Module, parts: Parts | None, option: str) -> list[nn.Module]:
-    """Return the chosen parts of a model, outer ones first, without the model itself; None chooses its blocks.
-
-    Raises:
-        ConfigurationError: no part of the model is chosen, or the value cannot choose modules.
-    """
+    """Return the chosen parts of a model, outer ones first, without the model itself; None chooses its blocks."""
     if parts is None:
         return list(_blocks(model))
     check_parts(parts, option)

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from weakref import ReferenceType, ref
+from weakref import ref
 
 from torch import Tensor
 
 __all__ = ["SharedParameters"]
 
 
-class _Thread(threading.local):
-    """Each thread trains on its own."""
-
-    holder: ReferenceType[SharedParameters] | None = None
-
-
-_thread = _Thread()
+_thread = threading.local()
+"""`holder`, in each thread: a weak reference to the parameters that are in use there."""
 
 
 class SharedParameters:
@@ -39,7 +34,7 @@ class SharedParameters:
 
     def acquire(self) -> None:
         """Put this trainer's gradients on the parameters, as it left them."""
-        holder = None if _thread.holder is None else _thread.holder()
+        holder: SharedParameters | None = getattr(_thread, "holder", lambda: None)()
         if holder is self:
             return
         if holder is not None and holder.is_open:

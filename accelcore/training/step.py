@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,17 +17,19 @@ from accelcore.scaling.contract import LossScaler
 from accelcore.training.captured import CapturedStep
 from accelcore.training.clipping import Clipping, clip_by
 from accelcore.training.gradients import backward, first_not_finite
-from accelcore.training.losses import loss_of_model, no_loss, split_loss
 from accelcore.training.parallel.strategy import any_overflow, broadcast_buffers, whole_norm
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
 from accelcore.training.shared_parameters import SharedParameters
 from accelcore.training.window import Window
 from accelcore.util.containers import detached
+from accelcore.util.text import kind_of
 
 __all__ = ["Step"]
 
 logger = logging.getLogger("accelcore")
+
+_FORMS_OF_LOSS = 'a scalar tensor, (scalar, aux), an object with `.loss`, or a dict with "loss"'
 
 
 class Step:
@@ -42,7 +45,7 @@ class Step:
         self, plan: Plan, *, scaler: LossScaler, window: Window, clip: Clipping | None, schedule: Schedule
     ) -> None:
         self._forward, self._listeners = plan.forward, plan.listeners
-        self._loss, self._weight = plan.options["loss"] or loss_of_model, plan.options["weight"]
+        self._loss, self._weight = plan.options["loss"] or _loss_of_model, plan.options["weight"]
         self._region, self._arithmetic = plan.contexts.region, plan.contexts.arithmetic
         self._gradients, self._optimizer, self._strategy = plan.gradients, plan.optimizer, plan.strategy
         self._scaler, self._window, self._clip, self._schedule = scaler, window, clip, schedule
@@ -88,7 +91,7 @@ class Step:
                 loss = self._loss(self._forward, batch)
             aux = None
             if not isinstance(loss, Tensor):
-                loss, aux = split_loss(loss)
+                loss, aux = _split_loss(loss)
             weight = None if self._weight is None else self._weight(batch)
             self._add(loss, weight, outlast=not self._window.is_last)
         except BaseException as error:
@@ -118,7 +121,7 @@ class Step:
 
     def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise no_loss(loss)
+            raise _no_loss(loss)
         self._strategy.before_backward()
         share = self._window.share(weight, self._strategy)
         scaled = self._scaler.scale(loss)
@@ -289,3 +292,50 @@ class Step:
         self._gradients.clear()
         self._scaler.abandon()
         self.begin()
+
+
+def _loss_of_model(model: Callable[..., Any], batch: Any) -> Any:
+    """Call a model that computes its loss itself. Of a longer tuple, the first item is the loss, the rest is aux."""
+    if isinstance(batch, Mapping):
+        returned = model(**batch)
+    elif isinstance(batch, list | tuple):
+        returned = model(*batch)
+    else:
+        returned = model(batch)
+    return (returned[0], returned[1:]) if type(returned) is tuple and len(returned) > 2 else returned
+
+
+def _split_loss(returned: Any) -> tuple[Any, Any]:
+    """Return the loss and the auxiliary outputs: the second of a pair, or the object or dict that holds the loss."""
+    if type(returned) is tuple:
+        if len(returned) != 2:
+            raise TrainingError(f"the loss is a tuple of {len(returned)}", remedy=f"return {_FORMS_OF_LOSS}")
+        return returned[0], returned[1]
+    if isinstance(returned, Mapping) and "loss" in returned:
+        loss = returned["loss"]
+    elif hasattr(returned, "loss"):
+        loss = returned.loss
+    else:
+        return returned, None
+    if loss is None:
+        raise TrainingError(
+            f"the {type(returned).__name__} that was returned has a loss of None",
+            why="such a model computes its loss only if the batch has labels",
+            remedy="put the labels into the batch",
+        )
+    return loss, returned
+
+
+def _no_loss(loss: object) -> TrainingError:
+    """Return the error for a value that backward cannot start from."""
+    if not isinstance(loss, Tensor):
+        return TrainingError(f"the loss is {kind_of(loss)}, not a tensor", remedy=f"return {_FORMS_OF_LOSS}")
+    if loss.numel() != 1:
+        return TrainingError(
+            f"the loss has shape {tuple(loss.shape)}, but it must be a scalar",
+            remedy="reduce it by loss.mean() or loss.sum()",
+        )
+    return TrainingError(
+        "the loss depends on no trained parameter",
+        remedy="look for torch.no_grad(), detach() or frozen parameters between the parameters and the loss",
+    )

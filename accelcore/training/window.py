@@ -48,12 +48,7 @@ class Window:
         return self.micro == self.accumulate - 1
 
     def share(self, weight: float | Tensor | None, strategy: Strategy) -> float | Tensor | None:
-        """Return the factor of a micro-batch's gradients; None for 1.
-
-        Raises:
-            TrainingError: the weight is invalid, differs from that of an earlier loss of the same micro-batch, or only
-                some micro-batches of the window have one.
-        """
+        """Return the factor of a micro-batch's gradients; None for 1."""
         if self._weighted not in (None, weight is not None):
             raise TrainingError(
                 "some micro-batches of this window have a weight, and others do not",
@@ -113,14 +108,12 @@ class Window:
             "total": self._total if self._weighted else None,
         }
 
-    def load_state(self, state: dict[str, Tensor | int | float | None]) -> None:
-        micro, unit, total = state["micro"], state.get("unit"), state.get("total")
-        assert isinstance(micro, int)
+    def load_state(self, micro: int, unit: float | None, total: Tensor | None) -> None:
         self.reset()
         self.micro = micro
-        self._unit = None if unit is None else float(unit)
-        self._weighted = isinstance(total, Tensor) if micro else None
-        if isinstance(total, Tensor):
+        self._unit = unit
+        self._weighted = total is not None if micro else None
+        if total is not None:
             self._total = torch.zeros((), device=self._device).copy_(total)
 
     def _checked(self, weight: float | Tensor) -> Tensor:

@@ -90,9 +90,6 @@ class ShardedStream(IterableDataset[Any]):
         last: what to do if the number of rows is not a multiple of `world_size`. `"repeat"` gives the ranks that would
             get none the first of the last rows again, `"drop"` leaves the last rows out, `"uneven"` gives some ranks
             one row more. `trainer.batches` goes by the loader's `drop_last`.
-
-    Raises:
-        ConfigurationError: `rank` is not below `world_size`.
     """
 
     def __init__(self, dataset: Any, *, rank: int = 0, world_size: int = 1, last: Last = "repeat") -> None:
@@ -134,9 +131,6 @@ def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
     """Return a rank's share of `loader` for training, with the same number of batches on all ranks.
 
     The share of a loader that shuffles has a new DistributedSampler; the caller gives it one seed on all ranks.
-
-    Raises:
-        ConfigurationError: `loader` has a custom sampler, or divides the data for another job.
     """
     last: Last = "drop" if getattr(loader, "drop_last", False) else "repeat"
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -262,7 +256,6 @@ def _start_worker(rank: int, then: Callable[[int], None] | None, number: int) ->
 
 
 def _parts(rows: Sequence[Any], count: int) -> list[list[Any]]:
-    """Split rows into `count` parts of nearly equal length."""
     return [list(rows[len(rows) * n // count : len(rows) * (n + 1) // count]) for n in range(count)]
 
 

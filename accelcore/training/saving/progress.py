@@ -134,7 +134,7 @@ class WindowPart(Part):
                 for name, value in buffers.items():
                     own_buffers[name].copy_(value)
                 self._gradients.load_state({name: gradient * divided for name, gradient in gradients.items()})
-            self._window.load_state({"micro": micro, "unit": unit, "total": total})
+            self._window.load_state(micro, unit, total)
 
         return commit
 

@@ -20,26 +20,24 @@ class Compile:
 
     def check(self, plan: Plan) -> None:
         wanted = plan.options["compile"]
+        if wanted is False:
+            return
         if not isinstance(wanted, bool | Mapping):
             raise ConfigurationError(
                 f"compile={wanted!r} is not an option of the compiler",
                 available='True, False, or options such as {"mode": "max-autotune"}',
             )
-        if wanted is not False and not plan.backend.capabilities.compilers:
+        if not plan.backend.capabilities.compilers:
             raise UnsupportedError(f"{plan.backend.name} declares no compiler", remedy="leave compile out")
-        if plan.compiled is None and wanted is not False:
-            plan.backend.compiler.check(_options(wanted))
+        self._options: Mapping[str, Any] = wanted if isinstance(wanted, Mapping) else {}
+        if plan.compiled is None:
+            plan.backend.compiler.check(self._options)
 
     def apply(self, plan: Plan) -> None:
-        wanted = plan.options["compile"]
-        if wanted is not False:
+        if plan.options["compile"] is not False:
             assert isinstance(plan.forward, nn.Module), "no earlier stage makes anything else"
-            plan.compiled = plan.backend.compiler.compile(plan.forward, _options(wanted))
+            plan.compiled = plan.backend.compiler.compile(plan.forward, self._options)
             plan.forward = plan.compiled.module
-
-
-def _options(wanted: bool | Mapping[str, Any]) -> Mapping[str, Any]:
-    return wanted if isinstance(wanted, Mapping) else {}
 
 
 class Capture:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from accelcore.errors import ConfigurationError, UnsupportedError
@@ -35,15 +34,12 @@ class Place:
         if plan.strategy.layout == "shards":  # moves group by group: the device need not hold all of it
             return
         plan.model.to(plan.backend.device)
-        optimizer = plan.optimizer
-        if not isinstance(optimizer, RoutedOptimizer) and _has_state_elsewhere(optimizer, plan.backend.device):
-            optimizer.load_state_dict(optimizer.state_dict())
-
-
-def _has_state_elsewhere(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether state was made before the parameters were moved. Step counts may be on the host."""
-    values = [value for entry in optimizer.state.values() for value in entry.values()]
-    return any(isinstance(value, Tensor) and value.dim() > 0 and value.device != device for value in values)
+        optimizer, device = plan.optimizer, plan.backend.device
+        if not isinstance(optimizer, RoutedOptimizer):
+            state = [value for entry in optimizer.state.values() for value in entry.values()]
+            # Step counts may be on the host.
+            if any(isinstance(value, Tensor) and value.dim() > 0 and value.device != device for value in state):
+                optimizer.load_state_dict(optimizer.state_dict())
 
 
 class SyncStatistics:

@@ -35,7 +35,7 @@ class ActivationStorage:
     def install(self, module: nn.Module) -> None:
         """Apply this to a module. As with `fully_shard`, its class is replaced by a subclass."""
         if not isinstance(module, _Stored):
-            module.__class__ = _class_with_storage(type(module))
+            module.__class__ = _class_with_storage(type(module))  # type: ignore[arg-type]  # mypy takes type for unhashable
         module.__dict__[_STORAGE] = self
 
     def remove(self, module: nn.Module) -> None:

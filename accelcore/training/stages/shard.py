@@ -27,7 +27,10 @@ __all__ = ["Replicate", "Shard", "create_strategy"]
 
 
 class Shard:
-    """Create the strategy, divide the model, and give the optimizer the shards."""
+    """Create the strategy, divide the model, and give the optimizer the shards.
+
+    `Strategy.layout` lists what shards change in the other stages.
+    """
 
     def check(self, plan: Plan) -> None:
         if not hasattr(plan, "strategy"):  # `trainer.refresh()` keeps it
@@ -62,7 +65,7 @@ class Replicate:
 def _train_instead(optimizer: Any, shards: Mapping[Any, Tensor]) -> None:
     """Replace whole parameters in an optimizer by their shards, and its state by shards of it."""
     entries = {
-        shards.get(held, held): {key: _cut(value, shards[held]) for key, value in entry.items()}
+        shards[held]: {key: _cut(value, shards[held]) for key, value in entry.items()}
         for held, entry in optimizer.state.items()
         if held in shards
     }
