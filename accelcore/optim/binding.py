@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -15,35 +14,12 @@ from accelcore.optim.flat.memory import FlatMemory, Run, Slot, lay_flat
 from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.state import Entry, by_parameter, divide, load_state
 
-__all__ = ["Binding", "GroupBinding", "RunBinding", "updated_together"]
+__all__ = ["GroupBinding", "RunBinding", "updated_together"]
 
 Groups = Sequence[dict[str, Any]]
 
 
-class Binding(ABC):
-    """The parameters or runs that an engine updates.
-
-    Attributes:
-        on_leaves: whether one of them may require gradients, so that updates need `torch.no_grad()`.
-    """
-
-    on_leaves = True
-
-    @property
-    @abstractmethod
-    def state(self) -> dict[Tensor, Any]:
-        """The state by parameter."""
-
-    @abstractmethod
-    def prepare(self, groups: Groups) -> None:
-        """Give the engine the current options and gradients. Called before each update."""
-
-    def is_outdated(self, groups: Groups) -> bool:
-        """Return whether the parameters have changed, so that the optimizer must choose its route again."""
-        return False
-
-
-class RunBinding(Binding):
+class RunBinding:
     """Binding to runs. Whoever makes it sets the gradients before each step.
 
     A run is divided, and its state with it, if only some of its parameters receive a gradient, or if the options of
@@ -55,6 +31,9 @@ class RunBinding(Binding):
         groups: the optimizer's own groups, which hold the model's parameters.
         entries: the state to begin with, by parameter.
         in_part: whether other processes update a part of the runs, so that a step may find no gradient here.
+
+    Attributes:
+        on_leaves: whether one of them may require gradients, so that updates need `torch.no_grad()`.
     """
 
     def __init__(
@@ -74,6 +53,7 @@ class RunBinding(Binding):
 
     @property
     def state(self) -> dict[Tensor, Entry]:
+        """The state by parameter."""
         return by_parameter(self.runs, self._engine.state) | self._not_trained
 
     def load_state(self, entries: Mapping[Tensor, Entry]) -> None:
@@ -84,7 +64,12 @@ class RunBinding(Binding):
         self._not_trained = {parameter: entry for parameter, entry in entries.items() if parameter not in trained}
         self._place()
 
+    def is_outdated(self, groups: Groups) -> bool:
+        """Return False: a trainer detects changed parameters itself."""
+        return False
+
     def prepare(self, groups: Groups) -> None:
+        """Give the engine the current options and gradients. Called before each update."""
         self._refresh_options(groups)
         self._refresh_gradients()
         if not self._in_part and all(run.value.grad is None for run in self.runs):
@@ -145,7 +130,7 @@ class RunBinding(Binding):
         self._place_runs(self.runs)
 
 
-class GroupBinding(Binding):
+class GroupBinding:
     """Binding to the parameters in the optimizer's own groups, for a loop without a trainer.
 
     The state that it begins with is loaded in the first step: until then a trainer may bind the optimizer to masters,
@@ -156,6 +141,8 @@ class GroupBinding(Binding):
         engine, groups, entries: as for `RunBinding`; the state replaces the engine's.
         flat: whether the engine updates flat memory only.
     """
+
+    on_leaves = True
 
     def __init__(
         self, name: str, engine: optim.Optimizer, groups: list[dict[str, Any]], entries: dict[Tensor, Entry], flat: bool
@@ -169,14 +156,17 @@ class GroupBinding(Binding):
 
     @property
     def state(self) -> dict[Tensor, Any]:
+        """The state by parameter."""
         if self._flat is not None:
             return self._flat.state
         return self._engine.state | self._waiting if self._waiting else self._engine.state
 
     def is_outdated(self, groups: Groups) -> bool:
+        """Return whether parameters have changed, so that the optimizer must choose its route again."""
         return self._replaced() and self._layouts != _layouts(groups)
 
     def prepare(self, groups: Groups) -> None:
+        """Load the state that waits, and bring flat memory up to date. Called before each update."""
         if self._is_flat:
             for memory in self._memories:
                 memory.refresh()

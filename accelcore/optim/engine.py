@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accelcore.errors import TrainingError
 from accelcore.optim.flat.memory import Run
 
-__all__ = ["Engine", "as_engine", "equal_groups", "given", "loss_by", "merged", "needs_closure", "options_of"]
+__all__ = ["Engine", "as_engine", "equal_groups", "loss_by", "merged", "needs_closure", "options_of"]
 
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
 
@@ -100,16 +99,6 @@ def loss_by(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def given(closure: Callable[[], Any] | None, name: str) -> Callable[[], Any]:
-    """Return the closure, or raise TrainingError if it is missing."""
-    if closure is None:
-        raise TrainingError(
-            f"{name} needs a closure, because it computes the loss several times in a step",
-            remedy="call step(closure), where closure() clears the gradients, calls backward and returns the loss",
-        )
-    return closure
 
 
 def equal_groups(groups: Sequence[dict[str, Any]]) -> list[int]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError, UnsupportedError
-from accelcore.optim.binding import Binding, GroupBinding, RunBinding, updated_together
-from accelcore.optim.engine import as_engine, given, loss_by, needs_closure
+from accelcore.optim.binding import GroupBinding, RunBinding, updated_together
+from accelcore.optim.engine import as_engine, loss_by, needs_closure
 from accelcore.optim.flat.memory import Run
 from accelcore.optim.route import Request, Route
 from accelcore.optim.shards import is_sharded
@@ -54,7 +54,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
     skips = False
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    binding: Binding
+    binding: RunBinding | GroupBinding
 
     def __init__(self, request: Request, groups: Sequence[dict[str, Any]], choose: Callable[[Request], Route]) -> None:
         self._request, self._choose = request, choose
@@ -162,7 +162,13 @@ class RoutedOptimizer(torch.optim.Optimizer):
         self.binding.prepare(self.param_groups)
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if self.needs_closure:
-            return self.engine.step(given(closure, self.name))
+            if closure is None:
+                raise TrainingError(
+                    f"{self.name} needs a closure, because it computes the loss several times in a step",
+                    remedy="call step(closure), where closure() clears the gradients, calls backward and returns "
+                    "the loss",
+                )
+            return self.engine.step(closure)
         if self.binding.on_leaves:
             with torch.no_grad():
                 self._kernel.update(found_inf, grad_scale)

@@ -14,11 +14,11 @@ import torch
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.known_faults import KnownFault
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.optim.route import Choice, Factory, Memory, Request, Route, choose, formula_routes, name_of
+from accelcore.optim.route import ExplainedRoute, Factory, Memory, Request, Route, choose, formula_routes, name_of
 from accelcore.optim.state import SWITCHES
 from accelcore.util.text import did_you_mean
 
-__all__ = ["Choice", "Factory", "Memory", "Optimizers", "Request"]
+__all__ = ["ExplainedRoute", "Factory", "Memory", "Optimizers", "Request"]
 
 Parameters = Iterable[Any]
 
@@ -118,7 +118,7 @@ class Optimizers:
         """Return the names of the optimizers, sorted."""
         return tuple(sorted(self._routes))
 
-    def explain(self, name: str | type[torch.optim.Optimizer], **options: Any) -> tuple[Choice, ...]:
+    def explain(self, name: str | type[torch.optim.Optimizer], **options: Any) -> tuple[ExplainedRoute, ...]:
         """Return every route to `name`, best first, and whether `create` takes it for these options, or why not."""
         return self._explain(Request(_name(name), options))
 
@@ -192,7 +192,7 @@ class Optimizers:
             )
         return next(route for route in self._routes[request.name] if route.name == chosen)
 
-    def _explain(self, request: Request) -> tuple[Choice, ...]:
+    def _explain(self, request: Request) -> tuple[ExplainedRoute, ...]:
         if request.name not in self._routes:
             raise UnsupportedError(
                 f"there is no optimizer {request.name!r} here",

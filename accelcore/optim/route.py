@@ -17,7 +17,7 @@ from accelcore.optim.flat.memory import unfit
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.util.text import did_you_mean
 
-__all__ = ["Choice", "Factory", "Memory", "Request", "Route", "choose", "formula_routes", "name_of"]
+__all__ = ["ExplainedRoute", "Factory", "Memory", "Request", "Route", "choose", "formula_routes", "name_of"]
 
 Factory = Callable[..., Optimizer]
 Memory = Literal["tensors", "any", "flat"]
@@ -53,7 +53,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExplainedRoute:
     """A route to an optimizer, and whether `create` would take it.
 
     Attributes:
@@ -121,16 +121,16 @@ class Route:
         return engine
 
 
-def choose(routes: Sequence[Route], request: Request) -> tuple[Choice, ...]:
+def choose(routes: Sequence[Route], request: Request) -> tuple[ExplainedRoute, ...]:
     """Return for each route, best first, whether it is chosen for this request. At most one is."""
-    choices: list[Choice] = []
+    choices: list[ExplainedRoute] = []
     formula, taken = FORMULAS.get(request.name), False
     by_element = formula is None or (formula.by_element and not formula.by_group)
     for route in routes:
         if request.route not in ("auto", route.name):
-            choices.append(Choice(route.name, False, f"route {request.route!r} was requested"))
+            choices.append(ExplainedRoute(route.name, False, f"route {request.route!r} was requested"))
         elif taken:
-            choices.append(Choice(route.name, False, "a better route serves this request"))
+            choices.append(ExplainedRoute(route.name, False, "a better route serves this request"))
         else:
             reason = route.supports(request)
             if reason is None and route.memory == "flat":
@@ -138,7 +138,7 @@ def choose(routes: Sequence[Route], request: Request) -> tuple[Choice, ...]:
             if reason is None and request.sharded and not (route.memory == "any" and by_element):
                 reason = "it needs whole parameters, and this rank has shards"
             taken = reason is None
-            choices.append(Choice(route.name, taken, reason or ""))
+            choices.append(ExplainedRoute(route.name, taken, reason or ""))
     return tuple(choices)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelcore.errors import ConfigurationError, PluginError, UnsupportedError
-from accelcore.optim.registry import Choice, Optimizers
+from accelcore.optim.registry import ExplainedRoute, Optimizers
 
 
 def parameter():
@@ -22,11 +22,11 @@ def sgd(params, **options):
 
 def test_explain_tells_every_route_best_first_and_why_not(accel):
     assert accel.optimizers.explain("AdamW") == (
-        Choice("native", chosen=True),
-        Choice("fused", chosen=False, reason="a better route serves this request"),
-        Choice("loop", chosen=False, reason="a better route serves this request"),
-        Choice("foreach", chosen=False, reason="a better route serves this request"),
-        Choice("formula", chosen=False, reason="a better route serves this request"),
+        ExplainedRoute("native", chosen=True),
+        ExplainedRoute("fused", chosen=False, reason="a better route serves this request"),
+        ExplainedRoute("loop", chosen=False, reason="a better route serves this request"),
+        ExplainedRoute("foreach", chosen=False, reason="a better route serves this request"),
+        ExplainedRoute("formula", chosen=False, reason="a better route serves this request"),
     )
     _, fused, loop, foreach, _ = accel.optimizers.explain("adamw", differentiable=True)
     assert (fused.chosen, loop.chosen, foreach.chosen) == (False, True, False)

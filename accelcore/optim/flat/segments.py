@@ -23,16 +23,16 @@ from accelcore.optim.flat.memory import Run
 __all__ = ["Channels", "Rows", "Segments", "Whole", "channels_of", "parameters_of"]
 
 _WIDTH = 128
-"""Largest length of a row in a level of the tree, and largest number of elements of a leaf."""
+"""Largest length of a row in a level of the tree, and largest number of elements of a block."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Segments of a 1-D tensor, which consists of leaves; each leaf belongs to one segment or to none.
+    """Segments of a 1-D tensor, which consists of blocks; each block belongs to one segment or to none.
 
     Attributes:
-        grain: elements of a leaf.
-        owners: int32, for each leaf the number of its segment; the number of segments if it belongs to none.
+        grain: elements of a block.
+        owners: int32, for each block the number of its segment; the number of segments if it belongs to none.
         levels: int32 matrices. Each row lists the sums of the level before that it adds up; one past the last is zero.
     """
 
@@ -42,7 +42,7 @@ class Segments:
 
     @property
     def structure(self) -> tuple[int, ...]:
-        """Return what a compiled kernel is specialised for: everything but the numbers of leaves and segments."""
+        """Return what a compiled kernel is specialised for: everything but the numbers of blocks and segments."""
         return self.grain, *(level.shape[1] for level in self.levels)
 
     def sum(self, elements: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Segments:
         return elements * spread if self.grain == 1 else (_rows(elements, self.grain) * spread.unsqueeze(1)).view(-1)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return for each leaf the value of its segment."""
+        """Return for each block the value of its segment."""
         return values.index_select(0, self.owners)
 
 
@@ -131,7 +131,7 @@ def parameters_of(run: Run | Tensor) -> Segments | Whole:
 def channels_of(run: Run | Tensor) -> Channels | None:
     """Return the channels of the parameters with elements and two dimensions or more, or None.
 
-    They take about 8 bytes a leaf. A leaf is one element, unless all channels begin at multiples of a power of 2.
+    They take about 8 bytes a block. A block is one element, unless all channels begin at multiples of a power of 2.
     """
     if isinstance(run, Tensor):
         if run.dim() < 2 or not run.numel():
@@ -150,8 +150,8 @@ def channels_of(run: Run | Tensor) -> Channels | None:
     grain = math.gcd(_WIDTH, run.value.numel(), *(begin for begin, _ in parts), *lengths)
     members, numbers, count = [], [], 0
     for (begin, part), length in zip(parts, lengths, strict=True):
-        leaves = torch.arange(begin // grain, (begin + part.numel()) // grain)
-        members.append(leaves.view(-1, part.shape[0], length // grain).transpose(0, 1).flatten(1))
+        blocks = torch.arange(begin // grain, (begin + part.numel()) // grain)
+        members.append(blocks.view(-1, part.shape[0], length // grain).transpose(0, 1).flatten(1))
         numbers.append(torch.arange(count, count + part.shape[0])[None])
         count += part.shape[0]
     device, dtype = run.value.device, torch.promote_types(run.value.dtype, torch.float32)
@@ -176,16 +176,16 @@ def _begins(run: Run) -> list[int]:
     return [offset - offsets[run.first] for offset in offsets[run.first : run.last]]
 
 
-def _segments(members: Sequence[Tensor], leaves: int, grain: int, device: torch.device) -> Segments:
-    """Make segments of their members: matrices of numbers of leaves, a row for each segment."""
+def _segments(members: Sequence[Tensor], blocks: int, grain: int, device: torch.device) -> Segments:
+    """Make segments of their members: matrices of numbers of blocks, a row for each segment."""
     count = sum(len(rows) for rows in members)
-    owners = torch.full((leaves,), count, dtype=torch.int32)
+    owners = torch.full((blocks,), count, dtype=torch.int32)
     first = 0
     for rows in members:
         owners[rows] = torch.arange(first, first + len(rows), dtype=torch.int32)[:, None]
         first += len(rows)
     levels: list[Tensor] = []
-    size = leaves
+    size = blocks
     while not levels or any(rows.shape[1] > 1 for rows in members):
         longest = max(rows.shape[1] for rows in members)
         width = min(_WIDTH, 1 << max(longest - 1, 0).bit_length())

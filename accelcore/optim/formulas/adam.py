@@ -15,48 +15,31 @@ __all__ = ["Adam", "AdamW"]
 class Adam(Formula, torch.optim.Adam):
     """p = p - lr · m̂ / (√v̂ + eps), with weight decay added to the gradient first.
 
-    Source: Kingma and Ba, "Adam" (2015); as torch.optim.Adam, whose options it has.
+    m̂ and v̂ are corrected for their start at zero. Source: Kingma and Ba, "Adam" (2015); as torch.optim.Adam, whose
+    options it has.
     """
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return _state(group)
+        return dict.fromkeys(("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])), 0.0)
 
     def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        mean, square, updates = state["exp_avg"], state["exp_avg_sq"], state["step"].item()
         if group["decoupled_weight_decay"]:
             value.mul_(1 - group["lr"] * group["weight_decay"])
         elif group["weight_decay"]:
             gradient = gradient.add(value, alpha=group["weight_decay"])
-        value.sub_(_direction(group, gradient, state) * group["lr"])
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        if group["amsgrad"]:
+            square = torch.maximum(state["max_exp_avg_sq"], square, out=state["max_exp_avg_sq"])
+        root = (square / (1 - beta2**updates)).sqrt_().add_(group["eps"])
+        value.sub_(mean / (1 - beta1**updates) / root * group["lr"])
 
 
-class AdamW(Formula, torch.optim.AdamW):
-    """p = p·(1 - lr·weight_decay) - lr · m̂ / (√v̂ + eps), with m̂ and v̂ corrected for their start at zero.
+class AdamW(Adam, torch.optim.AdamW):
+    """p = p·(1 - lr·weight_decay) - lr · m̂ / (√v̂ + eps): Adam, with weight decay apart from the gradient.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019); as torch.optim.AdamW, whose options
     it has.
     """
-
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return _state(group)
-
-    def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
-        value.mul_(1 - group["lr"] * group["weight_decay"])
-        value.sub_(_direction(group, gradient, state) * group["lr"])
-
-
-def _state(group: dict[str, Any]) -> dict[str, float]:
-    """Return both moments, and with amsgrad the largest second one."""
-    return dict.fromkeys(("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])), 0.0)
-
-
-def _direction(group: dict[str, Any], gradient: Tensor, state: dict[str, Any]) -> Tensor:
-    """Update both moments and return m̂ / (√v̂ + eps)."""
-    beta1, beta2 = group["betas"]
-    mean, square, updates = state["exp_avg"], state["exp_avg_sq"], state["step"].item()
-    mean.lerp_(gradient, 1 - beta1)
-    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    if group["amsgrad"]:
-        square = torch.maximum(state["max_exp_avg_sq"], square, out=state["max_exp_avg_sq"])
-    root = (square / (1 - beta2**updates)).sqrt_().add_(group["eps"])
-    direction: Tensor = mean / (1 - beta1**updates) / root
-    return direction

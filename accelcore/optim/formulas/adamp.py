@@ -45,9 +45,6 @@ class AdamP(FusibleFormula):
         wd_ratio: factor of the weight decay if the update is projected.
         nesterov: with Nesterov's momentum.
         state_dtype: see `Formula`.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     by_element = False

@@ -50,9 +50,6 @@ class BertAdam(FusibleFormula):
         weight_decay: share of the parameter in the update.
         max_grad_norm: the gradients of a group are scaled down to this total norm; -1: no clipping.
         state_dtype: see `Formula`.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     by_group = True

@@ -46,9 +46,6 @@ class Lamb(FusibleFormula):
         adam: the ratio is always 1.
         use_global_grad_norm: gradients are divided by their total norm if that exceeds 1.
         state_dtype: see `Formula`.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     by_element = False

@@ -63,9 +63,6 @@ class RMSpropTF(FusibleFormula):
         decoupled_decay: p is multiplied by 1 - weight_decay instead; lr has no part in that.
         lr_in_momentum: False: b = momentum · b + g / √(v + eps) and p = p - lr · b.
         state_dtype: see `Formula`.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     def __init__(
