@@ -186,10 +186,10 @@ class Flat(Gradients):
 
 
 class ShardedGradients(PerTensor):
-    """Gradients of shards, which backward leaves reduced over all ranks.
+    """Gradients of DTensors, which backward leaves reduced over all ranks.
 
-    Parameters are DTensors. An optimizer of accelcore updates this rank's shards as plain tensors, in the same memory;
-    another optimizer has the DTensors in its groups.
+    An optimizer of accelcore updates this rank's shards as plain tensors, in the same memory; another optimizer has the
+    DTensors in its groups.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -234,9 +234,7 @@ class Masters(Gradients):
 
     A parameter that others wrote to since its last update (`load_state_dict`, an initialisation, other memory as its
     `data`) has another version or address. Its master then takes the new value, unless that is the master's own,
-    rounded.
-    `inner`: the gradients that backward leaves. `before`: the gradients that these replace; its masters keep their
-    values.
+    rounded. The masters of `before`, which these gradients replace, keep their values.
     """
 
     def __init__(self, inner: Gradients, before: Gradients) -> None:
@@ -246,20 +244,17 @@ class Masters(Gradients):
         self._gradients = list(values)
         for number in self._low:
             self._gradients[number] = torch.zeros_like(values[number])
-        by_number = zip(inner.slots, by_slot(inner, values), by_slot(inner, self._gradients), strict=True)
-        masters = [
-            (slot._replace(trained=m), g) if slot.parameter.dtype in LOW_PRECISION else (slot, None)
-            for slot, m, g in by_number
-        ]
-        super().__init__([slot for slot, _ in masters])
+        low = [slot.parameter.dtype in LOW_PRECISION for slot in inner.slots]
+        masters = zip(inner.slots, by_slot(inner, values), low, strict=True)
+        super().__init__([slot._replace(trained=master) if is_low else slot for slot, master, is_low in masters])
         self.values, self.flat, self.memories = values, inner.flat, inner.memories
-        self._gradients_by_slot = [gradient for _, gradient in masters]
-        self._low_slots = [number for number, (_, gradient) in enumerate(masters) if gradient is not None]
+        self._gradients_by_slot = by_slot(inner, self._gradients)
+        self._low_slots = [number for number, is_low in enumerate(low) if is_low]
         exact = {id(slot.parameter): slot.trained for slot in before.slots if slot.trained is not slot.parameter}
         with torch.no_grad():
-            for slot in self.slots:
-                if slot.trained is not slot.parameter and id(slot.parameter) in exact:
-                    slot.trained.copy_(exact[id(slot.parameter)])
+            for number in self._low_slots:
+                if (value := exact.get(id(self.slots[number].parameter))) is not None:
+                    self.slots[number].trained.copy_(value)
         self._seen: list[tuple[int, int]] = []  # nothing yet: ranks may still receive rank 0's parameters
 
     def refresh(self) -> None:
@@ -292,9 +287,8 @@ class Masters(Gradients):
 
     def expose(self) -> None:
         self._inner.expose()
-        for slot, gradient, received in zip(self.slots, self._gradients_by_slot, self.received, strict=True):
-            if gradient is not None:
-                slot.trained.grad = gradient if received else None
+        for number in self._low_slots:
+            self.slots[number].trained.grad = self._gradients_by_slot[number] if self.received[number] else None
 
     def grads_to_masters(self) -> None:
         gradients = self._inner.of_values()

@@ -48,17 +48,21 @@ class DDP(Strategy):
         self._remove_hooks()
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._module = _WithReceived(model, self._parameters)
-        options: dict[str, Any] = {
-            "device_ids": None if self.device.index is None else [self.device.index],
-            "gradient_as_bucket_view": True,
-            _name_of_buffer_sync(): False,  # a step broadcasts buffers once a window
-        }
-        self._ddp = DistributedDataParallel(self._module, **options)
+        # A step broadcasts buffers once a window. Newer versions of torch deprecate the older of these names.
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        options: dict[str, Any] = {sync: False, "gradient_as_bucket_view": True}
+        self._ddp = DistributedDataParallel(self._module, device_ids=_device_ids(self.device), **options)
         broadcast_buffers(self.collectives, model)
         # A hook lives as long as its parameter. So it holds no reference to the replica.
         self._arrived, self._ran = [], [False]
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived.append) for p in self._parameters]  # type: ignore[no-untyped-call]
-        self._ddp.register_forward_pre_hook(_NoteForward(self._ran))
+        ran = self._ran
+
+        def note_forward(*_: Any) -> None:
+            ran[0] = ran[0] or torch.is_grad_enabled()
+
+        self._ddp.register_forward_pre_hook(note_forward)
         return self._ddp
 
     def before_forward(self, last: bool) -> None:
@@ -126,14 +130,11 @@ def replicate(backend: Backend, module: nn.Module, **options: Any) -> nn.Module:
     module.to(backend.device)
     if collectives.world_size == 1:
         return module
-    device_ids = None if backend.device.index is None else [backend.device.index]
-    return DistributedDataParallel(module, device_ids=device_ids, **options)
+    return DistributedDataParallel(module, device_ids=_device_ids(backend.device), **options)
 
 
-def _name_of_buffer_sync() -> str:
-    """Return the name of DDP's option for buffers; newer versions of torch deprecate the old name."""
-    options = inspect.signature(DistributedDataParallel.__init__).parameters
-    return "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
+def _device_ids(device: torch.device) -> list[int] | None:
+    return None if device.index is None else [device.index]
 
 
 class _WithReceived(nn.Module):
@@ -147,11 +148,3 @@ class _WithReceived(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.module(*inputs, **named)
-
-
-class _NoteForward:
-    def __init__(self, ran: list[bool]) -> None:
-        self._ran = ran
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        self._ran[0] = self._ran[0] or torch.is_grad_enabled()

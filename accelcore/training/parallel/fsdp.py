@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +52,7 @@ class FullySharded(Strategy):
         self._groups: list[Any] = []
         self._hooks: list[Any] = []
         self._arrived: set[int] = set()
-        self._ran: list[bool] = []
+        self._ran: set[bool] = set()
 
     def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -66,8 +67,12 @@ class FullySharded(Strategy):
         check_trainable(model)
         for name, parameter in model.named_parameters():
             if not is_sharded(parameter) and (parameter.dim() == 0 or not parameter.is_contiguous()):
-                problem = "a scalar: make it a vector of one element" if parameter.dim() == 0 else "not contiguous"
-                raise ConfigurationError(f"the parameter {name!r} cannot be divided among ranks: it is {problem}")
+                scalar = parameter.dim() == 0
+                raise ConfigurationError(
+                    f"the parameter {name!r} cannot be divided among ranks: it is "
+                    + ("a scalar" if scalar else "not contiguous"),
+                    remedy="make it a vector of one element" if scalar else "make it with .contiguous()",
+                )
         if isinstance(model, FSDPModule):  # `trainer.refresh()`
             for module in model.modules():  # an evaluation may have left groups gathered
                 if isinstance(module, FSDPModule):
@@ -85,7 +90,7 @@ class FullySharded(Strategy):
             )
         if self._sharding.cpu_offload and policy.loss_scale is not None:
             raise ConfigurationError(
-                "cpu_offload=True with a loss scale",
+                "cpu_offload=True cannot be combined with a loss scale",
                 why="the scale is on the device, and the gradients are in host memory",
                 remedy='choose precision="bf16", which needs no loss scale',
             )
@@ -107,8 +112,8 @@ class FullySharded(Strategy):
         model.set_reduce_scatter_unused_params(True)
         self._remove_hooks()
         self._note_gradients()
-        self._hooks.append(model.register_forward_pre_hook(_NoteForward(self._ran)))
-        self._hooks.append(model.register_forward_hook(_FreeAfterEvaluation(self._groups)))
+        self._hooks.append(model.register_forward_pre_hook(partial(_note_forward, self._ran)))
+        self._hooks.append(model.register_forward_hook(partial(_free_after_evaluation, self._groups)))
 
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
         broadcast_buffers(self.collectives, model)
@@ -184,9 +189,8 @@ class FullySharded(Strategy):
             for part, name, number in places:
                 gathered = getattr(part, name)
                 if not is_sharded(gathered):  # otherwise another group's
-                    self._hooks.append(
-                        gathered.register_post_accumulate_grad_hook(_NoteGradient(self._arrived, number))
-                    )
+                    note = partial(_note_gradient, self._arrived, number)
+                    self._hooks.append(gathered.register_post_accumulate_grad_hook(note))
             group.reshard()
 
     def _remove_hooks(self) -> None:
@@ -198,37 +202,23 @@ class FullySharded(Strategy):
         self._remove_hooks()
 
 
-class _NoteGradient:
-    def __init__(self, arrived: set[int], number: int) -> None:
-        self._arrived, self._number = arrived, number
-
-    def __call__(self, parameter: Tensor) -> None:
-        self._arrived.add(self._number)
+# These hooks are bound to lists, not to the strategy: a copy of the model gets copies of them.
+def _note_gradient(arrived: set[int], number: int, parameter: Tensor) -> None:
+    arrived.add(number)
 
 
-class _NoteForward:
-    def __init__(self, ran: list[bool]) -> None:
-        self._ran = ran
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if not self._ran:
-            self._ran.append(True)
+def _note_forward(ran: set[bool], *_: Any) -> None:
+    ran.add(True)
 
 
-class _FreeAfterEvaluation:
-    """Free gathered parameters after a forward pass without gradients."""
-
-    def __init__(self, groups: list[Any]) -> None:
-        self._groups = groups
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            for group in self._groups:
-                group.reshard()
+def _free_after_evaluation(groups: list[Any], *_: Any) -> None:
+    if not torch.is_grad_enabled():
+        for group in groups:
+            group.reshard()
 
 
 def _shares(model: nn.Module, module: nn.Module) -> bool:
-    """Whether a part of the model has a parameter in common with the rest of it."""
+    """Return whether a part of the model has a parameter in common with the rest of it."""
     inside, own = set(module.modules()), set(module.parameters())
     others = (other for other in model.modules() if other not in inside)
     return any(parameter in own for other in others for parameter in other.parameters(recurse=False))

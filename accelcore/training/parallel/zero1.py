@@ -42,7 +42,8 @@ class Zero1(CombineDDP):
         for option, remedy in _GLOBAL_NORMS.items():
             if any((group.get(option) or 0) > 0 for group in optimizer.param_groups):
                 raise UnsupportedError(
-                    f'{getattr(optimizer, "name", type(optimizer).__name__)} with {option} and parallel="zero1"',
+                    f"{getattr(optimizer, 'name', type(optimizer).__name__)} cannot clip by {option} under "
+                    'parallel="zero1"',
                     why="it clips by a norm over several gradients, and gets only a part of them on each rank",
                     remedy=f"set {remedy}, and give clip_norm=... to the trainer, which clips before",
                 )

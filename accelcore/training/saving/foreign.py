@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -121,28 +120,19 @@ def _of_folder(folder: Path) -> dict[str, Any]:
     name = next((name for name in _FILES if (folder / name).is_file()), None)
     if name is None:
         raise CheckpointError(f"there is no model in {folder}", available=f"known file names: {', '.join(_FILES)}")
-    if name.endswith(".json"):
-        model: dict[str, Any] = {}
-        for part in sorted(set(_weight_map(folder / name).values())):
-            model.update(_read(folder / Path(part).name))
-    else:
-        model = _read(folder / name)
+    files, model = [name], {}
+    if name.endswith(".json"):  # an index of several files
+        files = sorted(set(json.loads((folder / name).read_bytes())["weight_map"].values()))
+    for file in files:
+        model.update(_read(folder / Path(file).name))
     optimizer = folder / _OPTIMIZER_FILE
     return {"model": model, **({"optimizer": _read(optimizer)} if optimizer.is_file() else {})}
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        return {str(name): str(part) for name, part in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not an index of a model's files", why=repr(error)) from error
-
-
 def _read(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        return load_file(path)
     try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
@@ -151,12 +141,10 @@ def _read(path: Path) -> Any:
             remedy="if you trust it, allow its classes by torch.serialization.add_safe_globals; or save only the "
             "state_dicts again",
         ) from error
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read", why=str(error).strip().split("\n", 1)[0]) from error
 
 
 def _is_state(tree: Any) -> bool:
-    """Check if this is a model's state_dict: names and tensors, and possibly extra state of modules."""
+    """Check if this is a model's state_dict: names with tensors, and possibly with extra state of modules."""
     return (
         isinstance(tree, Mapping)
         and any(isinstance(value, Tensor) for value in tree.values())

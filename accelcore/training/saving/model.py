@@ -14,7 +14,7 @@ from accelcore.optim.flat.memory import Slot
 from accelcore.optim.shards import shard
 from accelcore.precision.o1.table import LOW_PRECISION
 from accelcore.training.gradients import Gradients
-from accelcore.training.saving.part import Part, Saved, kind, table
+from accelcore.training.saving.part import Part, Saved, kind, malformed, table
 
 __all__ = ["MastersPart", "ModelPart"]
 
@@ -25,7 +25,7 @@ _CONVERTIBLE = {torch.float32, *LOW_PRECISION}
 
 
 class ModelPart(Part):
-    """The model's `state_dict`, with the values of fp32 masters in place of low-precision parameters.
+    """The model's `state_dict`. Low-precision parameters have the values of their fp32 masters.
 
     It has a file of its own, which any safetensors tool reads.
     """
@@ -92,7 +92,7 @@ def _with_master(gradients: Gradients) -> list[Slot]:
 
 
 def _in_fp32(model: nn.Module, gradients: Gradients) -> tuple[dict[str, Any], set[str]]:
-    """Return the model's state_dict with masters in place of their parameters, and the names of these parameters.
+    """Return the model's state_dict with masters instead of their parameters, and the names of these parameters.
 
     An entry that a module or hook has changed is not replaced by the master.
     """
@@ -120,7 +120,7 @@ def _saved_masters(saved: Saved) -> dict[str, Tensor]:
     for name, value in masters.items():
         of = saved.model.get(name)
         if not isinstance(of, Tensor) or not of.is_floating_point() or kind(value) != kind(of.float()):
-            raise CheckpointError(f"the checkpoint has a master of {name!r}, which does not fit that parameter")
+            raise malformed(f"the checkpoint has a master of {name!r}, which does not fit that parameter")
     return masters
 
 

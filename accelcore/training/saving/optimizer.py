@@ -17,7 +17,8 @@ from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.route import name_of
 from accelcore.optim.state import COUNTERS, SWITCHES
 from accelcore.training.gradients import Gradients
-from accelcore.training.saving.part import Part, Saved, table
+from accelcore.training.parallel.strategy import Strategy, owns
+from accelcore.training.saving.part import Part, Saved, malformed, table
 
 __all__ = ["OptimizerPart"]
 
@@ -32,26 +33,14 @@ _OTHER_SHAPES = (Adafactor, LBFGS)
 class OptimizerPart(Part):
     """Groups and state of an optimizer, under the names of its parameters.
 
-    They can be restored by another route of the registry, by torch's class, and on another device.
-
-    Args:
-        model, optimizer, gradients: the training.
-        owns: whether this rank updates a parameter, by name.
-        divided: whether each rank has, and saves, only the state of the parameters that it updates.
+    They can be restored by another route of the registry, by torch's class, and on another device. If the strategy
+    divides the updates among the ranks, each rank has and saves the state of the parameters that it updates.
     """
 
     name = "optimizer"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        gradients: Gradients,
-        *,
-        owns: Callable[[str], bool],
-        divided: bool,
-    ) -> None:
-        self._optimizer, self._owns, self._divided = optimizer, owns, divided
+    def __init__(self, model: nn.Module, optimizer: Optimizer, gradients: Gradients, strategy: Strategy) -> None:
+        self._optimizer, self._strategy = optimizer, strategy
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._names.update({id(slot.trained): slot.name for slot in gradients.slots})
 
@@ -61,10 +50,11 @@ class OptimizerPart(Part):
             options = {key: value for key, value in group.items() if key not in SWITCHES}
             options["lr"] = float(options["lr"])  # a tensor if steps are captured
             groups.append({**options, "params": self._members(live)})
-        return {"kind": self._kind(), "groups": groups} | ({} if self._divided else {"state": self._entries()})
+        divided = self._strategy.owners is not None
+        return {"kind": self._kind(), "groups": groups} | ({} if divided else {"state": self._entries()})
 
     def own_state(self) -> dict[str, Any] | None:
-        return {"state": self._entries()} if self._divided else None
+        return None if self._strategy.owners is None else {"state": self._entries()}
 
     def _entries(self) -> dict[str, Any]:
         """Return the state of each parameter that this rank updates, by name."""
@@ -72,7 +62,7 @@ class OptimizerPart(Part):
         numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
         names = chain.from_iterable(map(self._members, self._optimizer.param_groups))
         held = ((name, state["state"].get(number)) for number, name in zip(numbers, names, strict=True))
-        return {name: entry for name, entry in held if entry and self._owns(name)}
+        return {name: entry for name, entry in held if entry and owns(self._strategy, name)}
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
         tree = table(saved.shared.get("optimizer"), "optimizer state", "groups", "state")
@@ -85,7 +75,7 @@ class OptimizerPart(Part):
         for group in self._optimizer.param_groups:
             parameters = dict(zip(self._members(group), group["params"], strict=True))
             self._check_entries({name: entries[name] for name in parameters if name in entries}, parameters, group)
-        own = {numbers[name]: entry for name, entry in entries.items() if self._owns(name)}
+        own = {numbers[name]: entry for name, entry in entries.items() if owns(self._strategy, name)}
 
         def commit() -> None:
             self._optimizer.load_state_dict({"state": own, "param_groups": groups})
@@ -142,7 +132,7 @@ class OptimizerPart(Part):
                 )
             for key in set(own) & set(saved_group):
                 if not _alike(own[key], saved_group[key]):
-                    raise CheckpointError(
+                    raise malformed(
                         f"the checkpoint's optimizer has {key}={saved_group[key]!r}, which cannot replace {own[key]!r}"
                     )
             if missing := sorted(set(own) - set(saved_group)):  # options that another version of torch did not have
@@ -183,7 +173,7 @@ def _check_count(name: str, entry: Mapping[str, Any], *, strict: bool) -> None:
     if isinstance(value, Tensor) and value.numel() == 1 and not (strict and value.dim()):
         value = value.item()
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise CheckpointError(f"the checkpoint has {value!r} as the number of times {name!r} was updated")
+        raise malformed(f"the checkpoint has {value!r} as the number of times {name!r} was updated")
 
 
 def _check_shapes(name: str, entry: Mapping[str, Any], parameter: Tensor, *, strict: bool) -> None:
@@ -201,7 +191,7 @@ def _check_shapes(name: str, entry: Mapping[str, Any], parameter: Tensor, *, str
             fits = numbers and value.shape == parameter.shape
         if not fits:
             found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise CheckpointError(
+            raise malformed(
                 f"the checkpoint's {key} of {name!r} is {found}, and its parameter has shape {tuple(parameter.shape)}"
             )
 

@@ -41,11 +41,11 @@ class Part(ABC):
     name: str
 
     def state(self) -> Any:
-        """Return the state that is equal on all ranks, or divided by rows; None if there is none."""
+        """Return the state that all ranks share: it is equal on them, or divided by rows. None: nothing to save."""
         return None
 
     def own_state(self) -> Any:
-        """Return the state that belongs to this rank; None if there is none."""
+        """Return the state that belongs to this rank. None: nothing to save."""
         return None
 
     @abstractmethod

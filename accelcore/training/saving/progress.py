@@ -233,6 +233,4 @@ def _all_tensors(values: Iterable[Any]) -> bool:
 def _check_shapes(saved: Mapping[str, Any], own: Mapping[str, Tensor], what: str) -> None:
     for name, value in saved.items():
         if not isinstance(value, Tensor) or name not in own or own[name].shape != value.shape:
-            raise CheckpointError(
-                f"the checkpoint has a {what} of {name!r}, {kind(value)}, which does not fit this model"
-            )
+            raise malformed(f"the checkpoint has a {what} of {name!r}, {kind(value)}, which does not fit this model")

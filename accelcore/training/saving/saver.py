@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
@@ -16,7 +14,7 @@ from accelcore.errors import ConfigurationError
 from accelcore.scaling.dynamic import LossScaler
 from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.model_changes import ModelSnapshot
-from accelcore.training.parallel.strategy import owns, sharded_parameters
+from accelcore.training.parallel.strategy import sharded_parameters
 from accelcore.training.plan import Plan
 from accelcore.training.saving import progress
 from accelcore.training.saving.model import MastersPart, ModelPart
@@ -36,11 +34,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 class Saver:
     """Save and restore one trainer.
 
-    Attributes:
-        backend: the device and the job.
-        step, snapshot: the trainer's step and model snapshot. The trainer sets them whenever it is prepared.
-        run: identifies the checkpoints of this run.
-        extra: what else each checkpoint holds; see `Trainer.extra`.
+    `step` and `snapshot` are set by the trainer whenever it is prepared. `run` identifies the checkpoints of this run.
     """
 
     step: Step
@@ -55,15 +49,16 @@ class Saver:
 
     def save(self, folder: str | Path, *, keep: int | None, extra: Mapping[str, Any] | None) -> Path:
         """Save a checkpoint; see `Trainer.save`."""
-        with _setting_extra(self, extra):
-            return save({"": self.state(saves=True)}, as_path(folder), run=self.run, keep=keep)
+        new = _extra(extra, self.extra)
+        path = save({"": self.state(new)}, as_path(folder), run=self.run, keep=keep)
+        self.extra = new
+        return path
 
     def resume(self, folder: str | Path) -> Path | None:
         """Restore a checkpoint; see `Trainer.resume`."""
         found = resume({"": self.state()}, as_path(folder))
         if found is None:
             return None
-        self.resumed(found.manifest["trainers"][""])
         self.run = found.manifest["run"]
         return found.path
 
@@ -71,12 +66,8 @@ class Saver:
         """Load a file of another program; see `Trainer.load`."""
         return load(self.state(), as_path(path))
 
-    def resumed(self, steps: int) -> None:
-        """Set how many windows were closed in the checkpoint that was restored."""
-        self._window.steps = steps
-
-    def state(self, *, saves: bool = False) -> TrainingState:
-        """Return what a checkpoint of this trainer holds, to write it (`saves`) or to read it.
+    def state(self, extra: dict[str, Any] | None = None) -> TrainingState:
+        """Return the state of this trainer: to write it with `extra`, or without `extra` to restore it.
 
         Raises:
             TrainingError: the trainer can no longer train, or its model or scheduler was changed.
@@ -85,12 +76,12 @@ class Saver:
         self.snapshot.check_model()
         self._streams.warn_if_unused(self._window.steps)
         self._streams.end_epochs()
-        if saves:
+        if extra is not None:
             self._schedule.check()
         plan = self._plan
         return TrainingState(
             backend=self.backend,
-            parts=self._parts(),
+            parts=self._parts(self.extra if extra is None else extra),
             steps=self._window.steps,
             acquire_gradients=self.step.acquire_gradients,
             restored=self._restored,
@@ -98,24 +89,24 @@ class Saver:
             sharded=sharded_parameters(plan.strategy, plan.model),
         )
 
-    def _parts(self) -> list[Part]:
+    def _parts(self, extra: dict[str, Any]) -> list[Part]:
         """Return the parts in the order in which they are restored. A new kind of state is one more of these."""
-        plan, strategy, runtime = self._plan, self._plan.strategy, self.backend.runtime
+        plan, runtime = self._plan, self.backend.runtime
         model, gradients, options = plan.model, plan.gradients, plan.options
-        is_own, divided = partial(owns, strategy), strategy.owners is not None
         return [
             ModelPart(model, gradients),
             MastersPart(model, gradients),
             progress.SchedulePart(options["scheduler"], options["schedule_by"]),
-            OptimizerPart(model, plan.optimizer, gradients, owns=is_own, divided=divided),
+            OptimizerPart(model, plan.optimizer, gradients, plan.strategy),
             progress.ScalerPart(self._scaler),
             progress.WindowPart(model, self._window, gradients),
             progress.DataStreamsPart(self._streams, runtime),
-            progress.ExtraPart(self.extra),
+            progress.ExtraPart(extra),
             progress.RandomPart(runtime),
         ]
 
-    def _restored(self) -> None:
+    def _restored(self, steps: int) -> None:
+        self._window.steps = steps
         if self._plan.captured is not None:
             self._plan.captured.forget()
         self._schedule.restored(self._streams["train"].epoch)
@@ -135,7 +126,7 @@ class _Trainer(Protocol):
 
 
 class Together:
-    """Save and resume several trainers as one, such as those of a GAN.
+    """Save and resume several trainers as one, such as the two of a GAN.
 
     Example::
 
@@ -192,16 +183,15 @@ class Together:
         self.extra: dict[str, Any] = {}
 
     def save(self, folder: str | Path, *, keep: int | None = None, extra: Mapping[str, Any] | None = None) -> Path:
-        """Save all trainers as one new checkpoint in `folder`, each with its own `extra`; see `Trainer.save`.
+        """Save all trainers as one new checkpoint, named by the largest number of steps; see `Trainer.save`.
 
-        The checkpoint is named by the largest number of steps.
-
-        Args:
-            folder, keep: see `Trainer.save`.
-            extra: what else to save beside the trainers' own `extra`. It becomes `extra` of this object.
+        `extra` is saved beside the trainers' own `extra`, and becomes `extra` of this object.
         """
-        with _setting_extra(self, extra):
-            return save(self._states(saves=True), as_path(folder), run=self._run, keep=keep)
+        new = _extra(extra, self.extra)
+        states = {name: saver.state(saver.extra) for name, saver in self._savers.items()}
+        path = save(_with_extra(states, new), as_path(folder), run=self._run, keep=keep)
+        self.extra = new
+        return path
 
     def resume(self, folder: str | Path) -> Path | None:
         """Resume all trainers from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
@@ -214,31 +204,23 @@ class Together:
                 on all ranks, and all trainers are unchanged. If a hook or class of yours raises while the state is
                 restored, none of the trainers can train any more.
         """
-        found = resume(self._states(), as_path(folder))
+        states = {name: saver.state() for name, saver in self._savers.items()}
+        found = resume(_with_extra(states, self.extra), as_path(folder))
         if found is None:
             return None
-        for name, saver in self._savers.items():
-            saver.resumed(found.manifest["trainers"][name])
         self._run = found.manifest["run"]
         return found.path
 
-    def _states(self, *, saves: bool = False) -> dict[str, TrainingState]:
-        states = {name: saver.state(saves=saves) for name, saver in self._savers.items()}
-        keeper = min(states)  # the same in whichever order the trainers are given
-        parts = [*states[keeper].parts, progress.ExtraPart(self.extra, "together")]
-        return {**states, keeper: replace(states[keeper], parts=parts)}
 
-
-@contextmanager
-def _setting_extra(keeper: Saver | Together, extra: Mapping[str, Any] | None) -> Iterator[None]:
-    """Set `keeper.extra`, and reset it if saving raises."""
-    before = keeper.extra
-    if not isinstance(extra, Mapping | None):
+def _extra(given: Mapping[str, Any] | None, before: dict[str, Any]) -> dict[str, Any]:
+    extra = before if given is None else given
+    if not isinstance(extra, Mapping):
         raise ConfigurationError(f"extra={extra!r} is not a dict", remedy='name what you save: extra={"best": 0.5}')
-    if extra is not None:
-        keeper.extra = dict(extra)
-    try:
-        yield
-    except BaseException:
-        keeper.extra = before
-        raise
+    return before if given is None else dict(given)
+
+
+def _with_extra(states: Mapping[str, TrainingState], extra: dict[str, Any]) -> dict[str, TrainingState]:
+    """Return the states with what `Together` saves itself, which one of them keeps."""
+    keeper = min(states)  # the same in whichever order the trainers are given
+    parts = [*states[keeper].parts, progress.ExtraPart(extra, "together")]
+    return {**states, keeper: replace(states[keeper], parts=parts)}

@@ -46,7 +46,7 @@ class TrainingState:
         parts: every kind of state, in the order in which they are restored.
         steps: windows closed so far.
         acquire_gradients: puts this trainer's gradients on the parameters, which other trainers may share.
-        restored: is called after all parts were restored.
+        restored: is called after all parts were restored, with the windows closed by then.
         give_up: is called with the error if only some parts were restored.
         sharded: the parameters that are divided among the ranks, by name.
     """
@@ -55,7 +55,7 @@ class TrainingState:
     parts: Sequence[Part]
     steps: int
     acquire_gradients: Callable[[], None]
-    restored: Callable[[], None]
+    restored: Callable[[int], None]
     give_up: Callable[[BaseException], None]
     sharded: Mapping[str, Tensor]
 
@@ -65,7 +65,7 @@ Trainings = Mapping[str, TrainingState]
 
 
 def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> Path:
-    """Write a new checkpoint; see `Trainer.save`. `run` tells this run's checkpoints from those of other runs."""
+    """Write a new checkpoint; see `Trainer.save`. `run` identifies the checkpoints of this run."""
     if keep is not None and not is_whole(keep, 1):
         raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
     backend, agreement = _agreement(trainings)
@@ -121,7 +121,7 @@ def resume(trainings: Trainings, folder: Path) -> store.Checkpoint | None:
             remedy="give all ranks one folder that all of them see",
         )
     if checkpoint is not None:
-        _commit(trainings, commits, agreement, "resume")
+        _commit(trainings, commits, checkpoint.manifest["trainers"], agreement)
     return checkpoint
 
 
@@ -133,12 +133,15 @@ def load(training: TrainingState, path: Path) -> dict[str, Any]:
     rest: dict[str, Any] = {}
     with agreement.together("load"), _as_checkpoint_error(path):
         commits, rest = prepare_foreign(training.parts, path)
-    _commit({"": training}, {"": commits}, agreement, "load")
+    _commit({"": training}, {"": commits}, {"": training.steps}, agreement)
     return rest
 
 
 def _commit(
-    trainings: Trainings, commits: Mapping[str, Sequence[Callable[[], object]]], agreement: Agreement, doing: str
+    trainings: Trainings,
+    commits: Mapping[str, Sequence[Callable[[], object]]],
+    steps: Mapping[str, int],
+    agreement: Agreement,
 ) -> None:
     """Restore all parts by their commits. If that fails on one rank, the trainers give up on every rank."""
     failure: BaseException | None = None
@@ -147,11 +150,11 @@ def _commit(
             training.acquire_gradients()
             for commit in commits[name]:
                 commit()
-            training.restored()
+            training.restored(steps[name])
     except BaseException as error:  # noqa: BLE001  # raised again when all ranks know
         failure = error
     try:
-        agreement.settle(failure, doing)
+        agreement.settle(failure, "restore its state")
     except BaseException as error:
         for training in trainings.values():
             training.give_up(error)
@@ -196,7 +199,7 @@ def _read(
         if within or any(table(position, "position", "taken")["taken"] for position in positions):
             raise CheckpointError(
                 f"the checkpoint was saved within an epoch by a job of {saved_by}, this is a job of {world_size}",
-                why="the rest of the epoch cannot be shared out among another number of ranks",
+                why="another number of ranks cannot divide the rest of the epoch",
                 remedy=f"resume in a job of {saved_by}, or from a checkpoint saved at the end of an epoch",
             )
         if rank == 0:
@@ -235,10 +238,14 @@ def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:
 
 @contextmanager
 def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    """Convert any error of a state that does not fit to a CheckpointError."""
+    """Convert any other error of a file or a state to a CheckpointError."""
     try:
         yield
     except (CheckpointError, ConfigurationError):
         raise
     except Exception as error:
-        raise CheckpointError(f"a checkpoint in {folder} does not fit this trainer", why=repr(error)) from error
+        raise CheckpointError(
+            f"{folder} cannot be restored",
+            why=repr(error),
+            remedy="give another checkpoint, or build model and optimizer as they were when it was saved",
+        ) from error

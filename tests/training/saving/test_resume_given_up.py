@@ -100,7 +100,7 @@ def found(fork_ranks, tmp_path_factory):
 def test_what_fails_on_one_rank_ends_the_training_on_all(found, what, parallel):
     ranks = [rank[f"{what}, {parallel}"] for rank in found]
     assert [rank["raised"][0] for rank in ranks] == ["CheckpointError", "CheckpointError"]
-    assert "another rank could not resume" in ranks[0]["raised"][1]
+    assert "another rank could not restore" in ranks[0]["raised"][1]
     assert "only here" in ranks[1]["raised"][1]
     for rank in ranks:
         assert rank["then"][0] == "TrainingError"
