@@ -5,6 +5,7 @@ Each rank writes what it found to FOLDER/RANK.json; test_strategies.py judges it
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -222,6 +223,7 @@ def shared_batch(accel, rank, options):
 
     said = {}
     for loop, train in (("one call", lambda trainer, rows: trainer((rows, True))), ("three calls", three_calls)):
+        gc.collect()  # trainers of before, whose batches came from streams
         trainer = make(accel, options, accumulate=2)
         for number in range(4):
             train(trainer, batch(0, number))
@@ -233,6 +235,7 @@ def shared_batch(accel, rank, options):
             train(other, rows)  # as the generator beside the critic
             train(reading, rows)
         said[f"{loop}, streams"], records[:] = records[:], []
+        del reading, other
     logging.getLogger("accelcore").removeHandler(handler)
     return said
 
