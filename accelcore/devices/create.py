@@ -16,15 +16,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from accelcore.backend import Backend
 from accelcore.devices import plugins
 from accelcore.devices.plugins import AUTOLOAD, Candidate, autoload_enabled, autoloads, other_backends
 from accelcore.devices.request import probe_timeout
 from accelcore.errors import AccelError, BackendUnavailableError, PluginError
-
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
 
 __all__ = ["create_backend"]
 
@@ -51,7 +49,12 @@ def create_backend(candidate: Candidate, index: int, request: str) -> Backend:
         raise
     except BaseException as error:
         raise _broken(candidate, f"{request}: {candidate.distribution} could not create its backend", error) from error
-    _check(backend, candidate, index)
+    if not isinstance(backend, Backend) or (backend.name, backend.index) != (candidate.name, index):
+        returned = f"{backend.name}:{backend.index}" if isinstance(backend, Backend) else type(backend).__name__
+        raise PluginError(
+            f"{candidate.distribution} was asked for {candidate.name}:{index} and returned {returned}",
+            remedy=f"report this to the authors of {candidate.distribution}",
+        )
     extended, failure = _extended(backend, candidate.hooks)
     if failure is not None:
         what = f"{request}: {candidate.distribution} could not register its optimizers"
@@ -86,17 +89,6 @@ def _logged_if_long(candidate: Candidate, index: int) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _check(backend: object, candidate: Candidate, index: int) -> None:
-    from accelcore.backend import Backend
-
-    if not isinstance(backend, Backend) or (backend.name, backend.index) != (candidate.name, index):
-        raise PluginError(
-            f"{candidate.distribution} was asked for {candidate.name}:{index} and returned "
-            + (f"{backend.name}:{backend.index}" if isinstance(backend, Backend) else type(backend).__name__),
-            remedy=f"report this to the authors of {candidate.distribution}",
-        )
 
 
 def _extended(backend: Backend, hooks: Any) -> tuple[Backend, BaseException | None]:

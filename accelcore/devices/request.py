@@ -41,8 +41,7 @@ def parse(text: str, source: str = "device") -> tuple[Choice, ...] | None:
             f"{source} is {kind_of(text)}, not a string", available=_GRAMMAR, remedy="give a string"
         )
     request = text.strip(" \t").lower() if text.isascii() else text
-    fault = _fault(request)
-    if fault:
+    if fault := _fault(request):
         raise ConfigurationError(
             f"{source}={shown(text)} is not a device",
             why=fault,

@@ -90,12 +90,11 @@ def select(device: str | None = None, *, local_rank: int | None = None) -> Backe
     source, text = "device", device
     if text is None or text == "":
         source, text = "ACCEL_DEVICE", requested_device() or "auto"
-    backend, passed_over = decide(
-        text,
-        source,
-        lambda found: create_backend(found.candidate, found.index, found.request),
-        local_rank=local_rank,
-    )
+
+    def create(found: Found) -> Backend:
+        return create_backend(found.candidate, found.index, found.request)
+
+    backend, passed_over = decide(text, source, create, local_rank=local_rank)
     if passed_over:
         _say_once(text, source, backend, passed_over)
     return dataclasses.replace(backend, passed_over=passed_over)

@@ -150,7 +150,8 @@ class TorchCollectives(Collectives):
     ) -> None:
         super().__init__()
         self.device = device
-        self._records = _FlightRecords(records or {}, detailed or {})
+        self._records, self._detailed = records or {}, detailed or {}
+        self._set_records: list[str] = []
         self._backend, self._host = backend, host
         self._host_group: dist.ProcessGroup | None = None
         self._entered: list[bool] = []  # one for each init that was not closed: whether it formed the group
@@ -168,7 +169,7 @@ class TorchCollectives(Collectives):
         if dist.is_initialized():
             self._check_fits(launch)
         elif launch is not None:
-            self._records.start()
+            self._start_records()
             try:
                 dist.init_process_group(
                     self._backend,
@@ -178,7 +179,7 @@ class TorchCollectives(Collectives):
                     timeout=timeout,
                 )
             except (RuntimeError, ValueError) as error:
-                self._records.stop()
+                self._stop_records()
                 raise DistributedError(
                     f"rank {launch.rank} of {launch.world_size} could not join the others at {launch.init_method}",
                     why=str(error).split("\n", 1)[0],
@@ -228,7 +229,19 @@ class TorchCollectives(Collectives):
             time.sleep(_DRAIN_SECONDS)
             dist.destroy_process_group()
         if not self._entered:
-            self._records.stop()
+            self._stop_records()
+
+    def _start_records(self) -> None:
+        """Set the variables that turn on records of collectives; libraries read them when they form a group."""
+        detailed = self._detailed if get_debug_level() == DebugLevel.DETAIL else {}
+        missing = {name: text for name, text in {**self._records, **detailed}.items() if name not in os.environ}
+        self._set_records = list(missing)
+        os.environ.update(missing)
+
+    def _stop_records(self) -> None:
+        for name in self._set_records:
+            os.environ.pop(name, None)
+        self._set_records = []
 
     def _check_fits(self, launch: Launch | None) -> None:
         formed = (dist.get_rank(), dist.get_world_size())
@@ -244,26 +257,6 @@ class TorchCollectives(Collectives):
                 f"the process group that exists ({config}) cannot reduce {self.device.type} tensors",
                 remedy=f"form it with backend={self._backend!r}, or let accel.distributed() form it",
             )
-
-
-class _FlightRecords:
-    """Environment variables that turn on records of collectives, set while a job runs unless the user has set them."""
-
-    def __init__(self, always: Mapping[str, str], detailed: Mapping[str, str]) -> None:
-        self._always, self._detailed = always, detailed
-        self._set: list[str] = []
-
-    def start(self) -> None:
-        """Set the variables; libraries read them when they form a group."""
-        wanted = {**self._always, **(self._detailed if get_debug_level() == DebugLevel.DETAIL else {})}
-        self._set = [name for name in wanted if name not in os.environ]
-        os.environ.update({name: wanted[name] for name in self._set})
-
-    def stop(self) -> None:
-        """Unset them."""
-        for name in self._set:
-            os.environ.pop(name, None)
-        self._set = []
 
 
 def _check_reduction(tensor: Tensor, op: str) -> None:

@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import shown
@@ -108,17 +109,8 @@ LAUNCHERS = (
 )
 """Every launcher. The first that is detected is used."""
 
-JOB_VARIABLES = tuple(
-    dict.fromkeys(
-        name
-        for launcher in LAUNCHERS
-        for name in (
-            *(launcher.rank, launcher.world_size, launcher.local_rank, launcher.local_world_size),
-            *(*launcher.signs, "MASTER_ADDR", "MASTER_PORT"),
-        )
-        if name
-    )
-)
+_NAMES = ((one.rank, one.world_size, one.local_rank, one.local_world_size, *one.signs) for one in LAUNCHERS)
+JOB_VARIABLES = tuple(dict.fromkeys(filter(None, (*chain(*_NAMES), "MASTER_ADDR", "MASTER_PORT"))))
 """The variables that launchers set for each rank of a job."""
 
 

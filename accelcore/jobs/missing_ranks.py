@@ -55,7 +55,7 @@ _jobs = count()
 
 
 class MissingRanks:
-    """Finds the ranks that are missing, from the notes of all ranks. Must be created in the thread that trains.
+    """Writes this rank's notes, and finds the missing ranks by all ranks'. Must be created in the thread that trains.
 
     Args:
         collectives: the job's role; torch.distributed's default group must exist.
@@ -66,9 +66,16 @@ class MissingRanks:
         self._rank, self._world_size, self._timeout = collectives.rank, collectives.world_size, timeout
         self._steps = collectives.steps
         self._steps.clear()
-        store = dist.distributed_c10d._get_default_store()
-        self._notes = _RankNotes(store, self._rank, self._world_size, self._steps)
-        self._explained = False
+        # Keys of several jobs of a process differ by the prefix.
+        self._store: Any = PrefixStore(f"rank notes {next(_jobs)}", dist.distributed_c10d._get_default_store())
+        self._explained, self._done, self._failed = False, False, ""
+        self._line = ""  # where an error ended the script
+        self._beats, self._training_thread = 0, threading.get_ident()
+        self._reads_record = os.environ.get("TORCH_FR_BUFFER_SIZE", "") in map(str, range(1, _SHORT + 1))
+        self._write()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._write_each_second, name="accelcore: rank notes", daemon=True)
+        self._thread.start()
 
     def leave(self) -> None:
         """Wait until all ranks are done, because a rank may need what another one holds.
@@ -76,16 +83,16 @@ class MissingRanks:
         Raises:
             DistributedError: another rank has failed, is in a step that this rank never began, or is late.
         """
-        store, keys = self._notes.store, {rank: f"done {rank}" for rank in range(self._world_size)}
-        self._notes.done = True
-        self._notes.write()
+        store, keys = self._store, {rank: f"done {rank}" for rank in range(self._world_size)}
+        self._done = True
+        self._write()
         store.set(keys[self._rank], "")
         begin, interval = time.monotonic(), _BEAT
         while True:
             with suppress(RuntimeError):
                 store.wait(list(keys.values()), timedelta(seconds=interval))
                 return
-            notes = self._notes.read()
+            notes = self._read()
             failed = _select(notes, lambda note: bool(note.failed))
             if failed:
                 raise self._others_failed(failed, notes)
@@ -110,20 +117,43 @@ class MissingRanks:
         if self._explained:
             return None
         self._explained, explained = True, None
-        self._notes.line = _script_line(reversed(list(walk_tb(error.__traceback__))))
+        self._line = _script_line(reversed(list(walk_tb(error.__traceback__))))
         # SystemExit is for the launcher, and KeyboardInterrupt for the user; a script may wrap any other error.
         lost = next(filter(_is_loss, _causes(error)), None) if isinstance(error, Exception) else None
         if lost is not None:
             explained = self._name_missing(str(lost).strip().split("\n", 1)[0])
         lines = str(explained or error).splitlines()
-        self._notes.failed = f"{type(explained or error).__name__}: {lines[0] if lines else ''}"
+        self._failed = f"{type(explained or error).__name__}: {lines[0] if lines else ''}"
         with suppress(RuntimeError):  # the store has gone, and its readers with it
-            self._notes.write()
+            self._write()
         return explained
 
     def close(self) -> None:
         """Stop writing notes."""
-        self._notes.close()
+        self._stop.set()
+        self._thread.join(5)
+
+    def _write(self) -> None:
+        """Write a note now; raises RuntimeError if the store does not answer."""
+        self._beats += 1
+        number, collective = _last_collective() if self._reads_record else (0, "")
+        line = self._line or _script_line(walk_stack(sys._current_frames().get(self._training_thread)))
+        steps = list(self._steps.values())
+        note = _Note(self._beats, steps, number, collective, line, self._done, self._failed)
+        self._store.set(f"rank {self._rank}", json.dumps(asdict(note)))
+
+    def _read(self) -> dict[int, _Note]:
+        """Return the last note of each rank that has written one; raises RuntimeError if the store does not answer."""
+        keys = {rank: f"rank {rank}" for rank in range(self._world_size)}
+        store = self._store
+        return {rank: _Note(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
+
+    def _write_each_second(self) -> None:
+        while not self._stop.wait(_BEAT):
+            try:
+                self._write()
+            except RuntimeError:
+                return  # the store has gone, and the job with it
 
     def _name_missing(self, why: str) -> DistributedError:
         try:
@@ -166,11 +196,11 @@ class MissingRanks:
 
     def _collect(self) -> tuple[dict[int, _Note], list[int]]:
         """Return all notes, and the ranks that have stopped writing; returns at once if a rank has failed."""
-        self._notes.write()
-        first, deadline = self._notes.read(), time.monotonic() + _SILENT
+        self._write()
+        first, deadline = self._read(), time.monotonic() + _SILENT
         while True:
             time.sleep(_BEAT / 4)
-            notes = self._notes.read()
+            notes = self._read()
             others = [rank for rank in range(self._world_size) if rank != self._rank]
             ended = [rank for rank in others if rank in notes and (notes[rank].done or notes[rank].failed)]
             silent = [rank for rank in others if rank not in ended and notes.get(rank) == first.get(rank)]
@@ -206,48 +236,6 @@ class _Note:
             f"it failed: {self.failed}" if self.failed else "",
         ]
         return ", ".join(filter(None, parts))
-
-
-class _RankNotes:
-    """Writer of this rank's notes, and reader of all ranks'. Must be created in the thread that trains."""
-
-    def __init__(self, store: Any, rank: int, world_size: int, steps: Mapping[int, int]) -> None:
-        # Keys of several jobs of a process differ by the prefix.
-        self.store: Any = PrefixStore(f"rank notes {next(_jobs)}", store)
-        self.done, self.failed, self.line = False, "", ""  # `line`: where an error ended the script
-        self._rank, self._world_size, self._steps, self._beats = rank, world_size, steps, 0
-        length = os.environ.get("TORCH_FR_BUFFER_SIZE", "")
-        self._training_thread, self._reads_record = threading.get_ident(), length in map(str, range(1, _SHORT + 1))
-        self._stop = threading.Event()
-        self.write()
-        self._thread = threading.Thread(target=self._write_each_second, name="accelcore: rank notes", daemon=True)
-        self._thread.start()
-
-    def write(self) -> None:
-        """Write a note now; raises RuntimeError if the store does not answer."""
-        self._beats += 1
-        number, collective = _last_collective() if self._reads_record else (0, "")
-        line = self.line or _script_line(walk_stack(sys._current_frames().get(self._training_thread)))
-        steps = list(self._steps.values())
-        note = _Note(self._beats, steps, number, collective, line, self.done, self.failed)
-        self.store.set(f"rank {self._rank}", json.dumps(asdict(note)))
-
-    def read(self) -> dict[int, _Note]:
-        """Return the last note of each rank that has written one; raises RuntimeError if the store does not answer."""
-        keys = {rank: f"rank {rank}" for rank in range(self._world_size)}
-        return {rank: _Note(**json.loads(self.store.get(key))) for rank, key in keys.items() if self.store.check([key])}
-
-    def close(self) -> None:
-        """Stop writing."""
-        self._stop.set()
-        self._thread.join(5)
-
-    def _write_each_second(self) -> None:
-        while not self._stop.wait(_BEAT):
-            try:
-                self.write()
-            except RuntimeError:
-                return  # the store has gone, and the job with it
 
 
 def _last_collective() -> tuple[int, str]:

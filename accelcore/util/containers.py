@@ -25,8 +25,7 @@ def moved(value: T, device: torch.device) -> T:
             return part
         return part.to(device) if callable(getattr(part, "to", None)) else NotImplemented
 
-    result: T = _mapped(value, move)
-    return result
+    return _mapped(value, move)
 
 
 def detached(value: T) -> T:
@@ -37,8 +36,7 @@ def detached(value: T) -> T:
             return part.detach() if part.requires_grad else part
         return NotImplemented
 
-    result: T = _mapped(value, detach)
-    return result
+    return _mapped(value, detach)
 
 
 def cast(value: T, dtype: torch.dtype) -> T:
@@ -49,18 +47,16 @@ def cast(value: T, dtype: torch.dtype) -> T:
             return part.to(dtype) if part.is_floating_point() and part.dtype != dtype else part
         return NotImplemented
 
-    result: T = _mapped(value, to_dtype, reuse=True)
-    return result
+    return _mapped(value, to_dtype, reuse=True)
 
 
-def _mapped(value: Any, change: Callable[[Any], Any], *, reuse: bool = False) -> Any:
+def _mapped(value: T, change: Callable[[Any], Any], *, reuse: bool = False) -> T:
     """Return `value` with `change` applied to its parts.
 
-    Args:
-        change: returns NotImplemented for a part that may be a container to look into.
-        reuse: whether a container of which no part has changed is returned itself, not as a copy.
+    `change` returns NotImplemented for a part that may be a container to look into. With `reuse`, a container of which
+    no part has changed is returned itself, not as a copy.
     """
-    changed = change(value)
+    changed: T = change(value)
     if changed is not NotImplemented:
         return changed
     parts = _parts(value)
@@ -69,7 +65,8 @@ def _mapped(value: Any, change: Callable[[Any], Any], *, reuse: bool = False) ->
     mapped = [_mapped(part, change, reuse=reuse) for part in parts.values()]
     if reuse and all(new is old for new, old in zip(mapped, parts.values(), strict=True)):
         return value
-    return _rebuilt(value, dict(zip(parts, mapped, strict=True)))
+    result: T = _rebuilt(value, dict(zip(parts, mapped, strict=True)))
+    return result
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | None:
