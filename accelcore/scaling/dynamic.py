@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -52,20 +51,15 @@ _PATIENCE = 20
 """Overflows in a row before a warning. The search for the first scale takes at most sixteen halvings of the default."""
 
 
-class _Stage(Enum):
-    SCALED = auto()
-    UNSCALED = auto()
-    STEPPED = auto()
-
-
 @dataclass
 class _Progress:
-    """Stage of an optimizer in this step; `known`: whether it overflowed, if the host has read that."""
+    """An optimizer in this step; `known`: whether it overflowed, if the host has read that."""
 
     optimizer: Optimizer
     found: Tensor
     had_gradients: bool
-    stage: _Stage = _Stage.SCALED
+    unscaled: bool = False
+    stepped: bool = False
     known: bool | None = None
 
 
@@ -104,33 +98,33 @@ class GradScaler(LossScaler):
     def unscale_(
         self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
     ) -> None:
-        stage = self._stage(optimizer)
-        if stage is not _Stage.SCALED:
-            done = "unscale_ was already called" if stage is _Stage.UNSCALED else "step was already called"
-            raise TrainingError(f"{done} for this optimizer since the last update", remedy="call scaler.update() first")
-        self._find_overflow(optimizer, gradients, self._scale.double().reciprocal().float(), agree)
-        self._progress[id(optimizer)].stage = _Stage.UNSCALED
+        progress = self._progress.get(id(optimizer))
+        if progress is not None and (progress.unscaled or progress.stepped):
+            done = "step was" if progress.stepped else "unscale_ was"
+            raise TrainingError(
+                f"{done} already called for this optimizer since the last update", remedy="call scaler.update() first"
+            )
+        self._find_overflow(optimizer, gradients, self._scale.double().reciprocal().float(), agree).unscaled = True
 
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
         refuse_closure(gradients)
-        stage = self._stage(optimizer)
-        if stage is _Stage.STEPPED:
+        progress = self._progress.get(id(optimizer))
+        if progress is not None and progress.stepped:
             raise TrainingError("step was called twice since the last update", remedy="call scaler.update() first")
         if self.trusts_kernels and getattr(optimizer, "_step_supports_amp_scaling", False):
-            if stage is _Stage.SCALED:
-                self._find_overflow(optimizer, gradients, self._one, agree)
-            progress = self._progress[id(optimizer)]
-            _step_in_kernel(optimizer, None if stage is _Stage.UNSCALED else self._scale, progress.found)
+            if progress is None or not progress.unscaled:
+                progress = self._find_overflow(optimizer, gradients, self._one, agree)
+            _step_in_kernel(optimizer, None if progress.unscaled else self._scale, progress.found)
         else:
-            if stage is _Stage.SCALED:
+            if progress is None or not progress.unscaled:
                 self.unscale_(optimizer, gradients, agree)
-            progress = self._progress[id(optimizer)]
+                progress = self._progress[id(optimizer)]
             progress.known = bool(progress.found.item())
             if not progress.known:
                 optimizer.step()
             elif isinstance(optimizer, SkippingOptimizer):
                 optimizer.skip()
-        progress.stage = _Stage.STEPPED
+        progress.stepped = True
 
     def update(self, find_bad: FindBad | None = None) -> None:
         found = self.overflowed
@@ -228,18 +222,16 @@ class GradScaler(LossScaler):
     def skipped(self) -> int:
         return int(self._skipped.item())
 
-    def _stage(self, optimizer: Optimizer) -> _Stage:
-        progress = self._progress.get(id(optimizer))
-        return _Stage.SCALED if progress is None else progress.stage
-
     def _find_overflow(
         self, optimizer: Optimizer, gradients: Sequence[Tensor] | None, multiplier: Tensor, agree: Agree | None
-    ) -> None:
+    ) -> _Progress:
         given = gradients_of(optimizer) if gradients is None else gradients
         found = self.check(given, multiplier)
-        self._progress[id(optimizer)] = _Progress(
+        progress = _Progress(
             optimizer, found if agree is None else agree(found), had_gradients=bool(given) or agree is not None
         )
+        self._progress[id(optimizer)] = progress
+        return progress
 
     def _count_in_a_row(self, found: Tensor) -> int:
         """Count this step, and return the number of overflows in a row that the host knows of, without waiting.
