@@ -233,27 +233,21 @@ class _Reader:
 
     def _natural(self, variable: str, *, low: int = 0, below: tuple[int, str] | None = None) -> int:
         text = self._environ.get(variable)
-        if text is None or not _NATURAL.fullmatch(text):
+        if text is None or not _NATURAL.fullmatch(text) or int(text) < low:
             raise self._invalid(variable, f"it must be a whole number, {low} or more")
-        value = int(text)
-        if value < low:
-            raise self._invalid(variable, f"it must be {low} or more")
-        if below is not None and value >= below[0]:
+        if below is not None and int(text) >= below[0]:
             raise self._invalid(variable, f"it must be less than {below[1]} ({below[0]})")
-        return value
+        return int(text)
 
     def _invalid(self, variable: str, rule: str) -> ConfigurationError:
         launcher, text = self._launcher, self._environ.get(variable)
         state = "is not set" if text is None else f"is {shown(text)}"
         found = next(sign for sign in launcher.signs if sign in self._environ)
-        meeting = variable in ("MASTER_ADDR", "MASTER_PORT") and not launcher.sets_meeting
-        return ConfigurationError(
-            f"the environment variable {variable} {state}",
-            why=f"{rule}. {found} is set, so the launcher is {launcher.name}",
-            remedy=f"set {variable} to the same value for all ranks"
-            if meeting
-            else "use a launcher that sets all of them, such as torchrun; for one process, unset RANK, WORLD_SIZE and "
-            "LOCAL_RANK"
-            if launcher.sets_meeting
-            else f"start the script by {launcher.name}; for one process, unset {found}",
-        )
+        remedy = f"start the script by {launcher.name}; for one process, unset {found}"
+        if launcher.sets_meeting:
+            all_set = "use a launcher that sets all of them, such as torchrun"
+            remedy = f"{all_set}; for one process, unset RANK, WORLD_SIZE and LOCAL_RANK"
+        elif variable in ("MASTER_ADDR", "MASTER_PORT"):
+            remedy = f"set {variable} to the same value for all ranks"
+        why = f"{rule}. {found} is set, so the launcher is {launcher.name}"
+        return ConfigurationError(f"the environment variable {variable} {state}", why=why, remedy=remedy)
