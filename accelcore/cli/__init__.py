@@ -1,4 +1,4 @@
-"""The command line. This process never imports torch, and a plugin only if a command needs it.
+"""The command line. Only `precision` and `export` import torch in this process.
 
 For every command, a user's mistake is one message on stderr and exit code 64. `--debug` adds the traceback. A reader
 that closes early, like `head`, is not an error.

@@ -12,15 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
-from typing import IO
 
-__all__ = ["Ended", "call", "exceptions_for_signals", "run", "signal_name"]
+__all__ = ["Ended", "call", "run", "signal_name"]
 
 _CALL = "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from {module} import main; sys.exit(main())"
 
@@ -85,9 +83,10 @@ def run(
 
     Whenever the file `progress` has grown, `on_progress` is called, and the child has `limit` seconds more.
     """
+    _raise_on_signals()
     start = time.perf_counter()
     # Files, not pipes: a process that the child leaves behind would keep a pipe open, and this process waiting.
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr, exceptions_for_signals():
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         child = subprocess.Popen(  # noqa: S603  # this Python, on a module of this package
             command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
             start_new_session=True,  # a new process group, which can be killed as a whole
@@ -98,7 +97,11 @@ def run(
             with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, of a group that has ended
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        return Ended(status, limit, time.perf_counter() - start, _text(stdout), _text(stderr))
+        seconds = time.perf_counter() - start
+        stdout.seek(0)
+        stderr.seek(0)
+        texts = (file.read().decode("utf-8", "replace") for file in (stdout, stderr))
+        return Ended(status, limit, seconds, *texts)
 
 
 def _wait(
@@ -117,23 +120,8 @@ def _wait(
                 return None
 
 
-@contextmanager
-def exceptions_for_signals() -> Iterator[None]:
+def _raise_on_signals() -> None:
     """Let SIGTERM and SIGHUP raise, as Ctrl-C does. By default they end this process and not its child."""
-    replaced = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    for number in replaced:
-        signal.signal(number, _exit)
-    try:
-        yield
-    finally:
-        for number in replaced:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode("utf-8", "replace")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+import accelcore
 from accelcore.cli import ROLES
 
 __all__ = ["app"]
@@ -33,18 +34,17 @@ def _debug(context: click.Context, parameter: click.Parameter, value: bool) -> N
     context.obj.debug = context.obj.debug or value
 
 
-def common(command: F) -> F:
-    """Add the options of every command."""
-    # Eager: read before another option raises.
-    return click.option(
-        "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_debug, help="Show tracebacks of errors."
-    )(command)
+# Options that several commands have. `--debug` is eager: it is read before another option raises.
+common = click.option(
+    "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_debug, help="Show tracebacks of errors."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 
-def timeout(default: int, help: str) -> Callable[[F], F]:
-    """Add an option `--timeout`, in seconds."""
-    seconds = click.IntRange(min=1, max=86400)
-    return click.option("--timeout", metavar="SECONDS", type=seconds, default=default, show_default=True, help=help)
+def number(name: str, metavar: str, default: int, help: str, *, least: int = 1) -> Callable[[F], F]:
+    """Add an option whose value is a whole number."""
+    kind = click.IntRange(min=least, max=86400)
+    return click.option(name, metavar=metavar, type=kind, default=default, show_default=True, help=help)
 
 
 def several_machines(command: F) -> F:
@@ -55,27 +55,20 @@ def several_machines(command: F) -> F:
 
 
 def devices(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the names of installed backends."""
-    from importlib.metadata import entry_points
+    """Complete the names of installed backends, from their metadata: no plugin is loaded."""
+    from accelcore.devices.plugins import BACKENDS, declared
 
-    from accelcore.devices.plugins import BACKENDS
-
-    names = {"auto", *(point.name for point in entry_points(group=BACKENDS))}  # by their metadata: nothing is loaded
+    names = {"auto", *(entry.name for entry in declared(BACKENDS))}
     return sorted(name for name in names if name.startswith(incomplete.lower()))
 
 
-def _version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    if value and not context.resilient_parsing:
-        import accelcore
-
-        click.echo(f"accelcore {accelcore.__version__}")
-        context.exit()
+def device_option(name: str, metavar: str, help: str) -> Callable[[F], F]:
+    """Add an option whose value is a backend's name, which the shell completes."""
+    return click.option(name, metavar=metavar, shell_complete=devices, help=help)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and exit."
-)
+@click.version_option(accelcore.__version__, message="%(prog)s %(version)s")
 @common
 def app() -> None:
     """Write a PyTorch training script once; run it on every device.
@@ -93,9 +86,9 @@ def app() -> None:
 
 
 @app.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@json_option
 @click.option("--deep", is_flag=True, help="Also import torch and try each usable backend, in processes of their own.")
-@timeout(60, help="How long one trial of --deep may take.")
+@number("--timeout", "SECONDS", 60, "How long one trial of --deep may take.")
 @common
 def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     """Report which backends work here, why the others do not, and what to do.
@@ -127,27 +120,14 @@ _AFTER_THE_SCRIPT = {"allow_interspersed_args": False}  # options after the scri
 
 
 @app.command(context_settings=_AFTER_THE_SCRIPT)
-@click.option(
+@device_option(
     "--device",
-    metavar="DEVICE",
-    shell_complete=devices,
-    help="What select() chooses in the script, as ACCEL_DEVICE does: NAME, NAME:INDEX, a list, or auto.",
+    "DEVICE",
+    "What select() chooses in the script, as ACCEL_DEVICE does: NAME, NAME:INDEX, a list, or auto.",
 )
-@click.option(
-    "--nproc",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="How many ranks to start on this machine; more than 1 through torch's elastic launcher.",
-)
-@click.option(
-    "--max-restarts",
-    metavar="K",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="How often torch's elastic launcher starts all ranks again after one has died.",
+@number("--nproc", "N", 1, "How many ranks to start on this machine; more than 1 through torch's elastic launcher.")
+@number(
+    "--max-restarts", "K", 0, "How often torch's elastic launcher starts all ranks again after one has died.", least=0
 )
 @several_machines
 @click.option(
@@ -155,11 +135,8 @@ _AFTER_THE_SCRIPT = {"allow_interspersed_args": False}  # options after the scri
     is_flag=True,
     help="Compare each collective over all ranks before it runs, which is slow, and raise if they do not match.",
 )
-@click.option(
-    "--emulate",
-    metavar="NAME",
-    shell_complete=devices,
-    help="Run on an emulation of the backend NAME, on this host; its emulator must be installed.",
+@device_option(
+    "--emulate", "NAME", "Run on an emulation of the backend NAME, on this host; its emulator must be installed."
 )
 @click.option("--apex", is_flag=True, help="Let `import apex` in the script and its ranks find accelcore.apex.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
@@ -182,7 +159,7 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
       accelcore run --emulate npu --device npu train.py
       accelcore run --apex train.py
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from accelcore.cli.run.script import run
+    from accelcore.cli.run import run
 
     machines = {name: options.pop(name[2:].replace("-", "_")) for name in _SEVERAL_MACHINES}
     given = {name: value for name, value in machines.items() if value is not None}
@@ -202,7 +179,7 @@ def verify() -> None:
 
 @verify.command("backend")
 @click.argument("name", shell_complete=devices)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@json_option
 @click.option(
     "--only",
     metavar="ROLE",
@@ -211,7 +188,7 @@ def verify() -> None:
     help="Test only this part: backend, operators, training, or one of the six roles. May be given several times.",
 )
 @click.option("--deep", is_flag=True, help="Compare all of torch's operators with the CPU; takes minutes.")
-@timeout(300, help="How long one test may take.")
+@number("--timeout", "SECONDS", 300, "How long one test may take.")
 @common
 def verify_backend(name: str, as_json: bool, only: tuple[str, ...], deep: bool, timeout: int) -> int:
     """Run the conformance suite on the backend NAME, and print its scorecard.
@@ -243,19 +220,9 @@ def verify_backend(name: str, as_json: bool, only: tuple[str, ...], deep: bool, 
 
 
 @app.command()
-@click.option(
-    "--backend",
-    metavar="NAME",
-    shell_complete=devices,
-    help="Also show the operators of torch's own autocast on this backend.",
-)
-@click.option(
-    "--diff",
-    metavar="NAME",
-    shell_complete=devices,
-    help="Show only the differences between --backend and this backend.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@device_option("--backend", "NAME", "Also show the operators of torch's own autocast on this backend.")
+@device_option("--diff", "NAME", "Show only the differences between --backend and this backend.")
+@json_option
 @common
 def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
     """Show the op table O1: which operator runs in which dtype under autocast, on every device.
@@ -270,7 +237,7 @@ def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     from accelcore.cli import precision as tables
 
-    found = tables.ask(backend, diff)
+    found = tables.find(backend, diff)
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=2))
     else:

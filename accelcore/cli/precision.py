@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from accelcore.cli import child
-from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationError, PluginError, UnknownBackendError
+from accelcore.devices.create import import_torch
+from accelcore.devices.select import select
+from accelcore.errors import BackendUnavailableError, ConfigurationError, UnknownBackendError
 
-__all__ = ["OpTables", "ask", "main", "show"]
+__all__ = ["OpTables", "find", "show"]
 
 _UNKNOWN = "by torch"  # for an operator of a device that does not work here; only its backend knows more
-_LIMIT = 300  # seconds; torch is imported, and a device may be slow to start
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,10 @@ class OpTables:
 
     def rows(self) -> Iterator[tuple[str, ...]]:
         """Yield operator, treatment under O1, and for each backend whether torch's own autocast intercepts it."""
-        listed = {name: {_base(operator) for operator in table["operators"]} for name, table in self.torch.items()}
+        listed = {
+            name: {operator.partition("::")[2].partition(".")[0] for operator in table["operators"]}
+            for name, table in self.torch.items()
+        }
         own = {name: treatment for table in self.torch.values() for name, treatment in table.get("own", {}).items()}
         known = {**own, **self.o1}
         names = known.keys() | {name for names in listed.values() for name in names}
@@ -53,28 +54,19 @@ class OpTables:
         return result
 
 
-def ask(backend: str | None, diff: str | None) -> OpTables:
-    """Find O1, and torch's table of `backend` and of `diff`, in a child process.
+def find(backend: str | None, diff: str | None) -> OpTables:
+    """Find O1, and torch's table of `backend` and of `diff`. Imports torch.
 
     Raises:
-        ConfigurationError: torch knows no autocast of such a device.
-        PluginError: the child process failed.
+        ConfigurationError: torch has no autocast for such a device.
     """
     if diff is not None and backend in (None, diff):
         raise ConfigurationError("--diff compares two backends", remedy="give --backend another one, such as cpu")
-    names = [name for name in (backend, diff) if name is not None]
-    ended = child.call(__name__, *names, environ=os.environ, limit=_LIMIT)
-    try:
-        answer = json.loads(ended.stdout.splitlines()[-1])
-    except (IndexError, ValueError) as error:
-        last = ended.stderr.strip().splitlines()[-1:]
-        raise PluginError(
-            "the op tables cannot be found", why="".join(last), remedy="accelcore doctor --deep"
-        ) from error
-    if "error" in answer:
-        what, why, available, remedy = answer["error"]
-        raise ConfigurationError(what, why=why, available=available, remedy=remedy)
-    return OpTables(answer["o1"], answer["torch"], diff is not None)
+    import_torch()
+    from accelcore.precision import O1
+
+    tables = {name: _torchs_table(name) for name in (backend, diff) if name is not None}
+    return OpTables({name: treatment.value for name, treatment in O1.items()}, tables, diff is not None)
 
 
 def show(tables: OpTables) -> None:
@@ -91,47 +83,22 @@ def show(tables: OpTables) -> None:
         )
 
 
-def _base(operator: str) -> str:
-    return operator.partition("::")[2].partition(".")[0]
-
-
-def main() -> int:
-    """Print O1's table, and torch's own for each backend in the arguments: the child process."""
-    answer: dict[str, Any] = {}
-    try:
-        answer["torch"] = {name: _torchs_table(name) for name in sys.argv[1:]}
-    except AccelError as error:
-        answer["error"] = [error.what, error.why, error.available, error.remedy]
-    else:
-        from accelcore.precision import O1
-
-        answer["o1"] = {name: treatment.value for name, treatment in O1.items()}
-    print(json.dumps(answer))  # noqa: T201
-    return 0
-
-
 def _torchs_table(name: str) -> dict[str, Any]:
     """Return the operators that torch's autocast intercepts on a backend, from the device or from torch alone."""
-    from accelcore.devices.select import select
-
     try:
         backend = select(name)
     except (BackendUnavailableError, UnknownBackendError) as error:
-        operators = _registered(name)
+        from accelcore.torch_internals import device_dispatch_key, operators_registered_at
+
+        try:
+            operators = sorted(operators_registered_at(f"Autocast{device_dispatch_key(name)}"))
+        except RuntimeError:  # torch has no such device
+            operators = []
         if not operators:
             raise ConfigurationError(
-                f"torch knows no autocast of {name!r} in this process", why=error.what, remedy=error.remedy
+                f"torch has no autocast for {name!r} in this process", why=error.what, remedy=error.remedy
             ) from error
         return {"operators": operators, "source": "torch's dispatcher: no such device works here"}
     own = {operator: treatment.value for operator, treatment in backend.precision.treatments().items()}
     source = "EMULATED" if backend.emulated else "the device's backend"
     return {"operators": sorted(backend.precision.table("torch")), "source": source, "own": own}
-
-
-def _registered(device_type: str) -> list[str]:
-    from accelcore.torch_internals import device_dispatch_key, operators_registered_at
-
-    try:
-        return sorted(operators_registered_at(f"Autocast{device_dispatch_key(device_type)}"))
-    except RuntimeError:  # torch has no such device
-        return []

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import click
 
 from accelcore.cli import ROLES, child
-from accelcore.cli.child import Ended, exceptions_for_signals
+from accelcore.cli.child import Ended
 from accelcore.devices.request import parse
 from accelcore.devices.select import decide
 from accelcore.errors import ConfigurationError, PluginError
@@ -42,7 +41,7 @@ _SHOWN = 12  # lines of a failure in text
 _COLORS = {"passed": "green", "failed": "red", "not declared": "yellow", "not tried": "yellow"}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Verdict:
     """Outcome of one test.
 
@@ -78,7 +77,7 @@ class Scorecard:
     """
 
     backend: dict[str, Any]
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[Verdict]
 
     @property
     def conforms(self) -> bool:
@@ -129,33 +128,40 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300, deep: 
     classes = [f"{_SUITE}::Test{role.capitalize()}" for role in roles] or [_SUITE]
     if deep and (not roles or "operators" in roles):
         classes.append(_DEEP)
-    temporary = tempfile.TemporaryDirectory(prefix="accelcore-")
-    with exceptions_for_signals(), temporary as folder, ExitStack() as cleanup:
+    shown_role = ""
+
+    def show_progress() -> None:
+        nonlocal shown_role
+        now = _read(report)
+        verdicts = list(now.verdicts.values())
+        if verdicts and verdicts[-1].role != shown_role:
+            shown_role = verdicts[-1].role
+            done = sum(bool(verdict.outcome) for verdict in verdicts)
+            click.echo(f"{done} of {now.count} tests  {shown_role}", err=True)
+
+    with tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
         report = Path(folder, "report")
         report.touch()
-        progress = _Progress(report)
-        cleanup.callback(progress.end)
         while True:
-            before = len(_verdicts(report))
-            ended, last_words = _run(name, classes, report, timeout, progress.show)
-            entries = _verdicts(report)
-            open_id = next((id_ for id_, verdict in entries.items() if not verdict.outcome), None)
+            before = _read(report)
+            ended, last_words = _run(name, classes, report, timeout, show_progress)
+            after = _read(report)
             why = f"{_fate(ended)}\n{last_words}"
-            if any(line["event"] == "done" for line in _lines(report)):
-                card = Scorecard(_backend(report), list(entries.values()))
-                assert len(card.verdicts) == _count(report), "a test has no outcome"
+            if after.done:
+                verdicts = list(after.verdicts.values())
+                assert len(verdicts) == after.count, "a test has no outcome"
                 if ended.status not in _DONE:
-                    card.verdicts.append(Verdict("backend", "end", "", _ENDS, "failed", why))
-                return card
-            if open_id is None or len(entries) == before:
+                    verdicts.append(Verdict("backend", "end", "", _ENDS, "failed", why))
+                return Scorecard(after.backend, verdicts)
+            crashed = next((test for test, verdict in after.verdicts.items() if not verdict.outcome), None)
+            if crashed is None or len(after.verdicts) == len(before.verdicts):
                 raise PluginError(
                     f"the suite could not be run on {name}",
                     why=why,
                     remedy="read that output; accelcore doctor --deep tries the backend alone",
                 )
-            end = {"event": "end", "id": open_id, "outcome": "failed", "why": why, "seconds": 0.0}
             with report.open("a", encoding="utf-8") as file:
-                file.write("\n" + json.dumps(end) + "\n")
+                file.write(f"\n{json.dumps({'event': 'end', 'id': crashed, 'outcome': 'failed', 'why': why})}\n")
 
 
 def show(card: Scorecard, *, tracebacks: bool = False) -> None:
@@ -196,32 +202,6 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
     click.secho(f"\n{emulated}{backend['name']} {conclusion}", fg=color, bold=True)
 
 
-class _Progress:
-    """Shows on stderr how many tests have ended: a line that is rewritten or, if there is no terminal, one a role."""
-
-    def __init__(self, report: Path) -> None:
-        self._report, self._role, self._rewrites = report, "", sys.stderr.isatty()
-
-    def show(self) -> None:
-        verdicts = list(_verdicts(self._report).values())
-        if not verdicts:
-            return
-        done, last = sum(bool(verdict.outcome) for verdict in verdicts), verdicts[-1]
-        line = f"{done} of {_count(self._report)} tests  {last.role}"
-        if self._rewrites:
-            width = shutil.get_terminal_size().columns - 1
-            sys.stderr.write(f"\r{f'{line}: {last.what}'[:width]:{width}}")
-        elif last.role != self._role:
-            sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
-        self._role = last.role
-
-    def end(self) -> None:
-        if self._rewrites and self._role:
-            sys.stderr.write(f"\r{'':{shutil.get_terminal_size().columns - 1}}\r")
-            sys.stderr.flush()
-
-
 def _run(
     name: str, classes: Sequence[str], report: Path, timeout: float, on_progress: Callable[[], None]
 ) -> tuple[Ended, str]:
@@ -249,31 +229,33 @@ def _fate(ended: Ended) -> str:
     return f"the process crashed with {ended.signal}" if ended.signal else f"it ended with exit code {ended.status}"
 
 
-def _lines(report: Path) -> list[dict[str, Any]]:
-    lines = []
-    for line in report.read_text("utf-8").splitlines():
+@dataclass
+class _Report:
+    """Contents of the report that the suite's processes write: what is known so far."""
+
+    backend: dict[str, Any] = field(default_factory=dict)
+    count: int = 0
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    done: bool = False
+
+
+def _read(file: Path) -> _Report:
+    report = _Report()
+    for text in file.read_text("utf-8").splitlines():
+        line: dict[str, Any] = {}
         with suppress(ValueError):  # a process that was killed may have written half a line
-            lines.append(json.loads(line))
-    return lines
-
-
-def _backend(report: Path) -> dict[str, Any]:
-    entry = next(line for line in _lines(report) if line["event"] == "backend")
-    return {key: value for key, value in entry.items() if key != "event"}
-
-
-def _count(report: Path) -> int:
-    """Return how many tests there are; 0 before they are collected."""
-    return next((line["count"] for line in _lines(report) if line["event"] == "collected"), 0)
-
-
-def _verdicts(report: Path) -> dict[str, Verdict]:
-    found: dict[str, Verdict] = {}
-    for line in _lines(report):
-        if line["event"] == "begin":
-            found[line["id"]] = Verdict(line["role"], line["name"], line["case"], line["what"])
-        elif line["event"] == "end":
-            verdict = found[line["id"]]
-            for name in ("outcome", "why", "seconds", "where", "traceback", "on_host"):
-                setattr(verdict, name, line.get(name, getattr(verdict, name)))
-    return found
+            line = json.loads(text)
+        match line.pop("event", None):
+            case "backend":
+                report.backend = line
+            case "collected":
+                report.count = line["count"]
+            case "begin":
+                test = line.pop("id")
+                report.verdicts[test] = Verdict(**line)
+            case "end":
+                test = line.pop("id")
+                report.verdicts[test] = replace(report.verdicts[test], **line)
+            case "done":
+                report.done = True
+    return report

@@ -24,7 +24,7 @@ from accelcore.devices.plugins import AUTOLOAD, Candidate, autoload_enabled, aut
 from accelcore.devices.request import probe_timeout
 from accelcore.errors import AccelError, BackendUnavailableError, PluginError
 
-__all__ = ["create_backend"]
+__all__ = ["create_backend", "import_torch"]
 
 logger = logging.getLogger("accelcore")
 
@@ -41,7 +41,7 @@ def create_backend(candidate: Candidate, index: int, request: str) -> Backend:
         BackendUnavailableError: torch cannot be imported.
         PluginError: the plugin raised another error than an AccelError, or did not return the backend.
     """
-    _import_torch()
+    import_torch()
     try:
         with _logged_if_long(candidate, index):
             backend = candidate.hooks.accelcore_create_backend(name=candidate.name, index=index)
@@ -118,7 +118,7 @@ def _on_current_device(function: Callable[[], Any], kind: str) -> Callable[[], A
     return call
 
 
-def _import_torch() -> None:
+def import_torch() -> None:
     """Import torch, so that a failure is not blamed on the backend.
 
     Raises:

@@ -95,4 +95,4 @@ def test_an_apex_beside_the_script_is_a_mistake(machine, beside, script):
     (folder / "train.py").touch()
     done = machine.run("run", "--apex", *script)
     assert done.returncode == 64
-    assert "has an apex of its own" in done.stderr
+    assert "cannot replace the apex beside the script" in done.stderr

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import os
 import pty
 import re
@@ -198,20 +197,20 @@ def test_what_select_would_choose_is_what_it_chooses(machine, monkeypatch, reque
         machine.fakes.install("", backends=["twin"], distribution=distribution)
     monkeypatch.setenv("ACCEL_DEVICE", request_)
     foreseen = diagnose().selection
-    assert foreseen.request == (request_ or "auto")
+    assert foreseen["request"] == (request_ or "auto")
     try:
         backend = accelcore.select()
         error = None
     except accelcore.AccelError as raised:
         backend, error = None, raised
     if backend is not None:
-        assert (foreseen.chosen, foreseen.error) == (f"{backend.name}:{backend.index}", None)
+        assert (foreseen["chosen"], foreseen["error"]) == (f"{backend.name}:{backend.index}", None)
         over = [(probe.name, probe.reason, probe.remedy) for probe in backend.passed_over]
-        assert [dataclasses.astuple(passed) for passed in foreseen.passed_over] == over
+        assert [tuple(passed.values()) for passed in foreseen["passed_over"]] == over
     else:
-        assert foreseen.chosen is None
+        assert foreseen["chosen"] is None
         told = (type(error).__name__, error.what, error.why, error.available, error.remedy)
-        assert dataclasses.astuple(foreseen.error) == told
+        assert tuple(foreseen["error"].values()) == told
 
 
 def test_a_rank_foresees_its_own_device(machine, monkeypatch):
@@ -220,11 +219,9 @@ def test_a_rank_foresees_its_own_device(machine, monkeypatch):
         "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    assert diagnose().selection.chosen == "toaster:1"
+    assert diagnose().selection["chosen"] == "toaster:1"
     monkeypatch.setenv("RANK", "2")
-    error = diagnose().selection.error
-    assert error is not None
-    assert "RANK" in error.what
+    assert "RANK" in diagnose().selection["error"]["what"]
 
 
 def test_an_invalid_variable_of_accelcore_is_an_error_without_traceback(machine):

@@ -27,7 +27,7 @@ def test_those_of_the_installed_versions_and_of_usable_backends_are_shown(machin
     assert {backend for backend, _ in found} == {"", "cpu", "mine"}
     assert found["mine", "a kernel"] == {
         "backend": "mine", "kernel": "a kernel", "package": "torch", "installed": report["versions"]["torch"],
-        "versions": ">=2", "what": "it adds wrongly", "instead": "a loop", "reference": "page 1",
+        "versions": ">=2", "what": "it adds wrongly", "instead": "a loop", "reference": "page 1", "seen": "",
     }  # fmt: skip
     text = machine.run("doctor").stdout
     assert f"  a kernel  torch {report['versions']['torch']}, mine\n      what: it adds wrongly\n" in text

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from accelcore.cli.run.launcher import first_failure
+from accelcore.cli.launcher import first_failure
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ import os, runpy, sys
 from accelcore.cli import main
 
 def execve(file, command, environ):
-    assert command[1:3] == ["-m", "accelcore.cli.run.launcher"]
+    assert command[1:3] == ["-m", "accelcore.cli.launcher"]
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = command[2:]

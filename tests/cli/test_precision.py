@@ -46,7 +46,7 @@ def test_the_text_says_who_lists_what(capsys):
     [
         (["--diff", "cuda"], "--diff compares two backends"),
         (["--backend", "cpu", "--diff", "cpu"], "--diff compares two backends"),
-        (["--backend", "nowhere"], "torch knows no autocast of 'nowhere'"),
+        (["--backend", "nowhere"], "torch has no autocast for 'nowhere'"),
     ],
 )
 def test_a_mistake_is_one_message(arguments, says, capsys):

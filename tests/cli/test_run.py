@@ -102,9 +102,7 @@ def test_torch_is_not_imported_and_its_launcher_only_used_where_it_has_work(mach
     done = machine.python("-c", program)
     assert done.returncode == 0, done.stderr
     file, command, environ = json.loads(done.stdout)
-    front = (
-        [file, "-m", "accelcore.cli.run.launcher", "--standalone", *launcher, "--no-python", "--"] if launcher else []
-    )
+    front = [file, "-m", "accelcore.cli.launcher", "--standalone", *launcher, "--no-python", "--"] if launcher else []
     assert command[: len(front)] == front
     python, *options = command[len(front) : -3]
     assert (python, bool(options)) == (file, bool(launcher))
@@ -176,8 +174,8 @@ def here(machine, monkeypatch):
         (["run", "--nproc", "2", "-"], "stdin"),
         (["run", "--nproc", "0", "script.py"], "--nproc"),
         (["run", "--check-collectives", "script.py"], "--check-collectives needs a job of several ranks"),
-        (["run", "--nnodes", "2", "script.py"], "--nnodes without --rdzv-endpoint or --master-addr"),
-        (["run", "--rdzv-endpoint", "a:1", "script.py"], "--rdzv-endpoint without --nnodes"),
+        (["run", "--nnodes", "2", "script.py"], "--nnodes cannot be used without --rdzv-endpoint or --master-addr"),
+        (["run", "--rdzv-endpoint", "a:1", "script.py"], "--rdzv-endpoint cannot be used without --nnodes"),
         (["run", "--nnodes", "2", "--master-addr", "a", "script.py"], "without --node-rank"),
         (["run", "--devise", "cpu", "script.py"], "--device"),
         (["run"], "SCRIPT"),
@@ -331,11 +329,10 @@ def test_an_emulation_is_an_environment_that_a_distribution_of_its_own_prepares(
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("kettle", "nothing installed emulates a backend of that name"),
-        ("kettle", "install the package that emulates kettle, if there is one; docs/install.md"),
-        ("toaster:0", "name one backend, and no device"),
-        ("auto", "name one backend, and no device"),
-        ("?", "--emulate='?' is not a device"),
+        ("kettle", "no installed package emulates a backend of that name"),
+        ("kettle", "docs/install.md"),
+        ("toaster:0", "name one backend without an index"),
+        ("?", "--emulate '?': no installed package"),
         ("broken", "the emulator of 'broken' (fake-plugin-"),
         ("broken", "a part is missing"),
         ("twice", "two distributions emulate 'twice'"),

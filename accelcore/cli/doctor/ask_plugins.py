@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import NoReturn, TypedDict
 
 from accelcore.cli import child
 from accelcore.cli.child import Ended
@@ -22,33 +22,12 @@ from accelcore.devices.select import decide
 from accelcore.errors import AccelError, PluginError
 from accelcore.known_faults import KnownFault
 
-__all__ = ["Answers", "Fault", "PassedOver", "SelectionPreview", "ask_plugins", "main"]
+__all__ = ["Answers", "Selection", "ask_plugins", "main"]
 
 _START = 10.0  # seconds that a child has to start on a busy machine, beside the time for its plugins
 
 
-@dataclass(frozen=True)
-class PassedOver:
-    """A device that a list or `auto` could not use before the one it chose."""
-
-    name: str
-    reason: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Error that `select()` would raise; its `type` is empty if the process would end or block instead."""
-
-    type: str
-    what: str
-    why: str
-    available: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class SelectionPreview:
+class Selection(TypedDict):
     """Choice that `select()` would make in the present environment, found without creating a backend.
 
     Attributes:
@@ -56,14 +35,17 @@ class SelectionPreview:
         source: `"ACCEL_DEVICE"` or `"default"`.
         chosen: the device, `"cpu:0"`; None if there would be an error.
         why: the reason for this choice.
+        passed_over: `name`, `reason` and `remedy` of each device that came before the chosen one and cannot be used.
+        error: `type`, `what`, `why`, `available` and `remedy` of the error that `select()` would raise; the `type` is
+            empty if the process would end or block instead.
     """
 
     request: str
     source: str
-    chosen: str | None = None
-    why: str = ""
-    passed_over: tuple[PassedOver, ...] = ()
-    error: Fault | None = None
+    chosen: str | None
+    why: str
+    passed_over: list[dict[str, str]]
+    error: dict[str, str] | None
 
 
 @dataclass(frozen=True)
@@ -72,47 +54,32 @@ class Answers:
 
     candidates: tuple[Candidate, ...] = ()
     extensions: tuple[Extension, ...] = ()
-    selection: SelectionPreview | None = None
+    selection: Selection | None = None
 
     def to_json(self) -> str:
         candidates = [
-            {
-                "name": candidate.name,
-                "distribution": candidate.distribution,
-                "broken": candidate.error is not None,
-                "probe": asdict(candidate.probe),
-                "faults": [asdict(fault) for fault in candidate.faults],
-            }
+            (
+                candidate.name,
+                candidate.distribution,
+                asdict(candidate.probe),
+                candidate.error is not None,
+                [asdict(fault) for fault in candidate.faults],
+            )
             for candidate in self.candidates
         ]
         extensions = [(one.name, one.distribution, one.reason) for one in self.extensions]
-        selection = self.selection and asdict(self.selection)
-        return json.dumps({"candidates": candidates, "extensions": extensions, "selection": selection})
+        return json.dumps([candidates, extensions, self.selection])
 
     @classmethod
     def from_json(cls, text: str) -> Answers:
-        """Read the answers; raise ValueError if the text is incomplete, PluginError if no plugin could be asked."""
-        data = json.loads(text)
-        if "error" in data:
-            raise PluginError(
-                "the installed plugins cannot be found or asked",
-                why=data["error"],
-                remedy="repair the damaged installation; pip check may tell which distribution it is",
-            )
         candidates = []
-        for one in data["candidates"]:
-            values: dict[str, Any] = {
-                field: tuple(value) if isinstance(value, list) else value for field, value in one["probe"].items()
-            }
-            error = PluginError(values["reason"]) if one["broken"] else None
-            faults = tuple(KnownFault(**fault) for fault in one["faults"])
-            candidates.append(Candidate(one["name"], one["distribution"], Probe(**values), error=error, faults=faults))
-        preview = data["selection"]
-        if preview:
-            preview["passed_over"] = tuple(PassedOver(**passed) for passed in preview["passed_over"])
-            preview["error"] = preview["error"] and Fault(**preview["error"])
-        extensions = tuple(Extension(*one) for one in data["extensions"])
-        return cls(tuple(candidates), extensions, SelectionPreview(**preview) if preview else None)
+        answered, extensions, selection = json.loads(text)
+        for name, distribution, fields, broken, faults in answered:
+            probe = Probe(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+            error = PluginError(probe.reason) if broken else None
+            known = tuple(KnownFault(**fault) for fault in faults)
+            candidates.append(Candidate(name, distribution, probe, error=error, faults=known))
+        return cls(tuple(candidates), tuple(Extension(*one) for one in extensions), selection)
 
 
 def ask_plugins() -> tuple[Answers, str]:
@@ -151,7 +118,7 @@ def ask_plugins() -> tuple[Answers, str]:
         selection = _no_choice(culprit)
     else:
         ended, found = _ask(choosing, "selection")
-        selection = found.selection if found is not None and found.selection is not None else _no_choice(ended)
+        selection = found.selection if found is not None else _no_choice(ended)
     return Answers(tuple(candidates), tuple(extensions), selection), "" if culprit is not None else together
 
 
@@ -163,7 +130,7 @@ def main() -> NoReturn:
         try:
             answer = _answer(*sys.argv[1:]).to_json()
         except Exception as error:  # noqa: BLE001  # a plugin's own error is among the answers
-            answer = json.dumps({"error": plugins.describe(error)})
+            answer = json.dumps(plugins.describe(error))
         answers.write(answer)
     sys.stderr.flush()
     os._exit(0)  # without what a plugin would do at exit, and without waiting for its threads
@@ -179,7 +146,7 @@ def _answer(question: str, which: str = "") -> Answers:
     if question == "all":
         return Answers(tuple(plugins.probe_all().values()), tuple(plugins.load_extensions()), _preview_selection())
     selection = _preview_selection()
-    if selection.chosen is not None:
+    if selection["chosen"] is not None:
         plugins.load_extensions()  # as `select()` does for the device it has chosen
     return Answers(selection=selection)
 
@@ -190,33 +157,44 @@ def _asked() -> tuple[str, str]:
     return ("auto", "default") if text is None else (text, "ACCEL_DEVICE")
 
 
-def _preview_selection() -> SelectionPreview:
+def _preview_selection() -> Selection:
     """Follow `select()` up to where it would create a backend."""
     request, source = _asked()
+    preview = Selection(request=request, source=source, chosen=None, why="", passed_over=[], error=None)
     try:
-        chosen, passed_over = decide(request, "ACCEL_DEVICE", str)
+        preview["chosen"], passed_over = decide(request, "ACCEL_DEVICE", str)
     except AccelError as error:
-        fault = Fault(type(error).__name__, error.what, error.why, error.available, error.remedy)
-        return SelectionPreview(request, source, error=fault)
-    over = tuple(PassedOver(probe.name, probe.reason, probe.remedy) for probe in passed_over)
+        words = {name: getattr(error, name) for name in ("what", "why", "available", "remedy")}
+        return {**preview, "error": {"type": type(error).__name__, **words}}
+    preview["passed_over"] = [{"name": it.name, "reason": it.reason, "remedy": it.remedy} for it in passed_over]
     choices = parse(request, "ACCEL_DEVICE")
     if choices is None:
-        why = "the highest priority of the backends that work here"
+        preview["why"] = "the highest priority of the backends that work here"
     else:
-        why = "the first of ACCEL_DEVICE that works here" if len(choices) > 1 else "ACCEL_DEVICE asks for it"
-    return SelectionPreview(request, source, chosen, why, over)
+        several = len(choices) > 1
+        preview["why"] = "the first of ACCEL_DEVICE that works here" if several else "ACCEL_DEVICE asks for it"
+    return preview
 
 
 def _ask(limit: float, *question: str) -> tuple[Ended, Answers | None]:
-    """Ask in a child process; return None for the answers if it did not live to give them."""
+    """Ask in a child process; return None for the answers if it did not live to give them.
+
+    Raises:
+        PluginError: the plugins cannot be found.
+    """
     ended = child.call(__name__, *question, environ=os.environ, limit=_START + limit)
-    try:
-        found = Answers.from_json(ended.stdout) if ended.status == 0 else None
-    except ValueError:  # a plugin ended the process with exit code 0
-        found = None
-    if found is not None or question[0] in ("backend", "extension"):
+    answered = ended.status == 0 and ended.stdout != ""  # a plugin may end the process with exit code 0
+    if answered or question[0] in ("backend", "extension"):
         sys.stderr.write(ended.stderr)
-    return ended, found
+    if not answered:
+        return ended, None
+    if isinstance(reason := json.loads(ended.stdout), str):
+        raise PluginError(
+            "the installed plugins cannot be found or asked",
+            why=reason,
+            remedy="repair the damaged installation; pip check may tell which distribution it is",
+        )
+    return ended, Answers.from_json(ended.stdout)
 
 
 def _fate(ended: Ended, cause: str) -> str:
@@ -227,14 +205,14 @@ def _fate(ended: Ended, cause: str) -> str:
     return f"{cause} ended the process with exit code {ended.status}"
 
 
-def _no_choice(ended: Ended) -> SelectionPreview:
+def _no_choice(ended: Ended) -> Selection:
     request, source = _asked()
-    fault = Fault(
-        type="",
-        what="select() would take the script down",
-        why=_fate(ended, "loading the plugins for it"),
-        available="",
-        remedy="repair or uninstall what is broken; if ACCEL_DEVICE or select() names another backend, a broken "
+    error = {
+        "type": "",
+        "what": "select() would take the script down",
+        "why": _fate(ended, "loading the plugins for it"),
+        "available": "",
+        "remedy": "repair or uninstall what is broken; if ACCEL_DEVICE or select() names another backend, a broken "
         "plugin is not loaded",
-    )
-    return SelectionPreview(request, source, error=fault)
+    }
+    return Selection(request=request, source=source, chosen=None, why="", passed_over=[], error=error)

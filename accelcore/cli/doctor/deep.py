@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from accelcore.cli import child
-from accelcore.cli.child import Ended
 from accelcore.devices.plugins import (
     AUTOLOAD,
     Candidate,
@@ -70,20 +69,20 @@ class Deep:
 def examine(candidates: Sequence[Candidate], found: Sequence[Declared], timeout: float) -> Deep:
     """Try torch, then each usable backend, for `timeout` seconds each; the others are listed as not tried."""
     environ = outside_any_job(os.environ)  # the trial is not a rank
-    torch = _try(None, environ, timeout)
+    torch = _try("torch", environ, timeout)
     autoload_broken = False
     if torch.outcome != "works" and found and autoload_enabled(environ):
         without = {**environ, AUTOLOAD: "0"}
-        if _try(None, without, timeout).outcome == "works":
+        if _try("torch", without, timeout).outcome == "works":
             torch, autoload_broken, environ = _blamed_on_autoload(torch, found, candidates), True, without
     backends = []
     for candidate in candidates:
         if not candidate.probe.available:
-            backends.append(Trial(candidate.name, "not tried", reason="it is not usable here"))
+            backends.append(Trial(candidate.name, "not tried", "it is not usable here"))
         elif torch.outcome != "works" and not autoload_broken:
-            backends.append(Trial(candidate.name, "not tried", reason="torch cannot be imported"))
+            backends.append(Trial(candidate.name, "not tried", "torch cannot be imported"))
         else:
-            backends.append(_try(candidate.name, environ, timeout))
+            backends.append(_try(candidate.name, environ, timeout, candidate.name))
     return Deep(torch, autoload_broken, tuple(backends))
 
 
@@ -100,30 +99,26 @@ def _blamed_on_autoload(trial: Trial, found: Sequence[Declared], candidates: Seq
     )
 
 
-def _try(name: str | None, environ: Mapping[str, str], timeout: float) -> Trial:
-    ended = child.call(__name__, *([name] if name else []), environ=environ, limit=timeout)
+def _try(name: str, environ: Mapping[str, str], timeout: float, *arguments: str) -> Trial:
+    ended = child.call(__name__, *arguments, environ=environ, limit=timeout)
     written = ended.stderr.splitlines()
-    outcome, reason, remedy = _judge(ended, [line for line in written if line.strip()])
-    stderr = () if outcome == "works" else tuple(written[-_KEPT:])
-    return Trial(name or "torch", outcome, reason, remedy, round(ended.seconds, 3), stderr)
-
-
-def _judge(ended: Ended, written: Sequence[str]) -> tuple[str, str, str]:
     said = [line.removeprefix(SAYS) for line in written if line.startswith(SAYS)]
+    seconds, stderr = round(ended.seconds, 3), tuple(written[-_KEPT:])
     if ended.status == 0 and said[-1:] == [WORKS]:
-        return "works", "", ""
+        return Trial(name, "works", seconds=seconds)
     if ended.status is None:
         reason = f"it did not end within {ended.limit:g} seconds, and was killed"
-        return "hung", reason, "give it longer with --timeout, or see what its driver says"
+        remedy = "give it longer with --timeout, or see what its driver says"
+        return Trial(name, "hung", reason, remedy, seconds, stderr)
     if ended.signal:
         remedy = "install versions that fit together; the last lines it wrote are in --json"
         if ended.signal == "SIGKILL":
             remedy = "see whether the machine ran out of memory"
-        return "crashed", f"{ended.signal} ended it{ended.where}", remedy
-    last = (said or written)[-1:]
+        return Trial(name, "crashed", f"{ended.signal} ended it{ended.where}", remedy, seconds, stderr)
+    last = (said or [line for line in written if line.strip()])[-1:]
     reason = last[0].strip()[:_LONGEST] if last else f"it exited with {ended.status} and wrote nothing"
     remedies = (remedy for part, remedy in _REMEDIES.items() if part in reason)
-    return "failed", reason, next(remedies, "the traceback is in the stderr of --json")
+    return Trial(name, "failed", reason, next(remedies, "the traceback is in the stderr of --json"), seconds, stderr)
 
 
 def main() -> int:

@@ -7,30 +7,30 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, distribution, version
 from typing import Any
 
-from accelcore.cli.doctor.ask_plugins import SelectionPreview, ask_plugins
+from accelcore.cli.doctor.ask_plugins import Selection, ask_plugins
 from accelcore.cli.doctor.deep import Deep, examine
-from accelcore.devices import plugins
-from accelcore.devices.hookspecs import Probe
-from accelcore.devices.plugins import AUTOLOAD, BACKENDS, EXTENSIONS, Candidate, Declared, declared
+from accelcore.devices.plugins import (
+    AUTOLOAD,
+    BACKENDS,
+    EXTENSIONS,
+    Candidate,
+    Declared,
+    Extension,
+    autoload_enabled,
+    autoloads,
+    autoloads_of_unusable_backends,
+    declared,
+)
 from accelcore.jobs.launchers import JOB_VARIABLES
-from accelcore.known_faults import TORCH_FAULTS, KnownFault
+from accelcore.known_faults import TORCH_FAULTS
 from accelcore.util.text import shown
 
-__all__ = [
-    "BROKEN",
-    "NOTHING_USABLE",
-    "USABLE",
-    "Backend",
-    "Diagnosis",
-    "Extension",
-    "InstalledFault",
-    "Misfit",
-    "diagnose",
-]
+__all__ = ["BROKEN", "NOTHING_USABLE", "USABLE", "Diagnosis", "Misfit", "Plugin", "diagnose"]
 
 _SCHEMA = 1
 """Version of the JSON. It changes if a field is removed or changes its meaning, not if one is added."""
@@ -71,12 +71,14 @@ class Misfit:
 
 
 @dataclass(frozen=True)
-class Backend:
-    """One installed backend.
+class Plugin:
+    """One installed backend or extension.
 
     Attributes:
-        state: `"usable"`, `"unusable"` (it answered, and cannot work here) or `"broken"` (it gave no valid answer).
-        versions: the vendor's distributions that the plugin names; None if one is not installed.
+        state: of a backend `"usable"`, `"unusable"` (it answered, and cannot work here) or `"broken"` (it gave no valid
+            answer); of an extension `"loads"` or `"broken"`.
+        count, priority: the number of devices, and the backend's rank for `auto`; 0 for an extension.
+        versions: the vendor's distributions that a backend names; None if one is not installed.
         misfits: unmet requirements of the plugin's and the vendor's distributions.
     """
 
@@ -85,36 +87,10 @@ class Backend:
     distribution: str
     reason: str
     remedy: str
-    count: int
-    priority: int
+    misfits: tuple[Misfit, ...]
     versions: dict[str, str | None]
-    misfits: tuple[Misfit, ...]
-
-
-@dataclass(frozen=True)
-class Extension:
-    """One installed extension: its state is `"loads"` or `"broken"`."""
-
-    name: str
-    state: str
-    distribution: str
-    reason: str
-    remedy: str
-    misfits: tuple[Misfit, ...]
-
-
-@dataclass(frozen=True)
-class InstalledFault:
-    """A `KnownFault` of an installed version; `backend` is empty if it concerns every backend."""
-
-    backend: str
-    kernel: str
-    package: str
-    installed: str
-    versions: str
-    what: str
-    instead: str
-    reference: str
+    count: int = 0
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,7 +105,8 @@ class Diagnosis:
         autoload: the entry points that `import torch` calls.
         crash: how all plugins together ended their process, if no plugin does so alone; otherwise empty.
         advice: further notes.
-        faults: known kernel bugs of the installed versions, for usable backends.
+        faults: known kernel bugs of the installed versions: the fields of `KnownFault`, the `installed` version, and
+            the `backend`, which is empty for a bug on every backend.
         deep: the trials of `--deep`, or None.
     """
 
@@ -137,25 +114,25 @@ class Diagnosis:
     platform: str
     executable: str
     misfits: tuple[Misfit, ...]
-    backends: tuple[Backend, ...]
-    extensions: tuple[Extension, ...]
-    selection: SelectionPreview
+    backends: tuple[Plugin, ...]
+    extensions: tuple[Plugin, ...]
+    selection: Selection
     environment: dict[str, str | None]
     autoload: tuple[Declared, ...]
-    crash: str = ""
-    advice: tuple[str, ...] = ()
-    faults: tuple[InstalledFault, ...] = ()
-    deep: Deep | None = None
+    crash: str
+    advice: tuple[str, ...]
+    faults: tuple[dict[str, str | None], ...]
+    deep: Deep | None
 
     @property
     def broken(self) -> list[str]:
         """The names of everything that is broken."""
-        names = [f"backend {backend.name}" for backend in self.backends if backend.state == "broken"]
-        names += [f"extension {extension.name}" for extension in self.extensions if extension.state == "broken"]
+        plugins = [(f"backend {one.name}", one) for one in self.backends]
+        plugins += [(f"extension {one.name}", one) for one in self.extensions]
+        names = [label for label, one in plugins if one.state == "broken"]
         names += ["all plugins together"] if self.crash else []
         names += ["versions for accelcore"] if self.misfits else []
-        names += [f"versions for backend {backend.name}" for backend in self.backends if backend.misfits]
-        names += [f"versions for extension {extension.name}" for extension in self.extensions if extension.misfits]
+        names += [f"versions for {label}" for label, one in plugins if one.misfits]
         if self.deep is not None:
             names += ["import torch"] if self.deep.torch.outcome != "works" else []
             trials = (trial for trial in self.deep.backends if trial.outcome not in ("works", "not tried"))
@@ -189,19 +166,18 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
     answers, crash = ask_plugins()
     assert answers.selection is not None, "it was asked for"
     candidates = answers.candidates
-    found = plugins.autoloads()
-    offered = declared(BACKENDS)
-    backends = tuple(_backend(candidate, offered) for candidate in candidates)
-    offered = declared(EXTENSIONS)
+    found = autoloads()
+    system = (platform.system(), platform.release(), platform.machine(), " ".join(platform.libc_ver()))
+    variables = [*_VARIABLES, *(name for candidate in candidates for name in candidate.probe.environment)]
     return Diagnosis(
-        versions={"python": platform.python_version(), **_versions(_DISTRIBUTIONS)},
-        platform=_platform(),
+        versions={"python": platform.python_version(), **{name: _installed(name) for name in _DISTRIBUTIONS}},
+        platform=f"{' '.join(filter(str.strip, system))}, {os.cpu_count()} cores",
         executable=sys.executable,
         misfits=_misfits(["accelcore"]),
-        backends=backends,
-        extensions=tuple(_extension(extension, offered) for extension in answers.extensions),
+        backends=tuple(map(_backend, candidates)),
+        extensions=tuple(map(_extension, answers.extensions)),
         selection=answers.selection,
-        environment=_environment(candidate.probe for candidate in candidates),
+        environment={name: os.environ.get(name) for name in variables},
         autoload=tuple(found),
         crash=crash,
         advice=tuple(_advice(found, candidates)),
@@ -210,65 +186,50 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
     )
 
 
-def _platform() -> str:
-    parts = (platform.system(), platform.release(), platform.machine(), " ".join(platform.libc_ver()))
-    return f"{' '.join(filter(str.strip, parts))}, {os.cpu_count()} cores"
-
-
-def _backend(candidate: Candidate, offered: Iterable[Declared]) -> Backend:
+def _backend(candidate: Candidate) -> Plugin:
     probe = candidate.probe
-    state = "broken" if candidate.error is not None else "usable" if probe.available else "unusable"
-    owners = [entry.distribution for entry in offered if entry.name == candidate.name]
-    return Backend(
+    owners = [entry.distribution for entry in declared(BACKENDS) if entry.name == candidate.name]
+    return Plugin(
         name=candidate.name,
-        state=state,
+        state="broken" if candidate.error is not None else "usable" if probe.available else "unusable",
         distribution=candidate.distribution,
         reason=probe.reason,
         remedy="" if probe.available else probe.remedy,
+        misfits=_misfits([*owners, *filter(None, probe.distributions)]),
+        versions={name: _installed(name) for name in probe.distributions},
         count=probe.count,
         priority=probe.priority,
-        versions=_versions(probe.distributions),
-        misfits=_misfits([*owners, *filter(None, probe.distributions)]),
     )
 
 
-def _extension(extension: plugins.Extension, offered: Iterable[Declared]) -> Extension:
-    state, remedy = ("broken", f"repair or uninstall {extension.distribution}") if extension.reason else ("loads", "")
+def _extension(extension: Extension) -> Plugin:
+    label = extension.distribution
+    state, remedy = ("broken", f"repair or uninstall {label}") if extension.reason else ("loads", "")
     owners = [
-        entry.distribution for entry in offered if (entry.name, entry.label) == (extension.name, extension.distribution)
+        entry.distribution for entry in declared(EXTENSIONS) if (entry.name, entry.label) == (extension.name, label)
     ]
-    return Extension(extension.name, state, extension.distribution, extension.reason, remedy, _misfits(owners))
+    return Plugin(extension.name, state, label, extension.reason, remedy, _misfits(owners), versions={})
 
 
-def _installed_faults(candidates: Iterable[Candidate]) -> Iterator[InstalledFault]:
-    known: list[tuple[str, Sequence[KnownFault]]] = [("", TORCH_FAULTS)]
-    known += [(candidate.name, candidate.faults) for candidate in candidates if candidate.probe.available]
-    for backend, faults in known:
+def _installed_faults(candidates: Iterable[Candidate]) -> Iterator[dict[str, str | None]]:
+    known = {"": TORCH_FAULTS} | {one.name: one.faults for one in candidates if one.probe.available}
+    for backend, faults in known.items():
         for fault in faults:
             if fault.applies:
-                yield InstalledFault(backend, *(getattr(fault, field.name) for field in fields(InstalledFault)[1:]))
-
-
-def _versions(names: Iterable[str]) -> dict[str, str | None]:
-    return {name: _installed_version(name) for name in names}
-
-
-def _environment(probes: Iterable[Probe]) -> dict[str, str | None]:
-    names = [*_VARIABLES, *(name for probe in probes for name in probe.environment)]
-    return {name: os.environ.get(name) for name in dict.fromkeys(names)}
+                yield {"backend": backend, "installed": fault.installed, **asdict(fault)}
 
 
 def _advice(found: Sequence[Declared], candidates: Sequence[Candidate]) -> Iterable[str]:
-    if not plugins.autoload_enabled(os.environ):
+    if not autoload_enabled(os.environ):
         return
-    for autoload, candidate in plugins.autoloads_of_unusable_backends(found, candidates):
+    for autoload, candidate in autoloads_of_unusable_backends(found, candidates):
         yield (
             f"import torch loads {autoload}, although {candidate.name} is not usable here ({candidate.probe.reason}); "
             f"if that makes import torch fail, set {AUTOLOAD}=0 or start the script with accelcore run"
         )
 
 
-def _installed_version(name: str) -> str | None:
+def _installed(name: str) -> str | None:
     try:
         return version(name)
     except (PackageNotFoundError, ValueError, KeyError):  # ValueError: an empty name, or metadata that is not text
@@ -279,43 +240,44 @@ def _misfits(names: Iterable[str]) -> tuple[Misfit, ...]:
     """Return the unmet requirements of installed distributions; an empty name is one without a name in its metadata."""
     found: list[Misfit] = []
     for name in dict.fromkeys(names):
-        try:
-            found += _unmet(name, distribution(name))
-        except PackageNotFoundError:
-            continue
-        except (ValueError, KeyError):
-            found.append(_unreadable(name, f"the metadata of {name or 'its distribution'} cannot be read"))
+        with suppress(PackageNotFoundError):
+            try:
+                owner = distribution(name)
+                texts = (owner.requires or ()) if owner.version else None  # no version: an interrupted installation
+            except (ValueError, KeyError):
+                texts = None
+            if texts is None:
+                found.append(_unreadable(name, f"the metadata of {name or 'its distribution'} cannot be read"))
+            else:
+                found += filter(None, (_misfit(name, owner.version, text) for text in texts))
     return tuple(found)
 
 
-def _unmet(name: str, owner: Distribution) -> Iterator[Misfit]:
+def _misfit(name: str, owned: str, text: str) -> Misfit | None:
+    """Return the requirement `text` of the distribution `name` in version `owned` as a misfit, or None if it is met."""
     # Imported here, because it is slow to import, and not every command needs it.
     from packaging.requirements import Requirement
     from packaging.version import Version
 
-    if not owner.version:  # an empty file, after an interrupted installation
-        raise ValueError(name)
-    label = f"{name} {owner.version}"
-    for text in owner.requires or ():
-        try:
-            requirement = Requirement(text)
-            if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-                continue
-            requirement.marker = None
-            has = _installed_version(requirement.name)
-            # An installed prerelease counts: somebody chose it.
-            if has is not None and requirement.specifier.contains(Version(has), prereleases=True):
-                continue
-        except (ValueError, KeyError):  # packaging's own errors are these
-            yield _unreadable(name, f"{label} requires {shown(text, 200)}, which cannot be read or compared")
-            continue
-        install = f"pip install {shlex.quote(str(requirement))}"
-        if has is None:
-            reason, remedy = f"{requirement.name} is not installed", install
-        else:
-            reason = f"{requirement.name} {has} is installed"
-            remedy = f"{install}; or install a version of {name} that fits {requirement.name} {has}"
-        yield Misfit(name, str(requirement), has, f"{label} requires {requirement}, and {reason}", remedy)
+    label = f"{name} {owned}"
+    try:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            return None
+        requirement.marker = None
+        has = _installed(requirement.name)
+        # An installed prerelease counts: somebody chose it.
+        if has is not None and requirement.specifier.contains(Version(has), prereleases=True):
+            return None
+    except (ValueError, KeyError):  # packaging's own errors are these
+        return _unreadable(name, f"{label} requires {shown(text, 200)}, which cannot be read or compared")
+    install = f"pip install {shlex.quote(str(requirement))}"
+    if has is None:
+        reason, remedy = f"{requirement.name} is not installed", install
+    else:
+        reason = f"{requirement.name} {has} is installed"
+        remedy = f"{install}; or install a version of {name} that fits {requirement.name} {has}"
+    return Misfit(name, str(requirement), has, f"{label} requires {requirement}, and {reason}", remedy)
 
 
 def _unreadable(name: str, reason: str) -> Misfit:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from accelcore.cli.run import rank
-from accelcore.devices.plugins import AUTOLOAD, autoloads, autoloads_of_unusable_backends, declared
-from accelcore.devices.request import Choice, parse, requested_device
+from accelcore.cli import rank
+from accelcore.devices import plugins
+from accelcore.devices.plugins import AUTOLOAD
+from accelcore.devices.request import parse, requested_device
+from accelcore.devices.select import check_installed
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.util.text import shown
 
 __all__ = ["run"]
 
-_LAUNCHER = "accelcore.cli.run.launcher"  # not imported: it imports torch
-_APEX = Path(__file__).parents[2] / "apex" / "stand_in"
+_LAUNCHER = "accelcore.cli.launcher"  # not imported: it imports torch
+_APEX = Path(__file__).parents[1] / "apex" / "stand_in"
 
 
 def run(
@@ -49,8 +50,6 @@ def run(
     environ = dict(os.environ)
     program = ["-m", script, *arguments] if module else [script, *arguments]
     if device:
-        from accelcore.devices.select import check_installed
-
         check_installed(device, "--device")  # else each rank would fail, with an error about ACCEL_DEVICE
         environ["ACCEL_DEVICE"] = device
     elif (asked := requested_device()) is not None:
@@ -59,8 +58,18 @@ def run(
     if machines:
         _check_machines(machines, environ)
     launched = nproc > 1 or max_restarts > 0 or bool(machines)
-    if not module:
-        _check_script(script, launched)
+    if not module and script == "-" and launched:
+        raise ConfigurationError(
+            "a script from stdin cannot be started on several ranks, or again",
+            why="stdin can be read only once",
+            remedy="put the script in a file",
+        )
+    if not module and script != "-" and not Path(script).exists():
+        raise ConfigurationError(
+            f"there is no script {shown(script, 200)}",
+            why=f"there is no such file, seen from {Path.cwd()}",
+            remedy="correct the path; for a module, use -m",
+        )
     if check_collectives:
         if nproc == 1 and not machines:
             raise ConfigurationError("--check-collectives needs a job of several ranks", remedy="add --nproc 2")
@@ -99,22 +108,6 @@ def run(
     os.execve(sys.executable, command, environ)  # noqa: S606
 
 
-def _check_script(script: str, launched: bool) -> None:
-    if script == "-":
-        if launched:
-            raise ConfigurationError(
-                "several ranks, or restarts, of a script from stdin",
-                why="stdin can be read only once",
-                remedy="put the script in a file",
-            )
-    elif not Path(script).exists():
-        raise ConfigurationError(
-            f"there is no script {shown(script, 200)}",
-            why=f"no such file in {Path.cwd()}" if not Path(script).is_absolute() else "no such file",
-            remedy="correct the path; for a module, use -m",
-        )
-
-
 def _check_machines(machines: Mapping[str, str], environ: Mapping[str, str]) -> None:
     """Raise if an option is missing without which torchrun would start a job on this machine alone."""
     needed = [("--nnodes",), ("--rdzv-endpoint", "--master-addr")]
@@ -124,7 +117,7 @@ def _check_machines(machines: Mapping[str, str], environ: Mapping[str, str]) -> 
         variables = ("PET_" + option[2:].replace("-", "_").upper() for option in options)  # torchrun reads these, too
         if not any(option in machines for option in options) and not any(name in environ for name in variables):
             raise ConfigurationError(
-                f"{' and '.join(machines)} without {' or '.join(options)}",
+                f"{' and '.join(machines)} cannot be used without {' or '.join(options)}",
                 why="a job of several machines needs their number, a meeting point, and the number of this machine",
                 remedy="give --nnodes 2 --node-rank 0 --rdzv-endpoint HOST:PORT; another --node-rank on each machine; "
                 "with --rdzv-backend c10d, torch numbers the machines",
@@ -132,30 +125,26 @@ def _check_machines(machines: Mapping[str, str], environ: Mapping[str, str]) -> 
 
 
 def _emulation(name: str, devices: int) -> Mapping[str, str]:
-    from accelcore.devices import plugins
-
-    one = parse(name, "--emulate") == (Choice(name),)
-    variables = plugins.emulate(name, devices) if one else None
+    variables = plugins.emulate(name, devices)
     if variables is None:
         raise UnsupportedError(
-            f"--emulate {shown(name)}: nothing installed emulates a backend of that name",
-            available=", ".join(entry.name for entry in declared(plugins.EMULATORS)) or "no emulator is installed",
-            remedy=f"install the package that emulates {name}, if there is one; docs/install.md lists accelcore's own"
-            if one
-            else "name one backend, and no device",
+            f"--emulate {shown(name)}: no installed package emulates a backend of that name",
+            available=", ".join(entry.name for entry in plugins.declared(plugins.EMULATORS))
+            or "no emulator is installed",
+            remedy="name one backend without an index; docs/install.md lists accelcore's own emulators",
         )
     return variables
 
 
 def _turn_off_autoload(environ: MutableMapping[str, str], *, hide: bool) -> str:
     """Keep `import torch` from loading the runtimes of unusable backends; return the packages to hide."""
-    found = autoloads()
+    found = plugins.autoloads()
     if not found:
         return ""
     from accelcore.cli.doctor.ask_plugins import ask_plugins
 
     # In another process: this one is about to become the script.
-    failing = autoloads_of_unusable_backends(found, ask_plugins()[0].candidates)
+    failing = plugins.autoloads_of_unusable_backends(found, ask_plugins()[0].candidates)
     if not failing:
         return ""
     environ[AUTOLOAD] = "0"
@@ -177,15 +166,11 @@ def _apex_path(environ: Mapping[str, str], folder: Path) -> str:
     beside = next((path for path in (folder / "apex.py", folder / "apex" / "__init__.py") if path.exists()), None)
     if beside is not None:
         raise ConfigurationError(
-            "--apex, and the script has an apex of its own",
-            why=f"Python would find {beside} first",
+            "--apex cannot replace the apex beside the script",
+            why=f"Python finds {beside} first",
             remedy="rename that one, or leave --apex out",
         )
     spec = find_spec("apex")
     if spec is not None and spec.origin is not None and not Path(spec.origin).is_relative_to(_APEX):
-        try:
-            found = f"apex {version('apex')}"
-        except PackageNotFoundError:
-            found = spec.origin
-        sys.stderr.write(f"accelcore: --apex: the script imports accelcore.apex, not the installed {found}\n")
+        sys.stderr.write(f"accelcore: --apex: the script imports accelcore.apex, not the installed {spec.origin}\n")
     return os.pathsep.join(filter(None, (str(_APEX), environ.get("PYTHONPATH"))))

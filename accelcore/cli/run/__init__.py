@@ -1,1 +1,0 @@
-"""`accelcore run`: prepare a script's environment, start its ranks, and run it in each of them."""
