@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import click
 
-import accelcore
 from accelcore.cli import ROLES
 
 __all__ = ["app"]
@@ -68,7 +67,7 @@ def device_option(name: str, metavar: str, help: str) -> Callable[[F], F]:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(accelcore.__version__, message="%(prog)s %(version)s")
+@click.version_option(package_name="accelcore", message="%(prog)s %(version)s")
 @common
 def app() -> None:
     """Write a PyTorch training script once; run it on every device.
