@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
-from typing import NoReturn, TypedDict
+from typing import Any, NoReturn, TypedDict
 
 from accelcore.cli import child
 from accelcore.cli.child import Ended
@@ -75,7 +75,10 @@ class Answers:
         candidates = []
         answered, extensions, selection = json.loads(text)
         for name, distribution, fields, broken, faults in answered:
-            probe = Probe(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+            values: dict[str, Any] = dict(fields)
+            for key in ("environment", "distributions"):
+                values[key] = tuple(values[key])
+            probe = Probe(**values)
             error = PluginError(probe.reason) if broken else None
             known = tuple(KnownFault(**fault) for fault in faults)
             candidates.append(Candidate(name, distribution, probe, error=error, faults=known))
@@ -118,7 +121,7 @@ def ask_plugins() -> tuple[Answers, str]:
         selection = _no_choice(culprit)
     else:
         ended, found = _ask(choosing, "selection")
-        selection = found.selection if found is not None else _no_choice(ended)
+        selection = (found and found.selection) or _no_choice(ended)
     return Answers(tuple(candidates), tuple(extensions), selection), "" if culprit is not None else together
 
 
