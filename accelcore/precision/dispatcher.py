@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -23,70 +24,48 @@ class Overrides:
     """Sets of kernels in torch's dispatcher, each installed once under a name. They hold in the whole process."""
 
     def __init__(self) -> None:
-        self._sets: dict[str, _Installed] = {}
+        self._removals: dict[str, ExitStack] = {}  # by the names of the sets
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
-        return bool(self._sets)
+        return bool(self._removals)
 
     def install(
         self, name: str, make: Callable[[], Mapping[tuple[OpOverload, str], Kernel]], *, with_keyset: bool = True
     ) -> None:
-        """Install a set of kernels; do nothing if a set of that name is installed.
+        """Install a set of kernels, all or none; do nothing if a set of that name is installed.
 
         Args:
             name: of the set.
             make: returns a kernel for each operator and dispatch key.
             with_keyset: whether the kernels take the set of dispatch keys as their first argument.
         """
-        if name in self._sets:
+        if name in self._removals:
             return
-        with self._lock:
-            if name not in self._sets:  # another thread may have installed it meanwhile
-                self._sets[name] = _Installed(make(), with_keyset=with_keyset)
+        with self._lock, warnings.catch_warnings(), ExitStack() as removal:
+            if name in self._removals:  # another thread has installed it meanwhile
+                return
+            # torch warns of a kernel that is replaced; it is back after `remove`.
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            kernels, libraries = make(), dict[str, Any]()
+            for operator, key in kernels:
+                removal.callback(forget_python_dispatch, operator, key)  # called after the libraries are removed
+            for (operator, key), kernel in kernels.items():
+                never_compile(kernel)
+                if operator.namespace not in libraries:
+                    libraries[operator.namespace] = torch.library.Library(operator.namespace, "IMPL")  # type: ignore[no-untyped-call]
+                    removal.callback(remove_library, libraries[operator.namespace])
+                # Another set may be installed at the same key.
+                libraries[operator.namespace].impl(operator, kernel, key, with_keyset=with_keyset, allow_override=True)
+            for operator, key in kernels:
+                forget_python_dispatch(operator, key)
+            self._removals[name] = removal.pop_all()
 
     def remove(self) -> None:
         """Remove all sets, so that torch's own kernels are back."""
         with self._lock:
-            while self._sets:
-                self._sets.popitem()[1].remove()
-
-
-class _Installed:
-    def __init__(self, kernels: Mapping[tuple[OpOverload, str], Kernel], *, with_keyset: bool) -> None:
-        self._places = list(kernels)
-        self._libraries: dict[str, torch.library.Library] = {}
-        with warnings.catch_warnings():
-            # torch warns of a kernel that is replaced; it is back after `remove`.
-            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-            try:
-                for (operator, key), kernel in kernels.items():
-                    never_compile(kernel)
-                    self._library(operator.namespace).impl(  # type: ignore[no-untyped-call]
-                        operator,
-                        kernel,
-                        key,
-                        with_keyset=with_keyset,
-                        allow_override=True,  # another set may be installed at the same key
-                    )
-            except BaseException:
-                self.remove()  # half a set is none
-                raise
-        self._forget()
-
-    def remove(self) -> None:
-        for library in self._libraries.values():
-            remove_library(library)
-        self._forget()
-
-    def _library(self, namespace: str) -> torch.library.Library:
-        if namespace not in self._libraries:
-            self._libraries[namespace] = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-        return self._libraries[namespace]
-
-    def _forget(self) -> None:
-        for operator, key in self._places:
-            forget_python_dispatch(operator, key)
+            while self._removals:
+                self._removals.popitem()[1].close()
 
 
 overrides = Overrides()
