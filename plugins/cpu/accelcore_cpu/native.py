@@ -18,6 +18,7 @@ from accelcore_cpu.table import TYPES, Found, Member, Table
 __all__ = ["Native", "refusal"]
 
 _NOTHING = nullcontext()
+_NO_MEMORY = "a parameter has less memory than elements: its storage was resized"
 
 
 class Native(Formula):
@@ -133,6 +134,12 @@ class Native(Formula):
                     why="the parameter was given other data since its state was made",
                     remedy="make a new optimizer after a change of shape, or delete the parameter's state",
                 )
+            if _lacks_memory(state):
+                raise TrainingError(
+                    f"the state {name!r} of a parameter has less memory than elements",
+                    why="its storage was resized",
+                    remedy="give the storage its size and values again, or delete the parameter's state",
+                )
             if (state.dtype, state.stride(), state.device) != (dtype, value.stride(), value.device) or state.is_neg():
                 entry[name] = torch.empty_like(value, dtype=dtype).copy_(state)
         step: Any = entry.get("step")
@@ -157,7 +164,14 @@ def refusal(values: Sequence[Tensor], *, by_row: bool) -> str | None:
             return "a parameter has torch's negative bit; store its values by parameter.data.resolve_neg()"
         if by_row and _scatters_rows(value):
             return "the kernel takes matrices whose rows lie one after the other in memory"
-    return unfit(values)
+    return unfit(values) or next((_NO_MEMORY for value in values if _lacks_memory(value)), None)
+
+
+def _lacks_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor ends behind its memory, because that was resized: torch does not check it."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() < end
 
 
 def _scatters_rows(value: Tensor) -> bool:
@@ -181,7 +195,12 @@ def _address(gradient: Any, member: Member, copies: list[tuple[Tensor, Tensor]])
             f"a gradient has the shape {tuple(gradient.shape)}, and its parameter {tuple(value.shape)}",
             remedy="clear gradients after a change of the parameter's shape, and call backward again",
         )
-    without_memory = gradient.numel() > 0 and gradient.data_ptr() == 0  # torch's zeros that are never written to
+    without_memory = gradient._is_zerotensor()  # torch's zeros that are never written to
+    if not without_memory and _lacks_memory(gradient):
+        raise TrainingError(
+            "a gradient has less memory than elements: its storage was resized",
+            remedy="clear the gradients, and call backward again",
+        )
     as_value = gradient.stride() == value.stride() and gradient.device == value.device
     if without_memory or gradient.is_neg() or not as_value:
         copy = torch.empty_like(value, dtype=gradient.dtype).copy_(gradient)

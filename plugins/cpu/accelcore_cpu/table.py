@@ -87,7 +87,7 @@ class Table:
             sources.extend(_source(member, len(parts) // 4))
             for offset, shape in member.parts:
                 parts.extend(_tensor(offset, shape, by_row))
-        watched = [*self._values, *filter(_is_dense, self._kept)]
+        self._watched = watched = [*self._values, *filter(_is_dense, self._kept)]
         waits = bytes(member.waits for member in members)
         self._library = load()
         self._plan = self._made("plan", kind, _fork(), _memory(sources), len(members), _memory(parts), len(parts) // 4)
@@ -123,7 +123,7 @@ class Table:
         except RuntimeError:  # a tensor or a gradient has no dense memory
             return Found.REPLACED
         found = _FOUND[number]
-        if found is Found.ALL and any(map(Tensor.is_neg, self._values)):
+        if found is not Found.REPLACED and any(map(Tensor.is_neg, self._watched)):
             return Found.REPLACED
         if found is Found.ALL and (not self._own_dtype or any(map(Tensor.is_neg, present))):
             return Found.UNLIKE
@@ -135,16 +135,16 @@ class Table:
 
     def step(self, numbers: Sequence[Sequence[float]], grad_scale: float) -> None:
         """Update all tensors that have a gradient, by the numbers of each group."""
+        changed = self._values  # before the update, while torch's objects are in the cache
+        if 0 in self._addresses:
+            changed = [value for value, address in zip(changed, self._addresses, strict=True) if address]
+        _increment_version(changed)
         options = array("d", chain.from_iterable(numbers))
         done = self._library.plan_step(
             self._plan, _memory(self._addresses), _memory(options), len(numbers[0]), grad_scale, torch.get_num_threads()
         )
         if not done:
             raise MemoryError("there is no memory for the sums of an optimizer")
-        changed = self._values
-        if 0 in self._addresses:
-            changed = [value for value, address in zip(changed, self._addresses, strict=True) if address]
-        _increment_version(changed)
 
     def release(self) -> None:
         """Hold the gradients no longer."""

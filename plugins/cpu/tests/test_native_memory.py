@@ -6,8 +6,6 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from native_cases import distance, give_gradients, parameters, state_of, train
 from torch import nn
 
@@ -248,50 +246,3 @@ def test_a_parameter_that_is_cast_keeps_its_state(accel):
     train(optimizer, [member], 1, start=3)
     assert optimizer.route == "native"
     assert {v.dtype for v in state_of(optimizer)} == {torch.float32}
-
-
-CHANGES = {
-    "nothing": lambda p: None,
-    "other memory": lambda p: setattr(p, "data", p.data * 2),
-    "grown": lambda p: setattr(p, "data", torch.cat([p.data, p.data])),
-    "cut": lambda p: setattr(p, "data", p.data[: max(1, p.shape[0] // 2)]),
-    "transposed": lambda p: setattr(p, "data", p.data.t()),
-    "turned": lambda p: setattr(p, "data", p.data.t().contiguous().t()),
-    "negative": lambda p: setattr(p, "data", torch._neg_view(p.data)),
-    "swapped": lambda p: torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 3)),
-    "resized": lambda p: p.data.resize_(2 * p.shape[0], p.shape[1]).fill_(1.0),
-    "memory resized": lambda p: (
-        (p.data.untyped_storage().resize_(0), p.data.untyped_storage().resize_(8 * p.numel())) and p.data.fill_(2.0)
-    ),
-    "state": lambda p: None,
-}
-"""Changes of a parameter between two steps."""
-
-
-@given(
-    name=st.sampled_from(["adamw", "sgd"]),
-    changes=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(list(CHANGES))), max_size=6),
-)
-@settings(max_examples=60, deadline=None)
-def test_any_change_between_steps_is_followed_or_refused(accel, name, changes):
-    """The oracle is torch's class: what it computes is computed here, or a TrainingError is raised."""
-
-    def make():
-        return [nn.Parameter(torch.arange(1.0, 1 + n * 4, dtype=torch.float64).reshape(n, 4)) for n in (4, 2, 5)]
-
-    found, expected = make(), make()
-    native = accel.optimizers.create(name, found, lr=0.1, route="native")
-    oracle = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](expected, lr=0.1, foreach=False)
-    for number, (place, change) in enumerate([(0, "nothing"), *changes]):
-        for optimizer, members in ((native, found), (oracle, expected)):
-            CHANGES[change](members[place])
-            if change == "state" and name == "adamw":
-                optimizer.state[members[place]]["exp_avg"].data = torch.full_like(members[place], 0.5)
-            for parameter in members:
-                parameter.grad = torch.full_like(parameter, float(number + 1))
-        try:
-            native.step()
-        except TrainingError:
-            return
-        oracle.step()
-        assert distance(found, expected) < 1e-12
