@@ -34,6 +34,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 _PRELOADED = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "safetensors.torch", "pytest"),
     *("accelcore.devices.select", "accelcore.training.trainer", "accelcore_cpu.backend"),
+    *("scipy.linalg", "scipy.optimize", "scipy.sparse", "scipy.stats"),  # what scikit-learn needs, in the examples
 ]
 
 servers = multiprocessing.get_context("forkserver")
