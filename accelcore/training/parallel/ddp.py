@@ -85,7 +85,8 @@ class DDP(Strategy):
         received = self._module.received
         has = [parameter.grad is not None for parameter in self._parameters]
         with torch.enable_grad():
-            loss = (received * torch.tensor(has).to(received)).sum()
+            # Copying flags to the device would make the host wait.
+            loss = (received if all(has) else received * torch.tensor(has).to(received)).sum()
             for parameter in self._parameters:
                 if id(parameter) not in arrived:
                     loss = loss + parameter.reshape(-1)[:0].sum()  # of no element: 0, even if the parameter has an inf

@@ -175,7 +175,10 @@ def broadcast_tensors(collectives: Collectives, tensors: list[Tensor], *, src: i
     tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
     if not tensors:
         return
+    tensors.sort(key=lambda tensor: -tensor.element_size())  # each then begins where its dtype may begin
     parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     received = torch.split(collectives.broadcast(torch.cat(parts), src), [part.numel() for part in parts])
-    for tensor, part in zip(tensors, received, strict=True):
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+    views = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(received, tensors, strict=True)]
+    for dtype in {tensor.dtype: None for tensor in tensors}:  # one launch each on an accelerator
+        pairs = [(tensor, view) for tensor, view in zip(tensors, views, strict=True) if tensor.dtype == dtype]
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
