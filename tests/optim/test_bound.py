@@ -272,3 +272,33 @@ def test_step_hooks_run_in_order_around_the_update(accel, flat):
     first = model.one.weight.detach().clone()
     train(trainer, batches(1))
     assert seen == [("before", True), ("after", False), ("before", True)]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_a_weight_that_is_transposed_in_its_memory_is_trained_as_torch_would(accel, name):
+    """It keeps its address, so that flat memory has to compare strides."""
+
+    def trained(flat):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = accel.optimizers.create(name, model.parameters(), lr=0.1, route="formula")
+        trainer = accel.trainer(model, optimizer, loss=lambda m, b: m(b).square().sum(), flat=flat)
+        for number in range(5):
+            if number == 2:
+                model[1].weight.data = model[1].weight.data.t()
+            trainer(torch.randn(3, 4))
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for flat, apart in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(flat, apart)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_weight_that_shrinks_in_its_memory_is_refused_in_flat_memory(accel, rows):
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.1, route="loop")
+    trainer = accel.trainer(model, optimizer, loss=lambda m, b: m(b).square().sum(), flat=True)
+    trainer(torch.ones(3, 4))
+    model.weight.data = model.weight.data[:rows]
+    with pytest.raises(accelcore.TrainingError, match=rf"\({rows}, 4\) .*\(4, 4\)"):
+        trainer(torch.ones(3, 4))

@@ -187,7 +187,7 @@ class GradientMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether the parameters still have the dtype, device and strides of the layout."""
+        """Whether the parameters still have the dtype, device, strides and shape of the layout."""
         return self._kinds == self._look()
 
     def collect(self) -> None:
@@ -234,7 +234,7 @@ class GradientMemory:
         return [*absent, *(gap for gap in gaps if gap.numel())]
 
     def _look(self) -> list[tuple[Any, ...]]:
-        return [(parameter.dtype, parameter.device, parameter.stride()) for parameter in self.parameters]
+        return [(each.dtype, each.device, each.stride(), each.shape) for each in self.parameters]
 
 
 class FlatMemory(GradientMemory):
@@ -262,10 +262,10 @@ class FlatMemory(GradientMemory):
 
         TrainingError: one has another dtype, device or shape now.
         """
-        addresses = [parameter.data_ptr() for parameter in self.parameters]
-        if addresses != self._addresses:
-            pairs = enumerate(zip(addresses, self._addresses, strict=True))
-            self._take_in([number for number, (now, before) in pairs if now != before])
+        now = self._places_now()
+        if now != self._placed:
+            pairs = enumerate(zip(zip(*now, strict=True), zip(*self._placed, strict=True), strict=True))
+            self._take_in([number for number, (place, before) in pairs if place != before])
 
     def runs(self, values: Tensor, gradients: Tensor) -> list[Run]:
         """Return the runs that may be updated as one, over pieces with this layout."""
@@ -282,9 +282,16 @@ class FlatMemory(GradientMemory):
                     why="it was changed after training began",
                     remedy="move and cast the model first, then make optimizer and trainer",
                 )
-            place.copy_(parameter.detach())
+            value = parameter.detach()
+            # Other strides over the same memory: copying would overwrite what is still to be read.
+            place.copy_(value.clone() if value.data_ptr() == place.data_ptr() else value)
             parameter.data = place
-        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self._placed = self._places_now()
+
+    def _places_now(self) -> tuple[list[Any], ...]:
+        # Also strides and sizes: `weight.data = weight.data.t()` keeps the address.
+        each = self.parameters
+        return list(map(Tensor.data_ptr, each)), list(map(Tensor.stride, each)), list(map(Tensor.numel, each))
 
 
 def lay_flat(slots: Sequence[Slot], together: Sequence[int] = ()) -> list[FlatMemory]:
