@@ -4,7 +4,7 @@ import inspect
 import json
 import os
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from importlib import import_module, invalidate_caches
 from pathlib import Path
@@ -26,6 +26,7 @@ lies = import_module("lies")
 sys.path.remove(str(HERE))
 
 FATAL = tuple(name for name, lie in lies.LIES.items() if lie.tell.__module__ == "lies.verify")
+SWEPT = tuple(lies.operators.SWEPT)
 OF_TWO_RANKS = tuple(name for name, lie in lies.LIES.items() if lie.told_by)
 
 
@@ -56,7 +57,7 @@ def _settings_put_back():
     assert torch.autocast_decrement_nesting() == 0, "a lie left torch inside an autocast, for all tests to come"
 
 
-def ask(lie, backend, request):
+def ask(lie, backend, request, told=nullcontext):
     """Run the test of the suite that must notice, on a backend."""
     kind, _, name = lie.test.partition(".")
     test = getattr(getattr(suite, kind)(), name)
@@ -66,20 +67,29 @@ def ask(lie, backend, request):
         for fixture in ("caplog", "record_property", "tmp_path")
         if fixture in names
     }
-    test(backend, **lie.arguments, **wanted)
+    with told():
+        test(backend, **lie.arguments, **wanted)
 
 
 def caught(lie, backend, request):
     """What the suite says of a lie: a failure in its own words, and not whatever a broken backend runs into."""
     with pytest.raises((AssertionError, pytest.fail.Exception, accelcore.AccelError)) as failure:
-        ask(lie, backend, request)
+        ask(lie, backend, request, lie.around)
     return str(failure.value)
 
 
-@pytest.mark.parametrize("name", [name for name in lies.LIES if name not in (*FATAL, *OF_TWO_RANKS)])
+@pytest.mark.parametrize("name", [name for name in lies.LIES if name not in (*FATAL, *OF_TWO_RANKS, *SWEPT)])
 def test_a_lie_is_caught_and_named(name, request):
     lie = lies.LIES[name]
     assert lie.says in caught(lie, lie.tell(create()), request)
+
+
+def test_a_lie_of_an_operator_is_caught_and_named(request):
+    """All in one test: it takes longer to import torch's samples than to run them."""
+    said = {name: caught(lies.LIES[name], create(), request) for name in SWEPT}
+    assert {name: text for name, text in said.items() if lies.LIES[name].says not in text} == {}
+    for name in SWEPT:
+        ask(lies.LIES[name], create(), request)
 
 
 @pytest.fixture
@@ -151,7 +161,7 @@ def test_a_synchronize_that_does_not_wait_is_caught(waits, monkeypatch, request)
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("name", [name for name in lies.LIES if name not in FATAL])
+@pytest.mark.parametrize("name", [name for name in lies.LIES if name not in (*FATAL, *SWEPT)])
 def test_the_truth_passes(name, request):
     """What catches a lie has nothing against the honest backend that the lie was made of."""
     with suppress(pytest.skip.Exception):

@@ -11,7 +11,7 @@ import torch
 
 from accelcore import Backend
 from accelcore.testing.support.known import KNOWN
-from accelcore.testing.support.samples import SAMPLED, operators
+from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
 from accelcore.testing.support.sweep import compare
 
 __all__ = ["TestOperators", "check"]
@@ -19,6 +19,8 @@ __all__ = ["TestOperators", "check"]
 
 def check(accel: Backend, name: str, count: int, record: Callable[[str, object], None]) -> None:
     """Compare an operator on `count` samples a dtype; skip the test if the device refuses it."""
+    if name in FRAGILE:
+        pytest.skip(f"{name}: torch's kernel on the CPU may crash, so there is nothing to compare with")
     info = operators()[name]
     declared = {*accel.capabilities.model_dtypes, *accel.capabilities.autocast_dtypes} - {"float64"}
     with accel.precision.fp32("ieee"):

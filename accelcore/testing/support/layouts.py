@@ -75,7 +75,13 @@ def scalars(arguments: Any) -> Any:
 
 
 def repeated(arguments: Any) -> Any:
-    """Return the arguments with indices of which the second half is the first index again."""
+    """Return the arguments with indices of which the second half is the first index again; None without indices."""
+    several = [
+        leaf for leaf in pytree.tree_leaves(arguments)
+        if isinstance(leaf, Tensor) and leaf.dtype in (torch.int64, torch.int32) and leaf.numel() > 1
+    ]  # fmt: skip
+    if not several:
+        return None
 
     def repeat(value: Tensor, _: int) -> Tensor:
         if value.dtype not in (torch.int64, torch.int32) or value.numel() < 2:

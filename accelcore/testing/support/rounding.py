@@ -19,11 +19,12 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         overflows: whether a number was too large for `dtype`.
+        draws: whether an operator drew random numbers.
     """
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.overflows = False
+        self.overflows = self.draws = False
         self._eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
         self._largest = torch.finfo(dtype).max / 4 if dtype == torch.float16 else 0.0
         self._generator = torch.Generator().manual_seed(seed)
@@ -38,7 +39,10 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        own = kwargs.get("generator") is not None  # the weights of the results are drawn so
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags and not own
+        result = func(*args, **kwargs)
         if any(returned.alias_info is not None for returned in func._schema.returns):
             return result  # a view, or a tensor that was written in place
         if isinstance(result, Tensor):

@@ -8,6 +8,8 @@ from __future__ import annotations
 from lies import (  # noqa: F401  # each adds its own to LIES
     collectives,
     compiler,
+    contexts,
+    operators,
     optimizers,
     precision,
     runtime,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from accelcore_cpu.backend import create
@@ -23,6 +24,7 @@ class Lie:
         test: `Class.test` of the suite that notices.
         says: what it has to say.
         arguments: the parameters with which it does.
+        around: makes the context in which the test runs, if the lie is not told by the backend.
         told_by: the installed backend that tells it to several ranks; empty where one process is enough.
     """
 
@@ -32,6 +34,7 @@ class Lie:
     says: str
     arguments: dict = field(default_factory=dict)
     told_by: str = ""
+    around: object = nullcontext
 
     @hookimpl
     def accelcore_probe(self):

@@ -1,0 +1,186 @@
+"""Contexts that do not reach far enough, transfers that lose what is no value, figures that reading changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from contextlib import nullcontext
+
+import torch
+
+from lies.lie import lie, replaced
+
+
+class _Elsewhere:
+    """An autocast that does nothing where `lost` says so."""
+
+    def __init__(self, context, lost):
+        self._context, self._lost, self._entered = context, lost, []
+
+    def __enter__(self):
+        self._entered.append(nullcontext() if self._lost() else self._context)
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error):
+        self._entered.pop().__exit__(*error)
+
+
+def _losing(backend, lost):
+    return replaced(
+        backend,
+        "precision",
+        autocast=lambda honest, *args, **kwargs: _Elsewhere(honest.autocast(*args, **kwargs), lost),
+    )
+
+
+@lie("TestPrecision.test_autocast_without_gradients", says="under no_grad autocast does nothing", table="torch")
+def autocast_that_needs_gradients(backend):
+    return _losing(backend, lambda: not torch.is_grad_enabled())
+
+
+@lie("TestPrecision.test_autocast_in_threads", says="own region does nothing", table="O1")
+def autocast_of_the_main_thread(backend):
+    return _losing(backend, lambda: threading.current_thread() is not threading.main_thread())
+
+
+@lie("TestPrecision.test_autocast_nests", says="wrong order", table="torch")
+def autocast_that_counts_its_regions(backend):
+    """Within a disabled region no other is enabled."""
+    depth = []
+
+    class Once:
+        def __init__(self, context, enabled):
+            self._context, self._enabled = context, enabled
+
+        def __enter__(self):
+            skipped = self._enabled and "off" in depth
+            depth.append("on" if self._enabled else "off")
+            self._entered = nullcontext() if skipped else self._context
+            self._entered.__enter__()
+
+        def __exit__(self, *error):
+            depth.pop()
+            self._entered.__exit__(*error)
+
+    def autocast(honest, dtype=None, *, enabled=True, table="torch"):
+        return Once(honest.autocast(dtype, enabled=enabled, table=table), enabled)
+
+    return replaced(backend, "precision", autocast=autocast)
+
+
+class _CastsWeights(torch.overrides.TorchFunctionMode):
+    """Keeps a cast copy of each weight for good."""
+
+    kept = {}  # noqa: RUF012
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.linear:
+            rows, weight, bias = args
+            kept = self.kept.setdefault(id(weight), weight.detach().bfloat16())
+            graph = (weight - weight.detach()).bfloat16() if self.graph else 0
+            return function(rows.bfloat16(), kept + graph, bias.bfloat16())
+        return function(*args, **(kwargs or {}))
+
+
+def _by_copies(graph):
+    def tell(backend):
+        def autocast(honest, dtype=None, *, enabled=True, table="torch"):
+            if not enabled:
+                return honest.autocast(enabled=False)
+            mode = _CastsWeights()
+            mode.graph, mode.kept = graph, {}
+            return mode
+
+        return replaced(backend, "precision", autocast=autocast)
+
+    return tell
+
+
+@lie("TestPrecision.test_weights_that_changed", says="with a weight of before", table="torch")
+def autocast_with_old_weights(backend):
+    return _by_copies(graph=True)(backend)
+
+
+@lie("TestPrecision.test_weights_that_were_cast_without_gradients", says="has no gradient", table="torch")
+def autocast_that_keeps_weights_of_no_grad(backend):
+    return _by_copies(graph=False)(backend)
+
+
+def _moving(change):
+    return lambda backend: replaced(
+        backend, "runtime", to_device=lambda honest, batch: change(honest.to_device(batch)),
+        prefetch=lambda honest, batch: lambda: change(honest.to_device(batch)),
+    )  # fmt: skip
+
+
+@lie("TestRuntime.test_graph_travels", says="requires_grad was lost", way="to_device")
+def transfer_that_detaches(backend):
+    return _moving(lambda tensor: tensor.detach())(backend)
+
+
+@lie("TestRuntime.test_graph_travels", says="a leaf lost its requires_grad", way="prefetch")
+def prefetch_that_detaches_leaves(backend):
+    return _moving(lambda tensor: tensor.detach() if tensor.is_leaf else tensor)(backend)
+
+
+@lie("TestRuntime.test_strides_travel", says="on the device the strides are", layout="channels last", way="to_device")
+def transfer_that_is_contiguous(backend):
+    return _moving(lambda tensor: tensor.contiguous())(backend)
+
+
+@lie("TestRuntime.test_strides_travel", says="on the device the strides are", layout="transposed", way="prefetch")
+def prefetch_that_is_contiguous(backend):
+    return _moving(lambda tensor: tensor.contiguous())(backend)
+
+
+@lie("TestRuntime.test_batches_of_many_kinds", says="special arrived as", way="to_device")
+def transfer_that_flushes_small_numbers(backend):
+    def flush(batch):
+        return {**batch, "special": torch.where(batch["special"].abs() < 1e-38, 0, batch["special"])}
+
+    return _moving(flush)(backend)
+
+
+@lie("TestRuntime.test_reading_keeps_the_peak", says="reading reset the peak")
+def peak_that_reading_resets(backend):
+    last = []
+
+    def memory(honest):
+        found = honest.memory()
+        peak = max([found.used, *last])
+        last[:] = [found.used]
+        return dataclasses.replace(found, peak=peak)
+
+    return replaced(backend, "runtime", memory=memory)
+
+
+@lie("TestRuntime.test_reading_keeps_the_peak", says="reading reset the peak")
+def peak_that_is_what_is_used(backend):
+    def memory(honest):
+        found = honest.memory()
+        return dataclasses.replace(found, peak=found.used)
+
+    return replaced(backend, "runtime", memory=memory)
+
+
+@lie("TestRuntime.test_state_at_any_point", says="drawing does not change the state", draw="randn")
+def random_state_of_the_beginning(backend):
+    """What is saved is the seed, and not how many numbers were drawn since."""
+
+    def rng_state(honest):
+        seeded = torch.Generator().manual_seed(torch.initial_seed())
+        return {**honest.rng_state(), "torch": seeded.get_state()}
+
+    return replaced(backend, "runtime", rng_state=rng_state)
+
+
+@lie("TestRuntime.test_state_at_any_point", says="gives other numbers", draw="randn")
+def random_state_without_its_position(backend):
+    """Half of the state is restored: the words of the generator, and not where in them it is."""
+
+    def set_rng_state(honest, state):
+        now = torch.get_rng_state()
+        now[24:5016] = state["torch"][24:5016]
+        return honest.set_rng_state({**state, "torch": now})
+
+    return replaced(backend, "runtime", set_rng_state=set_rng_state)

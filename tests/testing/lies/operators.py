@@ -1,0 +1,224 @@
+"""Operators that compute something else: by a mode above or below autograd, in every dtype but the oracle's."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lies.lie import LIES, Lie
+
+SWEPT = []  # those that torch's samples show
+
+
+def _exact(args):
+    return any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64 for leaf in pytree.tree_leaves(args))
+
+
+class Wrong(TorchDispatchMode):
+    """Kernels that are replaced, by the operator's name with or without its overload."""
+
+    def __init__(self, kernels, dtype=None):
+        super().__init__()
+        self._kernels, self._dtype = kernels, dtype
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.name().removeprefix("aten::")
+        kernel = self._kernels.get(name) or self._kernels.get(name.split(".")[0])
+        if kernel is None or _exact((args, kwargs)):
+            return func(*args, **kwargs)
+        if self._dtype and not any(getattr(leaf, "dtype", None) == self._dtype for leaf in pytree.tree_leaves(args)):
+            return func(*args, **kwargs)
+        return kernel(func, *args, **kwargs)
+
+
+class WrongFunction(torch.overrides.TorchFunctionMode):
+    """Functions that are replaced, by their names."""
+
+    def __init__(self, functions):
+        super().__init__()
+        self._functions = functions
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        wrong = self._functions.get(getattr(function, "__name__", ""))
+        if wrong is None or _exact((args, kwargs)):
+            return function(*args, **(kwargs or {}))
+        return wrong(function, *args, **(kwargs or {}))
+
+
+def _note(name, test, says, arguments, around):
+    LIES[name] = Lie(name, lambda backend: backend, test, says, arguments, around=around)
+    return LIES[name]
+
+
+def swept(lie, operator, says, kernels, dtype=None):
+    SWEPT.append(lie)
+    return _note(lie, "TestOperators.test_operator", says, {"name": operator}, lambda: Wrong(kernels, dtype))
+
+
+def known(lie, what, kernels):
+    return _note(lie, "TestOperators.test_known_result", "instead of", {"what": what}, lambda: Wrong(kernels))
+
+
+def scaled(factor):
+    return lambda func, *args, **kwargs: pytree.tree_map(
+        lambda each: each * factor if isinstance(each, torch.Tensor) else each, func(*args, **kwargs)
+    )
+
+
+def as_if_contiguous(func, *args, **kwargs):
+    def read(value):
+        if not isinstance(value, torch.Tensor) or value.is_contiguous() or not value.numel():
+            return value
+        try:
+            return value.as_strided(value.shape, torch.empty(value.shape).stride())
+        except RuntimeError:
+            return value
+
+    return func(*pytree.tree_map(read, args), **kwargs)
+
+
+def without_repeats(func, self, dim, index, source, **kwargs):
+    first = torch.tensor([number for number, each in enumerate(index.tolist()) if each not in index.tolist()[:number]])
+    if not source.dim() or len(first) == len(index):
+        return func(self, dim, index, source, **kwargs)
+    return func(self, dim, index[first], source.index_select(dim, first), **kwargs)
+
+
+def on_a_copy(func, self, *args, **kwargs):
+    return func(self.clone(), *args, **kwargs)
+
+
+def nothing_written(func, *args, out, **kwargs):
+    return out
+
+
+# By torch's samples.
+swept("gelu_by_tanh", "nn.functional.gelu", "is wrong in",
+      {"gelu": lambda func, x, approximate="none", **kwargs: func(x, approximate="tanh", **kwargs)})  # fmt: skip
+swept("gradient_that_is_wrong_in_bf16", "nn.functional.gelu", "bfloat16, as it is: the gradient",
+      {"gelu_backward": scaled(1.25)}, torch.bfloat16)  # fmt: skip
+swept("gradient_that_is_a_little_off", "tanh", "the gradient", {"tanh_backward": scaled(1 + 1e-4)})
+swept("index_add_that_drops_repeats", "index_add", "of repeated indices", {"index_add": without_repeats,
+      "index_add_": without_repeats})  # fmt: skip
+swept("product_that_reads_memory", "mul", "strided", {"mul": as_if_contiguous})
+swept("matrices_that_read_memory", "mm", "transposed", {"mm": as_if_contiguous})
+swept("softmax_that_reads_memory", "softmax", "strided", {"_softmax": as_if_contiguous})
+swept("in_place_on_a_copy", "mul", "in place", {"mul_": on_a_copy})
+swept("out_that_is_not_written", "add", "with out=", {"add.out": nothing_written})
+known("softmax_of_the_last_dimension", "softmax of columns", {"_softmax": lambda func, x, dim, half: func(x, -1, half)})
+swept("convolution_that_is_flipped_in_fp16", "nn.functional.conv2d", "float16",
+      {"convolution": lambda func, x, weight, *args: func(x, weight.flip(-1), *args)}, torch.float16)  # fmt: skip
+swept("layer_norm_with_another_eps", "nn.functional.layer_norm", "is wrong in", {
+      "native_layer_norm": lambda func, x, shape, w, b, eps: func(x, shape, w, b, eps * 4 + 1e-4)})  # fmt: skip
+swept("variance_that_is_biased", "var", "is wrong in",
+      {"var": lambda func, x, *args, **kwargs: func(x, *args, **{**kwargs, "correction": 0})})  # fmt: skip
+known("pooling_that_counts_no_padding", "avg_pool with padding", {
+      "avg_pool2d": lambda func, *args: func(*args[:4], False, False)})  # fmt: skip
+swept("embedding_gradient_that_drops_repeats", "nn.functional.embedding", "the gradient",
+      {"embedding_dense_backward": lambda func, grad, index, count, padding, scale: func(
+          grad, index, count, padding, True)})  # fmt: skip
+swept("cumsum_that_is_exclusive", "cumsum", "is wrong in",
+      {"cumsum": lambda func, x, dim, **kwargs: func(x, dim, **kwargs) - (x if x.dim() else 0)})  # fmt: skip
+swept("sum_that_skips_the_last", "sum", "is wrong in",
+      {"sum.dim_IntList": lambda func, x, dim, *args, **kwargs: func(x, dim, *args, **kwargs) * 0.99})  # fmt: skip
+swept("maximum_gradient_to_the_first", "maximum", "the gradient", {
+      "ge": lambda func, a, b: torch.ones_like(func(a, b)),
+      "eq": lambda func, a, b: func(a, b) & False, "lt": lambda func, a, b: func(a, b) & False})  # fmt: skip
+swept("gather_of_the_first", "gather", "is wrong in", {"gather": lambda func, x, dim, index, **kwargs: func(
+      x, dim, index.clamp(max=1), **kwargs)})  # fmt: skip
+swept("result_of_another_dtype", "exp", "dtype", {"exp": lambda func, x: func(x).int()})
+swept("result_of_another_shape", "argmax", "of shape",
+      {"argmax": lambda func, *args, **kwargs: func(*args, **kwargs)[None]})  # fmt: skip
+swept("prod_of_nothing_that_is_0", "prod", "of no elements",
+      {"prod": lambda func, x, *args, **kwargs: func(x, *args, **kwargs) * (0 if not x.numel() else 1)})  # fmt: skip
+
+
+def _beside(func, x):
+    func(x)
+    if x.dim() and x.stride(-1) == 2:
+        x.as_strided(x.shape, x.stride(), x.storage_offset() + 1).fill_(9)
+    return x
+
+
+swept("in_place_beside_a_view", "exp", "beside", {"exp_": _beside})
+
+
+# By results known by hand: these also if the oracle's dtype is wrong alike.
+known("sum_in_bf16", "mean of bf16", {"mean": lambda func, x, *args, **kwargs: (x.sum() * 0 + 256) / len(x)})
+known("largest_that_drops_nan", "largest with NaN", {"max": lambda func, x: func(x.nan_to_num(-math.inf))})
+known("clamp_that_drops_nan", "clamp", {"clamp": lambda func, x, *args: func(x, *args).nan_to_num(-1)})
+known("rounding_away_from_zero", "round", {"round": lambda func, x: x.sign() * (x.abs() + 0.5).floor()})
+known("remainder_of_c", "remainder", {"remainder": lambda func, x, y: torch.fmod(x, y)})
+known("sort_that_is_not_stable", "sort, stable",
+      {"sort": lambda func, x, **kwargs: (func(x, **kwargs)[0], 3 - func(x.flip(0), **kwargs)[1])})  # fmt: skip
+known("mean_that_counts_ignored_rows", "cross_entropy that ignores",
+      {"nll_loss_forward": lambda func, *args: (func(*args)[0] * 2 / 3, func(*args)[1])})  # fmt: skip
+_note("attention_that_sees_the_future", "TestOperators.test_known_result", "instead of",
+      {"what": "attention that is causal"}, lambda: WrongFunction(
+          {"scaled_dot_product_attention": lambda function, *args, is_causal: function(*args)}))  # fmt: skip
+known("log_softmax_that_overflows", "log_softmax of columns",
+      {"_log_softmax": lambda func, x, dim, half: (x.exp() / x.exp().sum(dim, keepdim=True)).log()})  # fmt: skip
+known("softmax_of_a_scalar_that_is_itself", "softmax of a scalar",
+      {"_softmax": lambda func, x, dim, half: func(x, dim, half) if x.dim() else x + 0})  # fmt: skip
+known("bf16_that_is_cut_off", "rounding to bf16",
+      {"_to_copy": lambda func, x, **kwargs: (x.view(torch.int32) & -65536).view(torch.float32).to(**kwargs)
+       if x.dtype == torch.float32 else func(x, **kwargs)})  # fmt: skip
+known("mean_of_nothing_that_is_0", "mean of nothing", {"mean": lambda func, x, **kwargs: func(x).nan_to_num(0)})
+known("cat_that_stops_at_nothing", "cat with nothing", {"cat": lambda func, tensors, *args: func(tensors[:1], *args)})
+known("scatter_that_drops_repeats", "scatter_add of repeats",
+      {"scatter_add": lambda func, x, dim, index, source: x.scatter(dim, index, source)})  # fmt: skip
+known("index_put_that_drops_repeats", "index_put of repeats",
+      {"index_put": lambda func, x, index, source, accumulate=False: func(x, index, source, False)})  # fmt: skip
+known("gradient_of_repeats_that_is_one", "gradient of repeats",
+      {"index_put": lambda func, x, index, source, accumulate=False: func(x, index, source, False),
+       "_index_put_impl_": lambda func, x, index, source, *args: func(x, index, source, False)})  # fmt: skip
+known("sum_of_memory", "a sum of every other element", {"sum": as_if_contiguous})
+
+
+# What is drawn.
+def drawn(lie, test, says, functions, **arguments):
+    return _note(lie, f"TestRuntime.{test}", says, arguments, lambda: WrongFunction(functions))
+
+
+def _dropout(rate=None, scale=None, fixed=False, backward=None):
+    def drop(function, x, p=0.5, training=True, inplace=False):
+        if not training or p in (0, 1):
+            return function(x, p, training, inplace)
+        generator = torch.Generator().manual_seed(1) if fixed else None
+        keep = 1 - (rate or p)
+        mask = torch.rand(x.shape, generator=generator) < keep
+        made = x * mask * (scale if scale is not None else 1 / (1 - p))
+        if backward:
+            again = torch.rand(x.shape) < keep
+            made = made.detach() + (x - x.detach()) * again / (1 - p)
+        return made
+
+    return {"dropout": drop}
+
+
+_HALF = {"rate": 0.5, "dtype": torch.float32}
+drawn("dropout_without_rescaling", "test_dropout", "makes 2.0000 of 2", _dropout(scale=1.0), **_HALF)
+drawn("dropout_at_another_rate", "test_dropout", "keeps 0.5", _dropout(rate=0.48), **_HALF)
+drawn("dropout_with_one_mask", "test_modules_draw_anew", "same mask in each call", _dropout(fixed=True))
+drawn("dropout_with_another_mask_in_backward", "test_dropout", "another mask", _dropout(backward=True), **_HALF)
+drawn("normal_of_another_deviation", "test_moments", "variance",
+      {"randn": lambda function, *args, **kwargs: function(*args, **kwargs) * 0.95}, draw="randn")  # fmt: skip
+drawn("normal_without_tails", "test_normal_tails", "are beyond",
+      {"randn": lambda function, *args, **kwargs: function(*args, **kwargs).clamp(-2.5, 2.5)})  # fmt: skip
+drawn("uniform_that_is_narrow", "test_uniform_is_half_open", "lower end",
+      {"rand": lambda function, *args, **kwargs: function(*args, **kwargs) * 0.98 + 0.01})  # fmt: skip
+drawn("uniform_that_repeats", "test_independence", "two calls", {"rand": lambda function, *args, **kwargs: function(
+      *args, **{**kwargs, "generator": torch.Generator().manual_seed(torch.initial_seed())})}, draw="rand")  # fmt: skip
+drawn("normal_that_repeats_within", "test_independence", "are correlated",
+      {"randn": lambda function, count, **kwargs: function(count // 1024 + 1, 1, **kwargs).expand(-1, 1024).reshape(-1)[
+          :count].clone()}, draw="randn")  # fmt: skip
+drawn("permutation_that_turns", "test_whole_numbers", "hardly permutes",
+      {"randperm": lambda function, count, **kwargs: torch.arange(count).roll(int(torch.randint(9, ())))})  # fmt: skip
+drawn("bernoulli_of_another_rate", "test_moments", "mean",
+      {"bernoulli": lambda function, p: function(p * 0.95)}, draw="bernoulli")  # fmt: skip
+drawn("multinomial_without_weights", "test_whole_numbers", "multinomial",
+      {"multinomial": lambda function, weights, *args, **named: function(weights * 0 + 1, *args, **named)})  # fmt: skip
