@@ -181,4 +181,4 @@ def broadcast_tensors(collectives: Collectives, tensors: list[Tensor], *, src: i
     views = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(received, tensors, strict=True)]
     for dtype in {tensor.dtype: None for tensor in tensors}:  # one launch each on an accelerator
         pairs = [(tensor, view) for tensor, view in zip(tensors, views, strict=True) if tensor.dtype == dtype]
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        torch._foreach_copy_([tensor for tensor, _ in pairs], [view for _, view in pairs])
