@@ -199,8 +199,7 @@ def test_what_select_would_choose_is_what_it_chooses(machine, monkeypatch, reque
     foreseen = diagnose().selection
     assert foreseen["request"] == (request_ or "auto")
     try:
-        backend = accelcore.select()
-        error = None
+        backend, error = accelcore.select(), None
     except accelcore.AccelError as raised:
         backend, error = None, raised
     if backend is not None:
