@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from itertools import chain
+from types import new_class
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ class _Fused(Engine, Optimizer):
 
 
 FUSED: dict[str, type[Optimizer]] = {
-    kind.__name__.lower(): type(f"Fused{kind.__name__}", (_Fused, kind), {}) for kind in _KERNELS
+    kind.__name__.lower(): new_class(f"Fused{kind.__name__}", (_Fused, kind)) for kind in _KERNELS
 }
 """torch's optimizers by their fused kernels, by the registry's name."""
 
