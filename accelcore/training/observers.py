@@ -1,13 +1,14 @@
-"""Callbacks for loss, gradient norm, overflow, step and module outputs."""
+"""Callbacks for loss, gradient norm, overflow, step and module outputs; and the hooks that a training registers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Listeners", "Observer"]
+__all__ = ["Hooks", "Listeners", "Observer"]
 
 
 class Observer:
@@ -46,3 +47,10 @@ class Listeners:
 
 def _listeners(observers: Sequence[Observer], event: str) -> list[Callable[..., None]]:
     return [getattr(each, event) for each in observers if getattr(type(each), event) is not getattr(Observer, event)]
+
+
+class Hooks(ExitStack):
+    """What to call to remove hooks from a model: by `close`, or when this object is deleted with its trainer."""
+
+    def __del__(self) -> None:
+        self.close()

@@ -11,12 +11,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accelcore.errors import DistributedError, TrainingError, UnsupportedError
-from accelcore.jobs.launchers import read_launch
+from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.precision.policy import Policy
 from accelcore.training.gradients import Gradients
+from accelcore.training.observers import Hooks
 from accelcore.training.options import TrainerOptions
-from accelcore.training.parallel.strategy import Strategy, all_reduce_gradients, broadcast_buffers, check_trainable
+from accelcore.training.parallel.strategy import (
+    Strategy,
+    all_reduce_gradients,
+    broadcast_buffers,
+    check_no_launcher,
+    check_trainable,
+)
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
@@ -37,7 +43,7 @@ class DDP(Strategy):
 
     def __init__(self, backend: Backend, options: TrainerOptions) -> None:
         super().__init__(backend, options)
-        self._hooks: list[Any] = []
+        self._hooks = Hooks()
         self._arrived: list[Tensor] = []
         self._ran = [False]
 
@@ -45,7 +51,7 @@ class DDP(Strategy):
         check_trainable(model)
 
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
-        self._remove_hooks()
+        self._hooks.close()
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._module = _WithReceived(model, self._parameters)
         # A step broadcasts buffers once a window. Newer versions of torch deprecate the older of these names.
@@ -56,7 +62,9 @@ class DDP(Strategy):
         broadcast_buffers(self.collectives, model)
         # A hook lives as long as its parameter. So it holds no reference to the replica.
         self._arrived, self._ran = [], [False]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived.append) for p in self._parameters]  # type: ignore[no-untyped-call]
+        for parameter in self._parameters:
+            hook = parameter.register_post_accumulate_grad_hook(self._arrived.append)  # type: ignore[no-untyped-call]
+            self._hooks.callback(hook.remove)
         ran = self._ran
 
         def note_forward(*_: Any) -> None:
@@ -103,25 +111,13 @@ class DDP(Strategy):
         if not (full and self._ddp.require_backward_grad_sync):
             all_reduce_gradients(self.collectives, gradients, divisor=self.collectives.world_size)
 
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def __del__(self) -> None:
-        self._remove_hooks()
-
 
 def replicate(backend: Backend, module: nn.Module, **options: Any) -> nn.Module:
     """Move a module to the device, and let ranks average its gradients in backward; see `Backend.replicate`."""
     check_trainable(module)
-    collectives, launch = backend.collectives, read_launch()
-    if collectives.world_size == 1 and launch is not None and launch.world_size > 1:
-        raise DistributedError(
-            f"a launcher started {launch.world_size} ranks, and they have not met",
-            why="each would train its own model",
-            remedy="call job = accel.join() before, or replicate inside `with accel.distributed():`",
-        )
+    collectives = backend.collectives
+    if collectives.world_size == 1:
+        check_no_launcher("call job = accel.join() before, or replicate inside `with accel.distributed():`")
     if collectives.world_size > 1 and "ddp" not in backend.capabilities.parallel:
         raise UnsupportedError(
             f"modules cannot be replicated on {backend.name}",

@@ -16,6 +16,7 @@ from accelcore.precision.o1.table import LOW_PRECISION
 from accelcore.precision.policy import Policy
 from accelcore.torch_internals import AnyBatchNorm
 from accelcore.training.gradients import Gradients
+from accelcore.training.observers import Hooks
 from accelcore.training.options import FSDP, TrainerOptions, chosen
 from accelcore.training.parallel.strategy import (
     Strategy,
@@ -50,7 +51,7 @@ class FullySharded(Strategy):
         self._sharding, self._pinned = sharding, backend.capabilities.pinned_memory
         self._reduce_dtype = comm_dtype(options)
         self._groups: list[Any] = []
-        self._hooks: list[Any] = []
+        self._hooks = Hooks()
         self._arrived: set[int] = set()
         self._ran: set[bool] = set()
 
@@ -110,10 +111,10 @@ class FullySharded(Strategy):
         self._model = model
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
         model.set_reduce_scatter_unused_params(True)
-        self._remove_hooks()
+        self._hooks.close()
         self._note_gradients()
-        self._hooks.append(model.register_forward_pre_hook(partial(_note_forward, self._ran)))
-        self._hooks.append(model.register_forward_hook(partial(_free_after_evaluation, self._groups)))
+        self._hooks.callback(model.register_forward_pre_hook(partial(_note_forward, self._ran)).remove)
+        self._hooks.callback(model.register_forward_hook(partial(_free_after_evaluation, self._groups)).remove)
 
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
         broadcast_buffers(self.collectives, model)
@@ -190,16 +191,8 @@ class FullySharded(Strategy):
                 gathered = getattr(part, name)
                 if not is_sharded(gathered):  # otherwise another group's
                     note = partial(_note_gradient, self._arrived, number)
-                    self._hooks.append(gathered.register_post_accumulate_grad_hook(note))
+                    self._hooks.callback(gathered.register_post_accumulate_grad_hook(note).remove)
             group.reshard()
-
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def __del__(self) -> None:
-        self._remove_hooks()
 
 
 # These hooks are bound to lists, not to the strategy: a copy of the model gets copies of them.

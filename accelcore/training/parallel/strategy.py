@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, DistributedError
 from accelcore.jobs.collectives import Collectives
+from accelcore.jobs.launchers import read_launch
 from accelcore.precision.policy import Policy
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
@@ -26,6 +27,7 @@ __all__ = [
     "any_overflow",
     "broadcast_buffers",
     "broadcast_tensors",
+    "check_no_launcher",
     "check_trainable",
     "comm_dtype",
     "owns",
@@ -105,6 +107,17 @@ class SingleProcess(Strategy):
 
     def reduce(self, gradients: Gradients, *, full: bool) -> None:
         pass
+
+
+def check_no_launcher(remedy: str) -> None:
+    """Raise DistributedError if a launcher started this process as one of several ranks, which have not met."""
+    launch = read_launch()
+    if launch is not None and launch.world_size > 1:
+        raise DistributedError(
+            f"a launcher started {launch.world_size} ranks, and they have not met",
+            why="each would train its own model, on all the data, and overwrite the others' checkpoints",
+            remedy=remedy,
+        )
 
 
 def check_trainable(model: nn.Module) -> None:

@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from accelcore.errors import UnsupportedError
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
 from accelcore.precision.o1.table import LOW_PRECISION
 from accelcore.precision.policy import Policy, choose_policy
+from accelcore.training.observers import Hooks
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
@@ -63,8 +63,8 @@ class Cast:
 
     def __init__(self) -> None:
         self._warned = False
-        self._state_dict: list[RemovableHandle] = []
-        self._boundary: list[RemovableHandle] = []
+        self._state_dict, self._boundary = Hooks(), Hooks()
+        self._bounded = False
 
     def check(self, plan: Plan) -> None:
         options = plan.options
@@ -82,17 +82,19 @@ class Cast:
 
     def apply(self, plan: Plan) -> None:
         policy = plan.policy
+        self._state_dict.close()
         if policy.model_dtype is not None:
             dtype = getattr(torch, policy.model_dtype)
             # Shards stay in fp32: they are the masters, and are gathered in low precision.
             whole = not (plan.strategy.layout == "shards" and policy.masters)
             hold(plan.model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32, parameters=whole)
             if dtype in LOW_PRECISION:
-                for handle in self._state_dict:
-                    handle.remove()
-                self._state_dict = fp32_state_dict(plan.model)  # again, because the model may have new parts
-            if policy.cast_boundary and not self._boundary:
-                self._boundary = cast_boundary(plan.model, inputs=dtype, outputs=torch.float32)
+                for hook in fp32_state_dict(plan.model):  # again, because the model may have new parts
+                    self._state_dict.callback(hook.remove)
+            if policy.cast_boundary and not self._bounded:
+                self._bounded = True
+                for hook in cast_boundary(plan.model, inputs=dtype, outputs=torch.float32):
+                    self._boundary.callback(hook.remove)
         held = {parameter.dtype for parameter in plan.model.parameters()}
         if policy.model_dtype is not None:  # gathered shards have it, the shards themselves do not
             held.add(getattr(torch, policy.model_dtype))
@@ -107,10 +109,6 @@ class Cast:
                 len(low),
                 low[0],
             )
-
-    def __del__(self) -> None:
-        for handle in (*self._state_dict, *self._boundary):
-            handle.remove()
 
 
 class _Reentrant:

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from accelcore.errors import ConfigurationError
 from accelcore.torch_internals import in_backward
-from accelcore.training.observers import Listeners, Observer
+from accelcore.training.observers import Hooks, Listeners, Observer
 from accelcore.training.plan import Plan
 
 __all__ = ["Observe"]
@@ -20,7 +19,7 @@ class Observe:
     """Register a forward hook on each module if an observer overrides `output`."""
 
     def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
+        self._hooks = Hooks()
 
     def check(self, plan: Plan) -> None:
         observers = plan.options["observers"]
@@ -38,19 +37,10 @@ class Observe:
             )
 
     def apply(self, plan: Plan) -> None:
-        self.remove()
+        self._hooks.close()
         for listener in plan.listeners.output:
             for name, module in plan.model.named_modules():
-                self._handles.append(module.register_forward_hook(_Tell(listener, name)))
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def __del__(self) -> None:
-        self.remove()
+                self._hooks.callback(module.register_forward_hook(_Tell(listener, name)).remove)
 
 
 class _Tell:

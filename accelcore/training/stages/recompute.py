@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.training.observers import Hooks
 from accelcore.training.options import Recompute, chosen
 from accelcore.training.plan import Plan
 
@@ -134,7 +135,7 @@ class ActivationCheckpointing:
     """Recomputes or offloads the activations of chosen modules, until the trainer is gone."""
 
     def __init__(self) -> None:
-        self._installed: list[tuple[ActivationStorage, nn.Module]] = []
+        self._hooks = Hooks()
 
     def check(self, plan: Plan) -> None:
         _chosen_parts(plan)
@@ -153,22 +154,13 @@ class ActivationCheckpointing:
             )
 
     def apply(self, plan: Plan) -> None:
-        self.remove()
+        self._hooks.close()
         save = plan.options["checkpoint"].save if isinstance(plan.options["checkpoint"], Recompute) else ()
         device, (recomputed, offloaded) = plan.backend.device, _chosen_parts(plan)
         for module in dict.fromkeys((*recomputed, *offloaded)):
             storage = ActivationStorage(device, recompute=module in recomputed, save=save, offload=module in offloaded)
             storage.install(module)
-            self._installed.append((storage, module))
-
-    def remove(self) -> None:
-        """Undo it, so that the modules keep their activations on the device."""
-        for storage, module in self._installed:
-            storage.remove(module)
-        self._installed.clear()
-
-    def __del__(self) -> None:
-        self.remove()
+            self._hooks.callback(storage.remove, module)
 
 
 def _chosen_parts(plan: Plan) -> tuple[list[nn.Module], list[nn.Module]]:

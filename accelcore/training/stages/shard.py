@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
-from accelcore.jobs.launchers import read_launch
+from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.shards import as_shard, shard_of
 from accelcore.training.options import FSDP, TrainerOptions
 from accelcore.training.parallel.combine_ddp import CombineDDP
 from accelcore.training.parallel.ddp import DDP
 from accelcore.training.parallel.fsdp import FullySharded
-from accelcore.training.parallel.strategy import SingleProcess, Strategy
+from accelcore.training.parallel.strategy import SingleProcess, Strategy, check_no_launcher
 from accelcore.training.parallel.zero1 import Zero1
 from accelcore.training.plan import Plan
 
@@ -116,13 +115,10 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
             remedy=f"leave it out, or choose parallel={' or '.join(map(repr, _WITH_COMM_DTYPE))}",
         )
     if world_size == 1:
-        launch = read_launch()
-        if name != _NONE and launch is not None and launch.world_size > 1:
-            raise DistributedError(
-                f"a launcher started {launch.world_size} ranks, and they have not met",
-                why="each would train alone, on all the data, and overwrite the others' checkpoints",
-                remedy="make and use the trainer inside `with accel.distributed():`; if the processes are meant to "
-                f'be independent, set parallel="{_NONE}"',
+        if name != _NONE:
+            check_no_launcher(
+                "make and use the trainer inside `with accel.distributed():`; if the processes are meant to be "
+                f'independent, set parallel="{_NONE}"'
             )
         return SingleProcess(backend, options)
     if name is None or name == _NONE:
