@@ -87,7 +87,6 @@ class CapturedStep:
                 if key not in self._kinds and len(self._kinds) >= _LIMIT:
                     raise TrainingError(
                         f"this is the {_LIMIT + 1}th kind of batch, and each kind needs a graph",
-                        why="a graph is captured for one shape of batch and one setting of the optimizer",
                         remedy="give all batches one shape (drop_last=True, padding), or leave graph=True out",
                     )
                 self._kinds.add(key)
@@ -129,7 +128,6 @@ class CapturedStep:
         if self._warm and late:
             raise TrainingError(
                 f"{len(late)} parameters received their first gradient after {WARM_UP} windows",
-                why="each launch of the graph would create the optimizer's state for them again",
                 remedy="use the same parameters in each step, or leave graph=True out",
             )
         self._received |= received

@@ -39,7 +39,6 @@ class ModelSnapshot:
             if list(map(_DTYPE, self._parameters)) != self._dtypes:
                 raise TrainingError(
                     "the model was cast after its trainer was made",
-                    why="the optimizer's state, and what ranks exchange, have the dtypes of before",
                     remedy="cast it before, or set precision=Policy(model_dtype=...)",
                 )
             # Kernels walk a parameter and its state side by side, and need the same strides.
@@ -69,7 +68,6 @@ class ModelSnapshot:
             what = f"{gone[0]!r} was removed or replaced" if gone else f"{strange[0]!r} is new, and in no group"
             raise TrainingError(
                 f"the model's parameters have changed since its trainer was made: {what}",
-                why="the optimizer would go on with the parameters it has, and the others would not be trained",
                 remedy="make optimizer and trainer again. A parameter that was only added can be given to "
                 "optimizer.add_param_group, or frozen by requires_grad_(False); then call trainer.refresh()",
             )
@@ -91,6 +89,5 @@ class ModelSnapshot:
         changes = ", ".join(said[:3]) + (f", and {len(said) - 3} more" if len(said) > 3 else "")
         return TrainingError(
             f"the model or the optimizer has changed since its trainer was made: {changes}",
-            why="the trainer would not train, reduce over ranks or save what has changed",
             remedy="call trainer.refresh() after a change: between two windows, and on all ranks of a job",
         )

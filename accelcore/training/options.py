@@ -223,7 +223,6 @@ def check_arguments(model: Any, optimizer: Any, loss: Any) -> None:
         name = getattr(loss, "__name__", type(loss).__name__)
         raise ConfigurationError(
             f"loss={name} does not take a model and a batch",
-            why="the trainer calls loss(model, batch)",
             remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
         )
 

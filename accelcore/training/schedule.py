@@ -32,7 +32,6 @@ class Schedule:
         if isinstance(scheduler, type) or not (scheduler is None or all(hasattr(scheduler, name) for name in _METHODS)):
             raise ConfigurationError(
                 f"{scheduler!r} is not a scheduler",
-                why="a scheduler is an object with step, state_dict and load_state_dict",
                 remedy="make one: scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)",
             )
         if by != "window" and scheduler is None:

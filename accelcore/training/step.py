@@ -20,8 +20,7 @@ from accelcore.training.gradients import backward, first_not_finite
 from accelcore.training.parallel.strategy import any_overflow, broadcast_buffers, whole_norm
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
-from accelcore.training.shared_parameters import SharedParameters
-from accelcore.training.window import Window
+from accelcore.training.window import SharedParameters, Window
 from accelcore.util.containers import detached
 from accelcore.util.text import kind_of
 
@@ -193,16 +192,13 @@ class Step:
     def _check_binding(self) -> None:
         if getattr(self._optimizer, "binding", None) is not self._binding:
             raise TrainingError(
-                "another trainer has bound this optimizer",
-                why="an optimizer has one state, of the parameters of one trainer",
-                remedy="give each trainer an optimizer of its own",
+                "another trainer has bound this optimizer", remedy="give each trainer an optimizer of its own"
             )
 
     def _check_received(self) -> None:
         if True not in self._gradients.received:
             raise TrainingError(
                 "no parameter received a gradient in this window",
-                why="there was no backward pass since the last update, or it reached no parameter of the optimizer",
                 remedy="call trainer.backward(loss) before trainer.update(), or look for frozen parameters",
             )
 

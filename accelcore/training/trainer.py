@@ -332,7 +332,6 @@ class Trainer:
         if self._is_within_window:
             raise TrainingError(
                 f"refresh was called within a window, after {self._window.micro} of {self.accumulate} micro-batches",
-                why="the gradients of the window belong to the parameters that it began with",
                 remedy="change the model between two windows; trainer.flush() closes one, before the change",
             )
         self._snapshot.check_refreshable()

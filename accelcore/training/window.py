@@ -1,8 +1,11 @@
-"""Windows: the micro-batches between two updates, and their weights."""
+"""Windows: the micro-batches between two updates, their weights, and gradients that outlast other trainers."""
 
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -11,7 +14,10 @@ from accelcore.errors import TrainingError
 from accelcore.training.parallel.strategy import Strategy
 from accelcore.util.text import is_number
 
-__all__ = ["Window"]
+__all__ = ["SharedParameters", "Window"]
+
+_thread = threading.local()
+"""`holder`, in each thread: a weak reference to the parameters that are in use there."""
 
 
 class Window:
@@ -63,7 +69,6 @@ class Window:
             if weight is not counted and (either or weight != counted):
                 raise TrainingError(
                     "two losses of one micro-batch have different weights",
-                    why="a micro-batch counts once, by one weight",
                     remedy="give all of its losses the same number or tensor object. Between two micro-batches, call "
                     "trainer.update(), with accumulate= their number",
                 )
@@ -126,7 +131,6 @@ class Window:
         if self._tensors_only:
             raise TrainingError(
                 f"the weight of a micro-batch is the number {weight!r}, and graph=True needs a tensor",
-                why="a graph would use this weight for every later batch",
                 remedy="return a scalar tensor that is computed from the batch, or leave graph=True out",
             )
         if not is_number(weight) or not 0 <= weight < math.inf:
@@ -135,3 +139,37 @@ class Window:
                 remedy="give the number of examples of its mean, as a number >= 0 or a scalar tensor",
             )
         return torch.full((), float(weight), device=self._device)
+
+
+class SharedParameters:
+    """Parameters of one trainer, whose `grad` other trainers may use between its calls.
+
+    The loss of one trainer may run through the model of another, as a GAN's generator loss runs through the critic.
+    The gradients of another trainer's open window are set aside meanwhile. Otherwise this costs one comparison.
+
+    Attributes:
+        is_open: whether the gradients belong to an open window and must outlast the use by other trainers.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._aside: list[Tensor | None] | None = None
+        self.is_open = False
+
+    def acquire(self) -> None:
+        """Put this trainer's gradients on the parameters, as it left them."""
+        holder: SharedParameters | None = getattr(_thread, "holder", lambda: None)()
+        if holder is self:
+            return
+        if holder is not None and holder.is_open:
+            holder._set_aside()
+        if self._aside is not None:
+            for parameter, gradient in zip(self._parameters, self._aside, strict=True):
+                parameter.grad = gradient
+            self._aside = None
+        _thread.holder = ref(self)
+
+    def _set_aside(self) -> None:
+        self._aside = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None

@@ -155,7 +155,6 @@ class DataStream:
             raise CheckpointError(
                 f"the loader has {len(generators)} random generators, and the checkpoint has "
                 f"{len(self._generators_start)}",
-                why="the order of the data would differ from the checkpoint's",
                 remedy="build the loader as it was built when the checkpoint was saved",
             )
         self._resuming = False
@@ -296,7 +295,6 @@ def _restore(loader: Any, state: Any) -> None:
     if not _is_stateful(loader):
         raise CheckpointError(
             f"the checkpoint has the position of a stateful loader, and this {type(loader).__name__} has no state_dict",
-            why="their batches or the order may differ",
             remedy="give the loader it was saved with, or a checkpoint from the end of an epoch",
         )
     try:

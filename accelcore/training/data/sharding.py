@@ -223,7 +223,6 @@ def _check_rank(kind: str, rank: int, world_size: int, job: tuple[int, int]) -> 
     if (rank, world_size) != job:
         raise ConfigurationError(
             f"the {kind} divides the data for rank {rank} of {world_size}, and this is rank {job[0]} of {job[1]}",
-            why="rows would be lost, or come to several ranks",
             remedy="make it inside `with accel.distributed() as job:`, with job.rank and job.world_size",
         )
 

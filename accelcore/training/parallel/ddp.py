@@ -80,7 +80,6 @@ class DDP(Strategy):
         if not self._ran[0]:
             raise TrainingError(
                 "backward was called, but the replicated model was not: gradients would stay on this rank",
-                why="the forward pass used your own module",
                 remedy="call trainer.forward(...), or the model that loss(model, batch) receives",
             )
         self._ran[0] = False
@@ -121,7 +120,6 @@ def replicate(backend: Backend, module: nn.Module, **options: Any) -> nn.Module:
     if collectives.world_size > 1 and "ddp" not in backend.capabilities.parallel:
         raise UnsupportedError(
             f"modules cannot be replicated on {backend.name}",
-            why='it does not declare parallel="ddp"',
             remedy='average gradients with accel.collectives.all_reduce(parameter.grad, "avg"), or run one process',
         )
     module.to(backend.device)

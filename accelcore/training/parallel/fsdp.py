@@ -61,7 +61,6 @@ class FullySharded(Strategy):
         if not all(hasattr(FSDPModule, name) for name in ("set_reduce_scatter_unused_params", "reset_iter_state")):
             raise UnsupportedError(
                 "this torch is too old to shard a model",
-                why="ranks that use different parameters would deadlock",
                 available=f"torch {torch.__version__}",
                 remedy='install torch 2.13 or later, or choose parallel="ddp"',
             )
@@ -81,7 +80,6 @@ class FullySharded(Strategy):
             if whole := [name for name, one in model.named_parameters() if not is_sharded(one)]:
                 raise ConfigurationError(
                     f"the parameter {whole[0]!r} is not divided among the ranks, and the rest of the model is",
-                    why="it was added after the model was divided: ranks would not reduce its gradients",
                     remedy="have every layer in the model before its trainer is made, frozen until it is needed; or "
                     'choose parallel="ddp"',
                 )
@@ -92,7 +90,6 @@ class FullySharded(Strategy):
         if self._sharding.cpu_offload and policy.loss_scale is not None:
             raise ConfigurationError(
                 "cpu_offload=True cannot be combined with a loss scale",
-                why="the scale is on the device, and the gradients are in host memory",
                 remedy='choose precision="bf16", which needs no loss scale',
             )
         self._plan_groups(model, policy)
@@ -239,7 +236,6 @@ def _gather_dtype(model: nn.Module, policy: Policy) -> torch.dtype | None:
     if len(dtypes) > 1:
         raise ConfigurationError(
             f"the parameters are of several dtypes ({', '.join(sorted(map(str, dtypes)))})",
-            why="all shards of a group are gathered and reduced in one dtype",
             remedy='cast the model, or set precision=Policy(model_dtype="bfloat16")',
         )
     return next(iter(dtypes)) if casts else None

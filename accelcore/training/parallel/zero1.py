@@ -1,4 +1,4 @@
-"""zero1: as combine_ddp, but each rank has the optimizer state of a part of the parameters, and updates that part."""
+"""combine_ddp: one all_reduce for each dtype at the end of a window; and zero1, which divides the update as well."""
 
 from __future__ import annotations
 
@@ -14,16 +14,35 @@ from accelcore.optim.flat.memory import Slot
 from accelcore.precision.policy import Policy
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
-from accelcore.training.parallel.combine_ddp import CombineDDP
-from accelcore.training.parallel.strategy import broadcast_tensors, owns
+from accelcore.training.parallel.strategy import Strategy, all_reduce_gradients, broadcast_tensors, comm_dtype, owns
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Zero1"]
+__all__ = ["CombineDDP", "Zero1"]
 
 _GLOBAL_NORMS = {"use_global_grad_norm": "use_global_grad_norm=False", "max_grad_norm": "max_grad_norm=-1"}
 """Options by which an optimizer clips by a norm over several gradients, and how to turn each off."""
+
+
+class CombineDDP(Strategy):
+    """One all_reduce for each dtype after the last backward pass of a window (as `combine_ddp` of Ascend's apex).
+
+    It needs neither buckets nor hooks in backward, and does not overlap computation and communication. A parameter that
+    a rank did not use costs nothing: a flag for each parameter travels with the gradients.
+    """
+
+    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
+        super().__init__(backend, options)
+        self.divisor = backend.collectives.world_size
+        self._comm_dtype = comm_dtype(options)
+
+    def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
+        broadcast_tensors(self.collectives, [*model.parameters(), *model.buffers()])
+        return model
+
+    def reduce(self, gradients: Gradients, *, full: bool) -> None:
+        all_reduce_gradients(self.collectives, gradients, dtype=self._comm_dtype)
 
 
 class Zero1(CombineDDP):
@@ -44,7 +63,6 @@ class Zero1(CombineDDP):
                 raise UnsupportedError(
                     f"{getattr(optimizer, 'name', type(optimizer).__name__)} cannot clip by {option} under "
                     'parallel="zero1"',
-                    why="it clips by a norm over several gradients, and gets only a part of them on each rank",
                     remedy=f"set {remedy}, and give clip_norm=... to the trainer, which clips before",
                 )
 

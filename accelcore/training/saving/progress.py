@@ -74,7 +74,6 @@ class ScalerPart(Part):
         if table(saved.own.get("window"), "window", "micro")["micro"]:
             raise CheckpointError(
                 "the checkpoint was saved within a window with another loss scale",
-                why="the gradients of the window are multiplied by that loss scale",
                 remedy="resume with the precision it was saved with, or from a checkpoint saved between two windows",
             )
         logger.warning(
@@ -115,7 +114,6 @@ class WindowPart(Part):
             raise CheckpointError(
                 "the checkpoint was saved within a window of a sharded model and this model is not sharded, or the "
                 "reverse",
-                why="sharded gradients are averaged over the ranks, others are not",
                 remedy="resume with the strategy it was saved with, or from a checkpoint saved between two windows",
             )
         gradients, buffers = table(window["gradients"], "gradients"), table(window["buffers"], "buffers")

@@ -80,12 +80,9 @@ class Saver:
             self._schedule.check()
         plan = self._plan
         return TrainingState(
-            backend=self.backend,
+            saver=self,
             parts=self._parts(self.extra if extra is None else extra),
             steps=self._window.steps,
-            acquire_gradients=self.step.acquire_gradients,
-            restored=self._restored,
-            give_up=self._give_up,
             sharded=sharded_parameters(plan.strategy, plan.model),
         )
 
@@ -105,14 +102,16 @@ class Saver:
             progress.RandomPart(runtime),
         ]
 
-    def _restored(self, steps: int) -> None:
+    def restored(self, steps: int) -> None:
+        """Continue after `steps` windows, when all parts are restored."""
         self._window.steps = steps
         if self._plan.captured is not None:
             self._plan.captured.forget()
         self._schedule.restored(self._streams["train"].epoch)
         self.step.begin(opened=self._window.micro > 0)
 
-    def _give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
+        """Let the trainer train no more, because `error` left its state restored in part."""
         self.step.give_up(
             "a checkpoint was restored in part",
             "make model, optimizer and trainer again, and resume; in a job, on all ranks",

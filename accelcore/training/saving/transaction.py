@@ -28,6 +28,7 @@ from accelcore.util.text import is_whole
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
+    from accelcore.training.saving.saver import Saver
 
 __all__ = ["TrainingState", "load", "resume", "save"]
 
@@ -42,21 +43,15 @@ class TrainingState:
     """One trainer's share of a checkpoint.
 
     Attributes:
-        backend: the device and the job.
+        saver: the trainer's saver.
         parts: every kind of state, in the order in which they are restored.
         steps: windows closed so far.
-        acquire_gradients: puts this trainer's gradients on the parameters, which other trainers may share.
-        restored: is called after all parts were restored, with the windows closed by then.
-        give_up: is called with the error if only some parts were restored.
         sharded: the parameters that are divided among the ranks, by name.
     """
 
-    backend: Backend
+    saver: Saver
     parts: Sequence[Part]
     steps: int
-    acquire_gradients: Callable[[], None]
-    restored: Callable[[int], None]
-    give_up: Callable[[BaseException], None]
     sharded: Mapping[str, Tensor]
 
 
@@ -147,17 +142,17 @@ def _commit(
     failure: BaseException | None = None
     try:
         for name, training in trainings.items():
-            training.acquire_gradients()
+            training.saver.step.acquire_gradients()
             for commit in commits[name]:
                 commit()
-            training.restored(steps[name])
+            training.saver.restored(steps[name])
     except BaseException as error:  # noqa: BLE001  # raised again when all ranks know
         failure = error
     try:
         agreement.settle(failure, "restore its state")
     except BaseException as error:
         for training in trainings.values():
-            training.give_up(error)
+            training.saver.give_up(error)
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(
@@ -169,7 +164,7 @@ def _commit(
 
 def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
     """Write this rank's files of one trainer."""
-    training.acquire_gradients()
+    training.saver.step.acquire_gradients()
     if rank == 0 or training.sharded:
         shared = {part.name: state for part in training.parts if (state := part.state()) is not None}
         store.write_file(folder, file_of(name, MODEL), shared.pop(MODEL), rank=rank)
@@ -199,7 +194,6 @@ def _read(
         if within or any(table(position, "position", "taken")["taken"] for position in positions):
             raise CheckpointError(
                 f"the checkpoint was saved within an epoch by a job of {saved_by}, this is a job of {world_size}",
-                why="another number of ranks cannot divide the rest of the epoch",
                 remedy=f"resume in a job of {saved_by}, or from a checkpoint saved at the end of an epoch",
             )
         if rank == 0:
@@ -232,7 +226,7 @@ def _check_trainers(trainings: Trainings, checkpoint: store.Checkpoint) -> None:
 
 def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:
     """Return the backend that all these trainers share, and the agreement of its job."""
-    backend = next(iter(trainings.values())).backend
+    backend = next(iter(trainings.values())).saver.backend
     return backend, Agreement(backend.collectives, backend.device)
 
 

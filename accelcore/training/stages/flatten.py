@@ -95,7 +95,6 @@ class Bind:
         if optimizer.needs_closure if isinstance(optimizer, RoutedOptimizer) else needs_closure(optimizer):
             raise UnsupportedError(
                 f"a trainer cannot step {getattr(optimizer, 'name', type(optimizer).__name__)}",
-                why="it computes the loss of a batch several times in a step, and a trainer computes it once",
                 remedy="call its step(closure) in a loop of your own, or choose another optimizer",
             )
 

@@ -8,9 +8,8 @@ from accelcore.errors import DistributedError
 from accelcore.training.agreement import Agreement, describe
 from accelcore.training.plan import Plan, Stage
 from accelcore.training.stages.cast import Cast
-from accelcore.training.stages.execution import Capture, Compile
+from accelcore.training.stages.execution import Capture, Compile, Observe
 from accelcore.training.stages.flatten import Bind, Flatten
-from accelcore.training.stages.observe import Observe
 from accelcore.training.stages.place import Place, SyncStatistics
 from accelcore.training.stages.recompute import ActivationCheckpointing
 from accelcore.training.stages.shard import Replicate, Shard

@@ -54,7 +54,6 @@ class SyncStatistics:
         if not backend.capabilities.sync_batchnorm:
             raise UnsupportedError(
                 f"{backend.name} does not support sync_batchnorm",
-                why="torch's SyncBatchNorm has no kernels on this device",
                 remedy="leave sync_batchnorm out, or use LayerNorm or GroupNorm",
             )
         if isinstance(plan.model, AnyBatchNorm) and not isinstance(plan.model, nn.SyncBatchNorm):

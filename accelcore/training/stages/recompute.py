@@ -147,11 +147,7 @@ class ActivationCheckpointing:
                 remedy="leave offload out; checkpoint= saves memory on every device",
             )
         if plan.options["checkpoint"] is not None and plan.options["graph"]:
-            raise ConfigurationError(
-                "checkpoint= and graph=True cannot be combined",
-                why="recomputation repeats the random numbers of the forward pass, which a graph cannot do",
-                remedy="leave one of the two out",
-            )
+            raise ConfigurationError("checkpoint= and graph=True cannot be combined", remedy="leave one of the two out")
 
     def apply(self, plan: Plan) -> None:
         self._hooks.close()

@@ -12,11 +12,10 @@ from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.shards import as_shard, shard_of
 from accelcore.training.options import FSDP, TrainerOptions
-from accelcore.training.parallel.combine_ddp import CombineDDP
 from accelcore.training.parallel.ddp import DDP
 from accelcore.training.parallel.fsdp import FullySharded
 from accelcore.training.parallel.strategy import SingleProcess, Strategy, check_no_launcher
-from accelcore.training.parallel.zero1 import Zero1
+from accelcore.training.parallel.zero1 import CombineDDP, Zero1
 from accelcore.training.plan import Plan
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ class Shard:
         if plan.strategy.layout == "shards" and plan.options["clip"] is not None:
             raise ConfigurationError(
                 "clip= cannot be used with a model that is divided among the ranks",
-                why="the function would see only this rank's shards, not the whole gradients",
                 remedy='set clip_norm=, which is computed over all ranks, or choose parallel="ddp"',
             )
 
@@ -124,7 +122,6 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
     if name is None or name == _NONE:
         raise ConfigurationError(
             f"parallel={name!r} is not possible in a job of {world_size} ranks",
-            why="every rank would train its own model, on its own share of the data",
             available=", ".join(f'parallel="{strategy}"' for strategy in offered if strategy != _NONE),
             remedy="choose one, or leave accel.distributed() out to run independent processes",
         )
