@@ -36,7 +36,7 @@ class Shard:
         plan.strategy.check(plan.model, plan.optimizer, plan.policy)
         if plan.strategy.layout == "shards" and plan.options["clip"] is not None:
             raise ConfigurationError(
-                "clip= cannot be used with a model that is divided among the ranks",
+                "clip= cannot be used with a sharded model: it would see only this rank's shards of the gradients",
                 remedy='set clip_norm=, which is computed over all ranks, or choose parallel="ddp"',
             )
 
