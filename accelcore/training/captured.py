@@ -59,11 +59,7 @@ class CapturedStep:
     def __call__(
         self, batch: Any, forward_backward: ForwardBackward, close: Callable[[], None], *, first: bool, last: bool
     ) -> tuple[Tensor, Any]:
-        """Train on the `first` or `last` micro-batch of a window, or another; return what `forward_backward` returns.
-
-        Raises:
-            TrainingError: the step cannot be captured, or there are more than 16 kinds of batches.
-        """
+        """Train on a micro-batch, which may be the `first` or `last` of its window, as `forward_backward` does."""
         if first and not self._warm and self._windows >= WARM_UP:
             self._warm = True
             if self._sums:
@@ -81,7 +77,11 @@ class CapturedStep:
         if graph is None:
 
             def work(batch: Any) -> tuple[Tensor, Any]:
-                return self._work(batch, forward_backward, close if last else None)
+                result = forward_backward(batch)
+                self._check_received()
+                if last:
+                    close()
+                return result
 
             if not self._warm or key not in self._kinds:
                 if key not in self._kinds and len(self._kinds) >= _LIMIT:
@@ -119,10 +119,7 @@ class CapturedStep:
         for parameter, gradient in zip(parameters, self._gradients.held, strict=True):
             parameter.grad = gradient
 
-    def _work(
-        self, batch: Any, forward_backward: ForwardBackward, close: Callable[[], None] | None
-    ) -> tuple[Tensor, Any]:
-        loss, aux = forward_backward(batch)
+    def _check_received(self) -> None:
         received = set(self._gradients.state())
         late = received - self._received
         if self._warm and late:
@@ -131,9 +128,6 @@ class CapturedStep:
                 remedy="use the same parameters in each step, or leave graph=True out",
             )
         self._received |= received
-        if close is not None:
-            close()
-        return loss, aux
 
     def _hyperparameters(self) -> tuple[Any, ...]:
         """Return the optimizer's options that a graph bakes in. A tensor is compared by identity, not by its value."""

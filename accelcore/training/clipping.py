@@ -1,8 +1,7 @@
-"""Gradient clipping in a few kernel launches, whatever the number of parameters.
+"""Gradient clipping in a few kernel launches, as `torch.nn.utils.clip_grad_norm_`.
 
-As `torch.nn.utils.clip_grad_norm_` (Pascanu et al., "On the difficulty of training recurrent neural networks", 2013):
-gradients are multiplied by `max_norm / (norm + 1e-6)` if that is below 1. If a device has no kernel for many tensors,
-torch multiplies them one by one. The kernel of loss scaling takes many tensors on every device.
+If a device has no kernel for many tensors, torch multiplies them one by one. The kernel of loss scaling takes many
+tensors on every device.
 """
 
 from __future__ import annotations

@@ -146,9 +146,7 @@ class PerTensor(Gradients):
 class Flat(Gradients):
     """Parameters and gradients in flat memory, one piece of each for every dtype and device.
 
-    Args:
-        slots: the trained parameters.
-        together: for each group, the number of the group that it may be updated with; empty: each by itself.
+    `together`: for each group, the number of the group that it may be updated with; empty: each by itself.
     """
 
     def __init__(self, slots: Sequence[Slot], together: Sequence[int] = ()) -> None:

@@ -184,22 +184,28 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
 def check_values(options: TrainerOptions) -> None:
     """Raise ConfigurationError for option values of the wrong type or out of range."""
     accumulate, clip_norm, observers = options["accumulate"], options["clip_norm"], options["observers"]
-    if not is_whole(accumulate, 1):
-        raise ConfigurationError(
-            f"accumulate={accumulate!r} is not a number of micro-batches", remedy="give a whole number, 1 or more"
-        )
-    if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
-        raise ConfigurationError(f"clip_norm={clip_norm!r} is not a norm", remedy="give a number > 0, or None")
+    clip, weight = options["clip"], options["weight"]
     by_value = "clip=lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 1.0)"
-    for name, value, remedy in (
-        ("clip", options["clip"], f"pass a norm as clip_norm=, or {by_value}"),
-        ("weight", options["weight"], "pass weight=lambda batch: len(batch[0]), or leave it out"),
+    norm_fits = clip_norm is None or (is_number(clip_norm) and clip_norm > 0)
+    for fits, wrong, remedy in (
+        (is_whole(accumulate, 1), f"accumulate={accumulate!r} is not a number of micro-batches", "give 1 or more"),
+        (norm_fits, f"clip_norm={clip_norm!r} is not a norm", "give a number > 0, or None"),
+        (
+            clip is None or callable(clip),
+            f"clip={clip!r} is not a function",
+            f"pass a norm as clip_norm=, or {by_value}",
+        ),
+        (
+            weight is None or callable(weight),
+            f"weight={weight!r} is not a function",
+            "pass lambda batch: len(batch[0])",
+        ),
+        # It is read more than once.
+        (isinstance(observers, Sequence), f"observers={observers!r} is not a list", "pass observers=[...]"),
     ):
-        if value is not None and not callable(value):
-            raise ConfigurationError(f"{name}={value!r} is not a function", remedy=remedy)
-    if not isinstance(observers, Sequence):  # it is read more than once
-        raise ConfigurationError(f"observers={observers!r} is not a list", remedy="pass observers=[...]")
-    if options["clip"] is not None and clip_norm is not None:
+        if not fits:
+            raise ConfigurationError(wrong, remedy=remedy)
+    if clip is not None and clip_norm is not None:
         raise ConfigurationError("clip= and clip_norm= were both given", remedy="give one of them")
 
 

@@ -327,10 +327,7 @@ def _no_loss(loss: object) -> TrainingError:
     if not isinstance(loss, Tensor):
         return TrainingError(f"the loss is {kind_of(loss)}, not a tensor", remedy=f"return {_FORMS_OF_LOSS}")
     if loss.numel() != 1:
-        return TrainingError(
-            f"the loss has shape {tuple(loss.shape)}, but it must be a scalar",
-            remedy="reduce it by loss.mean() or loss.sum()",
-        )
+        return TrainingError(f"the loss has shape {tuple(loss.shape)}, and must be a scalar", remedy="use loss.mean()")
     return TrainingError(
         "the loss depends on no trained parameter",
         remedy="look for torch.no_grad(), detach() or frozen parameters between the parameters and the loss",

@@ -1,9 +1,8 @@
 """Streams of batches for a training loop: this rank's share of the data, on the device, from a known position.
 
-A torch DataLoader draws its order from the random state at the moment an epoch starts. So a position is that random
-state and the number of batches taken since then. To restore it, the epoch starts again from the random state and skips
-as many batches. That also restores the random numbers inside loader workers. A loader with `state_dict` and
-`load_state_dict`, such as torchdata's StatefulDataLoader, restores its own position instead.
+A position is the random state when the epoch started, and the number of batches taken since then. To restore it, the
+epoch starts again from that state and skips as many batches. That also restores the random numbers inside loader
+workers. A loader with `state_dict` and `load_state_dict` restores its own position instead.
 """
 
 from __future__ import annotations
@@ -256,7 +255,6 @@ class DataStreams:
         return self["train"].epoch
 
     def move_to(self, epoch: int) -> None:
-        """Let the next epoch be `epoch`."""
         self["train"].move_to(epoch)
         self._schedule.move_to(epoch)
 

@@ -239,8 +239,7 @@ def _copy_of(loader: DataLoader[Any], rank: int, **of_rank: Any) -> DataLoader[A
 def _start_worker(rank: int, then: Callable[[int], None] | None, number: int) -> None:
     """Seed a loader's worker by its number among the workers of all ranks, and call `then`, the user's function.
 
-    torch seeds a worker by its number on its rank and a random number of that rank. On ranks that are seeded alike, the
-    first workers would draw the same augmentations. On rank 0 the seeds are torch's.
+    torch's own seeds would draw the same augmentations on ranks that are seeded alike.
     """
     import numpy as np  # only workers need it
 
@@ -270,11 +269,7 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
 
 
 class EveryNth:
-    """A rank's share of a stream of batches that all ranks read alike.
-
-    Attributes:
-        stream: the whole stream.
-    """
+    """A rank's share of a `stream` of batches that all ranks read alike."""
 
     def __init__(self, stream: Iterable[Any], rank: int, world_size: int, last: Last) -> None:
         self.stream, self._rank, self._world_size, self._last = stream, rank, world_size, last

@@ -72,11 +72,9 @@ def _by_name(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _read_foreign(path: Path, names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
-    """Return the `state_dict` of the model, that of the optimizer if it was saved, and everything else.
+    """Return the `state_dict` of the model, that of the optimizer if it was saved, and the rest; see `Trainer.load`.
 
-    The path is a file of `torch.save` (`.pth`, `.pt`, Lightning's `.ckpt`) or of safetensors, or accelerate's folder.
-    Prefixes of wrappers (`module.`, `_orig_mod.`, the attribute of a LightningModule) are removed from the saved names,
-    so that they are `names`, the keys of the model's own `state_dict`.
+    Prefixes of wrappers (`module.`, `_orig_mod.`, the attribute of a LightningModule) are removed from the saved names.
     """
     tree = _of_folder(path) if path.is_dir() else _read(path)
     if not isinstance(tree, Mapping):
@@ -88,8 +86,7 @@ def _read_foreign(path: Path, names: Collection[str]) -> tuple[dict[str, Any], d
         name = next((name for name in _MODEL if _is_state(tree.get(name))), None)
         if name is None:
             raise CheckpointError(
-                f"{path} has no state_dict of a model",
-                available=f"it has: {', '.join(map(str, tree))}",
+                f"{path} has no state_dict of a model, but: {', '.join(map(str, tree))}",
                 remedy=f"save it under one of {', '.join(_MODEL)}, or load it by model.load_state_dict",
             )
         model = rest.pop(name)

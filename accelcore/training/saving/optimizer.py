@@ -85,10 +85,7 @@ class OptimizerPart(Part):
         return commit
 
     def _check_entries(self, entries: dict[str, Any], parameters: Mapping[str, Tensor], group: dict[str, Any]) -> None:
-        """Raise CheckpointError for state that the parameters of a group cannot have.
-
-        A fused kernel relies on the shapes. A class that is not torch's may keep any state.
-        """
+        """Raise CheckpointError for state that parameters of a group cannot have. A class not of torch may keep any."""
         optimizer = self._optimizer
         engine, fused = optimizer, bool(group.get("fused"))
         if isinstance(optimizer, RoutedOptimizer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -112,20 +112,16 @@ class WindowPart(Part):
             )
         if micro and window["sharded"] != self._is_sharded():
             raise CheckpointError(
-                "the checkpoint was saved within a window of a sharded model and this model is not sharded, or the "
-                "reverse",
+                "the checkpoint was saved within a window, and only it or only this model is sharded",
                 remedy="resume with the strategy it was saved with, or from a checkpoint saved between two windows",
             )
         gradients, buffers = table(window["gradients"], "gradients"), table(window["buffers"], "buffers")
         own_buffers = dict(self._model.named_buffers())
         _check_shapes(gradients, {slot.name: shard(slot.parameter) for slot in self._gradients.slots}, "gradient")
         _check_shapes(buffers, own_buffers, "buffer")
-        total, unit = window["total"], window["unit"]
+        total = None if window["total"] is None else window["total"].reshape(())
+        unit = None if window["unit"] is None else float(window["unit"])
         divided = number(window["divisor"], "divisor") / self._window.divisor
-        if not (total is None or (isinstance(total, Tensor) and total.numel() == 1)):
-            raise malformed(f"the weight of the checkpoint's window is {kind(total)}, not a scalar")
-        if not (unit is None or isinstance(unit, float)):
-            raise malformed(f"the unit of weights in the checkpoint's window is {unit!r}, not a float")
 
         def commit() -> None:
             with torch.no_grad():
@@ -160,7 +156,7 @@ class DataStreamsPart(Part):
             if entry["seed"] is not None:
                 number(entry["seed"], "seed")
             start, generators = table(entry["start"], "random state"), entry["generators"]
-            if not isinstance(generators, list) or not _all_tensors([*start.values(), *generators]):
+            if not isinstance(generators, list) or not all(isinstance(state, Tensor) for state in generators):
                 raise malformed(f"the checkpoint's position in {name!r} has a random state that is not a tensor")
             if start:
                 _rehearse(self._runtime.set_rng_state, start, self._runtime.rng_state())
@@ -182,8 +178,6 @@ class RandomPart(Part):
         if not saved.same_job:
             return lambda: None
         states, before = table(saved.own.get("random"), "random states"), self._runtime.rng_state()
-        if not _all_tensors(states.values()):
-            raise malformed("the checkpoint has a random state that is not a tensor")
         _rehearse(self._runtime.set_rng_state, states, before)
 
         def commit() -> None:
@@ -222,10 +216,6 @@ def _rehearse(load: Callable[[dict[str, Any]], object], state: dict[str, Any], b
         load(state)
     finally:
         load(before)
-
-
-def _all_tensors(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, Tensor) for value in values)
 
 
 def _check_shapes(saved: Mapping[str, Any], own: Mapping[str, Tensor], what: str) -> None:

@@ -67,11 +67,7 @@ class Saver:
         return load(self.state(), as_path(path))
 
     def state(self, extra: dict[str, Any] | None = None) -> TrainingState:
-        """Return the state of this trainer: to write it with `extra`, or without `extra` to restore it.
-
-        Raises:
-            TrainingError: the trainer can no longer train, or its model or scheduler was changed.
-        """
+        """Return the state of this trainer: to write it with `extra`, or without `extra` to restore it."""
         self.step.check()
         self.snapshot.check_model()
         self._streams.warn_if_unused(self._window.steps)
@@ -161,11 +157,8 @@ class Together:
                     f"{name!r} cannot be a trainer's name, which becomes the name of a folder",
                     remedy="begin with a letter from a to z, followed by letters, digits and _",
                 )
-        if len({name.lower() for name in trainers}) < len(trainers):
-            raise ConfigurationError(
-                f"some of the names {', '.join(trainers)} differ in case only",
-                remedy="give each trainer another name: some file systems do not tell them apart",
-            )
+        if len({name.lower() for name in trainers}) < len(trainers):  # for some file systems they are the same
+            raise ConfigurationError(f"some of the names {', '.join(trainers)} differ in case only", remedy=remedy)
         if len(set(map(id, trainers.values()))) < len(trainers):
             raise ConfigurationError("one trainer is given under two names", remedy="give each trainer once")
         self._savers = {name: trainer.saver for name, trainer in trainers.items()}
@@ -173,9 +166,9 @@ class Together:
         jobs = {name: saver.backend.collectives for name, saver in self._savers.items()}
         places = {name: f"rank {job.rank} of {job.world_size}" for name, job in jobs.items()}
         if len(set(places.values())) > 1:
+            where = ", ".join(f"{place} to {name}" for name, place in places.items())
             raise ConfigurationError(
-                "trainers of different jobs cannot be saved together",
-                why="this process is " + ", ".join(f"{place} to {name}" for name, place in places.items()),
+                f"trainers of different jobs cannot be saved together: this process is {where}",
                 remedy="make all of them by one `accel`, after it has joined the job",
             )
         self._run = uuid4().hex

@@ -35,9 +35,6 @@ class Contexts:
         make_region: returns a new context for a forward pass and its loss.
         region: such a context that can be entered repeatedly, which is cheaper than a new one.
         arithmetic: the reusable context of a backward pass and of an update.
-
-    Raises:
-        UnsupportedError: the backend does not declare the dtype of autocast, its table, or the mode of fp32.
     """
 
     # No attribute refers to the trainer: a reference cycle would keep the device's memory until garbage collection.
