@@ -6,6 +6,7 @@ import warnings
 from functools import cache
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ FRAGILE = ("_segment_reduce.lengths", "_segment_reduce.offsets", "nn.functional.
 def operators() -> dict[str, Any]:
     """Return torch's OpInfo of each operator by name. Skip the test if the samples cannot be imported."""
     try:
-        with warnings.catch_warnings():
+        # Importing them would forbid the whole process to set the flags of torch.backends, as backends do.
+        with warnings.catch_warnings(), patch.object(torch.backends, "disable_global_flags", lambda: None):
             warnings.simplefilter("ignore")  # of torch, at itself
             from torch.testing._internal.common_methods_invocations import op_db
     except ImportError as error:
