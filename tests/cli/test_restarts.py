@@ -18,7 +18,8 @@ def losses(folder, ranks):
 @pytest.mark.parametrize(
     ("ranks", "kills", "parallel"),
     [
-        (2, 1, "ddp"),
+        # By default tests/faults and test_run.py restart a job, each in forks or with less training.
+        pytest.param(2, 1, "ddp", marks=pytest.mark.full),
         pytest.param(2, 30, "ddp", marks=[pytest.mark.full, pytest.mark.timeout(2400)]),
         # DDP lays its buckets anew after its first step: more than two addends then come in another order.
         pytest.param(4, 10, "combine_ddp", marks=[pytest.mark.full, pytest.mark.timeout(2400)]),

@@ -41,6 +41,7 @@ def start(command, **environ):
     return done.stdout
 
 
+@pytest.mark.full  # README's script does, too
 @pytest.mark.usefixtures("folder")
 def test_the_script_trains_on_two_ranks_under_accelcore_run():
     said = start(["bash", "-euc", block("sh", "accelcore run --nproc 2 train.py")])

@@ -273,6 +273,7 @@ def test_without_a_cpp_compiler_the_run_is_eager_and_says_which_one_it_looked_fo
     assert "CXX" in reason
 
 
+@pytest.mark.full  # without a compiler it is the same path
 @needs_a_cpp_compiler
 def test_a_cpp_compiler_that_is_there_but_broken_leaves_the_run_eager(run_python, tmp_path):
     compiler = tmp_path / "c++"

@@ -17,6 +17,12 @@ pytestmark = [
 ]
 
 
+class TestOperators(TestOperators):  # noqa: F405
+    """In `full`: the emulator's self-test compares the same samples on the emulated NPU in each run."""
+
+    pytestmark = pytest.mark.full
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forked_job(fork: Callable[..., Any]) -> Iterator[None]:
     """The suite's ranks are forks; those of the CPU's suite, in tests/, are processes, as users get."""
