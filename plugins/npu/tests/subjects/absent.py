@@ -14,14 +14,14 @@ import accelcore
 
 def main():
     accel = accelcore.select("npu")
-    with accel.distributed(timeout=timedelta(seconds=3)) as collectives:
+    with accel.distributed(timeout=timedelta(seconds=3)) as job:
         found = {"limit": os.environ.get("HCCL_EXEC_TIMEOUT")}
-        collectives.all_reduce(torch.ones(1, device=accel.device))
+        accel.collectives.all_reduce(torch.ones(1, device=accel.device))
         store = dist.distributed_c10d._get_default_store()
         store.set_timeout(timedelta(seconds=60))
-        if collectives.rank == 0:
+        if job.rank == 0:
             try:
-                collectives.all_reduce(torch.ones(1, device=accel.device))
+                accel.collectives.all_reduce(torch.ones(1, device=accel.device))
             except RuntimeError as error:
                 found["error"] = str(error).strip()
             store.set("told", "1")
@@ -29,7 +29,7 @@ def main():
         else:
             store.wait(["told"])
             store.set("heard", "1")
-        Path(sys.argv[1], f"rank-{collectives.rank}.json").write_text(json.dumps(found))
+        Path(sys.argv[1], f"rank-{job.rank}.json").write_text(json.dumps(found))
         sys.stdout.flush()
         os._exit(0)  # what hccl was left in cannot be left in order
 
