@@ -53,6 +53,7 @@ def documents(text):
         text = text[end:]
 
 
+@pytest.mark.full  # tests/apex/test_ranks.py trains the same script on two ranks
 def test_a_script_for_two_ranks_runs_as_it_is_and_so_do_its_children(machine):
     machine.write("train.py", ALL_WAYS + (SCRIPTS / "train_resnet.py").read_text(encoding="utf-8"))
     arguments = ("--amp", "--opt-level", "O2", "--combine-ddp", "--steps", "3")

@@ -64,6 +64,7 @@ def finish(machine, launchers):
     return [Path(machine.folder, f"rank-{rank}").read_text() for rank in range(2)]
 
 
+@pytest.mark.full  # the rendezvous is torch's; test_run.py restarts ranks on one machine
 def test_two_machines_train_together_and_restart_together(machine):
     """By c10d, which numbers them as it likes."""
     machine.write("train.py", TRAIN)

@@ -57,6 +57,7 @@ def test_torchrun_does_the_same():
     assert re.fullmatch(r"2 ranks, loss \d\.\d{3}\n", said)
 
 
+@pytest.mark.full  # tests/jobs gives ranks their places too
 def test_a_script_that_starts_its_own_ranks_says_which_each_is(folder, fork):
     (folder / "spawn.py").write_text(
         block("py", "multiprocessing.spawn").replace("tcp://127.0.0.1:29500", f"file://{folder}/m")

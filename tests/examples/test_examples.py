@@ -105,6 +105,7 @@ def test_gpt_as_it_comes_beats_the_bigram_model(tmp_path):
     assert summary["validation_loss"] < summary["bigram_loss"]
 
 
+@pytest.mark.full  # a killed run resumes in each run of the tests
 def test_gpt_saves_on_interrupt_and_starts_afresh_unless_resumed(run, tmp_path):
     arguments = [*SMALL_GPT, "--log-every", 2, "--output", tmp_path]
     process = subprocess.Popen(

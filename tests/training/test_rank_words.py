@@ -139,7 +139,7 @@ print(total.item(), flush=True)
 """
 
 
-@pytest.mark.parametrize("fails", [(), ("fails",)])
+@pytest.mark.parametrize("fails", [pytest.param((), marks=pytest.mark.full), ("fails",)])
 def test_a_job_is_joined_until_exit_and_an_error_waits_for_nobody(fails):
     """Real processes: how an interpreter ends is what is tested."""
     ranks = [

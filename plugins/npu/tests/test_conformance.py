@@ -31,6 +31,7 @@ def _forked_job(fork: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.full  # test_ranks.py and test_scaler.py train on such parts
 def test_a_part_that_clamps_overflow_and_raises_a_flag_conforms(run):
     done = run(
         "-m", "accelcore", "run", "--emulate", "npu", "-m", "accelcore", "verify", "backend", "npu",

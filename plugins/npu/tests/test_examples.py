@@ -41,8 +41,10 @@ def run(fork_ranks, tmp_path):
 
 
 # Alone, it is the training of test_training.py and of the digits below; that takes fifty steps.
-@pytest.mark.parametrize(("nproc", "steps"), [(2, 10), *(pytest.param(n, 50, marks=pytest.mark.full) for n in (1, 2))])
-def test_the_gpt_gives_the_cpus_losses(run, nproc, steps):
+@pytest.mark.full
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_gpt_gives_the_cpus_losses(run, nproc):
+    steps = 50
     options = ("--steps", steps, *SMALL_GPT)
     (cpu, cpu_end), (npu, npu_end) = (run(device, "train_gpt.py", *options, nproc=nproc) for device in ("cpu", "npu"))
     assert len(cpu) == len(npu) == steps
@@ -51,6 +53,7 @@ def test_the_gpt_gives_the_cpus_losses(run, nproc, steps):
     assert npu_end["validation_loss"] == pytest.approx(cpu_end["validation_loss"], rel=1e-4)
 
 
+@pytest.mark.full  # test_training.py and the loop of one's own train alike, with fewer steps
 def test_the_digits_are_read_alike(run):
     (cpu, cpu_end), (npu, npu_end) = (
         run(device, "train_digits.py", "--dropout", "0", "--epochs", "4") for device in ("cpu", "npu")
