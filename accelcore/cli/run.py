@@ -49,7 +49,7 @@ def run(
     """
     environ = dict(os.environ)
     program = ["-m", script, *arguments] if module else [script, *arguments]
-    if device is not None:
+    if device:  # an empty one counts as unset, as in ACCEL_DEVICE and select()
         check_installed(device, "--device")  # else each rank would fail, with an error about ACCEL_DEVICE
         environ["ACCEL_DEVICE"] = device
     elif (asked := requested_device()) is not None:

@@ -168,7 +168,7 @@ def here(machine, monkeypatch):
     ("arguments", "says"),
     [
         (["run", "--device", "cuda:-1", "script.py"], "--device='cuda:-1' is not a device"),
-        (["run", "--device", "", "script.py"], "--device='' is not a device"),
+        (["run", "--device", "", "missing.py"], "there is no script 'missing.py'"),  # counts as unset
         (["run", "--device", "cppu", "--nproc", "2", "script.py"], "--device='cppu': there is no backend 'cppu'"),
         (["run", "missing.py"], "there is no script 'missing.py'"),
         (["run", "--nproc", "2", "-"], "stdin"),
