@@ -55,7 +55,7 @@ TASKS = {
 # Where weights may differ: by how much, relative to them. A kernel rounds what fills its vectors and what is left over
 # differently in the last bit, and in flat memory other elements are left over.
 TOLERANCES = {OURS: 1e-5, FLAT: 1e-5, BY_HAND_OURS: 1e-5, **dict.fromkeys(MODULES, 1e-4)}
-GOALS = [(task, TRAINER, 1.02) for task in TASKS] + [("fp32", OURS, 0.65)]
+GOALS = [(task, TRAINER, 1.02) for task in TASKS] + [("fp32", OURS, 0.85)]
 
 
 def run(quick: bool) -> Iterator[Table]:
