@@ -58,9 +58,9 @@ class Optimizers:
             priority: of the routes that support a request, `create` takes the one with the highest; torch's plain loops
                 have 0, its kernels 10.
             supports: returns None if this route supports a request, else the reason why not.
-            memory: `"tensors"`: it updates a tensor for each parameter. `"any"`: it treats each element alike, so that
-                a 1-D tensor may hold many parameters. `"flat"`: it updates such tensors only; `Engine.place_runs` tells
-                it which parameters they hold.
+            memory: `"tensors"`: it updates a tensor for each parameter. `"any"`: also 1-D tensors that hold many
+                parameters, because it treats each element alike, or because `Engine.place_runs` tells it where each
+                parameter lies. `"flat"`: it updates such tensors only.
             scattered: whether it updates many tensors in one call wherever they are in memory, so that flat memory
                 makes it no faster.
 

@@ -101,7 +101,7 @@ class Precision(ABC):
         return True
 
     def treatments(self) -> Mapping[str, Treatment]:
-        """Return table O1's treatment of operators that only this device's autocast knows.
+        """Return table O1's treatment of operators that only this device's autocast knows, for reports and the suite.
 
         Keys are names without overload, such as `"aten::mm"`.
         """

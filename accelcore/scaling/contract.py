@@ -106,7 +106,7 @@ class LossScaler(ABC):
     computes its loss several times a step.
 
     `unscale_` and `step` read the gradients of the optimizer's parameters unless `gradients` are given. A trainer gives
-    the memory in which they are, and `agree` if ranks must agree on an overflow.
+    the memory in which they are, and, for sharded gradients, `agree`, which makes one rank's overflow every rank's.
 
     Attributes:
         reads_gradients: whether the scaler reads gradients at all.

@@ -137,8 +137,8 @@ class Step:
         if self._overwrites and outlast:
             self._gradients.load_state(self._gradients.state())
 
-    def count(self, *, updated: bool = False) -> bool:
-        """Count a micro-batch, and close a full window. Return whether a window was closed."""
+    def end_micro_batch(self, *, updated: bool = False) -> bool:
+        """Count a micro-batch. Close the window after its last one, and return whether that was so."""
         self._window.micro += 1
         if self._window.micro < self._window.accumulate:
             self._strategy.before_forward(self._window.is_last)
@@ -237,7 +237,7 @@ class Step:
             raise
 
     def begin(self, *, opened: bool = False) -> None:
-        """Begin a window, or continue one that was `opened` before."""
+        """Begin a window without gradients, or, if `opened`, continue one that was restored from a checkpoint."""
         self._shared.is_open = opened
         if not opened:
             self._window.reset()

@@ -197,7 +197,7 @@ class Trainer:
             loss, self.aux = self._step.forward_backward(batch)
         else:
             loss, self.aux = self._step.launch(captured, batch)
-        self._step.count(updated=captured is not None)
+        self._step.end_micro_batch(updated=captured is not None)
         for listener in self._plan.listeners.loss:
             listener(loss)
         return loss
@@ -242,7 +242,7 @@ class Trainer:
         self._step.check_failure()
         if self._window.is_last:
             self._check_and_number()
-        return self._step.count()
+        return self._step.end_micro_batch()
 
     def flush(self) -> None:
         """Close a window that is not full, as the mean of its micro-batches. Does nothing if no window is open."""

@@ -24,7 +24,7 @@ class Window:
     """Count and weigh the micro-batches of a window.
 
     A micro-batch's loss is a mean over examples. Backward multiplies its gradients by a *share*. At the end of the
-    window all gradients are multiplied by a *correction*: the inverse of the mean over ranks of the sum of shares.
+    window all gradients are multiplied by a *correction*: 1 / (the sum of shares, averaged over ranks), so that the weights add up to 1.
     Without weights each share is `1 / accumulate`, and only a short window needs a correction.
 
     Args:

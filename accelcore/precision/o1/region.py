@@ -53,9 +53,9 @@ def _mark_compiled_code(change: int) -> None:
 class Region:
     """Context of autocast by table O1, or by torch's table for a device. It can be entered again after it was left.
 
-    torch's own cache of casts is on by torch's table, and off by O1. The tables are told apart by this part of
-    autocast's state: torch restores it where a checkpointed part of a model is recomputed, and compiled code guards on
-    it. `prepare` installs kernels on entering.
+    Whether torch's cache of casts is on tells the tables apart: on by torch's table, off by O1. torch restores this
+    part of autocast's state when a checkpointed part of a model is recomputed, and compiled code guards on it.
+    `prepare` installs kernels on entering.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype, table: str, prepare: Callable[[], None]) -> None:

@@ -48,9 +48,10 @@ class Strategy(ABC):
     layout: Literal["any", "tensors", "shards"] = "any"
     """Layout of gradients: "tensors" if each must stay a tensor; "shards" if the model is divided among the ranks.
 
-    With shards, in the order of the stages: `Place` does not move the model, `Cast` keeps fp32 parameters if there are
-    masters, `Shard` divides the model and replaces the optimizer's parameters, `Flatten` makes `ShardedGradients`, and
-    each rank saves its own rows.
+    With shards, in the order of the stages: `clip=` is refused. `Place` does not move the model. `Cast` keeps fp32
+    parameters if there are masters. `Shard` divides the model and gives the optimizer the shards. `Flatten` makes
+    `ShardedGradients` instead of flat memory. In a step, `whole_norm` and `any_overflow` all-reduce what a rank knows of
+    its shards. Each rank saves its own rows.
     """
 
     divisor: int = 1
