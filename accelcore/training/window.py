@@ -24,8 +24,8 @@ class Window:
     """Count and weigh the micro-batches of a window.
 
     A micro-batch's loss is a mean over examples. Backward multiplies its gradients by a *share*. At the end of the
-    window all gradients are multiplied by a *correction*: 1 / (the sum of shares, averaged over ranks), so that the weights add up to 1.
-    Without weights each share is `1 / accumulate`, and only a short window needs a correction.
+    window all gradients are multiplied by a *correction*: 1 / (the sum of shares, averaged over ranks), so that the
+    weights add up to 1. Without weights each share is `1 / accumulate`, and only a short window needs a correction.
 
     Args:
         accumulate: micro-batches of a full window.

@@ -50,8 +50,8 @@ class Strategy(ABC):
 
     With shards, in the order of the stages: `clip=` is refused. `Place` does not move the model. `Cast` keeps fp32
     parameters if there are masters. `Shard` divides the model and gives the optimizer the shards. `Flatten` makes
-    `ShardedGradients` instead of flat memory. In a step, `whole_norm` and `any_overflow` all-reduce what a rank knows of
-    its shards. Each rank saves its own rows.
+    `ShardedGradients` instead of flat memory. In a step, `whole_norm` and `any_overflow` all-reduce what a rank knows
+    of its shards. Each rank saves its own rows.
     """
 
     divisor: int = 1
