@@ -35,16 +35,16 @@ class ModelSnapshot:
     def check(self) -> None:
         """Raise TrainingError for a change of the known parameters or the optimizer's groups."""
         addresses = list(map(Tensor.data_ptr, self._parameters))
-        if addresses != self._addresses:  # other dtypes or strides imply other memory
+        if addresses != self._addresses:  # another dtype implies other memory
             if list(map(_DTYPE, self._parameters)) != self._dtypes:
                 raise TrainingError(
                     "the model was cast after its trainer was made",
                     remedy="cast it before, or set precision=Policy(model_dtype=...)",
                 )
-            # Kernels walk a parameter and its state side by side, and need the same strides.
-            if list(map(Tensor.stride, self._parameters)) != self._strides:
-                raise self._changed()
             self._addresses = addresses
+        # Kernels walk a parameter, its master and its state side by side; `weight.data.t()` keeps the address.
+        if list(map(Tensor.stride, self._parameters)) != self._strides:
+            raise self._changed()
         if list(map(_TRAINABLE, self._parameters)) != self._trainable or self._groups_now() != self._groups:
             raise self._changed()
 

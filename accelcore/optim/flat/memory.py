@@ -282,16 +282,13 @@ class FlatMemory(GradientMemory):
                     why="it was changed after training began",
                     remedy="move and cast the model first, then make optimizer and trainer",
                 )
-            value = parameter.detach()
-            # Other strides over the same memory: copying would overwrite what is still to be read.
-            place.copy_(value.clone() if value.data_ptr() == place.data_ptr() else value)
+            place.copy_(parameter.detach())
             parameter.data = place
         self._placed = self._places_now()
 
     def _places_now(self) -> tuple[list[Any], ...]:
-        # Also strides and sizes: `weight.data = weight.data.t()` keeps the address.
-        each = self.parameters
-        return list(map(Tensor.data_ptr, each)), list(map(Tensor.stride, each)), list(map(Tensor.numel, each))
+        # Also sizes: `weight.data = weight.data[:1]` keeps the address. `ModelSnapshot` compares strides.
+        return list(map(Tensor.data_ptr, self.parameters)), list(map(Tensor.numel, self.parameters))
 
 
 def lay_flat(slots: Sequence[Slot], together: Sequence[int] = ()) -> list[FlatMemory]:
