@@ -50,7 +50,7 @@ def _listeners(observers: Sequence[Observer], event: str) -> list[Callable[..., 
 
 
 class Hooks(ExitStack):
-    """What to call to remove hooks from a model: by `close`, or when this object is deleted with its trainer."""
+    """Calls that remove hooks from a model, made by `close` or when this object is deleted with its trainer."""
 
     def __del__(self) -> None:
         self.close()
