@@ -26,7 +26,7 @@ class RunBinding:
     their groups differ.
 
     Args:
-        engine: computes the updates.
+        implementation: computes the updates.
         runs: what it trains; later as they are divided then.
         groups: the optimizer's own groups, which hold the model's parameters.
         entries: the state to begin with, by parameter.
@@ -38,15 +38,15 @@ class RunBinding:
 
     def __init__(
         self,
-        engine: optim.Optimizer,
+        implementation: optim.Optimizer,
         runs: Sequence[Run],
         groups: Groups,
         entries: Mapping[Tensor, Entry],
         *,
         in_part: bool,
     ) -> None:
-        self._engine, self.runs, self._in_part = engine, runs, in_part
-        self._place_runs = as_engine(engine).place_runs
+        self._implementation, self.runs, self._in_part = implementation, runs, in_part
+        self._place_runs = as_engine(implementation).place_runs
         self._sizes = [len(group["params"]) for group in groups]
         self.on_leaves = any(run.value.requires_grad for run in runs)
         self.load_state(entries)
@@ -54,22 +54,18 @@ class RunBinding:
     @property
     def state(self) -> dict[Tensor, Entry]:
         """The state by parameter."""
-        return by_parameter(self.runs, self._engine.state) | self._not_trained
+        return by_parameter(self.runs, self._implementation.state) | self._not_trained
 
     def load_state(self, entries: Mapping[Tensor, Entry]) -> None:
         """Replace the state."""
-        self._engine.state.clear()
-        self.runs = load_state(entries, self.runs, self._engine)
+        self._implementation.state.clear()
+        self.runs = load_state(entries, self.runs, self._implementation)
         trained = {slot.parameter for run in self.runs for slot in run.slots}
         self._not_trained = {parameter: entry for parameter, entry in entries.items() if parameter not in trained}
         self._place()
 
-    def is_outdated(self, groups: Groups) -> bool:
-        """Return False: a trainer detects changed parameters itself."""
-        return False
-
     def prepare(self, groups: Groups) -> None:
-        """Give the engine the current options and gradients. Called before each update."""
+        """Give the implementation the current options and gradients. Called before each update."""
         self._refresh_options(groups)
         self._refresh_gradients()
         if not self._in_part and all(run.value.grad is None for run in self.runs):
@@ -84,10 +80,10 @@ class RunBinding:
             raise TrainingError(
                 "parameters were added to the optimizer after a trainer had bound it", remedy="let that trainer step it"
             )
-        for group, engine_group in zip(groups, self._engine.param_groups, strict=True):
-            values = engine_group["params"]
-            engine_group.update(group)
-            engine_group["params"] = values
+        for group, own_group in zip(groups, self._implementation.param_groups, strict=True):
+            values = own_group["params"]
+            own_group.update(group)
+            own_group["params"] = values
         if self._spanning:
             firsts = equal_groups(groups)
             if any(firsts[number] != firsts[run.group] for run in self._spanning for number in run.groups):
@@ -118,14 +114,14 @@ class RunBinding:
         if not edges:
             return [run]
         parts = run.split(edges)
-        divide(run, parts, self._engine.state)
+        divide(run, parts, self._implementation.state)
         return parts
 
     def _place(self) -> None:
-        """Give the runs to the engine's groups."""
+        """Give the runs to the implementation's groups."""
         self._stretches = [run for run in self.runs if run.memory is not None]
         self._spanning = [run for run in self.runs if len(run.groups) > 1]
-        for number, group in enumerate(self._engine.param_groups):
+        for number, group in enumerate(self._implementation.param_groups):
             group["params"] = [run.value for run in self.runs if run.group == number]
         self._place_runs(self.runs)
 
@@ -138,19 +134,24 @@ class GroupBinding:
 
     Args:
         name: the optimizer's name in the registry.
-        engine, groups, entries: as for `RunBinding`; the state replaces the engine's.
-        flat: whether the engine updates flat memory only.
+        implementation, groups, entries: as for `RunBinding`; the state replaces its own.
+        flat: whether it updates flat memory only.
     """
 
     on_leaves = True
 
     def __init__(
-        self, name: str, engine: optim.Optimizer, groups: list[dict[str, Any]], entries: dict[Tensor, Entry], flat: bool
+        self,
+        name: str,
+        implementation: optim.Optimizer,
+        groups: list[dict[str, Any]],
+        entries: dict[Tensor, Entry],
+        flat: bool,
     ) -> None:
-        self._name, self._engine, self._waiting, self._is_flat = name, engine, entries, flat
+        self._name, self._implementation, self._waiting, self._is_flat = name, implementation, entries, flat
         # Shared dictionaries, so that a changed option needs no copy.
-        engine.param_groups[:] = [dict(group) for group in groups] if flat else groups
-        self._replaced, self._layouts = as_engine(engine).replaced, _layouts(groups)
+        implementation.param_groups[:] = [dict(group) for group in groups] if flat else groups
+        self._replaced, self._layouts = as_engine(implementation).replaced, _layouts(groups)
         self._memories: list[FlatMemory] = []
         self._flat: RunBinding | None = None
 
@@ -159,7 +160,7 @@ class GroupBinding:
         """The state by parameter."""
         if self._flat is not None:
             return self._flat.state
-        return self._engine.state | self._waiting if self._waiting else self._engine.state
+        return self._implementation.state | self._waiting if self._waiting else self._implementation.state
 
     def is_outdated(self, groups: Groups) -> bool:
         """Return whether parameters have changed, so that the optimizer must choose its route again."""
@@ -173,13 +174,13 @@ class GroupBinding:
             if self._flat is None:
                 self._memories = lay_flat(_slots(groups), updated_together(self._name, groups))
                 runs = list(chain.from_iterable(each.runs(each.values, each.gradients) for each in self._memories))
-                self._flat = RunBinding(self._engine, runs, groups, self.state, in_part=True)
+                self._flat = RunBinding(self._implementation, runs, groups, self.state, in_part=True)
                 self.on_leaves = False
             for memory in self._memories:
                 memory.collect()
             self._flat.prepare(groups)
         elif self._waiting:
-            load_state(self._waiting, [Run([slot], slot.parameter) for slot in _slots(groups)], self._engine)
+            load_state(self._waiting, [Run([slot], slot.parameter) for slot in _slots(groups)], self._implementation)
             self._waiting = {}
 
 

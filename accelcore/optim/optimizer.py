@@ -45,7 +45,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
         binding: what it updates. Each `bind` makes another one, so that a trainer detects that another has bound it.
         skips: whether `step` is called to do nothing.
         needs_closure: whether `step` must be given a closure.
-        engine: the `torch.optim.Optimizer` that computes the updates; its groups hold what is updated.
+        implementation: the `torch.optim.Optimizer` that computes the updates; its groups hold what is updated.
         grad_scale, found_inf: float32 scalars on the device, or None: the divisor of the gradients in the next step,
             and 1.0 if it is to be skipped. torch's scalers set them if the route's kernel supports both
             (`_step_supports_amp_scaling`).
@@ -59,9 +59,9 @@ class RoutedOptimizer(torch.optim.Optimizer):
     def __init__(self, request: Request, groups: Sequence[dict[str, Any]], choose: Callable[[Request], Route]) -> None:
         self._request, self._choose = request, choose
         self._take_route(request, groups)
-        # torch's check of a new group compares it with all others: the engine did this already.
-        super().__init__(self.engine.param_groups[:1], self.engine.defaults)
-        self.param_groups.extend(self.engine.param_groups[1:])
+        # torch's check of a new group compares it with all others: the implementation did this already.
+        super().__init__(self.implementation.param_groups[:1], self.implementation.defaults)
+        self.param_groups.extend(self.implementation.param_groups[1:])
         self._bind_groups({})
 
     @property
@@ -77,7 +77,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
     @property
     def keeps_shapes(self) -> bool:
         """Whether every tensor of its state, except counters, must have the shape of its parameter."""
-        return self._route.memory != "tensors" or self._kernel.keeps_shapes
+        return self._route.memory != "tensors" or self._engine.keeps_shapes
 
     @property
     def together(self) -> Sequence[int]:
@@ -96,7 +96,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return bool(getattr(self.engine, "_step_supports_amp_scaling", False))
+        return bool(getattr(self.implementation, "_step_supports_amp_scaling", False))
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -106,7 +106,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
-        # torch's constructor sets an empty state, but the engine may have one already.
+        # torch's constructor sets an empty state, but the implementation may have one already.
         if hasattr(self, "binding"):
             raise TrainingError("the state of this optimizer is a view", remedy="use load_state_dict")
 
@@ -131,16 +131,16 @@ class RoutedOptimizer(torch.optim.Optimizer):
         sharded = any(is_sharded(slot.parameter) for run in runs for slot in run.slots)
         request = replace(self._request, parameters=trained, groups=_options_of(groups), flat=flat, sharded=sharded)
         self._take_route(request, groups)
-        for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
-            group.update({key: engine_group[key] for key in ("foreach", "fused") if key in engine_group})
-        self.binding = RunBinding(self.engine, runs, self.param_groups, entries, in_part=in_part)
+        for group, own_group in zip(self.param_groups, self.implementation.param_groups, strict=True):
+            group.update({key: own_group[key] for key in ("foreach", "fused") if key in own_group})
+        self.binding = RunBinding(self.implementation, runs, self.param_groups, entries, in_part=in_part)
 
     def replace(self, replacements: Mapping[Tensor, Tensor], entries: dict[Tensor, Entry]) -> None:
         """Replace parameters by others with this state, before it is bound to them."""
         kept = {parameter: entry for parameter, entry in self.state.items() if parameter not in replacements}
         for group in self.param_groups:
             group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
-        self.engine.state.clear()
+        self.implementation.state.clear()
         self._bind_groups(kept | entries)
 
     @staticmethod
@@ -157,7 +157,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
         loss = None if self.needs_closure else loss_by(closure)
-        if self.binding.is_outdated(self.param_groups):
+        if isinstance(self.binding, GroupBinding) and self.binding.is_outdated(self.param_groups):
             self._choose_again(dict(self.state))
         self.binding.prepare(self.param_groups)
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
@@ -168,12 +168,12 @@ class RoutedOptimizer(torch.optim.Optimizer):
                     remedy="call step(closure), where closure() clears the gradients, calls backward and returns "
                     "the loss",
                 )
-            return self.engine.step(closure)
+            return self.implementation.step(closure)
         if self.binding.on_leaves:
             with torch.no_grad():
-                self._kernel.update(found_inf, grad_scale)
+                self._engine.update(found_inf, grad_scale)
         else:  # a context costs more than the kernel of a small update
-            self._kernel.update(found_inf, grad_scale)
+            self._engine.update(found_inf, grad_scale)
         return loss
 
     def skip(self) -> None:
@@ -244,22 +244,22 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
     def _take_route(self, request: Request, groups: Sequence[dict[str, Any]]) -> None:
         self._route = self._choose(request)
-        self.engine = self._route.make(request, groups)
-        self._kernel = as_engine(self.engine)
-        self.needs_closure = needs_closure(self.engine)
+        self.implementation = self._route.make(request, groups)
+        self._engine = as_engine(self.implementation)
+        self.needs_closure = needs_closure(self.implementation)
 
     def _bind_groups(self, entries: dict[Tensor, Entry]) -> None:
         """Update the parameters in the groups, with this state."""
         flat = self._route.memory == "flat"
-        self.binding = GroupBinding(self.name, self.engine, self.param_groups, entries, flat)
+        self.binding = GroupBinding(self.name, self.implementation, self.param_groups, entries, flat)
 
     def _choose_again(self, entries: dict[Tensor, Entry]) -> None:
         """Choose the route for the parameters and options as they are now, with this state."""
         groups = [{key: v for key, v in g.items() if key not in ("foreach", "fused")} for g in self.param_groups]
         tensors = tuple(chain.from_iterable(group["params"] for group in groups))
         self._take_route(replace(self._request, parameters=tensors, groups=_options_of(groups)), groups)
-        for group, engine_group in zip(self.param_groups, self.engine.param_groups, strict=True):
-            group.update({key: value for key, value in engine_group.items() if key != "params"})
+        for group, own_group in zip(self.param_groups, self.implementation.param_groups, strict=True):
+            group.update({key: value for key, value in own_group.items() if key != "params"})
         self._bind_groups(entries)
 
 

@@ -86,7 +86,7 @@ class Route:
             PluginError: the factory returned something else.
         """
         try:
-            engine = self._made(request, groups)
+            made = self._made(request, groups)
         except (TypeError, ValueError, KeyError) as error:
             known = _options(self.factory)
             unknown = [name for name in request.options if known and name not in known]
@@ -96,13 +96,13 @@ class Route:
                 available=", ".join(known) if unknown else "",
                 remedy=" ".join(filter(None, (_in_place_of(name, known) for name in unknown))),
             ) from error
-        if not isinstance(engine, Optimizer) or (hasattr(engine, "place_runs") and not isinstance(engine, Engine)):
+        if not isinstance(made, Optimizer) or (hasattr(made, "place_runs") and not isinstance(made, Engine)):
             raise PluginError(
-                f"route {self.name!r} of optimizer {request.name!r} made a {type(engine).__name__}",
+                f"route {self.name!r} of optimizer {request.name!r} made a {type(made).__name__}",
                 why="a factory must return a torch.optim.Optimizer, with place_runs an accelcore.optim.engine.Engine",
                 remedy="tell its author, or choose another route",
             )
-        return engine
+        return made
 
     def _made(self, request: Request, groups: Sequence[dict[str, Any]]) -> Optimizer:
         """Call the factory with equal groups as one: torch compares each new group with all groups before it.
@@ -113,12 +113,12 @@ class Route:
         if len(groups) < 3 or len(set(members)) < len(members):  # torch reports a duplicate
             return self.factory(groups, **request.options)
         others, firsts = groups[1:], equal_groups(groups[1:])
-        engine = self.factory([groups[0], *merged(others)], **request.options)
-        options = dict(zip(dict.fromkeys(firsts), map(options_of, engine.param_groups[1:]), strict=True))
-        engine.param_groups[1:] = [
+        made = self.factory([groups[0], *merged(others)], **request.options)
+        options = dict(zip(dict.fromkeys(firsts), map(options_of, made.param_groups[1:]), strict=True))
+        made.param_groups[1:] = [
             {**group, **options[first], **_params(group)} for first, group in zip(firsts, others, strict=True)
         ]
-        return engine
+        return made
 
 
 def choose(routes: Sequence[Route], request: Request) -> tuple[ExplainedRoute, ...]:

@@ -61,7 +61,7 @@ def test_each_route_trains_as_torchs_own_class_does(accel, name, route):
     optimizer = accel.optimizers.create(name, model.parameters(), route=route, **options)
     oracle = kind(other.parameters(), foreach=False, **options)
     output, expected = train(model, optimizer, data), train(other, oracle, data)
-    assert isinstance(optimizer.engine, kind)
+    assert isinstance(optimizer.implementation, kind)
     assert not torch.allclose(output, model_and_data()[0](data[0][0]), atol=1e-2), "nothing was learned"
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
     for weight, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -83,7 +83,7 @@ def test_a_route_is_what_it_says(accel, name, route):
 def test_the_default_is_a_kernel_where_there_is_one(accel, name):
     kernel = accel.optimizers.create(name, [parameter()]).route in ("native", "fused")
     assert kernel is (name in accel.capabilities.native_optimizers)
-    assert isinstance(accel.optimizers.create(name.upper(), [parameter()]).engine, CASES[name][0])
+    assert isinstance(accel.optimizers.create(name.upper(), [parameter()]).implementation, CASES[name][0])
 
 
 def step_both(accel, name, route, weights, gradients, **overrides):

@@ -52,7 +52,7 @@ def test_every_class_of_torch_has_its_name(accel):
     for name, kind in CLASSES.items():
         params = [nn.Parameter(torch.ones(2, 2))]
         routes = [choice.route for choice in accel.optimizers.explain(name)]
-        assert type(accel.optimizers.create(name, params, route="loop").engine) is kind
+        assert type(accel.optimizers.create(name, params, route="loop").implementation) is kind
         assert "foreach" not in routes or accel.optimizers.create(name, params, route="foreach").route == "foreach"
 
 
@@ -156,7 +156,7 @@ def test_state_dtype_is_refused_where_no_route_keeps_state_so(accel, name):
     parameter = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(UnsupportedError, match="not in bfloat16"):
         accel.optimizers.create(name, [parameter], state_dtype="bfloat16")
-    assert accel.optimizers.create(name, [parameter], state_dtype="float32").engine.state_dict()
+    assert accel.optimizers.create(name, [parameter], state_dtype="float32").implementation.state_dict()
 
 
 @pytest.mark.parametrize("name", CLASSES)

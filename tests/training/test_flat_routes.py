@@ -61,7 +61,7 @@ def test_it_is_taken_for_fp32_masters_however_large_they_are(accel):
     trainer = accel.trainer(model, optimizer)
     step(trainer, torch.bfloat16)
     assert optimizer.route == "packed"
-    assert optimizer.engine.names == [["0.weight", "0.bias", "1.weight", "1.bias"]]
+    assert optimizer.implementation.names == [["0.weight", "0.bias", "1.weight", "1.bias"]]
 
 
 def test_it_is_left_out_where_parameters_keep_their_own_memory(accel):

@@ -87,10 +87,10 @@ class OptimizerPart(Part):
     def _check_entries(self, entries: dict[str, Any], parameters: Mapping[str, Tensor], group: dict[str, Any]) -> None:
         """Raise CheckpointError for state that parameters of a group cannot have. A class not of torch may keep any."""
         optimizer = self._optimizer
-        engine, fused = optimizer, bool(group.get("fused"))
+        updater, fused = optimizer, bool(group.get("fused"))
         if isinstance(optimizer, RoutedOptimizer):
-            engine, fused = optimizer.engine, fused or optimizer.keeps_shapes
-        shaped = fused or (name_of(type(engine)) is not None and not isinstance(engine, _OTHER_SHAPES))
+            updater, fused = optimizer.implementation, fused or optimizer.keeps_shapes
+        shaped = fused or (name_of(type(updater)) is not None and not isinstance(updater, _OTHER_SHAPES))
         keys = {key for entry in entries.values() if isinstance(entry, dict) for key in entry}
         for name, saved in entries.items():
             entry = table(saved, f"state of {name}", *(keys if shaped else ()))
