@@ -18,7 +18,7 @@ from accelcore.optim.route import ExplainedRoute, Factory, Memory, Request, Rout
 from accelcore.optim.state import SWITCHES
 from accelcore.util.text import did_you_mean
 
-__all__ = ["ExplainedRoute", "Factory", "Memory", "Optimizers", "Request"]
+__all__ = ["Optimizers"]
 
 Parameters = Iterable[Any]
 
@@ -182,15 +182,15 @@ class Optimizers:
 
     def _choose(self, request: Request) -> Route:
         choices = self._explain(request)
-        chosen = next((choice.route for choice in choices if choice.chosen), None)
-        if chosen is None:
-            raise UnsupportedError(
-                f"optimizer {request.name!r} cannot be made by route {request.route!r}",
-                why="; ".join(f"{choice.route}: {choice.reason}" for choice in choices),
-                available=", ".join(choice.route for choice in choices),
-                remedy="change the options named above" + ("" if request.route == "auto" else ", or use route='auto'"),
-            )
-        return next(route for route in self._routes[request.name] if route.name == chosen)
+        for route, choice in zip(self._routes[request.name], choices, strict=True):
+            if choice.chosen:
+                return route
+        raise UnsupportedError(
+            f"optimizer {request.name!r} cannot be made by route {request.route!r}",
+            why="; ".join(f"{choice.route}: {choice.reason}" for choice in choices),
+            available=", ".join(choice.route for choice in choices),
+            remedy="change the options named above" + ("" if request.route == "auto" else ", or use route='auto'"),
+        )
 
     def _explain(self, request: Request) -> tuple[ExplainedRoute, ...]:
         if request.name not in self._routes:

@@ -13,7 +13,8 @@ from torch import Tensor
 from accelcore.known_faults import FP16_EPSILON
 from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.formulas.formula import STATE_DTYPES, not_negative
-from accelcore.optim.registry import Memory, Optimizers, Request
+from accelcore.optim.registry import Optimizers
+from accelcore.optim.route import Memory, Request
 from accelcore.optim.torch_fused import FUSED
 
 __all__ = ["register_torch_optimizers"]

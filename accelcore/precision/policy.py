@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from accelcore.errors import ConfigurationError
-from accelcore.scaling.dynamic import LossScale, LossScaler, Scalers
+from accelcore.scaling.contract import LossScale, LossScaler
+from accelcore.scaling.dynamic import Scalers
 from accelcore.util.text import did_you_mean, is_number
 
 if TYPE_CHECKING:

@@ -29,7 +29,6 @@ __all__ = [
     "by_dtype",
     "check_version",
     "described",
-    "first_not_finite",
     "gradients_of",
     "is_finite",
     "is_static",
@@ -298,19 +297,6 @@ def refuse_closure(gradients: object) -> None:
             why="a closure computes the loss several times a step, which is unscaled once",
             remedy="compute the loss before step; or train in fp32 or bf16, without a loss scale",
         )
-
-
-def first_not_finite(optimizers: Iterable[Optimizer]) -> str | None:
-    """Return the name or position of the first parameter with an inf or NaN gradient. Waits for the device."""
-    for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            for position, parameter in enumerate(group["params"]):
-                if parameter.grad is not None and not is_finite(parameter.grad):
-                    names = group.get("param_names")  # given if the optimizer was made from named parameters
-                    if names is not None:
-                        return str(names[position])
-                    return f"parameter {position} of group {number}, of shape {tuple(parameter.shape)}"
-    return None
 
 
 def is_finite(gradient: Tensor) -> bool:

@@ -8,7 +8,7 @@ endless overflows cannot make it zero and the next update NaN. And it works on a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,16 +29,15 @@ from accelcore.scaling.contract import (
     StaticScaler,
     by_dtype,
     check_version,
-    described,
-    first_not_finite,
     gradients_of,
+    is_finite,
     is_static,
     refuse_closure,
     refuse_fp16,
 )
 from accelcore.util.text import is_number, is_whole
 
-__all__ = ["GradScaler", "LossScale", "LossScaler", "NoScaler", "Scalers", "StaticScaler", "described"]
+__all__ = ["GradScaler", "Scalers"]
 
 logger = logging.getLogger("accelcore")
 
@@ -258,7 +257,7 @@ class GradScaler(LossScaler):
             self._warns_at = _PATIENCE
         elif in_a_row >= self._warns_at:
             self._warns_at = in_a_row + _PATIENCE
-            name = find_bad() if find_bad else first_not_finite(step.optimizer for step in self._progress.values())
+            name = find_bad() if find_bad else _bad_parameter(step.optimizer for step in self._progress.values())
             logger.warning(
                 "%d updates in a row were skipped because gradients overflowed. The loss scale is %g. %s. Look for an "
                 "inf or NaN in losses and activations, lower the learning rate, or train in bf16",
@@ -266,6 +265,19 @@ class GradScaler(LossScaler):
                 self._scale.item(),
                 "No gradient is inf or NaN now" if name is None else f"The first inf or NaN gradient is that of {name}",
             )
+
+
+def _bad_parameter(optimizers: Iterable[Optimizer]) -> str | None:
+    """Return the name or position of the first parameter with an inf or NaN gradient. Waits for the device."""
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if parameter.grad is not None and not is_finite(parameter.grad):
+                    names = group.get("param_names")  # given if the optimizer was made from named parameters
+                    if names is not None:
+                        return str(names[position])
+                    return f"parameter {position} of group {number}, of shape {tuple(parameter.shape)}"
+    return None
 
 
 def _step_in_kernel(optimizer: Any, scale: Tensor | None, found: Tensor) -> None:

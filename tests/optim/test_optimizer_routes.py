@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from accelcore.errors import ConfigurationError, PluginError, UnsupportedError
-from accelcore.optim.registry import ExplainedRoute, Optimizers
+from accelcore.optim.registry import Optimizers
+from accelcore.optim.route import ExplainedRoute
 
 
 def parameter():

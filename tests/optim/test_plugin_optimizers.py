@@ -37,7 +37,7 @@ def parameter():
 def test_a_backend_plugin_registers_its_own_optimizers(fakes):
     fakes.backend("gifted", after=REGISTER.format(name="lion", before=""))
     backend = accelcore.select("gifted")
-    assert type(backend.optimizers.create("lion", [parameter()], lr=0.1).engine) is torch.optim.SGD
+    assert type(backend.optimizers.create("lion", [parameter()], lr=0.1).implementation) is torch.optim.SGD
     assert "lion" not in accelcore.select("cpu").optimizers.names()
 
 
@@ -80,9 +80,9 @@ def test_a_backend_plugin_that_hangs_when_registering_is_given_up_in_time(fakes,
 def test_an_extension_adds_a_faster_route_to_somebody_elses_backend(fakes):
     fakes.install(REGISTER.format(name="adamw", before=""), extensions=["faster"])
     optimizers = accelcore.select("cpu").optimizers
-    assert optimizers.explain("adamw")[0] == accelcore.optim.registry.ExplainedRoute("theirs", chosen=True)
-    assert type(optimizers.create("adamw", [parameter()], lr=0.1).engine) is torch.optim.SGD
-    assert type(optimizers.create("adamw", [parameter()], lr=0.1, route="loop").engine) is torch.optim.AdamW
+    assert optimizers.explain("adamw")[0] == accelcore.optim.route.ExplainedRoute("theirs", chosen=True)
+    assert type(optimizers.create("adamw", [parameter()], lr=0.1).implementation) is torch.optim.SGD
+    assert type(optimizers.create("adamw", [parameter()], lr=0.1, route="loop").implementation) is torch.optim.AdamW
 
 
 @pytest.mark.parametrize("flat", [True, False])

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelcore.errors import CheckpointError
 from accelcore.optim.shards import is_sharded, shard
 from accelcore.roles.runtime import Runtime
-from accelcore.scaling.dynamic import LossScaler, described
+from accelcore.scaling.contract import LossScaler, described
 from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.gradients import Gradients
 from accelcore.training.saving.part import Part, Saved, kind, malformed, number, table

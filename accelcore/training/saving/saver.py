@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError
-from accelcore.scaling.dynamic import LossScaler
+from accelcore.scaling.contract import LossScaler
 from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.parallel.strategy import sharded_parameters

@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 
-from accelcore.optim.registry import Optimizers, Request
+from accelcore.optim.registry import Optimizers
+from accelcore.optim.route import Request
 from accelcore.optim.torch_routes import register_torch_optimizers
 from accelcore_cpu.kernels.library import unavailable
 from accelcore_cpu.known_faults import LOW_PRECISION_SGD

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from accelcore.optim.flat.route import FLAT_FORMULAS
-from accelcore.optim.registry import Optimizers, Request
+from accelcore.optim.registry import Optimizers
+from accelcore.optim.route import Request
 from accelcore.optim.torch_routes import register_torch_optimizers
 
 __all__ = ["create_optimizers", "fused_kernels"]

@@ -15,7 +15,8 @@ import torch_npu
 from torch import Tensor
 
 from accelcore.jobs.collectives import Collectives
-from accelcore.scaling.dynamic import GradScaler, LossScale
+from accelcore.scaling.contract import LossScale
+from accelcore.scaling.dynamic import GradScaler
 
 __all__ = ["FlagScaler", "NpuScaler"]
 
