@@ -101,6 +101,8 @@ LAUNCHERS = (
         host_list="SLURM_STEP_NODELIST",
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
         own_devices=(
+            # The daemon sets the first for each task; sbatch and salloc set the others, for their own options only.
+            ("SLURMD_TRES_BIND", r"(?<!nic):(verbose,)?(closest|map|mask|per_task|single)"),
             ("SLURM_GPUS_PER_TASK", "."),
             ("SLURM_TRES_PER_TASK", "gres/"),  # it may also be of CPUs alone
             ("SLURM_GPU_BIND", "single|per_task|map_gpu|mask_gpu"),

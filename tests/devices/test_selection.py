@@ -272,6 +272,10 @@ def srun(monkeypatch, **variables):
         {"SLURM_GPUS_PER_TASK": "a100:1"},
         {"SLURM_TRES_PER_TASK": "cpu=8,gres/npu=1"},
         {"SLURM_GPU_BIND": "verbose,per_task:1"},
+        {"SLURMD_TRES_BIND": "gpu:per_task:1"},  # srun --gpus-per-task=1
+        {"SLURMD_TRES_BIND": "gpu:single:1"},  # srun --ntasks-per-gpu=1
+        {"SLURMD_TRES_BIND": "gres/gpu:verbose,map:0,1"},
+        {"SLURMD_TRES_BIND": "gres/nic:single:1+gres/gpu:closest"},
     ],
     ids=str,
 )
@@ -285,7 +289,16 @@ def test_a_rank_that_srun_shows_one_device_of_its_own_takes_it_and_the_log_says_
 
 
 @pytest.mark.parametrize(
-    "says", [{}, {"SLURM_TRES_PER_TASK": "cpu=8"}, {"SLURM_GPU_BIND": "none"}, {"LOCAL_RANK": "1"}], ids=str
+    "says",
+    [
+        {},
+        {"SLURM_TRES_PER_TASK": "cpu=8"},
+        {"SLURM_GPU_BIND": "none"},
+        {"SLURMD_TRES_BIND": "gres/gpu:none"},
+        {"SLURMD_TRES_BIND": "gres/nic:single:1"},
+        {"LOCAL_RANK": "1"},
+    ],
+    ids=str,
 )
 def test_ranks_that_see_the_same_device_do_not_share_it_in_silence(monkeypatch, fakes, says):
     """As in a job of two by torchrun on a machine with one."""
