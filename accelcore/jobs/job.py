@@ -41,6 +41,9 @@ _EXIT_TIMEOUT = timedelta(minutes=1)
 class Job:
     """Words for scripts about the ranks of a job. Without a job, this process is rank 0 of 1.
 
+    After the block of `with accel.distributed() as job:` the job keeps its numbers: `job.is_main` is true on one rank
+    only. Every exchange then raises DistributedError.
+
     Before ranks exchange tensors, they compare the call and the tensors' shapes and dtypes, and raise DistributedError
     on every rank if these differ: torch would abort the process, or hang. This is one more exchange between the hosts
     in each call. `accel.collectives` has the same operations without it, for loops that communicate in each step.
@@ -54,17 +57,27 @@ class Job:
     def __init__(
         self, collectives: Collectives, launch: Launch | None = None, missing: MissingRanks | None = None
     ) -> None:
-        self._collectives, self._launch, self._missing = collectives, launch, missing
+        self._joined, self._launch, self._missing = collectives, launch, missing
+        self._rank, self._world_size = collectives.rank, collectives.world_size
 
     @property
     def rank(self) -> int:
         """This process's rank."""
-        return self._collectives.rank
+        return self._rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._collectives.world_size
+        return self._world_size
+
+    @property
+    def _collectives(self) -> Collectives:
+        if self._joined.world_size != self._world_size:
+            raise DistributedError(
+                f"this job of {self._world_size} ranks was left, and its ranks no longer exchange anything",
+                remedy="make this call inside of `with accel.distributed() as job:`",
+            )
+        return self._joined
 
     @property
     def is_main(self) -> bool:
@@ -103,7 +116,7 @@ class Job:
 
     def cpu_group(self) -> dist.ProcessGroup | None:
         """Return the process group for CPU tensors; None without a job."""
-        return self._collectives.cpu_group()
+        return self._joined.cpu_group()
 
     def print(self, *values: Any, **options: Any) -> None:
         """Call Python's `print` on the main rank only."""
@@ -117,15 +130,15 @@ class Job:
         The other ranks must then find what the first one left. If ranks do not know their number on their host, the
         main rank goes before all others. Ranks wait at most the job's `timeout`.
         """
-        local_rank = self._local_rank()
+        collectives, local_rank = self._collectives, self._local_rank()
         goes_first = (self.rank if local_rank is None else local_rank) == 0
         if not goes_first:
-            self.barrier()
+            collectives.barrier()
         try:
             yield
         finally:  # after an error, too: the other ranks try for themselves
             if goes_first:
-                self.barrier()
+                collectives.barrier()
 
     def gather(self, rows: Tensor | Sequence[Tensor]) -> Tensor:
         """Concatenate the rows of all ranks, in the order of ranks, and return them on every rank.
@@ -169,7 +182,7 @@ class Job:
         """
         if not isinstance(value, Tensor):
             return float(self.mean(torch.tensor(value, dtype=torch.float64)).item())
-        group = self.cpu_group()
+        group = self._collectives.cpu_group()
         dtype = value.dtype if value.is_floating_point() else torch.float32
         own = value.detach().to(dtype, copy=True)
         if group is None:

@@ -180,7 +180,7 @@ def rows(size):
 
 def test_ranks_that_a_launcher_started_find_each_other_and_part(found):
     assert [rank["place"] for rank in found] == [[index, len(found), True, "gloo"] for index in range(len(found))]
-    assert [rank["left"] for rank in found] == [[False, 0, 1]] * len(found)
+    assert [rank["left"] for rank in found] == [[False, index, len(found)] for index in range(len(found))]
 
 
 @pytest.mark.parametrize(

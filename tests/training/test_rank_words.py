@@ -129,6 +129,38 @@ def test_a_sampler_of_torchs_needs_no_arguments_in_a_launched_job_of_one(fork_ra
     assert (ended.stdout, ended.returncode) == ("4\n", 0), ended.stderr
 
 
+LEAVES = """
+import torch, accelcore
+accel = accelcore.select("cpu")
+with accel.distributed() as job:
+    job.barrier()
+print(job.rank, job.world_size, job.is_main, job.local_rank, flush=True)
+job.print("from the main rank", flush=True)
+def first():
+    with job.first():
+        raise SystemExit("the block was run")
+ones = torch.ones(2)
+for call in (
+    lambda: job.all_reduce(ones), lambda: job.broadcast(ones), lambda: job.gather(ones), lambda: job.mean(ones),
+    lambda: job.mean(1.0), lambda: job.gather_objects([1]), job.barrier, first,
+):
+    try:
+        call()
+    except accelcore.DistributedError as error:
+        print("refused", "was left" in str(error), "accel.distributed()" in error.remedy)
+"""
+
+
+def test_a_job_that_was_left_keeps_its_numbers_and_exchanges_nothing(fork_ranks, tmp_path):
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    ended = [rank.finish() for rank in fork_ranks(tmp_path / "leaves.py", size=2)]
+    refused = ["refused True True"] * 8
+    assert [rank.stdout.splitlines() for rank in ended] == [
+        ["0 2 True 0", "from the main rank", *refused],
+        ["1 2 False 1", *refused],
+    ], ended[0].stderr
+
+
 JOINS = """
 import sys, torch, accelcore
 job = accelcore.select("cpu").join()
