@@ -18,7 +18,7 @@ from accelcore.apex.state import AmpScaler, enter_o1, listed, state
 from accelcore.backend import Backend
 from accelcore.errors import AmpError, UnsupportedError
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
-from accelcore.precision.o1.table import LOW_PRECISION
+from accelcore.precision.policy import LOW_PRECISION
 from accelcore.util.text import is_whole
 
 __all__ = ["initialize"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from accelcore.precision.o1.table import LOW_PRECISION
+from accelcore.precision.policy import LOW_PRECISION
 from accelcore.torch_internals import AnyBatchNorm
 from accelcore.util.containers import cast
 

@@ -17,7 +17,10 @@ from accelcore.util.text import did_you_mean, is_number
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Policy", "autocast_dtype", "choose_policy", "create_scaler", "fp32_mode", "preset_name"]
+__all__ = ["LOW_PRECISION", "Policy", "autocast_dtype", "choose_policy", "create_scaler", "fp32_mode", "preset_name"]
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Dtypes too coarse to accumulate small updates in."""
 
 _TABLES = ("torch", "O1")
 _FLOATS = ("bfloat16", "float16", "float32", "float64")

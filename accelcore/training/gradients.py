@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from accelcore.errors import TrainingError
 from accelcore.optim.flat.memory import FlatMemory, GradientMemory, Run, Slot, by_kind, lay_flat
 from accelcore.optim.shards import as_shard, shard
-from accelcore.precision.o1.table import LOW_PRECISION
+from accelcore.precision.policy import LOW_PRECISION
 from accelcore.scaling.contract import is_finite
 
 __all__ = ["Flat", "Gradients", "Masters", "PerTensor", "ShardedGradients", "backward", "first_not_finite", "runs"]
@@ -106,6 +106,10 @@ class Gradients(ABC):
                 saved, parameter = state.get(slot.name), slot.parameter
                 own = None if saved is None else torch.empty_like(shard(parameter)).copy_(saved)
                 parameter.grad = None if own is None else as_shard(own, parameter)
+
+    def keep(self) -> None:
+        """Copy the gradients of an open window, so that the next call of the model does not overwrite them."""
+        self.load_state(self.state())
 
 
 class PerTensor(Gradients):

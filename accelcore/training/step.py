@@ -40,14 +40,14 @@ class Step:
         failure: why the trainer can no longer train; None if it can.
     """
 
-    def __init__(
-        self, plan: Plan, *, scaler: LossScaler, window: Window, clip: Clipping | None, schedule: Schedule
-    ) -> None:
+    def __init__(self, plan: Plan, *, scaler: LossScaler, window: Window, schedule: Schedule) -> None:
         self._forward, self._listeners = plan.forward, plan.listeners
         self._loss, self._weight = plan.options["loss"] or _loss_of_model, plan.options["weight"]
         self._region, self._arithmetic = plan.contexts.region, plan.contexts.arithmetic
         self._gradients, self._optimizer, self._strategy = plan.gradients, plan.optimizer, plan.strategy
-        self._scaler, self._window, self._clip, self._schedule = scaler, window, clip, schedule
+        self._scaler, self._window, self._schedule = scaler, window, schedule
+        norm, flagged = plan.options["clip_norm"], plan.backend.capabilities.overflow_flag
+        self._clip = None if norm is None else Clipping(norm, flagged=flagged)
         self._clip_by = plan.options["clip"]
         self._model, self._whole_norm = plan.model, partial(whole_norm, plan.strategy)
         self._any_overflow = partial(any_overflow, plan.strategy)
@@ -58,8 +58,8 @@ class Step:
         self._fused_step = FusedStep(plan.optimizer) if fused else None
         self._binding = getattr(plan.optimizer, "binding", None)
         self._job, self._world_size = plan.backend.collectives, plan.backend.collectives.world_size
-        self._reads_norm = clip is None and bool(plan.listeners.gradient_norm)
-        self._unscales = clip is not None or self._clip_by is not None or self._reads_norm
+        self._reads_norm = norm is None and bool(plan.listeners.gradient_norm)
+        self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
         self._shared = SharedParameters([slot.parameter for slot in plan.gradients.slots])
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
@@ -135,7 +135,7 @@ class Step:
             backward(self._gradients, scaled, start, retain_graph=retain_graph)
         self._strategy.after_backward()
         if self._overwrites and outlast:
-            self._gradients.load_state(self._gradients.state())
+            self._gradients.keep()
 
     def end_micro_batch(self, *, updated: bool = False) -> bool:
         """Count a micro-batch. Close the window after its last one, and return whether that was so."""

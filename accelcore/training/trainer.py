@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from accelcore.errors import TrainingError
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
-from accelcore.training.clipping import Clipping
 from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.data.sharding import Batches, evaluate
 from accelcore.training.model_changes import ModelSnapshot
@@ -88,8 +87,6 @@ class Trainer:
         self._preparation.apply()
         self.model, self.optimizer, self.scheduler = model, optimizer, given["scheduler"]
         self.scaler = create_scaler(backend.scaler, plan.policy)
-        norm, flagged = given["clip_norm"], backend.capabilities.overflow_flag
-        self._clip = None if norm is None else Clipping(norm, flagged=flagged)
         self._window = Window(
             given["accumulate"], backend.device, divisor=plan.strategy.divisor, tensors_only=given["graph"]
         )
@@ -324,7 +321,7 @@ class Trainer:
 
     def _prepared(self) -> None:
         self._snapshot = ModelSnapshot(self.model, self.optimizer, self._plan.strategy.reset)
-        self._step = Step(self._plan, scaler=self.scaler, window=self._window, clip=self._clip, schedule=self._schedule)
+        self._step = Step(self._plan, scaler=self.scaler, window=self._window, schedule=self._schedule)
         self.saver.step, self.saver.snapshot = self._step, self._snapshot
         self._step.begin()
 

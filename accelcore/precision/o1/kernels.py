@@ -12,7 +12,8 @@ from torch import Tensor
 from accelcore.errors import TrainingError
 from accelcore.precision.dispatcher import Kernel, overrides
 from accelcore.precision.o1.region import in_low_precision, is_o1_active, is_torch_table_active
-from accelcore.precision.o1.table import LOW_PRECISION, O1, PROMOTES_BY_ITSELF, TORCH_DIFFERS, Treatment
+from accelcore.precision.o1.table import O1, PROMOTES_BY_ITSELF, TORCH_DIFFERS, Treatment
+from accelcore.precision.policy import LOW_PRECISION
 from accelcore.torch_internals import (
     OpOverload,
     has_any_kernel,

@@ -10,12 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
 
-import torch
-
-__all__ = ["LOW_PRECISION", "O1", "PROMOTES_BY_ITSELF", "TORCH_DIFFERS", "Treatment"]
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
-"""Dtypes too coarse to accumulate small updates in."""
+__all__ = ["O1", "PROMOTES_BY_ITSELF", "TORCH_DIFFERS", "Treatment"]
 
 
 class Treatment(Enum):

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.shards import is_sharded
-from accelcore.precision.o1.table import LOW_PRECISION
-from accelcore.precision.policy import Policy
+from accelcore.precision.policy import LOW_PRECISION, Policy
 from accelcore.torch_internals import AnyBatchNorm
 from accelcore.training.gradients import Gradients
 from accelcore.training.observers import Hooks
@@ -46,9 +45,11 @@ class FullySharded(Strategy):
 
     layout = "shards"
 
-    def __init__(self, backend: Backend, options: TrainerOptions, sharding: FSDP) -> None:
+    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
         super().__init__(backend, options)
-        self._sharding, self._pinned = sharding, backend.capabilities.pinned_memory
+        asked = options["parallel"]
+        self._sharding = asked if isinstance(asked, FSDP) else FSDP(reshard_after_forward=asked != "zero2")
+        self._pinned = backend.capabilities.pinned_memory
         self._reduce_dtype = comm_dtype(options)
         self._groups: list[Any] = []
         self._hooks = Hooks()

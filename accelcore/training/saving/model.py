@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from accelcore.errors import CheckpointError
 from accelcore.optim.flat.memory import Slot
 from accelcore.optim.shards import shard
-from accelcore.precision.o1.table import LOW_PRECISION
+from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.gradients import Gradients
 from accelcore.training.saving.part import Part, Saved, kind, malformed, table
 
@@ -36,7 +37,23 @@ class ModelPart(Part):
         self._model, self._gradients = model, gradients
 
     def state(self) -> dict[str, Any]:
-        return _in_fp32(self._model, self._gradients)[0]
+        return self.in_fp32[0]
+
+    @cached_property  # for both parts: each save makes its parts
+    def in_fp32(self) -> tuple[dict[str, Any], set[str]]:
+        """The model's state_dict with masters instead of their parameters, and the names of these parameters.
+
+        An entry that a module or hook has changed is not replaced by the master.
+        """
+        self._gradients.refresh()
+        masters = {id(slot.parameter): slot for slot in _with_master(self._gradients)}
+        state, replaced = dict(self._model.state_dict()), set()
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            slot, value = masters.get(id(parameter)), state.get(name)
+            if slot is not None and _is_rounded_to(parameter, value):
+                state[name] = slot.trained
+                replaced.add(slot.name)
+        return state, replaced
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
         exact, have_masters = _saved_masters(saved), {id(slot.parameter) for slot in _with_master(self._gradients)}
@@ -61,7 +78,7 @@ class ModelPart(Part):
         return lambda: self._model.load_state_dict(state)
 
 
-class MastersPart(ModelPart):
+class MastersPart(Part):
     """fp32 masters by parameter name, if their values are not in the model's part already.
 
     A checkpoint with masters also restores an fp32 model, and a checkpoint of an fp32 model restores masters. So a run
@@ -70,8 +87,11 @@ class MastersPart(ModelPart):
 
     name = "masters"
 
+    def __init__(self, model: ModelPart, gradients: Gradients) -> None:
+        self._model, self._gradients = model, gradients
+
     def state(self) -> dict[str, Tensor]:
-        _, in_model = _in_fp32(self._model, self._gradients)
+        _, in_model = self._model.in_fp32
         return {slot.name: slot.trained for slot in _with_master(self._gradients) if slot.name not in in_model}
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
@@ -89,22 +109,6 @@ class MastersPart(ModelPart):
 
 def _with_master(gradients: Gradients) -> list[Slot]:
     return [slot for slot in gradients.slots if slot.trained is not slot.parameter]
-
-
-def _in_fp32(model: nn.Module, gradients: Gradients) -> tuple[dict[str, Any], set[str]]:
-    """Return the model's state_dict with masters instead of their parameters, and the names of these parameters.
-
-    An entry that a module or hook has changed is not replaced by the master.
-    """
-    gradients.refresh()
-    masters = {id(slot.parameter): slot for slot in _with_master(gradients)}
-    state, replaced = dict(model.state_dict()), set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        slot, value = masters.get(id(parameter)), state.get(name)
-        if slot is not None and _is_rounded_to(parameter, value):
-            state[name] = slot.trained
-            replaced.add(slot.name)
-    return state, replaced
 
 
 def _is_rounded_to(rounded: Any, value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -46,7 +47,7 @@ class OptimizerPart(Part):
 
     def state(self) -> dict[str, Any]:
         groups = []
-        for group, live in zip(self._optimizer.state_dict()["param_groups"], self._optimizer.param_groups, strict=True):
+        for group, live in zip(self._state_dict["param_groups"], self._optimizer.param_groups, strict=True):
             options = {key: value for key, value in group.items() if key not in SWITCHES}
             options["lr"] = float(options["lr"])  # a tensor if steps are captured
             groups.append({**options, "params": self._members(live)})
@@ -56,9 +57,13 @@ class OptimizerPart(Part):
     def own_state(self) -> dict[str, Any] | None:
         return None if self._strategy.owners is None else {"state": self._entries()}
 
+    @cached_property
+    def _state_dict(self) -> dict[str, Any]:  # the same for `state` and `own_state`: each save makes its parts
+        return self._optimizer.state_dict()
+
     def _entries(self) -> dict[str, Any]:
         """Return the state of each parameter that this rank updates, by name."""
-        state = self._optimizer.state_dict()
+        state = self._state_dict
         numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
         names = chain.from_iterable(map(self._members, self._optimizer.param_groups))
         held = ((name, state["state"].get(number)) for number, name in zip(numbers, names, strict=True))

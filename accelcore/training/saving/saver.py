@@ -86,9 +86,10 @@ class Saver:
         """Return the parts in the order in which they are restored. A new kind of state is one more of these."""
         plan, runtime = self._plan, self.backend.runtime
         model, gradients, options = plan.model, plan.gradients, plan.options
+        model_part = ModelPart(model, gradients)
         return [
-            ModelPart(model, gradients),
-            MastersPart(model, gradients),
+            model_part,
+            MastersPart(model_part, gradients),
             progress.SchedulePart(options["scheduler"], options["schedule_by"]),
             OptimizerPart(model, plan.optimizer, gradients, plan.strategy),
             progress.ScalerPart(self._scaler),

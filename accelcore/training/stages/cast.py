@@ -13,8 +13,7 @@ import torch
 
 from accelcore.errors import UnsupportedError
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
-from accelcore.precision.o1.table import LOW_PRECISION
-from accelcore.precision.policy import Policy, choose_policy
+from accelcore.precision.policy import LOW_PRECISION, Policy, choose_policy
 from accelcore.training.observers import Hooks
 
 if TYPE_CHECKING:

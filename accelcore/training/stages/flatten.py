@@ -9,7 +9,7 @@ from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.engine import needs_closure
 from accelcore.optim.flat.memory import Slot, unfit
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.precision.o1.table import LOW_PRECISION
+from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.gradients import Flat, Gradients, Masters, PerTensor, ShardedGradients, runs
 from accelcore.training.plan import Plan
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -87,9 +86,7 @@ _STRATEGIES: dict[str, Callable[[Backend, TrainerOptions], Strategy]] = {
     "ddp": DDP,
     "combine_ddp": CombineDDP,
     "zero1": Zero1,
-    "fsdp": partial(FullySharded, sharding=FSDP()),
-    "zero2": partial(FullySharded, sharding=FSDP(reshard_after_forward=False)),
-    "zero3": partial(FullySharded, sharding=FSDP()),
+    **dict.fromkeys(("fsdp", "zero2", "zero3"), FullySharded),
 }
 _WITH_COMM_DTYPE = [name for name in _STRATEGIES if name != "ddp"]
 
@@ -126,4 +123,4 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
             available=", ".join(f'parallel="{strategy}"' for strategy in offered if strategy != _NONE),
             remedy="choose one, or leave accel.distributed() out to run independent processes",
         )
-    return FullySharded(backend, options, asked) if isinstance(asked, FSDP) else _STRATEGIES[name](backend, options)
+    return _STRATEGIES[name](backend, options)
