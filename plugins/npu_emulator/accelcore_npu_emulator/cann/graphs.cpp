@@ -38,7 +38,6 @@ aclError record(Tape what, uint64_t a, uint64_t b, uint64_t n) {
 using namespace emulator;
 
 EXPORT void emulator_set_graph_handler(Handler function) { handler = function; }
-EXPORT int emulator_capturing() { return capturing(); }
 
 EXPORT aclError aclmdlRICaptureBegin(aclrtStream stream, aclmdlRICaptureMode) {
   if (capturing()) return failure(ACL_ERROR_FAILURE, "a graph is being captured already");
