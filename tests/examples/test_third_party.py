@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "examples" / "third_party"
+LION = ROOT / "examples" / "third_party_lion"
 
 
 # All but the operators, which are the CPU's here: the tests of lies compare a part of them, and `full` all.
@@ -24,11 +25,14 @@ ROLES = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Where the package is installed."""
-    source, site = tmp_path_factory.mktemp("source") / "package", tmp_path_factory.mktemp("site")
-    shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    """Where both packages are installed."""
+    sources, site = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("site")
+    for package in (PACKAGE, LION):
+        shutil.copytree(
+            package, sources / package.name, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+        )
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--target", str(site), str(source)], check=True, timeout=120, cwd=site)
+    subprocess.run([*pip, "--target", str(site), *map(str, sources.iterdir())], check=True, timeout=120, cwd=site)
     return site
 
 
@@ -91,14 +95,21 @@ def test_it_trains_an_example_unchanged(hostchip, tmp_path):
     assert "accuracy 0.9" in done.stdout
 
 
+def test_every_backend_has_the_optimizer_of_the_other_package(hostchip):
+    ask = "import accelcore; print(*('lion' in accelcore.select(x).optimizers.names() for x in ('cpu', 'hostchip')))"
+    done = hostchip("-c", ask)
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
 def test_the_page_prints_it_as_it_is():
     page = (ROOT / "docs" / "bring_your_own.md").read_text()
     blocks = re.findall(r"^```(?:toml|python)\n(.*?)^```", page, re.M | re.S)
     paths = (
-        "pyproject.toml",
-        "accelcore_hostchip/__init__.py",
-        "accelcore_hostchip/backend.py",
-        "tests/test_conformance.py",
-        "lion.py",
+        PACKAGE / "pyproject.toml",
+        PACKAGE / "accelcore_hostchip" / "__init__.py",
+        PACKAGE / "accelcore_hostchip" / "backend.py",
+        PACKAGE / "tests" / "test_conformance.py",
+        LION / "lion.py",
+        LION / "pyproject.toml",
     )
-    assert blocks == [(PACKAGE / path).read_text() for path in paths]
+    assert blocks == [path.read_text() for path in paths]
