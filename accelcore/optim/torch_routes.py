@@ -49,13 +49,15 @@ def register_torch_optimizers(registry: Optimizers, *, fused: tuple[str, ...], p
         switches = inspect.signature(kind).parameters
         memory: Memory = "any" if name in _BY_ELEMENT else "tensors"
         add = partial(registry.register, name, memory=memory)
+        # Where launches cost most, kernels for many tensors have one for all, wherever the tensors are.
+        for_many = partial(add, scattered=prefers_foreach)
         if name in fused:
-            add("fused", _made_by(FUSED[name]), priority=10, supports=_fused_supports)
+            for_many("fused", _made_by(FUSED[name]), priority=10, supports=_fused_supports)
         loop = partial(kind, foreach=False) if "foreach" in switches else kind
         add("loop", _made_by(loop), priority=0, supports=_loop_supports)
         if "foreach" in switches:
             priority, supports = (5, _foreach_supports) if prefers_foreach else (-10, _loop_supports)
-            add("foreach", _made_by(partial(kind, foreach=True)), priority=priority, supports=supports)
+            for_many("foreach", _made_by(partial(kind, foreach=True)), priority=priority, supports=supports)
         if name in _EPSILON:
             for route in ("loop", "foreach"):
                 registry.distrust(name, route, FP16_EPSILON, when=_loses_epsilon)

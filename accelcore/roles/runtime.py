@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -107,10 +107,15 @@ class Runtime(ABC):
         """
         raise UnsupportedError(f"there are no side streams on {self.device}", remedy="queue the work without one")
 
-    def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    def capture(
+        self, work: Callable[[], T], *, beside: Callable[[], None] | None = None
+    ) -> tuple[T, Callable[[], None]]:
         """Record the work that `work` queues without running it; return its result and a function that runs it.
 
-        The result is memory of the recording, which each run overwrites.
+        Args:
+            work: queues the work. Its result is memory of the recording, which each run overwrites.
+            beside: the function that an earlier call returned. Both recordings then use the same memory for what they
+                free. Each run may therefore overwrite the result of the other.
 
         Raises:
             UnsupportedError: the backend declares no `graphs`.
@@ -232,11 +237,14 @@ class AcceleratorRuntime(TorchRuntime):
     def side_stream(self) -> AbstractContextManager[object]:
         return self._beside(self.device) if self._streams else super().side_stream()
 
-    def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    def capture(
+        self, work: Callable[[], T], *, beside: Callable[[], None] | None = None
+    ) -> tuple[T, Callable[[], None]]:
         if self._new_graph is None:
             return super().capture(work)
         side_stream, graph = self.side_stream(), self._new_graph()
-        with side_stream as side, self._module.graph(graph, stream=side, **self._capture_options):
+        pool = None if beside is None else cast("Any", beside).__self__.pool()
+        with side_stream as side, self._module.graph(graph, stream=side, pool=pool, **self._capture_options):
             returned = work()
         return returned, graph.replay
 

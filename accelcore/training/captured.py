@@ -146,7 +146,9 @@ class CapturedStep:
         inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         static_batch = pytree.tree_unflatten(inputs, structure)
         try:
-            (loss, aux), replay = self._runtime.capture(lambda: work(static_batch))
+            # One graph runs at a time, and losses are copied: all graphs can share the memory of activations.
+            earlier = next((graph.replay for graph in self._graphs.values()), None)
+            (loss, aux), replay = self._runtime.capture(lambda: work(static_batch), beside=earlier)
         except TrainingError:
             raise
         except RuntimeError as error:

@@ -248,6 +248,12 @@ class TestRuntime(DrawnTests, TransferTests):
                 launch()
                 assert total.tolist() == [expected] * 4, "a launch did something else than the work, or not once"
                 assert returned.tolist() == [2 * expected] * 4, "what the work returned does not follow a launch"
+            second, launch_second = accel.runtime.capture(lambda: (inputs * 3).exp().log() + total, beside=launch)
+            for number, expected in ((1.0, 7.0), (2.0, 9.0)):
+                inputs.fill_(number)
+                launch()
+                launch_second()
+                torch.testing.assert_close(second.cpu(), torch.full((4,), expected + 3 * number))
 
     def test_pinned_memory(self, accel: Backend) -> None:
         """A pinned tensor arrives on the device with its values."""

@@ -139,6 +139,11 @@ class ActivationCheckpointing:
 
     def check(self, plan: Plan) -> None:
         _chosen_parts(plan)
+        for option in ("checkpoint", "offload"):  # neither a restored random state nor a waiting copy can be captured
+            if plan.options[option] is not None and plan.options["graph"]:
+                raise ConfigurationError(
+                    f"{option}= and graph=True cannot be combined", remedy="leave one of the two out"
+                )
         able = plan.backend.capabilities
         if plan.options["offload"] is not None and not (able.streams and able.pinned_memory):
             raise UnsupportedError(
@@ -146,8 +151,6 @@ class ActivationCheckpointing:
                 why="the backend does not declare streams and pinned memory",
                 remedy="leave offload out; checkpoint= saves memory on every device",
             )
-        if plan.options["checkpoint"] is not None and plan.options["graph"]:
-            raise ConfigurationError("checkpoint= and graph=True cannot be combined", remedy="leave one of the two out")
 
     def apply(self, plan: Plan) -> None:
         self._hooks.close()

@@ -56,6 +56,7 @@ def create(index: int) -> Backend:
 
 
 def _initialise(index: int) -> None:
+    """Start CUDA, check the GPU, and make it the current one, which `.cuda()` and a loader's pinning thread use."""
     what = f"cuda:{index} cannot be used"
     try:
         import torch
@@ -86,6 +87,7 @@ def _initialise(index: int) -> None:
             raise BackendUnavailableError(
                 what, why=reason, remedy="install a build of torch for this GPU: an older CUDA for an older GPU"
             )
+    torch.cuda.set_device(index)
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,6 +15,9 @@ __all__ = ["CudaCollectives"]
 _DETAILED = {"TORCH_NCCL_DESYNC_DEBUG": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 """torch's records of NCCL. At a timeout each rank names the missing ranks and writes its record."""
 
+_TIMEOUT = timedelta(minutes=10)
+"""torch's default for NCCL alone. For a group that also has gloo, torch would wait half an hour."""
+
 
 class CudaCollectives(TorchCollectives):
     """Collectives whose default group takes CPU and CUDA tensors. A script's own group of NCCL gets gloo beside it.
@@ -30,7 +33,7 @@ class CudaCollectives(TorchCollectives):
     def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
         if launch is not None or dist.is_initialized():
             torch.cuda.set_device(self.device)  # otherwise all ranks of a host make a context on its first GPU
-        super().init(launch, timeout=timeout)
+        super().init(launch, timeout=timeout or _TIMEOUT)
 
     def barrier(self) -> None:
         if dist.is_initialized():

@@ -29,6 +29,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: answers["capability"])
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: answers["built"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: answers.update(current=device))
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: answers["forked"])
     return answers
 
@@ -37,6 +38,7 @@ def test_a_backend_is_composed_of_the_roles_of_its_gpu(gpus):
     backend = create(name="cuda", index=1)
     assert (backend.name, backend.index, backend.emulated) == ("cuda", 1, False)
     assert backend.device == torch.device("cuda:1")
+    assert gpus["current"] == 1, "a bare .cuda() would go to another GPU"
     assert backend.capabilities.fast_fp32 == "tf32"
     assert backend.capabilities.autocast_dtypes == ("bfloat16", "float16")
     if not torch.distributed.is_nccl_available():

@@ -39,6 +39,14 @@ def test_fused_comes_before_foreach_and_foreach_before_the_loop():
         assert torchs[name] == ["compiled", "formula"]
 
 
+@pytest.mark.parametrize(("name", "route"), [("adamw", "fused"), ("nadam", "foreach")])
+def test_a_kernel_for_many_tensors_leaves_small_models_where_they_are(name, route):
+    """Flat memory would add a copy of each gradient, and save no launch."""
+    made = create_optimizers(FUSED).create(name, [nn.Parameter(torch.ones(2))], lr=0.1)
+    assert made.route_for({torch.float32}, flat=True).scattered
+    assert made.route_for({torch.float32}, flat=True).name == route
+
+
 @pytest.mark.parametrize("name", ["adamw", "rmsprop", "sgd"])
 def test_a_differentiable_step_takes_the_loop(name):
     assert chosen(create_optimizers(FUSED), name, differentiable=True) == "loop"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from datetime import timedelta
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
@@ -185,11 +186,13 @@ def test_a_rank_makes_its_device_current_before_it_joins(current, monkeypatch):
         assert current == [DEVICE]
         assert backend == "cpu:gloo,cuda:nccl"
         assert "device_id" not in settings
-        raise RuntimeError("nobody there")
+        raise RuntimeError(f"nobody there in {settings['timeout']}")
 
     monkeypatch.setattr(dist, "init_process_group", join)
-    with pytest.raises(DistributedError, match="could not join"):
-        CudaCollectives(DEVICE).init(Launch(0, 2, 0, "tcp://127.0.0.1:1"))
+    for timeout, waits in ((None, "0:10:00"), (timedelta(seconds=5), "0:00:05")):
+        current.clear()
+        with pytest.raises(DistributedError, match=waits):
+            CudaCollectives(DEVICE).init(Launch(0, 2, 0, "tcp://127.0.0.1:1"), timeout=timeout)
 
 
 @pytest.fixture

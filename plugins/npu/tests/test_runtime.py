@@ -10,6 +10,7 @@ import torch_npu
 
 import accelcore
 from accelcore.errors import CheckpointError, UnsupportedError
+from accelcore.roles.runtime import AcceleratorRuntime
 
 
 def test_the_device_is_current_and_its_settings_are_explicit(accel):
@@ -126,6 +127,20 @@ def test_a_whole_step_is_not_captured_because_the_optimizers_count_on_the_host(a
     assert not accel.capabilities.graphs
     with pytest.raises(UnsupportedError):
         accel.runtime.capture(lambda: None)
+
+
+def test_two_recordings_share_the_memory_of_what_they_free(accel):
+    runtime = AcceleratorRuntime(accel.device, graph=torch_npu.npu.NPUGraph)
+    inputs, total = (torch.zeros(4, device=accel.device) for _ in range(2))
+    first, launch_first = runtime.capture(lambda: total.add_(inputs) * 2)
+    second, launch_second = runtime.capture(lambda: (inputs * 3).exp().log() + total, beside=launch_first)
+    for number, expected in ((1.0, 1.0), (2.0, 3.0)):
+        inputs.fill_(number)
+        launch_first()
+        assert first.tolist() == [2 * expected] * 4
+        launch_second()
+        assert second.tolist() == pytest.approx([3 * number + expected] * 4)
+    assert launch_first.__self__.pool() == launch_second.__self__.pool()
 
 
 def test_deterministic_makes_torch_and_hccl_so(accel, monkeypatch):
