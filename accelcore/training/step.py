@@ -21,7 +21,7 @@ from accelcore.training.parallel.strategy import any_overflow, broadcast_buffers
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
 from accelcore.training.window import SharedParameters, Window
-from accelcore.util.containers import detached
+from accelcore.util.containers import detached, is_on
 from accelcore.util.text import kind_of
 
 __all__ = ["Step"]
@@ -57,6 +57,7 @@ class Step:
         fused = plan.captured is None and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
         self._fused_step = FusedStep(plan.optimizer) if fused else None
         self._binding = getattr(plan.optimizer, "binding", None)
+        self._device, self._to_device = plan.backend.device, plan.backend.runtime.to_device
         self._job, self._world_size = plan.backend.collectives, plan.backend.collectives.world_size
         self._reads_norm = norm is None and bool(plan.listeners.gradient_norm)
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
@@ -86,6 +87,8 @@ class Step:
     def forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
         """Add the gradients of one micro-batch to the window's; return its loss and auxiliary outputs, detached."""
         try:
+            if not is_on(batch, self._device):
+                batch = self._to_device(batch)
             with self._region:
                 loss = self._loss(self._forward, batch)
             aux = None
@@ -104,6 +107,8 @@ class Step:
         first, last = self._window.micro == 0, self._window.is_last
         self._open()  # not in the graph, which later micro-batches of a window replay
         try:
+            if not is_on(batch, self._device):
+                batch = self._to_device(batch)
             return captured(batch, self.forward_backward, self.update_parameters, first=first, last=last)
         except BaseException as error:
             if self.is_open:  # else `forward_backward` has dropped the window

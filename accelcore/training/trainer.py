@@ -187,7 +187,10 @@ class Trainer:
         return evaluate(self._backend, self.model, self._plan.contexts.make_region, loader)
 
     def __call__(self, batch: Any) -> Tensor:
-        """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device."""
+        """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device.
+
+        Tensors of the batch that are elsewhere are moved to the device first.
+        """
         self._check_step(begins=self._window.micro == 0)
         captured = self._plan.captured
         if captured is None:

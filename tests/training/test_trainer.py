@@ -269,3 +269,25 @@ def test_aux_is_of_the_last_loss(accel):
     assert trainer.aux == "first"
     trainer(data(1)[0])
     assert trainer.aux is None
+
+
+class Rows:
+    """A batch of a class of its own, with a method `to`."""
+
+    def __init__(self, rows, device=None):
+        self.rows, self.device = rows, device
+
+    def to(self, device):
+        return Rows(self.rows, device)
+
+
+def test_a_batch_that_trainer_batches_did_not_yield_is_placed(accel):
+    model, seen = torch.nn.Linear(4, 1), []
+
+    def loss(model, batch):
+        seen.append(batch["rows"].device)
+        return model(batch["rows"].rows).sum()
+
+    trainer = accel.trainer(model, torch.optim.SGD(model.parameters()), loss=loss)
+    trainer({"rows": Rows(torch.ones(2, 4))})
+    assert seen == [accel.device]

@@ -245,3 +245,10 @@ def test_it_is_refused_where_it_is_not_declared(accel):
     for backend in (accel, accelcore.select("cpu")):
         with pytest.raises(UnsupportedError, match="cannot capture steps"):
             make(backend, graph=True)
+
+
+def test_batches_on_the_host_are_moved(graphs):
+    data = batches(7)
+    one, other = (make(graphs, graph=True) for _ in range(2))
+    assert [one(batch).item() for batch in data] == train(graphs, other, data)
+    assert_alike([([], weights(trainer.model)) for trainer in (one, other)])

@@ -215,3 +215,21 @@ def test_it_works_where_transfer_to_npu_has_patched_torch(run):
     result = run("-c", TRANSFERRED)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "True True npu:0 True"
+
+
+@pytest.mark.parametrize("pack", [tuple, list, lambda parts: {"batch": list(parts)}], ids=["tuple", "list", "dict"])
+def test_a_batch_on_the_host_is_moved_and_trains_alike(accel, pack):
+    def loss(model, batch):
+        return model(batch["batch"] if isinstance(batch, dict) else batch)
+
+    def trained(place):
+        torch.manual_seed(0)
+        model = Convolutional()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = accel.trainer(model, optimizer, loss=loss, accumulate=2, weight=lambda _: torch.tensor(3.0))
+        found = [trainer(place(pack(Convolutional.batch(step)))).item() for step in range(4)]
+        return found, model.state_dict()
+
+    on_device, on_host = trained(accel.runtime.to_device), trained(lambda batch: batch)
+    assert on_host[0] == on_device[0]
+    torch.testing.assert_close(on_host[1], on_device[1], rtol=0, atol=0)
