@@ -196,6 +196,24 @@ def test_groups_of_any_shapes_are_compiled():
     assert all(optimizer.state[group["params"][0]]["step"].item() == 1 for group in made)
 
 
+def test_optimizers_of_equal_models_are_compiled_once():
+    seen = []
+
+    def compiled(function):
+        seen.append(function)
+        return function
+
+    def train(*shapes, **options):
+        values = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        optimizer = registry(asynchronous=True, compile=compiled).create("lamb", values, lr=0.01, **options)
+        gradients(values, step=4)
+        optimizer.step()
+        return len(seen)
+
+    assert [train((4, 5), (3,)), train((4, 5), (3,)), train((60, 50), (3,)), train((4, 5), (3,))] == [1, 1, 2, 2]
+    assert train((4, 5), (3,), state_dtype="bfloat16") == 3
+
+
 shapes = st.lists(
     st.lists(st.integers(0, 9) | st.sampled_from([127, 128, 129, 300]), max_size=3), min_size=1, max_size=6
 )

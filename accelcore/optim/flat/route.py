@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -46,6 +47,8 @@ class FlatFormula(FusibleFormula):
     def place_runs(self, runs: Sequence[Run]) -> None:
         with torch.device("cpu"):  # also if the default device is another: these are many small operations
             self._parts = {run.value: self.parts_of(run) for run in runs}
+        alike = tuple((run.shape, run.device, getattr(parts, "structure", None)) for run, parts in self._parts.items())
+        self._compiled = _programs(self._compile, self.arithmetic, alike)
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         present = [[value for value in group["params"] if value.grad is not None] for group in self.param_groups]
@@ -65,13 +68,15 @@ class FlatFormula(FusibleFormula):
         entry = self.entry(group, value)
         numbers = self.coefficients(group, self._count(entry, found_inf))
         parts = self._parts.get(value)
+        state = {name: entry[name] for name in self.initial_state(group)}
+        negative = bool(group.get("maximize"))
         advance = _advance
         if self._compile is not None:
             absent = tuple(name for name, number in numbers.items() if number is None)
-            advance = self._program((getattr(parts, "structure", None), absent, value.dtype, found_inf is None))
+            dtypes = (value.dtype, *(tensor.dtype for tensor in state.values()))
+            flags = (negative, factor is None, found_inf is None)
+            advance = self._program((getattr(parts, "structure", None), absent, dtypes, flags))
             numbers = {name: self._tensor(number) for name, number in numbers.items()}
-        state = {name: entry[name] for name in self.initial_state(group)}
-        negative = bool(group.get("maximize"))
         advance(self.arithmetic, numbers, parts, value, gradient, state, factor, found_inf, negative)
 
     def _count(self, entry: dict[str, Any], found_inf: Tensor | None) -> Number:
@@ -129,6 +134,12 @@ def _advance(
             found[name] = tensor.where(found_inf != 0, found[name])
         if found[name] is not tensor:
             tensor.copy_(found[name])
+
+
+@lru_cache(maxsize=64)
+def _programs(compile: Compile | None, arithmetic: Callable[..., None], alike: Any) -> dict[Any, Callable[..., None]]:
+    """Return the programs that all optimizers with this arithmetic share whose runs are alike."""
+    return {}
 
 
 FLAT_FORMULAS: dict[str, Callable[..., FlatFormula]] = {
