@@ -21,7 +21,7 @@ from accelcore.backend import Backend
 from accelcore.errors import AmpError, CheckpointError
 from accelcore.precision.o1.region import clear_cast_cache
 from accelcore.precision.policy import Policy, create_scaler
-from accelcore.scaling.contract import Agree, FindBad, LossScale, LossScaler
+from accelcore.scaling.contract import AnyRank, FindBad, LossScale, LossScaler
 
 __all__ = ["AmpScaler", "State", "casts_suspended", "enter_o1", "leave_o1", "listed", "state"]
 
@@ -57,9 +57,9 @@ class AmpScaler:
         """Return the scaled loss, in fp32, to call backward on."""
         return self._scaler.scale(loss.float())
 
-    def unscale(self, optimizer: Optimizer, gradients: list[Tensor], agree: Agree) -> None:
+    def unscale(self, optimizer: Optimizer, gradients: list[Tensor], any_rank: AnyRank) -> None:
         """Divide an optimizer's gradients by the scale, in place, and look for overflows."""
-        self._scaler.unscale_(optimizer, gradients, agree)
+        self._scaler.unscale_(optimizer, gradients, any_rank)
 
     def close(self, find_bad: FindBad) -> Tensor | None:
         """End a backward pass, after the gradients of all its optimizers are unscaled; update the scale.

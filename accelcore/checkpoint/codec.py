@@ -17,10 +17,10 @@ from safetensors import safe_open
 from torch import Size, Tensor
 
 from accelcore.errors import CheckpointError
-from accelcore.optim.shards import as_shard, is_sharded, rows_of, shard
+from accelcore.optim.shards import as_shard, is_sharded, rows_of, to_local
 from accelcore.util.text import kind_of
 
-__all__ = ["Layout", "Pieces", "Place", "StoredTensors", "decode", "encode"]
+__all__ = ["LikeOf", "Pieces", "StoredRows", "StoredTensors", "decode", "encode"]
 
 Pieces = dict[str, tuple[Tensor, int, int]]
 """Shards of tensors by name, each with its first row and its number of rows."""
@@ -35,10 +35,10 @@ _DTYPES = {
 }  # fmt: skip
 """Dtypes that safetensors stores."""
 
-Layout = Callable[[str, Size], "Tensor | None"]
-"""Function of a tensor's name and shape: the sharded tensor whose layout it gets; None to read it whole."""
+LikeOf = Callable[[str, Size], "Tensor | None"]
+"""Function of a tensor's name and shape that returns the sharded tensor to divide it like; None to read it whole."""
 
-Place = tuple[str, int, int]
+StoredRows = tuple[str, int, int]
 """File, first row and number of the rows of a tensor."""
 
 
@@ -85,7 +85,7 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
 
     def store(tensor: Tensor, path: str) -> str:
         # Views of the same memory with the same shape are one tensor; any other view is copied.
-        whole, tensor = tensor, shard(tensor)
+        whole, tensor = tensor, to_local(tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{path.lstrip('.')} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device.type}, which a "
@@ -141,12 +141,12 @@ class StoredTensors:
     Args:
         folder: the checkpoint.
         file: the file of the tensors that are stored whole.
-        pieces: the places of the rows of each sharded tensor.
-        layout: returns the layout of each tensor; only the rows of this rank are read.
+        pieces: the rows of each sharded tensor.
+        like_of: returns how each tensor is divided; only the rows of this rank are read.
     """
 
-    def __init__(self, folder: Path, file: str, pieces: Mapping[str, Sequence[Place]], layout: Layout) -> None:
-        self._folder, self._name, self._pieces, self._layout = folder, file, pieces, layout
+    def __init__(self, folder: Path, file: str, pieces: Mapping[str, Sequence[StoredRows]], like_of: LikeOf) -> None:
+        self._folder, self._name, self._pieces, self._like_of = folder, file, pieces, like_of
         self._files: dict[str, Any] = {}
         self._held = ExitStack()
         self._known: dict[str, Tensor] = {}
@@ -167,8 +167,8 @@ class StoredTensors:
         return self._known[name]
 
     def _read(self, name: str) -> Tensor:
-        places = self._pieces.get(name)
-        if places is None:
+        parts = self._pieces.get(name)
+        if parts is None:
             file = self._file(self._name)
             if name not in file.keys():  # noqa: SIM118
                 raise KeyError(name)
@@ -176,24 +176,24 @@ class StoredTensors:
             if not shape:
                 tensor: Tensor = file.get_tensor(name)
                 return tensor
-            places = [(self._name, 0, shape[0])]
+            parts = [(self._name, 0, shape[0])]
         else:
             end = 0
-            for _, first, count in places:
+            for _, first, count in parts:
                 if first != end:
                     raise ValueError(f"{name!r} lacks rows from {end} on")
                 end += count
-            shape = Size([end, *self._file(places[0][0]).get_slice(name).get_shape()[1:]])
-        like = self._layout(name, shape)
+            shape = Size([end, *self._file(parts[0][0]).get_slice(name).get_shape()[1:]])
+        like = self._like_of(name, shape)
         if like is None or not is_sharded(like):
-            return self._rows(name, places, 0, shape[0])
-        return as_shard(self._rows(name, places, *rows_of(like)), like)
+            return self._rows(name, parts, 0, shape[0])
+        return as_shard(self._rows(name, parts, *rows_of(like)), like)
 
-    def _rows(self, name: str, places: Sequence[Place], first: int, count: int) -> Tensor:
+    def _rows(self, name: str, parts: Sequence[StoredRows], first: int, count: int) -> Tensor:
         found = []
-        for file, begin, size in places:
+        for file, begin, size in parts:
             low, high = max(first, begin), min(first + count, begin + size)
-            if low < high or (not count and file == places[0][0]):
+            if low < high or (not count and file == parts[0][0]):
                 found.append(self._file(file).get_slice(name)[max(0, low - begin) : max(0, high - begin)])
         return found[0] if len(found) == 1 else torch.cat(found)
 

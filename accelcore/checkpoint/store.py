@@ -35,7 +35,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accelcore.checkpoint.codec import Layout, Pieces, Place, StoredTensors, decode, encode
+from accelcore.checkpoint.codec import LikeOf, Pieces, StoredRows, StoredTensors, decode, encode
 from accelcore.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -86,10 +86,10 @@ def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder`, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_place_of)
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_order_of)
 
 
-def _place_of(path: Path) -> tuple[int, int]:
+def _order_of(path: Path) -> tuple[int, int]:
     """Return the steps in a checkpoint's name, and its number among the checkpoints of the same steps."""
     _, steps, *number = path.name.split("-")
     return int(steps), int(number[0]) if number else 0
@@ -176,7 +176,7 @@ def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
     """
     incomplete = folder / _INCOMPLETE
     files: dict[str, Any] = {}
-    pieces: dict[str, dict[str, list[Place]]] = defaultdict(lambda: defaultdict(list))
+    pieces: dict[str, dict[str, list[StoredRows]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(incomplete.rglob(f"*{_FACTS}")):
         entry = json.loads(path.read_text(encoding="utf-8"))
         file = path.relative_to(incomplete).with_suffix("").as_posix()
@@ -191,7 +191,7 @@ def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
     _flush(incomplete / MANIFEST)
     _flush(incomplete)
     # A checkpoint of the same steps is not replaced; the newest has the highest number, even if others were deleted.
-    before = [_place_of(path) for path in checkpoints(folder)]
+    before = [_order_of(path) for path in checkpoints(folder)]
     number = max((number + 1 for at, number in before if at == steps), default=0)
     incomplete.rename(path_of(folder, steps, number))
     _flush(folder)
@@ -254,12 +254,12 @@ class Checkpoint:
         """Number above 0 and below 2**60 that identifies the checkpoint."""
         return 1 + int(digest_of_manifest(self.manifest)[:14], 16)
 
-    def read(self, file: str, layout: Layout = lambda name, shape: None) -> Any:
-        """Return the state tree of a file with CPU tensors; a sharded `layout` selects this rank's rows."""
+    def read(self, file: str, like_of: LikeOf = lambda name, shape: None) -> Any:
+        """Return the state tree of a file with CPU tensors; `like_of` selects this rank's rows of sharded ones."""
         try:
             if file not in self.manifest["files"]:
                 raise ValueError(f"it has only {', '.join(self.manifest['files'])}")
-            with closing(StoredTensors(self.path, file, self.manifest["pieces"].get(file, {}), layout)) as tensors:
+            with closing(StoredTensors(self.path, file, self.manifest["pieces"].get(file, {}), like_of)) as tensors:
                 return decode(json.loads(tensors.metadata["tree"]), tensors)
         except (*UNREADABLE, SafetensorError) as error:
             raise CheckpointError(
@@ -322,7 +322,7 @@ def find(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint | None:
 def _steps_of(path: Path) -> int:
     """Return a checkpoint's steps; -1 if neither name nor manifest has them, so that any other one is preferred."""
     if _NAME.fullmatch(path.name):
-        return _place_of(path)[0]
+        return _order_of(path)[0]
     with suppress(*UNREADABLE):
         steps = read_manifest(path)["steps"]
         return steps if type(steps) is int else -1

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-__all__ = ["as_shard", "is_sharded", "rows_of", "shard", "shard_of"]
+__all__ = ["as_shard", "is_sharded", "rows_of", "shard_of", "to_local"]
 
 _MODULE = "torch.distributed.tensor"
 
@@ -28,7 +28,7 @@ def is_sharded(value: Any) -> TypeIs[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def shard(value: Tensor) -> Tensor:
+def to_local(value: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, in the same memory; the tensor itself if it is not divided."""
     if not is_sharded(value):
         return value
@@ -51,20 +51,20 @@ def rows_of(value: DTensor) -> tuple[int, int]:
             remedy='let the trainer divide the model by parallel="fsdp", without tensor parallelism',
         )
     size = -(-value.shape[0] // mesh.size())
-    return min(mesh.get_local_rank() * size, value.shape[0]), shard(value).shape[0]
+    return min(mesh.get_local_rank() * size, value.shape[0]), to_local(value).shape[0]
 
 
 def shard_of(value: Tensor, like: Tensor) -> Tensor:
     """Return this rank's shard of a whole tensor that is to be divided as `like` is, without communication."""
     if is_sharded(value) or not is_sharded(like) or value.shape != like.shape:
-        return shard(value)
+        return to_local(value)
     first, count = rows_of(like)
     return value.detach()[first : first + count]
 
 
 def as_shard(own: Tensor, like: Tensor) -> Tensor:
     """Return the tensor, divided as `like` is, whose shard on this rank is `own`; `own` if `like` is not divided."""
-    if not is_sharded(like) or own.shape != shard(like).shape:
+    if not is_sharded(like) or own.shape != to_local(like).shape:
         return own
     from torch.distributed.tensor import DTensor
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from accelcore.optim.engine import as_engine
 from accelcore.optim.flat.memory import Run, Slot
-from accelcore.optim.shards import as_shard, shard, shard_of
+from accelcore.optim.shards import as_shard, shard_of, to_local
 
 __all__ = ["COUNTERS", "SWITCHES", "Entry", "by_parameter", "divide", "load_state", "read_options", "read_state"]
 
@@ -141,7 +141,7 @@ def _of_run(entries: Sequence[Entry], run: Run, dtype: torch.dtype, place: torch
             entry[key] = torch.as_tensor(value).detach().to(place, torch.float32, copy=True)
         elif not isinstance(value, Tensor):
             entry[key] = value
-        elif key in COUNTERS or value.shape != shard(run.slots[0].trained).shape:
+        elif key in COUNTERS or value.shape != to_local(run.slots[0].trained).shape:
             entry[key] = value.detach().to(run.value.device, copy=True)
         else:
             # It may have other strides or another precision in a file: use the layout of the run.

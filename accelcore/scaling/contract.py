@@ -19,7 +19,7 @@ from accelcore.util.text import is_number
 __all__ = [
     "OF_APEX",
     "VERSION",
-    "Agree",
+    "AnyRank",
     "FindBad",
     "LossScale",
     "LossScaler",
@@ -36,7 +36,7 @@ __all__ = [
     "refuse_fp16",
 ]
 
-Agree = Callable[[Tensor], Tensor]
+AnyRank = Callable[[Tensor], Tensor]
 """Function of 1.0 if this rank found an overflow, which returns 1.0 if any rank did."""
 
 FindBad = Callable[[], "str | None"]
@@ -105,7 +105,7 @@ class LossScaler(ABC):
     computes its loss several times a step.
 
     `unscale_` and `step` read the gradients of the optimizer's parameters unless `gradients` are given. A trainer gives
-    the memory in which they are, and, for sharded gradients, `agree`, which makes one rank's overflow every rank's.
+    the memory in which they are, and, for sharded gradients, `any_rank`, which makes one rank's overflow every rank's.
 
     Attributes:
         reads_gradients: whether the scaler reads gradients at all.
@@ -122,12 +122,14 @@ class LossScaler(ABC):
 
     @abstractmethod
     def unscale_(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
     ) -> None:
         """Divide the gradients by the scale in place. Call it before gradients are clipped or read."""
 
     @abstractmethod
-    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
+    def step(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
+    ) -> None:
         """Update the parameters with unscaled gradients, unless a gradient overflowed."""
 
     @abstractmethod
@@ -174,11 +176,13 @@ class NoScaler(LossScaler):
         return loss
 
     def unscale_(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
     ) -> None:
         pass
 
-    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
+    def step(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
+    ) -> None:
         refuse_closure(gradients)
         optimizer.step()
 
@@ -210,7 +214,7 @@ class StaticScaler(NoScaler):
         return loss * self._scale
 
     def unscale_(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
     ) -> None:
         if id(optimizer) in self._unscaled:
             raise TrainingError("unscale_ was called twice for one optimizer since the last update")
@@ -221,7 +225,9 @@ class StaticScaler(NoScaler):
         for members in given.values():
             torch._foreach_mul_(members, self._inverse(members[0]))  # type: ignore[call-overload]
 
-    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
+    def step(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
+    ) -> None:
         refuse_closure(gradients)
         if id(optimizer) not in self._unscaled:
             self.unscale_(optimizer, gradients)

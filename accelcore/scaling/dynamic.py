@@ -20,7 +20,7 @@ from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.scaling.contract import (
     OF_APEX,
     VERSION,
-    Agree,
+    AnyRank,
     FindBad,
     LossScale,
     LossScaler,
@@ -95,7 +95,7 @@ class GradScaler(LossScaler):
         return loss * self._scale
 
     def unscale_(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
     ) -> None:
         progress = self._progress.get(id(optimizer))
         if progress is not None and (progress.unscaled or progress.stepped):
@@ -103,20 +103,22 @@ class GradScaler(LossScaler):
             raise TrainingError(
                 f"{done} already called for this optimizer since the last update", remedy="call scaler.update() first"
             )
-        self._find_overflow(optimizer, gradients, self._scale.double().reciprocal().float(), agree).unscaled = True
+        self._find_overflow(optimizer, gradients, self._scale.double().reciprocal().float(), any_rank).unscaled = True
 
-    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, agree: Agree | None = None) -> None:
+    def step(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
+    ) -> None:
         refuse_closure(gradients)
         progress = self._progress.get(id(optimizer))
         if progress is not None and progress.stepped:
             raise TrainingError("step was called twice since the last update", remedy="call scaler.update() first")
         if self.trusts_kernels and getattr(optimizer, "_step_supports_amp_scaling", False):
             if progress is None or not progress.unscaled:
-                progress = self._find_overflow(optimizer, gradients, self._one, agree)
+                progress = self._find_overflow(optimizer, gradients, self._one, any_rank)
             _step_in_kernel(optimizer, None if progress.unscaled else self._scale, progress.found)
         else:
             if progress is None or not progress.unscaled:
-                self.unscale_(optimizer, gradients, agree)
+                self.unscale_(optimizer, gradients, any_rank)
                 progress = self._progress[id(optimizer)]
             progress.known = bool(progress.found.item())
             if not progress.known:
@@ -222,12 +224,12 @@ class GradScaler(LossScaler):
         return int(self._skipped.item())
 
     def _find_overflow(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None, multiplier: Tensor, agree: Agree | None
+        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None, multiplier: Tensor, any_rank: AnyRank | None
     ) -> _Progress:
         given = gradients_of(optimizer) if gradients is None else gradients
         found = self.check(given, multiplier)
         progress = _Progress(
-            optimizer, found if agree is None else agree(found), had_gradients=bool(given) or agree is not None
+            optimizer, found if any_rank is None else any_rank(found), had_gradients=bool(given) or any_rank is not None
         )
         self._progress[id(optimizer)] = progress
         return progress

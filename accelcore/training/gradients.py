@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from accelcore.errors import TrainingError
 from accelcore.optim.flat.memory import FlatMemory, GradientMemory, Run, Slot, by_kind, lay_flat
-from accelcore.optim.shards import as_shard, shard
+from accelcore.optim.shards import as_shard, to_local
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.scaling.contract import is_finite
 
@@ -97,14 +97,14 @@ class Gradients(ABC):
     def state(self) -> dict[str, Tensor]:
         """Return the gradients of an open window by name; for a sharded parameter, this rank's shard."""
         gradients = ((slot.name, slot.parameter.grad) for slot in self.slots)
-        return {name: shard(gradient) for name, gradient in gradients if gradient is not None}
+        return {name: to_local(gradient) for name, gradient in gradients if gradient is not None}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the gradients of an open window."""
         with torch.no_grad():
             for slot in self.slots:
                 saved, parameter = state.get(slot.name), slot.parameter
-                own = None if saved is None else torch.empty_like(shard(parameter)).copy_(saved)
+                own = None if saved is None else torch.empty_like(to_local(parameter)).copy_(saved)
                 parameter.grad = None if own is None else as_shard(own, parameter)
 
     def keep(self) -> None:
@@ -196,11 +196,11 @@ class ShardedGradients(PerTensor):
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         super().__init__(slots)
-        self.values = [shard(slot.parameter) for slot in slots]
+        self.values = [to_local(slot.parameter) for slot in slots]
 
     def refresh(self) -> None:
         for slot, value in zip(self.slots, self.values, strict=True):
-            now = shard(slot.parameter)
+            now = to_local(slot.parameter)
             if now.data_ptr() != value.data_ptr():
                 if (now.dtype, now.device, now.shape) != (value.dtype, value.device, value.shape):
                     raise TrainingError(
@@ -219,7 +219,7 @@ class ShardedGradients(PerTensor):
         raise AssertionError("gradients of shards are reduced in backward")
 
     def of_values(self) -> Sequence[Tensor | None]:
-        return [None if parameter.grad is None else shard(parameter.grad) for parameter in self.parameters]
+        return [None if parameter.grad is None else to_local(parameter.grad) for parameter in self.parameters]
 
     def grads_to_masters(self) -> None:
         for value, gradient in zip(self.values, self.of_values(), strict=True):

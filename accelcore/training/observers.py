@@ -1,14 +1,13 @@
-"""Callbacks for loss, gradient norm, overflow, step and module outputs; and the hooks that a training registers."""
+"""Callbacks for loss, gradient norm, overflow, step and module outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Hooks", "Listeners", "Observer"]
+__all__ = ["Listeners", "Observer"]
 
 
 class Observer:
@@ -47,10 +46,3 @@ class Listeners:
 
 def _listeners(observers: Sequence[Observer], event: str) -> list[Callable[..., None]]:
     return [getattr(each, event) for each in observers if getattr(type(each), event) is not getattr(Observer, event)]
-
-
-class Hooks(ExitStack):
-    """Calls that remove hooks from a model, made by `close` or when this object is deleted with its trainer."""
-
-    def __del__(self) -> None:
-        self.close()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import accelcore
-from accelcore.optim.shards import is_sharded, shard
+from accelcore.optim.shards import is_sharded, to_local
 from accelcore.testing.support.declared import LOW_PRECISION, SHARDING
 from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import Stateful, batches, buffers, evaluated
@@ -169,14 +169,14 @@ def _trained(accel: accelcore.Backend, job: Any, strategy: str, options: dict[st
         trainer.backward(loss)
         gradient = model.entry.weight.grad
         assert gradient is not None, "backward left no gradient"
-        local.append(shard(gradient).flatten()[:4].tolist())
+        local.append(to_local(gradient).flatten()[:4].tolist())
         trainer.update()
     trainer.flush()
     return {
         "weights": {name: _whole(parameter).cpu().tolist() for name, parameter in model.named_parameters()},
-        "elements": sum(shard(parameter).numel() for parameter in model.parameters()),
+        "elements": sum(to_local(parameter).numel() for parameter in model.parameters()),
         "moments": sum(
-            shard(value).numel()
+            to_local(value).numel()
             for entry in optimizer.state.values()
             for value in entry.values()
             if isinstance(value, torch.Tensor) and value.dim()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.precision.policy import Policy
 from accelcore.training.gradients import Gradients
-from accelcore.training.observers import Hooks
+from accelcore.training.hooks import Hooks
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.strategy import (
     Strategy,
@@ -63,8 +63,7 @@ class DDP(Strategy):
         # A hook lives as long as its parameter. So it holds no reference to the replica.
         self._arrived, self._ran = [], [False]
         for parameter in self._parameters:
-            hook = parameter.register_post_accumulate_grad_hook(self._arrived.append)  # type: ignore[no-untyped-call]
-            self._hooks.callback(hook.remove)
+            self._hooks.add(parameter.register_post_accumulate_grad_hook(self._arrived.append))  # type: ignore[no-untyped-call]
         ran = self._ran
 
         def note_forward(*_: Any) -> None:

@@ -15,7 +15,7 @@ from accelcore.optim.shards import is_sharded
 from accelcore.precision.policy import LOW_PRECISION, Policy
 from accelcore.torch_internals import AnyBatchNorm
 from accelcore.training.gradients import Gradients
-from accelcore.training.observers import Hooks
+from accelcore.training.hooks import Hooks
 from accelcore.training.options import FSDP, TrainerOptions, chosen
 from accelcore.training.parallel.strategy import (
     Strategy,
@@ -111,8 +111,8 @@ class FullySharded(Strategy):
         model.set_reduce_scatter_unused_params(True)
         self._hooks.close()
         self._note_gradients()
-        self._hooks.callback(model.register_forward_pre_hook(partial(_note_forward, self._ran)).remove)
-        self._hooks.callback(model.register_forward_hook(partial(_free_after_evaluation, self._groups)).remove)
+        self._hooks.add(model.register_forward_pre_hook(partial(_note_forward, self._ran)))
+        self._hooks.add(model.register_forward_hook(partial(_free_after_evaluation, self._groups)))
 
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
         broadcast_buffers(self.collectives, model)
@@ -189,7 +189,7 @@ class FullySharded(Strategy):
                 gathered = getattr(part, name)
                 if not is_sharded(gathered):  # otherwise another group's
                     note = partial(_note_gradient, self._arrived, number)
-                    self._hooks.callback(gathered.register_post_accumulate_grad_hook(note).remove)
+                    self._hooks.add(gathered.register_post_accumulate_grad_hook(note))
             group.reshard()
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from accelcore.errors import CheckpointError
-from accelcore.training.saving.part import Part, Saved, table
+from accelcore.training.saving.part import Part, Saved, as_dict
 
 __all__ = ["prepare_foreign"]
 
@@ -50,7 +50,7 @@ def prepare_foreign(parts: Sequence[Part], path: Path) -> tuple[list[Callable[[]
 
 def _by_name(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's `state_dict` under the names of its parameters, which it numbers in the order of groups."""
-    groups = [table(group, "parameter group", "params") for group in state["param_groups"]]
+    groups = [as_dict(group, "parameter group", "params") for group in state["param_groups"]]
     numbers = list(chain.from_iterable(group["params"] for group in groups))
     names = list(chain.from_iterable(group["params"] for group in own["groups"]))
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own["groups"]]:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from accelcore.errors import CheckpointError
 from accelcore.optim.flat.memory import Slot
-from accelcore.optim.shards import shard
+from accelcore.optim.shards import to_local
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.gradients import Gradients
-from accelcore.training.saving.part import Part, Saved, kind, malformed, table
+from accelcore.training.saving.part import Part, Saved, as_dict, kind, malformed
 
 __all__ = ["MastersPart", "ModelPart"]
 
@@ -68,7 +68,7 @@ class ModelPart(Part):
             if not isinstance(new, Tensor) or new.shape != value.shape or not {new.dtype, value.dtype} <= _CONVERTIBLE:
                 continue
             state[name] = new.to(value.dtype)
-            tensor, part = tensors.get(name, value), shard(new)
+            tensor, part = tensors.get(name, value), to_local(new)
             if id(tensor) not in have_masters and not torch.equal(part, part.to(tensor.dtype).to(part.dtype)):
                 rounded.append(name)
         _check(own, state)
@@ -115,12 +115,12 @@ def _is_rounded_to(rounded: Any, value: Any) -> bool:
     """Check if `value`, cast to the dtype of `rounded`, equals it."""
     if not isinstance(rounded, Tensor) or not isinstance(value, Tensor) or value.shape != rounded.shape:
         return False
-    rounded, value = shard(rounded), shard(value)
+    rounded, value = to_local(rounded), to_local(value)
     return torch.equal(value.to(rounded), rounded)
 
 
 def _saved_masters(saved: Saved) -> dict[str, Tensor]:
-    masters = table(saved.shared.get("masters"), "masters")
+    masters = as_dict(saved.shared.get("masters"), "masters")
     for name, value in masters.items():
         of = saved.model.get(name)
         if not isinstance(of, Tensor) or not of.is_floating_point() or kind(value) != kind(of.float()):

@@ -19,7 +19,7 @@ from accelcore.optim.route import name_of
 from accelcore.optim.state import COUNTERS, SWITCHES
 from accelcore.training.gradients import Gradients
 from accelcore.training.parallel.strategy import Strategy, owns
-from accelcore.training.saving.part import Part, Saved, malformed, table
+from accelcore.training.saving.part import Part, Saved, as_dict, malformed
 
 __all__ = ["OptimizerPart"]
 
@@ -70,11 +70,11 @@ class OptimizerPart(Part):
         return {name: entry for name, entry in held if entry and owns(self._strategy, name)}
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
-        tree = table(saved.shared.get("optimizer"), "optimizer state", "groups", "state")
+        tree = as_dict(saved.shared.get("optimizer"), "optimizer state", "groups", "state")
         if tree.get("kind", self._kind()) != self._kind():  # another program's file has no kind
             raise _another(f"it is {tree['kind']!r}, and this one is {self._kind()!r}")
         groups, numbers = self._groups(tree["groups"])
-        entries = table(tree["state"], "optimizer state")
+        entries = as_dict(tree["state"], "optimizer state")
         if unknown := [name for name in entries if name not in numbers]:
             raise _another(f"it has a state of {unknown[0]!r}, which this one does not train")
         for group in self._optimizer.param_groups:
@@ -98,7 +98,7 @@ class OptimizerPart(Part):
         shaped = fused or (name_of(type(updater)) is not None and not isinstance(updater, _OTHER_SHAPES))
         keys = {key for entry in entries.values() if isinstance(entry, dict) for key in entry}
         for name, saved in entries.items():
-            entry = table(saved, f"state of {name}", *(keys if shaped else ()))
+            entry = as_dict(saved, f"state of {name}", *(keys if shaped else ()))
             _check_count(name, entry, strict=fused)
             if shaped:
                 _check_shapes(name, entry, parameters[name], strict=fused)
@@ -118,7 +118,7 @@ class OptimizerPart(Part):
         numbers: dict[str, int] = {}
         groups = []
         for position, (live, entry) in enumerate(zip(self._optimizer.param_groups, saved, strict=True)):
-            saved_group = table(entry, "parameter group", "params", "lr")
+            saved_group = as_dict(entry, "parameter group", "params", "lr")
             members = self._members(live)
             own = {key: value for key, value in live.items() if key not in (*SWITCHES, "params")}
             foreign = set(saved_group) - {"params"} - set(own)

@@ -12,7 +12,7 @@ from torch import Tensor
 from accelcore.errors import CheckpointError
 from accelcore.util.text import is_whole
 
-__all__ = ["Part", "Saved", "kind", "malformed", "number", "table"]
+__all__ = ["Part", "Saved", "as_dict", "kind", "malformed", "number"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def malformed(problem: str) -> CheckpointError:
     return CheckpointError(problem, remedy="resume from another checkpoint: this one was changed, or written otherwise")
 
 
-def table(tree: Any, what: str, *keys: str) -> dict[str, Any]:
+def as_dict(tree: Any, what: str, *keys: str) -> dict[str, Any]:
     """Return `tree`; raise CheckpointError if it is not a dict with these keys."""
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise malformed(f"the checkpoint's {what} is a {type(tree).__name__}, not a dict")

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.errors import CheckpointError
-from accelcore.optim.shards import is_sharded, shard
+from accelcore.optim.shards import is_sharded, to_local
 from accelcore.roles.runtime import Runtime
 from accelcore.scaling.contract import LossScaler, described
 from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.gradients import Gradients
-from accelcore.training.saving.part import Part, Saved, kind, malformed, number, table
+from accelcore.training.saving.part import Part, Saved, as_dict, kind, malformed, number
 from accelcore.training.window import Window
 
 __all__ = ["DataStreamsPart", "ExtraPart", "RandomPart", "ScalerPart", "SchedulePart", "WindowPart"]
@@ -37,7 +37,7 @@ class SchedulePart(Part):
         return {"kind": type(self._scheduler).__name__, "by": self._by, "state": state}
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
-        schedule = table(saved.shared.get("schedule"), "schedule", "kind", "by", "state")
+        schedule = as_dict(saved.shared.get("schedule"), "schedule", "kind", "by", "state")
         own, scheduler = type(self._scheduler).__name__, self._scheduler
         if schedule["kind"] != own:
             raise CheckpointError(
@@ -51,7 +51,7 @@ class SchedulePart(Part):
             )
         if scheduler is None:
             return lambda: None
-        state = table(schedule["state"], "schedule")
+        state = as_dict(schedule["state"], "schedule")
         return lambda: scheduler.load_state_dict(state)
 
 
@@ -67,11 +67,15 @@ class ScalerPart(Part):
         return self._scaler.state_dict()
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
-        scaler, before, state = self._scaler, self._scaler.state_dict(), table(saved.shared.get("scaler"), "loss scale")
+        scaler, before, state = (
+            self._scaler,
+            self._scaler.state_dict(),
+            as_dict(saved.shared.get("scaler"), "loss scale"),
+        )
         if scaler.takes(state):
             _rehearse(scaler.load_state_dict, state, before)
             return lambda: scaler.load_state_dict(state)
-        if table(saved.own.get("window"), "window", "micro")["micro"]:
+        if as_dict(saved.own.get("window"), "window", "micro")["micro"]:
             raise CheckpointError(
                 "the checkpoint was saved within a window with another loss scale",
                 remedy="resume with the precision it was saved with, or from a checkpoint saved between two windows",
@@ -102,7 +106,7 @@ class WindowPart(Part):
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
         keys = ("micro", "accumulate", "divisor", "unit", "total", "gradients", "sharded", "buffers")
-        window = table(saved.own.get("window"), "window", *keys)
+        window = as_dict(saved.own.get("window"), "window", *keys)
         micro, accumulate = number(window["micro"], "micro"), number(window["accumulate"], "accumulate")
         if micro and (accumulate != self._window.accumulate or micro >= accumulate):
             raise CheckpointError(
@@ -115,9 +119,9 @@ class WindowPart(Part):
                 "the checkpoint was saved within a window, and only it or only this model is sharded",
                 remedy="resume with the strategy it was saved with, or from a checkpoint saved between two windows",
             )
-        gradients, buffers = table(window["gradients"], "gradients"), table(window["buffers"], "buffers")
+        gradients, buffers = as_dict(window["gradients"], "gradients"), as_dict(window["buffers"], "buffers")
         own_buffers = dict(self._model.named_buffers())
-        _check_shapes(gradients, {slot.name: shard(slot.parameter) for slot in self._gradients.slots}, "gradient")
+        _check_shapes(gradients, {slot.name: to_local(slot.parameter) for slot in self._gradients.slots}, "gradient")
         _check_shapes(buffers, own_buffers, "buffer")
         total = None if window["total"] is None else window["total"].reshape(())
         unit = None if window["unit"] is None else float(window["unit"])
@@ -148,14 +152,14 @@ class DataStreamsPart(Part):
         return self._streams.state_dict()
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
-        positions = table(saved.own.get("data"), "positions in the data")
+        positions = as_dict(saved.own.get("data"), "positions in the data")
         for name, position in positions.items():
             # "loader" is checked by the loader, which is not known before it is read.
-            entry = table(position, f"position in {name}", "epoch", "taken", "seed", "start", "generators", "loader")
+            entry = as_dict(position, f"position in {name}", "epoch", "taken", "seed", "start", "generators", "loader")
             number(entry["epoch"], "epoch"), number(entry["taken"], "taken")
             if entry["seed"] is not None:
                 number(entry["seed"], "seed")
-            start, generators = table(entry["start"], "random state"), entry["generators"]
+            start, generators = as_dict(entry["start"], "random state"), entry["generators"]
             if not isinstance(generators, list) or not all(isinstance(state, Tensor) for state in generators):
                 raise malformed(f"the checkpoint's position in {name!r} has a random state that is not a tensor")
             if start:
@@ -177,7 +181,7 @@ class RandomPart(Part):
     def prepare(self, saved: Saved) -> Callable[[], object]:
         if not saved.same_job:
             return lambda: None
-        states, before = table(saved.own.get("random"), "random states"), self._runtime.rng_state()
+        states, before = as_dict(saved.own.get("random"), "random states"), self._runtime.rng_state()
         _rehearse(self._runtime.set_rng_state, states, before)
 
         def commit() -> None:

@@ -23,7 +23,7 @@ from accelcore.checkpoint.manifest import MODEL, RANK, file_of
 from accelcore.errors import CheckpointError, ConfigurationError
 from accelcore.training.agreement import Agreement
 from accelcore.training.saving.foreign import prepare_foreign
-from accelcore.training.saving.part import Part, Saved, table
+from accelcore.training.saving.part import Part, Saved, as_dict
 from accelcore.util.text import is_whole
 
 if TYPE_CHECKING:
@@ -178,20 +178,20 @@ def _read(
 ) -> Saved:
     """Read the state of one trainer that this rank needs."""
     saved_by = checkpoint.manifest["world_size"]
-    same_job, layout = saved_by == world_size, partial(_layout, sharded)
+    same_job, like_of = saved_by == world_size, partial(_like_of, sharded)
     of_ranks = [file_of(trainer, f"{RANK}{number:05d}") for number in range(saved_by)]
-    model = table(checkpoint.read(file_of(trainer, MODEL), layout), "model")
-    shared = table(checkpoint.read(file_of(trainer, _SHARED), layout), "training state")
-    own = table(checkpoint.read(of_ranks[rank if same_job else 0]), "state of this rank")
-    if "state" not in (optimizer := table(shared.get("optimizer"), "optimizer state")):
+    model = as_dict(checkpoint.read(file_of(trainer, MODEL), like_of), "model")
+    shared = as_dict(checkpoint.read(file_of(trainer, _SHARED), like_of), "training state")
+    own = as_dict(checkpoint.read(of_ranks[rank if same_job else 0]), "state of this rank")
+    if "state" not in (optimizer := as_dict(shared.get("optimizer"), "optimizer state")):
         optimizer["state"] = {}
         for file in of_ranks:  # each rank saved the state of the parameters that it updates
-            divided = table(checkpoint.read(file, layout), file, "optimizer")["optimizer"]
-            optimizer["state"] |= table(table(divided, "optimizer state", "state")["state"], "optimizer state")
+            divided = as_dict(checkpoint.read(file, like_of), file, "optimizer")["optimizer"]
+            optimizer["state"] |= as_dict(as_dict(divided, "optimizer state", "state")["state"], "optimizer state")
     if not same_job:
-        positions = table(own.get("data"), "positions in the data").values()
-        within = table(own.get("window"), "window", "micro")["micro"]
-        if within or any(table(position, "position", "taken")["taken"] for position in positions):
+        positions = as_dict(own.get("data"), "positions in the data").values()
+        within = as_dict(own.get("window"), "window", "micro")["micro"]
+        if within or any(as_dict(position, "position", "taken")["taken"] for position in positions):
             raise CheckpointError(
                 f"the checkpoint was saved within an epoch by a job of {saved_by}, this is a job of {world_size}",
                 remedy=f"resume in a job of {saved_by}, or from a checkpoint saved at the end of an epoch",
@@ -202,7 +202,7 @@ def _read(
     return Saved(model, shared, own, same_job)
 
 
-def _layout(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
+def _like_of(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
     """Return the sharded parameter that a stored tensor of this shape belongs to, or None."""
     if name.startswith("optimizer.state."):
         name = name.removeprefix("optimizer.state.").rpartition(".")[0]

@@ -14,7 +14,7 @@ import torch
 from accelcore.errors import UnsupportedError
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
 from accelcore.precision.policy import LOW_PRECISION, Policy, choose_policy
-from accelcore.training.observers import Hooks
+from accelcore.training.hooks import Hooks
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
@@ -85,12 +85,10 @@ class Cast:
             whole = not (plan.strategy.layout == "shards" and policy.masters)
             hold(plan.model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32, parameters=whole)
             if dtype in LOW_PRECISION:
-                for hook in fp32_state_dict(plan.model):  # again, because the model may have new parts
-                    self._state_dict.callback(hook.remove)
+                self._state_dict.add(*fp32_state_dict(plan.model))  # again, because the model may have new parts
             if policy.cast_boundary and not self._bounded:
                 self._bounded = True
-                for hook in cast_boundary(plan.model, inputs=dtype, outputs=torch.float32):
-                    self._boundary.callback(hook.remove)
+                self._boundary.add(*cast_boundary(plan.model, inputs=dtype, outputs=torch.float32))
         held = {parameter.dtype for parameter in plan.model.parameters()}
         if policy.model_dtype is not None:  # gathered shards have it, the shards themselves do not
             held.add(getattr(torch, policy.model_dtype))

@@ -11,7 +11,8 @@ from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.randomness import draws_on_host
 from accelcore.torch_internals import in_backward
 from accelcore.training.captured import CapturedStep, check_capturable
-from accelcore.training.observers import Hooks, Listeners, Observer
+from accelcore.training.hooks import Hooks
+from accelcore.training.observers import Listeners, Observer
 from accelcore.training.plan import Plan
 
 __all__ = ["Capture", "Compile", "Observe"]
@@ -42,7 +43,7 @@ class Observe:
         self._hooks.close()
         for listener in plan.listeners.output:
             for name, module in plan.model.named_modules():
-                self._hooks.callback(module.register_forward_hook(_Tell(listener, name)).remove)
+                self._hooks.add(module.register_forward_hook(_Tell(listener, name)))
 
 
 class _Tell:
