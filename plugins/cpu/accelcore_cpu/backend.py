@@ -12,10 +12,9 @@ from accelcore.jobs.collectives import TorchCollectives
 from accelcore.roles.compiler import TorchCompiler
 from accelcore.scaling.dynamic import Scalers
 from accelcore_cpu.kernels.library import unavailable
-from accelcore_cpu.optimizers import NATIVE
+from accelcore_cpu.optimizers import FUSED, NATIVE, create_optimizers
 from accelcore_cpu.precision import CpuPrecision
 from accelcore_cpu.processor import fast_format
-from accelcore_cpu.routes import FUSED, create_optimizers
 from accelcore_cpu.runtime import CpuRuntime, make_fork_safe
 
 __all__ = ["create", "declare", "missing_compiler"]

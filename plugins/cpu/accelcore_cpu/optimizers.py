@@ -1,8 +1,14 @@
-"""Optimizers that have a kernel, and the options that each passes to it."""
+"""Optimizers of the CPU: those with a kernel of ours, the options that each passes to it, and the routes of all.
+
+Routes are our kernels, torch's fused kernels and torch's loops.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+
+import torch
 
 from accelcore.optim.formulas.adadelta import Adadelta
 from accelcore.optim.formulas.adam import Adam, AdamW
@@ -11,9 +17,19 @@ from accelcore.optim.formulas.bertadam import BertAdam
 from accelcore.optim.formulas.lamb import Lamb
 from accelcore.optim.formulas.rmsprop import RMSprop, RMSpropTF
 from accelcore.optim.formulas.sgd import SGD
-from accelcore_cpu.native import Native
+from accelcore.optim.registry import Optimizers
+from accelcore.optim.route import Request
+from accelcore.optim.torch_routes import register_torch_optimizers
+from accelcore_cpu.kernels.library import unavailable
+from accelcore_cpu.known_faults import LOW_PRECISION_SGD
+from accelcore_cpu.native import Native, refusal
 
-__all__ = ["NATIVE"]
+__all__ = ["FUSED", "NATIVE", "create_optimizers"]
+
+FUSED = ("adagrad", "adam", "adamw", "sgd")
+"""Optimizers with a fused kernel in torch."""
+
+_PRIORITY = 20
 
 Group = dict[str, Any]
 Numbers = tuple[float, ...]
@@ -109,3 +125,27 @@ NATIVE: dict[str, type[Native]] = {
 
 # Numbers as in kernels/elementwise.h.
 _SCHEDULES = {"warmup_constant": 0, "warmup_cosine": 1, "warmup_linear": 2, "warmup_poly": 3}
+
+
+def create_optimizers() -> Optimizers:
+    """Create the registry of the CPU."""
+    registry = Optimizers()
+    register_torch_optimizers(registry, fused=FUSED)
+    registry.distrust("sgd", "fused", LOW_PRECISION_SGD, when=_in_low_precision)
+    for name, kind in NATIVE.items():
+        # "any" for all: `place_runs` gives the parameters in flat memory to kernels that tell parameters apart.
+        supports = partial(_refusal, by_row=kind.by_row)
+        registry.register(name, "native", kind, priority=_PRIORITY, supports=supports, memory="any", scattered=True)
+    return registry
+
+
+def _in_low_precision(request: Request) -> bool:
+    return any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in request.parameters)
+
+
+def _refusal(request: Request, *, by_row: bool) -> str | None:
+    """Return why our kernel cannot serve a request, or None. Builds the kernels if the request has parameters."""
+    for switch in ("capturable", "differentiable"):
+        if any(request.values(switch, False)):
+            return f"the kernel is not {switch}"
+    return refusal(request.parameters, by_row=by_row) or unavailable(build=bool(request.parameters))

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelcore_cpu.backend import declare
-from accelcore_cpu.optimizers import NATIVE
-from accelcore_cpu.routes import FUSED
+from accelcore_cpu.optimizers import FUSED, NATIVE
 from by_hand import trains_in_fp16_as_by_hand
 
 import accelcore
