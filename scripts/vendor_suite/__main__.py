@@ -54,8 +54,8 @@ def variables(suite: Path, file: str) -> dict[str, str]:
     environ = {**os.environ, **environment(Settings(devices=devices, memory=4 * 2**30, soc=soc))}
     environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)  # many tests import torch alone
     here = Path(__file__).parent
-    path = [here, suite, (suite / file).parent]
-    environ |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
+    path = [str(here), str(suite), str((suite / file).parent), environ["PYTHONPATH"]]
+    environ |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     programs = [str(here / "stand_ins"), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     environ |= {"PATH": os.pathsep.join(programs)}
     environ |= {"DISABLED_TESTS_FILE": str(suite / _DISABLED)}

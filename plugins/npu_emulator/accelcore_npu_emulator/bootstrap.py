@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationError
-from accelcore_npu_emulator import build, native
+from accelcore_npu_emulator import build, native, wheel
 from accelcore_npu_emulator.settings import Settings
 
 __all__ = ["activate", "active", "environment", "problem_of_settings", "start"]
@@ -68,6 +68,8 @@ def activate(settings: Settings | None = None) -> None:
             remedy="call activate() before any other code loads CANN",
         )
     os.environ.update(variables)
+    if entry := wheel.path_entry():
+        sys.path.append(entry)
 
 
 def active() -> bool:
@@ -79,9 +81,11 @@ def _variables(settings: Settings | None, folder: Path) -> dict[str, str]:
     settings = Settings.from_environment() if settings is None else settings
     path = [str(folder), *filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))]
     home = folder / "cann"
+    modules = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), wheel.path_entry()]
     return {
         "ACCEL_EMULATE": "npu",
         **settings.variables(),
+        "PYTHONPATH": os.pathsep.join(filter(None, modules)),
         "LD_LIBRARY_PATH": os.pathsep.join(dict.fromkeys(path)),
         "ASCEND_HOME_PATH": str(home),
         "ASCEND_OPP_PATH": str(home / "opp"),

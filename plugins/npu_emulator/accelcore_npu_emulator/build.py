@@ -10,15 +10,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from accelcore.errors import BackendUnavailableError, ConfigurationError
+from accelcore_npu_emulator.wheel import TORCH_NPU, cache, torch_npu
 
-__all__ = ["LIBRARIES", "TORCH_NPU", "libraries"]
-
-TORCH_NPU = "2.13.0"
-"""Version of torch-npu, and of torch, that the emulator works with."""
+__all__ = ["LIBRARIES", "libraries"]
 
 _SOURCES = Path(__file__).parent / "cann"
 _GRAPH_ENGINE = "graph_engine.cpp"
@@ -54,30 +51,12 @@ def libraries() -> Path:
             the compiler fails.
         ConfigurationError: the folder for cached files cannot be written.
     """
-    headers = _headers()
+    headers = Path(str(torch_npu().locate_file("torch_npu/include")))
     compiler = _compiler()
-    folder = _cache() / _key(compiler)
+    folder = cache() / _key(compiler)
     if not folder.is_dir():
         _build(folder, compiler, headers)
     return folder
-
-
-def _headers() -> Path:
-    try:
-        torch, wheel = distribution("torch"), distribution("torch-npu")
-    except PackageNotFoundError as error:
-        raise _unfit(f"{error.name} is not installed") from error
-    if wheel.version != TORCH_NPU:
-        raise _unfit(f"the emulator works with torch-npu {TORCH_NPU}, and {wheel.version} is installed")
-    if not torch.version.startswith(TORCH_NPU):
-        raise _unfit(f"torch-npu {TORCH_NPU} is built for torch {TORCH_NPU}, and torch {torch.version} is installed")
-    return Path(str(wheel.locate_file("torch_npu/include")))
-
-
-def _unfit(why: str) -> BackendUnavailableError:
-    return BackendUnavailableError(
-        "the NPU cannot be emulated", why=why, remedy=f"pip install torch-npu=={TORCH_NPU} torch=={TORCH_NPU}"
-    )
 
 
 def _compiler() -> tuple[str, ...]:
@@ -98,12 +77,6 @@ def _compiler() -> tuple[str, ...]:
     return (path, *command[1:])
 
 
-def _cache() -> Path:
-    # By the XDG rules, ignore a relative path.
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "accelcore" / "emulated-npu"
-
-
 def _key(compiler: Sequence[str]) -> str:
     version = _run([*compiler, "--version"])
     digest = hashlib.sha256(repr((TORCH_NPU, compiler, version, _FLAGS, LIBRARIES)).encode())
@@ -115,15 +88,7 @@ def _key(compiler: Sequence[str]) -> str:
 
 def _build(folder: Path, compiler: Sequence[str], headers: Path) -> None:
     """Build into a temporary folder and rename it. If two processes build at once, the first result stays."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
-    except OSError as error:
-        raise ConfigurationError(
-            f"the emulated NPU cannot be built in {folder.parent}",
-            why=str(error),
-            remedy="make the folder writable, or name another one in XDG_CACHE_HOME",
-        ) from error
+    scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
     sys.stderr.write("EMULATED: compiling the emulated CANN, which happens once\n")
     try:
         _compile(scratch, compiler, headers)

@@ -18,7 +18,7 @@ import pytest
 
 from accelcore.errors import AccelError
 from accelcore_npu_emulator import Settings, activate
-from accelcore_npu_emulator.build import TORCH_NPU
+from accelcore_npu_emulator.wheel import TORCH_NPU
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,76 @@
+"""Type what README says under "Install" into a new virtual environment, and see that scripts still run in it.
+
+Run by `tox run -e package` with the Python of the environment `tests`, whose torch it borrows: no package index is
+asked. What the commands require, and is not there, is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = """
+import torch, accelcore
+accel = accelcore.select()
+with accel.distributed() as job:
+    print(f"{accel.name}: rank {job.rank} of {job.world_size}", torch.ones(2, device=accel.device).sum().item())
+"""
+AFTERWARDS = """
+python train.py
+python -m torch.distributed.run --standalone --nproc-per-node 2 train.py
+accelcore run --nproc 2 train.py
+python -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch_npu') and 'torch_npu is importable')"
+"""
+
+
+def block(heading: str) -> str:
+    """Return the commands below a heading of README."""
+    found = re.search(rf"^## {heading}$.*?^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert found is not None, heading
+    return found[1]
+
+
+def borrow(folder: Path) -> None:
+    """Let the new environment import what this one has installed, but for accelcore and pip."""
+    site = Path(sysconfig.get_path("purelib"))
+    links = folder / "borrowed"
+    links.mkdir()
+    for path in site.iterdir():
+        if "accelcore" not in path.name and not path.name.startswith("pip"):
+            (links / path.name).symlink_to(path)
+    new = folder / site.relative_to(sys.prefix)
+    for old in new.glob("setuptools*"):  # that Python 3.10 and 3.11 put there, too old to build accelcore
+        shutil.rmtree(old)
+    # A path, not a part of the environment: pip changes nothing in it.
+    (new / "borrowed.pth").write_text(f"{links}\n")
+
+
+def main() -> None:
+    """Install and run; the first command that fails ends the program."""
+    with tempfile.TemporaryDirectory(prefix="accelcore-") as name:
+        folder = Path(name)
+        clone = folder / "clone"
+        # A copy, because building leaves files beside the sources.
+        shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "build", "dist", "outputs"))
+        venv.create(folder / "venv", with_pip=True)
+        borrow(folder / "venv")
+        (clone / "train.py").write_text(SCRIPT)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON", "TORCH_"))}
+        programs = os.pathsep.join([str(folder / "venv" / "bin"), os.environ["PATH"]])
+        # pip reads the last one as "build isolation: no".
+        offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_QUIET": "1", "PIP_NO_BUILD_ISOLATION": "0"}
+        for commands in (block("Install"), AFTERWARDS):
+            shell = ["bash", "-euxc", commands]
+            subprocess.run(shell, check=True, cwd=clone, env=kept | offline | {"PATH": programs})  # noqa: S603
+
+
+if __name__ == "__main__":
+    main()
