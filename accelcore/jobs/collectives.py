@@ -37,11 +37,12 @@ class Collectives(ABC):
     training loop need not check whether there are other ranks.
 
     Attributes:
-        steps: the step of each trainer of this process, for messages about a missing rank. Trainers write to it.
+        steps: step and micro-batch of each trainer of this process, from 1, for messages about a missing rank. Trainers
+            write to it.
     """
 
     def __init__(self) -> None:
-        self.steps: dict[int, int] = {}
+        self.steps: dict[int, tuple[int, int]] = {}
 
     @property
     @abstractmethod

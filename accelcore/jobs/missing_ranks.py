@@ -68,7 +68,7 @@ class MissingRanks:
         self._steps.clear()
         # Keys of several jobs of a process differ by the prefix.
         self._store: Any = PrefixStore(f"rank notes {next(_jobs)}", dist.distributed_c10d._get_default_store())
-        self._explained, self._done, self._failed = False, False, ""
+        self._explained, self._done, self._failed, self._follows = False, False, "", False
         self._line = ""  # where an error ended the script
         self._beats, self._training_thread = 0, threading.get_ident()
         self._reads_record = os.environ.get("TORCH_FR_BUFFER_SIZE", "") in map(str, range(1, _SHORT + 1))
@@ -93,10 +93,10 @@ class MissingRanks:
                 store.wait(list(keys.values()), timedelta(seconds=interval))
                 return
             notes = self._read()
-            failed = _select(notes, lambda note: bool(note.failed))
-            if failed:
-                raise self._others_failed(failed, notes)
-            ahead = _select(notes, lambda note: sum(note.steps) > sum(self._steps.values()))
+            if _select(notes, lambda note: bool(note.failed)):
+                self._follows = True
+                raise self._name_missing("")
+            ahead = [rank for rank, note in notes.items() if note.progress > notes[self._rank].progress]
             if ahead:
                 raise DistributedError(
                     f"rank {self._rank} has ended its loop, and {ranks(ahead)} of its job did not",
@@ -105,6 +105,7 @@ class MissingRanks:
                 )
             late = [rank for rank, key in keys.items() if not store.check([key])]
             if late and time.monotonic() - begin > self._timeout.total_seconds():
+                self._follows = True
                 raise DistributedError(
                     f"{ranks(late)} of this job did not come to its end",
                     why=_places(late, notes),
@@ -124,6 +125,7 @@ class MissingRanks:
             explained = self._name_missing(str(lost).strip().split("\n", 1)[0])
         lines = str(explained or error).splitlines()
         self._failed = f"{type(explained or error).__name__}: {lines[0] if lines else ''}"
+        self._follows = self._follows or lost is not None
         with suppress(RuntimeError):  # the store has gone, and its readers with it
             self._write()
         return explained
@@ -138,8 +140,8 @@ class MissingRanks:
         self._beats += 1
         number, collective = _last_collective() if self._reads_record else (0, "")
         line = self._line or _script_line(walk_stack(sys._current_frames().get(self._training_thread)))
-        steps = list(self._steps.values())
-        note = _Note(self._beats, steps, number, collective, line, self._done, self._failed)
+        steps = list(self._steps.values())  # a copy, because the training thread may add one
+        note = _Note(self._beats, steps, number, collective, line, self._done, self._failed, self._follows)
         self._store.set(f"rank {self._rank}", json.dumps(asdict(note)))
 
     def _read(self) -> dict[int, _Note]:
@@ -165,9 +167,8 @@ class MissingRanks:
                 remedy="see why rank 0, which holds the store, or its launcher has ended",
             )
         others = {rank: note for rank, note in notes.items() if rank != self._rank}
-        failed = _select(others, lambda note: bool(note.failed))
-        if failed:
-            return self._others_failed(failed, notes, why)
+        if culprits := _select(others, lambda note: note.is_culprit):
+            return self._others_failed(culprits, notes, why)
         furthest = max(note.place for note in notes.values())
         for missing, what in (
             (_select(others, lambda note: note.done), "left the job, which others have not"),
@@ -177,10 +178,12 @@ class MissingRanks:
             if missing:
                 return DistributedError(
                     f"{ranks(missing)} of this job {what}",
-                    why=f"{_places([*missing[:_NAMED], self._rank], notes)}; {why}",
+                    why="; ".join(filter(None, [_places([*missing[:_NAMED], self._rank], notes), why])),
                     remedy="see what delays it or has ended it; if it only needs more time, raise "
                     "accel.distributed(timeout=...)",
                 )
+        if failed := _select(others, lambda note: bool(note.failed)):
+            return self._others_failed(failed, notes, why)
         return DistributedError(
             "a collective failed, and no rank of this job is missing",
             why=f"{_places([*notes][:_NAMED], notes)}; {why}",
@@ -204,30 +207,45 @@ class MissingRanks:
             others = [rank for rank in range(self._world_size) if rank != self._rank]
             ended = [rank for rank in others if rank in notes and (notes[rank].done or notes[rank].failed)]
             silent = [rank for rank in others if rank not in ended and notes.get(rank) == first.get(rank)]
-            failed = any(notes[rank].failed for rank in ended)
-            if failed or not silent or time.monotonic() > deadline:
+            culprit = any(notes[rank].is_culprit for rank in ended)
+            if culprit or not silent or time.monotonic() > deadline:
                 return notes, silent
 
 
 @dataclass(frozen=True)
 class _Note:
-    """Place of a rank in the script. `number` is that of its last collective, `beat` that of the note."""
+    """Place of a rank in the script. `number` is that of its last collective, `beat` that of the note.
+
+    `steps` are step and micro-batch of each trainer. `follows`: the rank failed because it lost another one.
+    """
 
     beat: int
-    steps: Sequence[int] = ()
+    steps: Sequence[Sequence[int]] = ()
     number: int = 0
     collective: str = ""
     line: str = ""
     done: bool = False
     failed: str = ""
+    follows: bool = False
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Progress of the rank, to compare with other ranks."""
-        return sum(self.steps), self.number
+    def is_culprit(self) -> bool:
+        return bool(self.failed) and not self.follows
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Steps and micro-batches that the rank has begun, to compare with other ranks."""
+        return sum(step for step, _ in self.steps), sum(micro for _, micro in self.steps)
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Progress of the rank, and its last collective."""
+        return *self.progress, self.number
 
     def __str__(self) -> str:
-        steps = " and ".join(f"step {step}" for step in self.steps)
+        steps = " and ".join(
+            f"step {step}" + (f", micro-batch {micro}" if micro > 1 else "") for step, micro in self.steps
+        )
         parts = [
             f"is in {steps}" if steps else "has begun no step",
             f"its last collective is {self.collective}" if self.collective else "",

@@ -111,9 +111,9 @@ def describe(plan: Plan) -> dict[str, str]:
             by_class = name in _COMPARED_BY_CLASS and value is not None
             found[f"the option {name}"] = type(value).__name__ if by_class else _text(value)
     for number, group in enumerate(optimizer.param_groups):
-        values = {name: _text(value) for name, value in group.items() if name != "params"}
-        values["params"] = f"{len(group['params'])} tensors"
-        found[f"group {number} of the optimizer"] = ", ".join(f"{name}={values[name]}" for name in sorted(values))
+        for name, value in sorted(group.items()):
+            text = f"{len(value)} tensors" if name == "params" else _text(value)
+            found[f"{name} in group {number} of the optimizer"] = text
     numbers = {id(member): number for number, members in enumerate(plan.groups()) for member in members}
     for name, parameter in plan.model.named_parameters():
         found[f"the parameter {name}"] = _tensor(parameter) + ("" if parameter.requires_grad else ", frozen")

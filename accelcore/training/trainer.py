@@ -241,14 +241,16 @@ class Trainer:
         """Count a micro-batch; at the end of a window, update the parameters. Return whether a window was closed."""
         self._step.check_failure()
         if self._window.is_last:
-            self._check_and_number()
+            self._check_unchanged()
+            self._number_step(self._window.micro + 1)
         return self._step.end_micro_batch()
 
     def flush(self) -> None:
         """Close a window that is not full, as the mean of its micro-batches. Does nothing if no window is open."""
         if self._window.micro:
             self._step.check()
-            self._check_and_number()
+            self._check_unchanged()
+            self._number_step(self.accumulate)
             self._step.close_window(full=False)
 
     def refresh(self) -> None:
@@ -344,14 +346,14 @@ class Trainer:
         """Check that the trainer can train on a micro-batch, which `begins` a window or not."""
         self._step.check()
         if begins or self._window.is_last:
-            self._check_and_number()
+            self._check_unchanged()
+        self._number_step(self._window.micro + 1)
         if begins and not self._window.steps:
             self._streams.warn_if_unused(1)
 
-    def _check_and_number(self) -> None:
-        """Check that nothing has changed, and tell the job the number of this step."""
-        self._check_unchanged()
-        self._backend.collectives.steps[self._number] = self.steps + 1
+    def _number_step(self, micro: int) -> None:
+        """Tell the job which step and micro-batch this is; a flush counts as the last one."""
+        self._backend.collectives.steps[self._number] = (self._window.steps + 1, micro)
 
     def _check_model(self) -> None:
         self._step.check()

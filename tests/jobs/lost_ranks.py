@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,21 +22,38 @@ def loads(rank: int, step: int) -> torch.Tensor:
     if rank == 1 and step == 3:
         if sys.argv[1].startswith("waits"):
             threading.Event().wait()
-        if sys.argv[1] == "is killed":
+        if sys.argv[1].startswith("is killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         if sys.argv[1].startswith("fails"):
             raise ValueError("a row is bad")
+    if rank == 0 and step == 3 and sys.argv[1].endswith("and rank 2 notices first"):
+        while not Path(sys.argv[2], "rank 2 has ended").exists():
+            time.sleep(0.01)
     return torch.ones(2, 3)
 
 
 def main() -> None:
+    try:
+        train()
+    finally:
+        Path(sys.argv[2], f"rank {os.environ['RANK']} has ended").touch()
+
+
+def train() -> None:
     dist.set_debug_level_from_env()  # torch reads it when it is loaded, which in a fork was before it was set
     accel = accelcore.select("cpu")
     with accel.distributed(timeout=timedelta(seconds=5)) as job:
         model = nn.Linear(3, 1)
         optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
-        trainer = accel.trainer(model, optimizer, loss=lambda model, rows: model(rows).sum(), parallel="combine_ddp")
-        steps = 2 if sys.argv[1] == "stops early" and job.rank == 1 else 4
+        trainer = accel.trainer(
+            model,
+            optimizer,
+            loss=lambda model, rows: model(rows).sum(),
+            parallel="combine_ddp",
+            accumulate=3 if "within a window" in sys.argv[1] else 1,
+        )
+        whole = 6 if sys.argv[1] == "stops early, within a window" else 4
+        steps = 2 if sys.argv[1] == "stops early" and job.rank == 1 else 4 if job.rank else whole
         for step in range(1, steps + 1):
             rows = loads(job.rank, step)
             try:
@@ -45,10 +64,18 @@ def main() -> None:
                 if sys.argv[1] == "fails, and that is wrapped":
                     raise KeyError("the step") from error
                 raise
+        if sys.argv[1].startswith("flushes alone") and job.rank == 0:
+            trainer.flush()
         if sys.argv[1] == "waits, and is asked again":
             job.all_reduce(torch.ones(1))
         if sys.argv[1] == "saves alone" and job.rank == 0:
             trainer.save(sys.argv[2])
+        if sys.argv[1].startswith("leaves") and job.rank == 1:
+            raise ValueError("nothing to evaluate")
+        if sys.argv[1].startswith("leaves") and job.rank == 0:
+            while not Path(sys.argv[2], "rank 2 has ended").exists():
+                time.sleep(0.01)
+            job.barrier()
         if sys.argv[1] == "another collective":
             tensor = torch.ones(3)
             accel.collectives.broadcast(tensor) if job.rank else accel.collectives.all_reduce(tensor)

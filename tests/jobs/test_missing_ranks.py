@@ -13,13 +13,13 @@ SCRIPT = Path(__file__).with_name("lost_ranks.py")
 
 @pytest.fixture
 def run(fork_ranks, tmp_path):
-    def run(way, **environ):
-        """What the ranks of a job of two wrote to stderr, and their exit codes; rank 1 may never end."""
-        ranks = fork_ranks(SCRIPT, way, tmp_path, **environ)
+    def run(way, size=2, **environ):
+        """What the ranks of a job wrote to stderr, and their exit codes; rank 1 may never end."""
+        ranks = fork_ranks(SCRIPT, way, tmp_path, size=size, **environ)
         ended = [ranks[0].finish(60)]
         if way.startswith("waits"):
             ranks[1].kill()
-        ended.append(ranks[1].finish(60))
+        ended.extend(rank.finish(60) for rank in ranks[1:])
         return [one.stderr for one in ended], [one.returncode for one in ended]
 
     return run
@@ -76,6 +76,33 @@ def test_a_rank_whose_loop_ends_early_says_so_and_is_named(run):
     assert "rank 1 is in step 2" in said
     assert "rank 0 is in step 3" in said
     assert "rank 1 has ended its loop" in final(first)
+
+
+@pytest.mark.parametrize("way", ["stops early, within a window", "flushes alone, within a window"])
+def test_a_rank_whose_loop_ends_within_a_window_says_so_before_the_timeout(run, way):
+    (first, second), codes = run(way)
+    assert codes == [1, 1]
+    said = final(second)
+    assert said.startswith("rank 1 has ended its loop, and rank 0 of its job did not\n")
+    assert "rank 1 is in step 2, its" in said
+    assert "rank 0 is in step 2, micro-batch 3" in said
+    assert "5000ms" not in first, "it was noticed at the timeout only"
+    assert final(first).startswith("rank 1 of this job failed")
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("fails, and rank 2 notices first", "rank 1 of this job failed, "),
+        ("is killed, and rank 2 notices first", "rank 1 of this job does not answer"),
+        ("leaves by an error, which rank 2 notices first", "rank 1 of this job failed, "),
+    ],
+)
+def test_ranks_that_failed_because_another_did_are_not_named_beside_it(run, way, says):
+    (first, _, third), codes = run(way, size=3)
+    assert codes == [1, -signal.SIGKILL if way.startswith("is killed") else 1, 1]
+    for said in (first, third):
+        assert final(said).startswith(says), said
 
 
 def test_a_rank_that_saves_alone_is_told_who_did_not(run):

@@ -34,7 +34,7 @@ def test_ranks_that_train_the_same_are_left_alone(found, case):
         ("precision", "rank 2", "the option precision is 'fp32' on ranks 0 and 1, 'bf16' on rank 2"),
         ("policy", "ranks 1 and 2", "the option accumulate is 1 on rank 0, 2 on rank 1, 3 on rank 2"),
         ("frozen", "rank 0", "the parameter 0.bias is (3,) float32, frozen on rank 0, (3,) float32 on ranks 1 and 2"),
-        ("rate", "rank 2", "lr=0.2"),
+        ("rate", "rank 2", "lr in group 0 of the optimizer is 0.1 on ranks 0 and 1, 0.2 on rank 2"),
         ("optimizer", "rank 1", "the optimizer is sgd on ranks 0 and 2, adamw on rank 1"),
         ("loss", "rank 1", "the option loss is function on ranks 0 and 2, None on rank 1"),
         ("version", "rank 0", "torch is 2.0.0 on rank 0, "),
