@@ -99,6 +99,14 @@ class Runtime(ABC):
         moved = self.to_device(batch)
         return lambda: moved
 
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy a tensor to the host, and return a function that waits for the copy and returns it.
+
+        The function waits for the work queued before `fetch`, and not for later work, if the device can do so.
+        """
+        copy = tensor.detach().to("cpu", copy=True)
+        return lambda: copy
+
     def side_stream(self) -> AbstractContextManager[object]:
         """Return a context whose work runs after the work queued before it, on another stream; later work waits for it.
 
@@ -231,6 +239,18 @@ class AcceleratorRuntime(TorchRuntime):
                 if tensor.device.type == device.type:  # the other stream's memory must not be reused before its use
                     tensor.record_stream(user)
             return moved
+
+        return ready
+
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        if not self._streams:
+            return super().fetch(tensor)
+        copy = tensor.detach().to("cpu", non_blocking=True, copy=True)
+        arrived = self._module.current_stream(self.device).record_event()
+
+        def ready() -> Tensor:
+            arrived.synchronize()
+            return copy
 
         return ready
 

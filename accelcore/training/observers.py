@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from accelcore.training.trainer import Trainer
 
 __all__ = ["Listeners", "Observer"]
 
@@ -14,8 +17,25 @@ class Observer:
     """Base class of observers: override the events you need. Events without an observer cost nothing.
 
     Tensors are on the device; reading one on the host waits for the device. An exception of an observer ends the
-    trainer's call after the step is complete.
+    trainer's call after the step is complete. After an update the order is loss, gradient norm, overflow, step.
+
+    Attributes:
+        measures_norm: whether `gradient_norm` has the norm computed if `clip_norm` does not compute it anyway.
     """
+
+    measures_norm: bool = True
+
+    def begin(self, trainer: Trainer) -> None:
+        """Receive the trainer once, when it is made: a weak proxy, which does not keep the trainer alive."""
+
+    def epoch_begin(self, epoch: int) -> None:
+        """Receive the number of an epoch of `trainer.batches(loader)`, counted from 0, before its first batch."""
+
+    def batch(self, batch: Any) -> None:
+        """Receive each batch of `trainer.batches(loader)`, on the device, before the loop does."""
+
+    def epoch_end(self, epoch: int) -> None:
+        """Receive the number of an epoch of `trainer.batches(loader)` after its last update."""
 
     def loss(self, loss: Tensor) -> None:
         """Receive the loss of a micro-batch, detached and unscaled."""
@@ -37,7 +57,14 @@ class Listeners:
     """For each event, the methods of the observers that override it."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
+        self.begin = _listeners(observers, "begin")
+        self.epoch_begin = _listeners(observers, "epoch_begin")
+        self.batch = _listeners(observers, "batch")
+        self.epoch_end = _listeners(observers, "epoch_end")
+        self.reads_data = bool(self.begin or self.epoch_begin or self.batch or self.epoch_end)
         self.loss = _listeners(observers, "loss")
+        measuring = [each for each in observers if each.measures_norm]
+        self.measures_norm = bool(_listeners(measuring, "gradient_norm"))
         self.gradient_norm = _listeners(observers, "gradient_norm")
         self.overflow = _listeners(observers, "overflow")
         self.step = _listeners(observers, "step")

@@ -59,7 +59,7 @@ class Step:
         self._binding = getattr(plan.optimizer, "binding", None)
         self._device, self._to_device = plan.backend.device, plan.backend.runtime.to_device
         self._job, self._world_size = plan.backend.collectives, plan.backend.collectives.world_size
-        self._reads_norm = norm is None and bool(plan.listeners.gradient_norm)
+        self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
         self._shared = SharedParameters([slot.parameter for slot in plan.gradients.slots])
         self._norm: Tensor | None = None
@@ -142,16 +142,26 @@ class Step:
         if self._overwrites and outlast:
             self._gradients.keep()
 
-    def end_micro_batch(self, *, updated: bool = False) -> bool:
-        """Count a micro-batch. Close the window after its last one, and return whether that was so."""
+    def end_micro_batch(self, loss: Tensor | None = None, *, updated: bool = False) -> bool:
+        """Count a micro-batch. Close the window after its last one, and return whether that was so.
+
+        `loss`: what observers of losses still have to receive.
+        """
         self._window.micro += 1
         if self._window.micro < self._window.accumulate:
             self._strategy.before_forward(self._window.is_last)
+            self.observe_loss(loss)
             return False
-        self.close_window(full=True, updated=updated)
+        self.close_window(full=True, updated=updated, loss=loss)
         return True
 
-    def close_window(self, *, full: bool, updated: bool = False) -> None:
+    def observe_loss(self, loss: Tensor | None) -> None:
+        """Call the observers of losses, unless there is none."""
+        if loss is not None:
+            for listener in self._listeners.loss:
+                listener(loss)
+
+    def close_window(self, *, full: bool, updated: bool = False, loss: Tensor | None = None) -> None:
         """End a window, full or short: update the parameters, unless a graph has `updated` them; begin the next window.
 
         Then step the schedule and call the observers. If these raise, the update is complete.
@@ -168,8 +178,10 @@ class Step:
             raise
         self._window.steps += 1
         self._schedule.window_ended()
-        for listener in self._listeners.gradient_norm:
-            listener(self._norm)
+        self.observe_loss(loss)
+        if self._norm is not None:
+            for listener in self._listeners.gradient_norm:
+                listener(self._norm)
         if self._overflow is not None:
             for listener in self._listeners.overflow:
                 listener(self._overflow)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,7 +16,8 @@ from accelcore.errors import TrainingError
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
 from accelcore.training.data.data_stream import DataStreams
-from accelcore.training.data.sharding import Batches, evaluate
+from accelcore.training.data.evaluation import Evaluation, evaluate
+from accelcore.training.data.sharding import Batches
 from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete
 from accelcore.training.plan import Plan
@@ -61,7 +63,7 @@ class Trainer:
         options: see `TrainerOptions`.
 
     Attributes:
-        model, optimizer, scheduler: as given.
+        backend, model, optimizer, scheduler: as given.
         scaler: the loss scaler; one that does nothing if none is needed.
         saver: saves and restores this trainer; `Together` uses it.
         aux: what the last `loss` returned beside the scalar.
@@ -79,7 +81,7 @@ class Trainer:
         given["fp32"] = fp32_mode(given["fp32"], backend)
         check_arguments(model, optimizer, given["loss"])
         check_values(given)
-        self._backend, self._options = backend, given
+        self.backend, self._options = backend, given
         self._schedule = Schedule(given["scheduler"], optimizer, given["schedule_by"])
         self._plan = plan = Plan(backend, model, optimizer, given)
         self._preparation = Preparation(plan)
@@ -99,10 +101,12 @@ class Trainer:
         self._number = next(_numbers)
         self.aux: Any = None
         self._prepared()
+        for listener in plan.listeners.begin:
+            listener(proxy(self))
 
     def __repr__(self) -> str:
         optimizer = getattr(self.optimizer, "name", type(self.optimizer).__name__)
-        return f"<Trainer of {type(self.model).__name__} by {optimizer} on {self._backend.device}, {self.steps} steps>"
+        return f"<Trainer of {type(self.model).__name__} by {optimizer} on {self.backend.device}, {self.steps} steps>"
 
     @property
     def steps(self) -> int:
@@ -169,14 +173,34 @@ class Trainer:
             shard: False if the loader already yields this rank's share.
         """
         read = self._streams.batches(loader, name=name, shard=shard, check=self._check_model, flush=self.flush)
+        if name == "train" and self._plan.listeners.reads_data:
+            read = self._observed(read)
         return Batches(read, lambda: self._streams[name].length(loader, shard=shard))
 
-    def evaluate(self, loader: Iterable[Any]) -> Batches:
+    def _observed(self, read: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of an epoch, and call the observers of data."""
+        listeners, epoch = self._plan.listeners, None
+        with closing(read):  # type: ignore[type-var]  # a generator; a loop that is left early ends the epoch
+            for batch in read:
+                if epoch is None:
+                    epoch = self._streams["train"].epoch
+                    for begins in listeners.epoch_begin:
+                        begins(epoch)
+                for receive in listeners.batch:
+                    receive(batch)
+                yield batch
+        if epoch is not None:
+            for ends in listeners.epoch_end:
+                ends(epoch)
+
+    def evaluate(self, loader: Iterable[Any]) -> Evaluation:
         """Return the batches of `loader` to evaluate on: on the device, every row once over all ranks.
 
+        `trainer.evaluate(loader).mean(function)` is the mean of `function(batch)` over all rows of all ranks.
+
         In the loop the model is in evaluation mode, under `no_grad` and autocast. After the loop its modes are
-        restored. Ranks may have different numbers of rows: combine results by `job.gather`, or add up sums. If the
-        loader does not shuffle, gathered results are in the order of its rows.
+        restored. Ranks may have different numbers of rows: in a loop of your own, combine results by `job.gather`, or
+        add up sums. If the loader does not shuffle, gathered results are in the order of its rows.
 
         Args:
             loader: every rank must call this. A DataLoader is divided by rows, whatever its sampler, into the same
@@ -184,7 +208,7 @@ class Trainer:
                 all must read it in the same order.
         """
         self._step.check_failure()
-        return evaluate(self._backend, self.model, self._plan.contexts.make_region, loader)
+        return evaluate(self.backend, self.model, self._plan.contexts.make_region, loader)
 
     def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device.
@@ -197,9 +221,7 @@ class Trainer:
             loss, self.aux = self._step.forward_backward(batch)
         else:
             loss, self.aux = self._step.launch(captured, batch)
-        self._step.end_micro_batch(updated=captured is not None)
-        for listener in self._plan.listeners.loss:
-            listener(loss)
+        self._step.end_micro_batch(loss, updated=captured is not None)
         return loss
 
     @property
@@ -234,8 +256,8 @@ class Trainer:
                 remedy="call trainer.backward(loss, weight=...), or leave weight= out of accel.trainer(...)",
             )
         self._step.backward(loss, weight, retain_graph=retain_graph)
-        for listener in self._plan.listeners.loss:
-            listener(loss.detach())
+        if self._plan.listeners.loss:
+            self._step.observe_loss(loss.detach())
 
     def update(self) -> bool:
         """Count a micro-batch; at the end of a window, update the parameters. Return whether a window was closed."""
@@ -265,7 +287,7 @@ class Trainer:
             DistributedError: the ranks of the job have made different changes. The trainer can no longer train.
         """
         self._step.check()
-        may_differ = self._backend.collectives.world_size > 1  # another rank may have passed checks that this one fails
+        may_differ = self.backend.collectives.world_size > 1  # another rank may have passed checks that this one fails
         try:
             self._preparation.check("trainer.refresh()", self._check_refreshable)
             may_differ = True
@@ -353,7 +375,7 @@ class Trainer:
 
     def _number_step(self, micro: int) -> None:
         """Tell the job which step and micro-batch this is; a flush counts as the last one."""
-        self._backend.collectives.steps[self._number] = (self._window.steps + 1, micro)
+        self.backend.collectives.steps[self._number] = (self._window.steps + 1, micro)
 
     def _check_model(self) -> None:
         self._step.check()

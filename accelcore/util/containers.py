@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["cast", "detached", "is_on", "moved"]
+__all__ = ["cast", "detached", "is_on", "moved", "rows"]
 
 T = TypeVar("T")
 
@@ -68,6 +68,18 @@ def cast(value: T, dtype: torch.dtype) -> T:
         return NotImplemented
 
     return _mapped(value, to_dtype, reuse=True)
+
+
+def rows(batch: Any) -> int:
+    """Return the number of rows of a batch: the length of its first tensor; 0 if that is not to be found."""
+    while not isinstance(batch, Tensor):
+        if isinstance(batch, Mapping):
+            batch = next(iter(batch.values()), None)
+        elif isinstance(batch, list | tuple) and batch:
+            batch = batch[0]
+        else:
+            return 0
+    return batch.shape[0] if batch.dim() else 0
 
 
 def _mapped(value: T, change: Callable[[Any], Any], *, reuse: bool = False) -> T:

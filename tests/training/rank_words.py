@@ -115,7 +115,14 @@ def trained(accel, job):
             lengths[name] = [length, sum(1 for _ in trainer.batches(loader, name=name))]
     alone = len(trainer.batches(loaders["shuffled"])) if job.rank == 0 else None  # asks no other rank
     of_few = [model(batch[:, None]).flatten() for batch in trainer.evaluate(loaders["few"])]
+    few = trainer.evaluate(loaders["few"])
+    plain = trainer.evaluate(loaders["plain"])
     return {
+        "means": [
+            few.mean(lambda batch: {"rows": batch, "scalar": batch.mean()}),
+            plain.mean(lambda batch: batch.square()),
+            trainer.evaluate(loaders["list"][:3]).mean(lambda batch: batch.mean()),
+        ],
         "errors": [len(of_few), len(job.gather(of_few))],
         "evaluated": {name: evaluated(accel, trainer, loader) for name, loader in loaders.items() if name != "stream"},
         "stream": [row for batch in trainer.evaluate(loaders["stream"]) for row in batch.tolist()],

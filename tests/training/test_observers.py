@@ -113,6 +113,69 @@ def test_the_norm_is_that_of_the_gradients_masters_get(accel):
     assert observer.of("norm") == [pytest.approx(exact, rel=0.02)]
 
 
+class Course(Observer):
+    """The events around data, and what the trainer is seen to be in them."""
+
+    measures_norm = False
+
+    def __init__(self):
+        self.told = []
+
+    def begin(self, trainer):
+        self.trainer = trainer
+
+    def epoch_begin(self, epoch):
+        self.told.append(f"epoch {epoch}")
+
+    def batch(self, batch):
+        self.told.append(f"{len(batch[0])} rows")
+
+    def loss(self, loss):
+        self.told.append("loss")
+
+    def gradient_norm(self, norm):
+        self.told.append("norm")
+
+    def step(self, steps):
+        assert steps == self.trainer.steps
+        self.told.append(f"step {steps}")
+
+    def epoch_end(self, epoch):
+        self.told.append(f"end {epoch}")
+
+
+def test_data_and_epochs_are_told_in_order_also_after_a_resume(accel, tmp_path):
+    course, rest = Course(), Course()
+    trainer = make(accel, [course], accumulate=2)
+    for _ in trainer.epochs(2):
+        for number, batch in enumerate(trainer.batches(data(3))):
+            trainer(batch)
+            if (trainer.epoch, number) == (1, 0):
+                trainer.save(tmp_path)
+    micro, last = ["4 rows", "loss"], ["step 2", "end 0"]
+    of_first = ["epoch 0", *micro, *micro, "step 1", *micro, *last]
+    of_second = [*micro, *micro, "step 3", *micro, "step 4", "end 1"]
+    assert course.told == [*of_first, "epoch 1", *of_second]
+    assert list(trainer.batches(data(2), name="other")) != []
+    assert course.told == [*of_first, "epoch 1", *of_second]
+    resumed = make(accel, [rest], accumulate=2)
+    resumed.resume(tmp_path)
+    for batch in resumed.batches(data(3)):
+        resumed(batch)
+    assert rest.told == ["epoch 1", *of_second[2:]]
+
+
+def test_a_norm_that_nothing_measures_is_not_told(accel):
+    course = Course()
+    trainer = make(accel, [course], clip_norm=1.0)
+    trainer(data(1)[0])
+    assert course.told == ["loss", "norm", "step 1"]
+    observed = course.trainer
+    del trainer
+    with pytest.raises(ReferenceError):
+        _ = observed.steps
+
+
 def hooks(model):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
 

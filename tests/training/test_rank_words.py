@@ -107,6 +107,26 @@ def test_an_evaluation_has_every_row_once_over_all_ranks(job):
     assert sorted(row for rank in job for row in rank["stream"]) == every[:14]
 
 
+def test_a_mean_over_an_evaluation_is_that_of_all_rows_once(job):
+    for rank in job:
+        few, squares, of_list = rank["means"]
+        assert few == {"rows": 0.5, "scalar": 0.5}, "of 2 rows one rank has no batch"
+        assert squares == pytest.approx(sum(row * row for row in range(20)) / 20)
+        assert of_list == pytest.approx(sum(range(12)) / 12)
+
+
+def test_a_mean_weighs_batches_by_their_rows_and_refuses_what_has_none(accel):
+    trainer, loader = make(accel), DataLoader(torch.arange(10.0), 4)
+    assert trainer.evaluate(loader).mean(lambda batch: batch > 7) == pytest.approx(0.2)
+    assert trainer.evaluate(loader).mean(torch.mean) == pytest.approx(4.5)
+    assert trainer.evaluate(loader).mean(lambda batch: batch[batch > 7]) == pytest.approx(8.5)
+    with pytest.raises(accelcore.ConfigurationError, match="no rows"):
+        trainer.evaluate([]).mean(torch.mean)
+    with pytest.raises(accelcore.TrainingError, match=r"scalar(.|\n)*one value for each row"):
+        trainer.evaluate([torch.tensor(1.0)]).mean(lambda batch: batch)
+    assert trainer.model.training
+
+
 def test_the_length_of_an_epoch_is_what_it_yields(job):
     for rank in job:
         for name, (length, batches) in rank["lengths"].items():

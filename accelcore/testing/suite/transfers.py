@@ -105,6 +105,18 @@ class TransferTests:
         host.zero_()
         assert sent.cpu().tolist() == [1.0] * 1000, "what is on the device changed with the host"
 
+    def test_fetch_is_a_copy(self, accel: Backend) -> None:
+        """`fetch` returns the values that the tensor had then, on the host and without its graph."""
+        leaf = torch.arange(4.0, device=accel.device).requires_grad_()
+        value = leaf * 2
+        fetched = [accel.runtime.fetch(value), accel.runtime.fetch(value.sum())]
+        with torch.no_grad():
+            value.zero_()
+        row, total = (ready() for ready in fetched)
+        assert row.tolist() == [0.0, 2.0, 4.0, 6.0], f"the copy followed a later change: {row.tolist()}"
+        assert total.item() == 12.0, f"a scalar was fetched as {total.item()}"
+        assert (row.device.type, row.requires_grad) == ("cpu", False), "the copy is not a plain tensor on the host"
+
     def test_models_travel(self, accel: Backend) -> None:
         """A model on the device keeps parameters, ties, buffers, hooks, `requires_grad` and memory format."""
         model: Any = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -23,10 +21,7 @@ from torch.utils.data import (
 from accelcore.errors import ConfigurationError
 from accelcore.jobs.collectives import Collectives
 
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
-
-__all__ = ["Batches", "EveryNth", "Last", "ShardedStream", "evaluate", "rounds", "share"]
+__all__ = ["Batches", "EveryNth", "Last", "ShardedStream", "rounds", "share", "share_once"]
 
 Item = TypeVar("Item")
 
@@ -157,32 +152,7 @@ def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
     return _copy_of(loader, rank, sampler=sampler)
 
 
-def evaluate(
-    backend: Backend, model: nn.Module, region: Callable[[], AbstractContextManager[object]], loader: Iterable[Any]
-) -> Batches:
-    """Return this rank's share of `loader`; `region` makes a context for a forward pass. See `Trainer.evaluate`."""
-    job = backend.collectives
-
-    def shared() -> Iterable[Any]:
-        return loader if job.world_size == 1 else _share_once(loader, job, backend.device)
-
-    def read() -> Iterator[Any]:
-        training = {module: module.training for module in model.modules()}
-        model.eval()
-        try:
-            for batch in shared():
-                moved = backend.runtime.to_device(batch)
-                with torch.no_grad(), region():  # not around the loader, which may compute too
-                    yield moved
-        finally:
-            model.train(training[model])  # a subclass may override it; the flags of its submodules are restored below
-            for module, before in training.items():
-                module.training = before
-
-    return Batches(read(), lambda: len(shared()))  # type: ignore[arg-type]
-
-
-def _share_once(loader: Iterable[Any], collectives: Collectives, device: torch.device) -> Iterable[Any]:
+def share_once(loader: Iterable[Any], collectives: Collectives, device: torch.device) -> Iterable[Any]:
     """Return a rank's share of `loader` for evaluation: each row comes to exactly one rank.
 
     A map-style loader is divided by rows, into the same number of batches for each rank as far as the rows suffice. If

@@ -33,11 +33,13 @@ class Observe:
                 remedy="derive its class from accelcore.Observer",
             )
         plan.listeners = listeners = Listeners(observers)
-        if plan.options["graph"] and (listeners.gradient_norm or listeners.overflow or listeners.output):
+        if plan.options["graph"] and (listeners.measures_norm or listeners.overflow or listeners.output):
             raise ConfigurationError(
                 "an observer of gradient norms, overflows or module outputs cannot be used with graph=True",
                 remedy="leave graph=True out while you look, or observe losses and steps only",
             )
+        if plan.options["graph"]:
+            listeners.gradient_norm = []  # each graph has a norm of its own
 
     def apply(self, plan: Plan) -> None:
         self._hooks.close()

@@ -104,6 +104,11 @@ def prefetch_into_one_buffer(backend):
     return replaced(backend, "runtime", prefetch=prefetch)
 
 
+@lie("TestRuntime.test_fetch_is_a_copy", says="followed a later change")
+def fetch_that_reads_late(backend):
+    return replaced(backend, "runtime", fetch=lambda honest, tensor: tensor.detach().cpu)
+
+
 @lie("TestRuntime.test_views_keep_values", says="False", kind="column")
 def transfer_of_neighbours(backend):
     """Takes the memory from a view's first element on, whatever its strides."""

@@ -1,0 +1,113 @@
+"""Evaluation: batches in evaluation mode, each row once over all ranks, and means over the rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from accelcore.errors import ConfigurationError, TrainingError
+from accelcore.jobs.collectives import Collectives
+from accelcore.jobs.job import Job
+from accelcore.training.data.sharding import Batches, share_once
+from accelcore.util.containers import rows
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
+
+__all__ = ["Evaluation", "evaluate"]
+
+
+class Evaluation(Batches):
+    """Batches of `trainer.evaluate(loader)`, to be iterated over once, or averaged by `mean`."""
+
+    def __init__(self, batches: Iterator[Any], length: Callable[[], int], collectives: Collectives) -> None:
+        super().__init__(batches, length)
+        self._collectives = collectives
+
+    def mean(self, function: Callable[[Any], Any]) -> Any:
+        """Return the mean of `function(batch)` over all rows of all ranks, the same on every rank.
+
+        Example::
+
+            def is_right(batch):
+                return model(batch[0]).argmax(1) == batch[1]
+
+            accuracy = trainer.evaluate(loader).mean(is_right)
+
+        Every rank must call this. The host waits for the device once, after the last batch.
+
+        Args:
+            function: returns a tensor of values, such as one for each row, of which all count alike; or a scalar, the
+                mean over the rows of the batch; or a dict of these, by name.
+
+        Returns:
+            A float, or a dict of floats.
+
+        Raises:
+            TrainingError: `function` returned a scalar, and the batch has no tensor whose length is its number of rows.
+            ConfigurationError: there are no rows at all.
+        """
+        totals: dict[str, list[Tensor]] = defaultdict(list)
+        counts: dict[str, int] = defaultdict(int)
+        for batch in self:
+            returned = function(batch)
+            for name, value in (returned if isinstance(returned, Mapping) else {"": returned}).items():
+                total, count = _total(value, batch)
+                totals[name].append(total)
+                counts[name] += count
+        own = {name: [torch.stack(parts).cpu().double().sum().item(), counts[name]] for name, parts in totals.items()}
+        sums: dict[str, list[float]] = {}
+        for of_rank in Job(self._collectives).gather_objects(own):  # a rank without batches knows no names
+            for name, pair in of_rank.items():
+                sums[name] = [one + other for one, other in zip(sums.get(name, [0.0, 0]), pair, strict=True)]
+        if not any(count for _, count in sums.values()):
+            raise ConfigurationError(
+                "an evaluation of no rows has no mean", remedy="check that there is data to evaluate on"
+            )
+        means = {name: total / count if count else float("nan") for name, (total, count) in sums.items()}
+        return means[""] if set(means) == {""} else means
+
+
+def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
+    """Return the sum of the values of a batch, and their number."""
+    value = torch.as_tensor(value).detach()
+    if value.dim():
+        return value.float().sum(), value.numel()
+    count = rows(batch)
+    if not count:
+        raise TrainingError(
+            "the function returned a scalar for a batch whose number of rows is unknown",
+            why="a scalar counts as the mean over the rows of the batch, and the batch begins with no tensor of rows",
+            remedy="return a tensor with one value for each row",
+        )
+    return value.float() * count, count
+
+
+def evaluate(
+    backend: Backend, model: nn.Module, region: Callable[[], AbstractContextManager[object]], loader: Iterable[Any]
+) -> Evaluation:
+    """Return this rank's share of `loader`; `region` makes a context for a forward pass. See `Trainer.evaluate`."""
+    job = backend.collectives
+
+    def shared() -> Iterable[Any]:
+        return loader if job.world_size == 1 else share_once(loader, job, backend.device)
+
+    def read() -> Iterator[Any]:
+        training = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            for batch in shared():
+                moved = backend.runtime.to_device(batch)
+                with torch.no_grad(), region():  # not around the loader, which may compute too
+                    yield moved
+        finally:
+            model.train(training[model])  # a subclass may override it; the flags of its submodules are restored below
+            for module, before in training.items():
+                module.training = before
+
+    return Evaluation(read(), lambda: len(shared()), job)  # type: ignore[arg-type]
