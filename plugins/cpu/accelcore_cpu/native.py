@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from accelcore.errors import TrainingError
 from accelcore.optim.flat.memory import Run, unfit
 from accelcore.optim.formulas import Formula
-from accelcore_cpu.table import TYPES, Found, Member, Table
+from accelcore_cpu.addresses import TYPES, Addresses, Found, Member
 
 __all__ = ["Native", "refusal"]
 
@@ -39,7 +39,7 @@ class Native(Formula):
     states: ClassVar[tuple[str, ...]]
     by_row: ClassVar[bool] = False
     _step_supports_amp_scaling = True
-    _table: Table | None = None
+    _addresses: Addresses | None = None
     _wanted: Sequence[tuple[str, ...]] = ()
     _runs: Sequence[Run] = ()
     _found: Found | None = None
@@ -50,26 +50,26 @@ class Native(Formula):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._table = None
+        self._addresses = None
 
     def place_runs(self, runs: Sequence[Run]) -> None:
         """Update these runs from now on. Their values replace the parameters in the groups."""
-        self._runs, self._table = runs, None
+        self._runs, self._addresses = runs, None
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         found = self._look() if self._found is None else self._found
         self._found = None
-        table, copies = self._table, list[tuple[Tensor, Tensor]]()
-        if table is None or found is Found.REPLACED:
-            table = self._lay_out()
-            found = table.find()
+        addresses, copies = self._addresses, list[tuple[Tensor, Tensor]]()
+        if addresses is None or found is Found.REPLACED:
+            addresses = self._lay_out()
+            found = addresses.find(self.param_groups, self.state)
         if found is not Found.ALL:
-            table, copies = self._place(table)
+            addresses, copies = self._place(addresses)
         numbers = [self.numbers(group) for group in self.param_groups]
         with record_function(f"accelcore::{self.kernel}") if torch._C._autograd._profiler_enabled() else _NOTHING:
             if found_inf is None or found_inf.item() == 0:
-                table.step(numbers, 1.0 if grad_scale is None else grad_scale.item())
-        table.release()
+                addresses.step(numbers, 1.0 if grad_scale is None else grad_scale.item())
+        addresses.release()
         if grad_scale is not None:
             for gradient, copy in copies:
                 gradient.copy_(copy)
@@ -80,24 +80,23 @@ class Native(Formula):
         return self._found is Found.REPLACED
 
     def _look(self) -> Found:
-        """Find the gradients, if the table still holds the tensors of the groups and the state."""
-        table = self._table
-        if table is None or not table.holds(self.param_groups, self.state):
-            return Found.REPLACED
+        """Find the gradients, if groups and state still have the tensors that the kernel was bound to."""
         wanted = [tuple(self.initial_state(group)) for group in self.param_groups]
-        return table.find() if wanted == self._wanted else Found.REPLACED
+        if self._addresses is None or wanted != self._wanted:
+            return Found.REPLACED
+        return self._addresses.find(self.param_groups, self.state)
 
-    def _place(self, table: Table) -> tuple[Table, list[tuple[Tensor, Tensor]]]:
+    def _place(self, addresses: Addresses) -> tuple[Addresses, list[tuple[Tensor, Tensor]]]:
         """Find gradients one by one; copy each that the kernel cannot read in its memory."""
-        gradients: list[Any] = [member.value.grad for member in table.members]
-        if any(g is not None and g.dtype is not m.gradient for g, m in zip(gradients, table.members, strict=True)):
-            table = self._lay_out()
+        gradients: list[Any] = [member.value.grad for member in addresses.members]
+        if any(g is not None and g.dtype is not m.gradient for g, m in zip(gradients, addresses.members, strict=True)):
+            addresses = self._lay_out()
         copies: list[tuple[Tensor, Tensor]] = []
-        table.place([_address(*pair, copies) for pair in zip(gradients, table.members, strict=True)])
-        return table, copies
+        addresses.place([_address(*pair, copies) for pair in zip(gradients, addresses.members, strict=True)])
+        return addresses, copies
 
-    def _lay_out(self) -> Table:
-        self._table = None  # if a tensor is refused, the next step begins here again
+    def _lay_out(self) -> Addresses:
+        self._addresses = None  # if a tensor is refused, the next step begins here again
         values = [value for group in self.param_groups for value in group["params"]]
         if reason := refusal(values, by_row=self.by_row):
             raise TrainingError(
@@ -117,8 +116,8 @@ class Native(Formula):
                 states = [entry.get(name) for name in self.states]
                 parts = _parts(value, None if self.by_element else runs.get(id(value)))
                 members.append(Member(number, value, dtype, entry, states, parts, waits))
-        self._table = Table(self.number, members, list(self.state.values()), by_row=self.by_row)
-        return self._table
+        self._addresses = Addresses(self.number, members, list(self.state.values()), by_row=self.by_row)
+        return self._addresses
 
     def _fitted(self, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
         """Return the state of a tensor as the kernel takes it: in its layout, and of one dtype."""

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accelcore.errors import AccelError
+from accelcore.errors import AccelError, TrainingError
 from accelcore.optim.formulas import FORMULAS
 
 NAMES = {
@@ -126,6 +126,9 @@ steps = st.tuples(
 )
 
 
+CUT = {"to nothing": 0, "to one element": 8}
+
+
 def _members():
     return [nn.Parameter(torch.arange(1.0, 1 + n * 4, dtype=torch.float64).reshape(n, 4)) for n in (4, 2, 5) * 2]
 
@@ -191,3 +194,18 @@ def test_a_change_that_is_refused_leaves_all_as_it_was(accel, name, change):
         with pytest.raises(AccelError):
             optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(members[2:], before[2:], strict=True))
+
+
+@pytest.mark.parametrize("size", CUT.values(), ids=list(CUT))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_whose_memory_was_cut_is_refused(accel, name, size):
+    (optimizer, members), _ = _optimizers(accel, name)
+    for number in range(2):
+        _give_gradients(members, number, {})
+        before = [member.detach().clone() for member in members]
+        members[1].grad.untyped_storage().resize_(size)
+        with pytest.raises(TrainingError, match="resized"):
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(members, before, strict=True))
+        _give_gradients(members, number, {})
+        optimizer.step()

@@ -55,12 +55,14 @@ def compiler_version() -> str:
 
 
 def compile_to(sources: Sequence[Path], library: Path) -> None:
-    """Compile files to a shared library, with torch's headers.
+    """Compile files to a shared library, with torch's headers and library of tensors.
 
     Raises:
         OSError, subprocess.SubprocessError: the build failed; `stderr` of a CalledProcessError has the messages.
     """
-    _run((*_command(), *FLAGS, f"-I{_TORCH / 'include'}", *map(str, sources), "-o", str(library)))
+    libraries = _TORCH / "lib"
+    torchs = (f"-I{_TORCH / 'include'}", *map(str, sources), f"-L{libraries}", "-lc10", f"-Wl,-rpath,{libraries}")
+    _run((*_command(), *FLAGS, *torchs, "-o", str(library)))
 
 
 @cache

@@ -87,20 +87,21 @@ def _built(folder: Path) -> Path:
 def _key() -> str:
     """Return a digest of everything that a build depends on."""
     sources = [file.read_text() for file in sorted(_SOURCES.iterdir()) if file.suffix in (".cpp", ".h")]
-    parts = (*sources, compiler.compiler_version(), *compiler.FLAGS, compiler.cpu(), torch.__version__)
+    parts = (*sources, compiler.compiler_version(), *compiler.FLAGS, compiler.cpu(), torch.__version__, torch.__file__)
     return sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number, long, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_double
-    # These call into torch, which needs Python's lock and may raise.
+    # These read torch's objects, for which they hold Python's lock.
     holding = ctypes.PyDLL(library._name)
-    for name in ("tensors_new", "tensors_find"):
+    for name in ("tensors_new", "tensors_find", "tensors_release", "tensors_free"):
         setattr(library, name, getattr(holding, name))
     for name, result, arguments in (
-        ("tensors_new", pointer, [pointer, pointer, long, pointer, long]),
+        ("tensors_new", pointer, [pointer, long, pointer, long]),
         ("tensors_free", None, [pointer]),
-        ("tensors_find", number, [pointer, pointer, pointer, pointer]),
+        ("tensors_find", number, [pointer, pointer, pointer]),
+        ("tensors_release", None, [pointer]),
         ("plan_new", pointer, [number, pointer, pointer, long, pointer, long]),
         ("plan_free", None, [pointer]),
         ("plan_step", ctypes.c_bool, [pointer, pointer, pointer, long, real, number]),

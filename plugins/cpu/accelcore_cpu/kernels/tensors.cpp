@@ -1,83 +1,92 @@
-// What tensors are now, as torch tells by DLPack's exchange API: address, device, type, sizes and strides. The same
-// questions in Python take ten times as long.
+// What tensors are now, read from torch's objects: address, memory, device, type, sizes, strides, and bits of views.
+// Asked in Python, the same questions take twenty times as long.
 //
-// The functions below call into torch and hold Python's lock. If torch raises, Python's error is set.
-#include <ATen/dlpack.h>
+// The functions below hold Python's lock.
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace {
 
-using Object = void*;  // a tensor of Python's, which whoever asks keeps alive
-using Look = DLPackDLTensorFromPyObjectNoSync;
+using Object = c10::TensorImpl;  // what is behind a tensor of Python's, whose `_cdata` is its address
 
 enum Found { ALL, REPLACED, UNLIKE };
 
-bool is_empty(const DLTensor& tensor) {
-  return std::count(tensor.shape, tensor.shape + tensor.ndim, 0) > 0;
-}
-
 // How a tensor lay in memory when it was first looked at. Its sizes, and after them its strides, are from `first` on.
 struct Layout {
+  bool read;  // false: it is sparse, and no kernel reads it
   void* data;
-  DLDevice device;
-  DLDataType type;
-  int32_t dimensions;
-  bool empty;
-  size_t first;
-  const void* beside;  // where torch keeps it, to ask for that memory early; never read
+  c10::DeviceType device;
+  caffe2::TypeMeta type;
+  size_t dimensions, first;
+  size_t bytes;        // from its first element to the end of its last
+  const void* beside;  // where torch describes its memory, to ask for that early; never read
 };
 
 struct Tensors {
-  Look look;
-  std::vector<Object> objects;
+  std::vector<Object*> objects;
   std::vector<bool> waits;  // of values, which come first
-  std::vector<Layout> layouts = {};
-  std::vector<int64_t> numbers = {};
+  std::vector<Layout> layouts;
+  std::vector<int64_t> numbers;
+  std::vector<at::Tensor> gradients;  // of this step, whose memory has to stay
 
-  void add(const DLTensor& tensor) {
-    layouts.push_back({tensor.data, tensor.device, tensor.dtype, tensor.ndim, is_empty(tensor), numbers.size(),
-                       tensor.shape});
-    numbers.insert(numbers.end(), tensor.shape, tensor.shape + tensor.ndim);
-    numbers.insert(numbers.end(), tensor.strides, tensor.strides + tensor.ndim);
+  void add(Object& tensor) {
+    if (tensor.layout() != c10::kStrided || !tensor.has_storage()) return layouts.push_back({});
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
+    int64_t last = 0;
+    for (size_t n = 0; n < sizes.size(); n++) last += (sizes[n] - 1) * strides[n];
+    layouts.push_back({true, tensor.mutable_data(), tensor.device_type(), tensor.dtype(), sizes.size(), numbers.size(),
+                       tensor.is_empty() ? 0 : (last + 1) * tensor.itemsize(), tensor.storage().unsafeGetStorageImpl()});
+    numbers.insert(numbers.end(), sizes.begin(), sizes.end());
+    numbers.insert(numbers.end(), strides.begin(), strides.end());
   }
 
-  bool is_alike(const DLTensor& now, const Layout& known) const {
-    const int64_t* const sizes = numbers.data() + known.first;
-    return now.ndim == known.dimensions && now.device.device_type == known.device.device_type &&
-           now.dtype.code == known.type.code && now.dtype.bits == known.type.bits &&
-           now.dtype.lanes == known.type.lanes && std::equal(now.shape, now.shape + now.ndim, sizes) &&
-           std::equal(now.strides, now.strides + now.ndim, sizes + now.ndim);
-  }
-
-  Found find(const Object* gradients, Object none, void** addresses) {
-    if (!unchanged()) return REPLACED;
+  Found find(Object* const* given, void** addresses) {
+    if (!unchanged(given)) return REPLACED;
     Found found = ALL;
-    DLTensor now;
+    gradients.resize(waits.size());
     for (size_t n = 0; n < waits.size(); n++) {
       addresses[n] = nullptr;
-      if (gradients[n] == none) continue;
-      if (waits[n] || look(gradients[n], &now)) return REPLACED;
-      const Layout& value = layouts[n];
-      if (!is_alike(now, value) || !(now.data || value.empty)) found = UNLIKE;
-      addresses[n] = value.empty ? this : now.data;
+      gradients[n] = objects[n]->grad();
+      if (!gradients[n].defined()) continue;
+      if (waits[n]) return REPLACED;
+      Object& gradient = *gradients[n].unsafeGetTensorImpl();
+      if (!is_alike(gradient, layouts[n]))
+        found = UNLIKE;
+      else
+        addresses[n] = layouts[n].bytes ? gradient.mutable_data() : this;
     }
     return found;
   }
 
  private:
-  bool unchanged() const {
+  bool unchanged(Object* const* given) const {
+    if (!std::equal(objects.begin(), objects.end(), given)) return false;
     constexpr size_t apart = 8;
-    DLTensor now;
     for (size_t n = 0; n < objects.size(); n++) {
       const size_t later = std::min(n + apart, objects.size() - 1);
-      __builtin_prefetch(objects[later]);
-      for (long line = -1; line < 3; line++) __builtin_prefetch(static_cast<const char*>(layouts[later].beside) + 64 * line);
-      if (look(objects[n], &now) || now.data != layouts[n].data || !is_alike(now, layouts[n])) return false;
+      __builtin_prefetch(layouts[later].beside);
+      for (long line = 0; line < 4; line++) __builtin_prefetch(reinterpret_cast<const char*>(objects[later]) + 64 * line);
+      const Layout& known = layouts[n];
+      if (!known.read) continue;
+      if (!is_alike(*objects[n], known) || objects[n]->mutable_data() != known.data) return false;
     }
     return true;
+  }
+
+  // Also: whether the memory holds all of it, as values without a sign of their own.
+  bool is_alike(const Object& now, const Layout& known) const {
+    if (now.layout() != c10::kStrided || !now.has_storage()) return false;
+    const int64_t* const sizes = numbers.data() + known.first;
+    const auto its = now.sizes(), strides = now.strides();
+    return its.size() == known.dimensions && now.device_type() == known.device && now.dtype() == known.type &&
+           std::equal(its.begin(), its.end(), sizes) &&
+           std::equal(strides.begin(), strides.end(), sizes + known.dimensions) &&
+           !now.is_neg() && !now.is_conj() && !now._is_zerotensor() &&
+           now.storage().nbytes() >= now.storage_offset() * now.itemsize() + known.bytes;
   }
 };
 
@@ -85,28 +94,28 @@ struct Tensors {
 
 extern "C" {
 
-// The first tensors are values, as many as there are `waits`: whether a value has had no gradient yet. Null if torch
-// raised, or if there is not enough memory.
-void* tensors_new(const DLPackExchangeAPI* api, const Object* objects, long count, const bool* waits,
-                  long value_count) noexcept try {
-  auto* tensors = new Tensors{api->dltensor_from_py_object_no_sync, std::vector<Object>(objects, objects + count),
-                              std::vector<bool>(waits, waits + value_count)};
-  DLTensor now;
-  for (Object object : tensors->objects) {
-    if (tensors->look(object, &now)) return delete tensors, nullptr;
-    tensors->add(now);
-  }
-  return tensors;
+// The first objects are values, as many as there are `waits`: whether a value has had no gradient yet. Null where there
+// is not enough memory.
+void* tensors_new(Object* const* objects, long count, const bool* waits, long value_count) noexcept try {
+  auto tensors = std::make_unique<Tensors>();
+  tensors->objects.assign(objects, objects + count), tensors->waits.assign(waits, waits + value_count);
+  for (Object* object : tensors->objects) tensors->add(*object);
+  return tensors.release();
 } catch (...) {
   return nullptr;
 }
 
 void tensors_free(void* tensors) noexcept { delete static_cast<Tensors*>(tensors); }
 
-// The address of each value's gradient: null for `none`, and any if it has no elements. REPLACED: a tensor has other
-// memory or another layout than it had, a value that waited has a gradient, or torch raised. UNLIKE: a gradient is not
-// laid out as its value, or has no memory.
-int tensors_find(void* tensors, const Object* gradients, Object none, void** addresses) noexcept {
-  return static_cast<Tensors*>(tensors)->find(gradients, none, addresses);
+// The address of each value's gradient: null for none, and any if it has no elements. REPLACED: an object is another, a
+// tensor has other memory or another layout than it had, or a value that waited has a gradient. UNLIKE: a gradient is
+// not laid out as its value, or has no memory.
+int tensors_find(void* tensors, Object* const* objects, void** addresses) noexcept try {
+  return static_cast<Tensors*>(tensors)->find(objects, addresses);
+} catch (...) {
+  return REPLACED;
 }
+
+// Holds the gradients no longer.
+void tensors_release(void* tensors) noexcept { static_cast<Tensors*>(tensors)->gradients.clear(); }
 }

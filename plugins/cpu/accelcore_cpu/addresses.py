@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from struct import Struct
 from typing import Any
 
@@ -19,18 +19,18 @@ from torch import Tensor
 
 from accelcore_cpu.kernels.library import load
 
-__all__ = ["TYPES", "Found", "Member", "Table"]
+__all__ = ["TYPES", "Addresses", "Found", "Member"]
 
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """The dtypes that kernels take, by their numbers in kernels/memory.h."""
 
 _STATES = 3
-_gradient = attrgetter("grad")
+_torchs = attrgetter("_cdata")  # the address of torch's C++ object behind a tensor
 _increment_version = torch.autograd.graph.increment_version
 
 
 class Found(IntEnum):
-    """Result of the search for the gradients of a table, by the numbers in kernels/tensors.cpp."""
+    """Result of the search for the next gradients, by the numbers in kernels/tensors.cpp."""
 
     ALL = 0
     REPLACED = 1
@@ -65,8 +65,8 @@ class Member:
     waits: bool
 
 
-class Table:
-    """The tensors that one kernel updates, and their memory.
+class Addresses:
+    """Addresses of the tensors that one kernel updates.
 
     Args:
         kind: the kernel's number.
@@ -87,47 +87,31 @@ class Table:
             sources.extend(_source(member, len(parts) // 4))
             for offset, shape in member.parts:
                 parts.extend(_tensor(offset, shape, by_row))
-        self._watched = watched = [*self._values, *filter(_is_dense, self._kept)]
+        objects = _objects(self._values, self._kept)
         waits = bytes(member.waits for member in members)
         self._library = load()
         self._plan = self._made("plan", kind, _fork(), _memory(sources), len(members), _memory(parts), len(parts) // 4)
-        self._tensors = self._made(
-            "tensors", _exchange_api(), _words(len(watched)).pack(*map(id, watched)), len(watched), waits, len(waits)
-        )
-        self._words = _words(len(members))
-        self._gradients: list[Any] = []
+        self._pack = Struct(f"{len(objects)}P").pack  # an array takes twice as long
+        self._tensors = self._made("tensors", self._pack(*objects), len(objects), waits, len(waits))
+        self._count = len(objects)
         self._addresses = array("q", bytes(8 * len(members)))
 
     def _made(self, what: str, *arguments: Any) -> int:
-        """Return what the library makes of the arguments, to be freed with this table."""
+        """Return what the library makes of the arguments, to be freed with this object."""
         made: int | None = getattr(self._library, f"{what}_new")(*arguments)
         if made is None:
             raise MemoryError("there is no memory for the tables of an optimizer")
         weakref.finalize(self, getattr(self._library, f"{what}_free"), made)
         return made
 
-    def holds(self, groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Return whether the groups and the state consist of the same tensors as before."""
-        values = list(chain.from_iterable([group["params"] for group in groups]))
-        kept = list(chain.from_iterable(map(dict.values, state.values())))
-        same = len(values) == len(self._values) and len(kept) == len(self._kept)
-        return same and all(map(is_, values, self._values)) and all(map(is_, kept, self._kept))
-
-    def find(self) -> Found:
-        """Look at the memory of all tensors, and find the gradients for the next step."""
-        self._gradients = gradients = list(map(_gradient, self._values))
-        present = [gradient for gradient in gradients if gradient is not None]
-        ids = self._words.pack(*map(id, gradients))
-        try:
-            number: int = self._library.tensors_find(self._tensors, ids, id(None), _memory(self._addresses))
-        except RuntimeError:  # a tensor or a gradient has no dense memory
+    def find(self, groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> Found:
+        """Look at the memory of all tensors in the groups and the state, and find the gradients for the next step."""
+        values = chain.from_iterable([group["params"] for group in groups])
+        objects = _objects(values, chain.from_iterable(map(dict.values, state.values())))
+        if len(objects) != self._count:
             return Found.REPLACED
-        found = _FOUND[number]
-        if found is not Found.REPLACED and any(map(Tensor.is_neg, self._watched)):
-            return Found.REPLACED
-        if found is Found.ALL and (not self._own_dtype or any(map(Tensor.is_neg, present))):
-            return Found.UNLIKE
-        return found
+        found = _FOUND[self._library.tensors_find(self._tensors, self._pack(*objects), _memory(self._addresses))]
+        return Found.UNLIKE if found is Found.ALL and not self._own_dtype else found
 
     def place(self, addresses: Sequence[int]) -> None:
         """Take these addresses of gradients for the next step; 0 for a tensor without gradient."""
@@ -148,7 +132,7 @@ class Table:
 
     def release(self) -> None:
         """Hold the gradients no longer."""
-        self._gradients = []
+        self._library.tensors_release(self._tensors)
 
 
 def _source(member: Member, first_tensor: int) -> list[int]:
@@ -175,26 +159,17 @@ def _tensor(offset: int, shape: torch.Size, by_row: bool) -> list[int]:
     return [offset, 1, shape.numel(), 0]
 
 
-def _words(count: int) -> Struct:
-    """Return a packer of so many words; an array takes twice as long."""
-    return Struct(f"{count}n")
+def _objects(values: Iterable[Tensor], kept: Iterable[object]) -> list[int]:
+    """Return the addresses of torch's objects behind values and state. A state that is no tensor has none."""
+    tensors = [*values, *kept]
+    try:
+        return list(map(_torchs, tensors))
+    except AttributeError:
+        return [_torchs(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
 
 
 def _memory(numbers: array[Any]) -> int:
     return numbers.buffer_info()[0]
-
-
-def _is_dense(kept: object) -> bool:
-    return isinstance(kept, Tensor) and kept.layout is torch.strided
-
-
-@cache
-def _exchange_api() -> int | None:
-    """Return the address of the table of functions by which torch tells other libraries about its tensors."""
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    address: int | None = pointer(Tensor.__dlpack_c_exchange_api__, b"dlpack_exchange_api")
-    return address
 
 
 @cache
