@@ -133,6 +133,12 @@ class TestCollectives:
         for number, rank in enumerate(_job(accel)):
             assert rank["words"] == [number == 0, number, 1.5, [1.5, -1.5]], "a rank is not what it says, or a mean"
 
+    def test_random_numbers(self, accel: Backend) -> None:
+        """Ranks that seed alike draw the same numbers, each on its own device; ranks that do not, draw others."""
+        (alike, own), (other_alike, other_own) = (rank["drawn"] for rank in _job(accel))
+        assert alike == other_alike, "two ranks with one seed draw different numbers"
+        assert own != other_own, "two ranks with two seeds draw the same numbers"
+
     def test_replica(self, accel: Backend) -> None:
         """A replicated module has rank 0's parameters, and in backward the mean of the ranks' gradients."""
         if "ddp" not in accel.capabilities.parallel:

@@ -23,8 +23,12 @@ def check(accel: Backend, name: str, count: int, record: Callable[[str, object],
         pytest.skip(f"{name}: torch's kernel on the CPU may crash, so there is nothing to compare with")
     info = operators()[name]
     declared = {*accel.capabilities.model_dtypes, *accel.capabilities.autocast_dtypes} - {"float64"}
-    with accel.precision.fp32("ieee"):
-        found = compare(accel.device, name, info, [getattr(torch, each) for each in sorted(declared)], count)
+    state = accel.runtime.rng_state()
+    try:
+        with accel.precision.fp32("ieee"):
+            found = compare(accel.device, name, info, [getattr(torch, each) for each in sorted(declared)], count)
+    finally:
+        accel.runtime.set_rng_state(state)
     assert not found.wrong, "\n".join(found.wrong)
     if not found.compared:
         reason = found.refused[0] if found.refused else f"{name}: torch has no sample of it that runs on the CPU"

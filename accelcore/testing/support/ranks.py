@@ -85,7 +85,15 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
             time.sleep(0.01)
         late.touch()
         job.barrier()
+    found["drawn"] = [_drawn(accel, seed) for seed in (7, 7 + job.rank)]
     return found
+
+
+def _drawn(accel: accelcore.Backend, seed: int) -> list[float]:
+    """Return random numbers, and a mask of dropout, after seeding."""
+    accel.runtime.seed(seed)
+    numbers, ones = torch.rand(8, device=accel.device), torch.ones(64, device=accel.device)
+    return torch.cat([numbers, nn.functional.dropout(ones)]).tolist()
 
 
 def _low(job: Any, tensor: torch.Tensor) -> list[list[float]]:

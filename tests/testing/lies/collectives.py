@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import torch
 import torch.distributed as dist
 
 from accelcore.jobs.collectives import TorchCollectives
-from lies.lie import LIES, Lie, declaring, lie
+from lies.lie import LIES, Lie, declaring, lie, replaced
 
 
 class _Disagreeing(TorchCollectives):
@@ -35,7 +36,12 @@ class _Disagreeing(TorchCollectives):
         pass
 
 
+def _seed_by_rank(honest, seed, **options):
+    honest.seed(seed + int(os.environ.get("ACCEL_TEST_RANK", 0)), **options)
+
+
 def _disagreeing(backend):
+    backend = replaced(backend, "runtime", seed=_seed_by_rank)
     return dataclasses.replace(backend, collectives=_Disagreeing(backend.device, "gloo"))
 
 
@@ -48,6 +54,7 @@ for _name, _test, _says, _arguments in (
     ("broadcast_of_a_copy", "test_views", "another tensor", {"operation": "broadcast", "kind": "row"}),
     ("broadcast_of_neighbours", "test_views", "not what was asked", {"operation": "broadcast", "kind": "column"}),
     ("broadcast_always_from_zero", "test_broadcast", "another rank's tensor", {}),
+    ("seeds_that_differ_by_rank", "test_random_numbers", "with one seed", {}),
     ("barrier_that_does_not_wait", "test_barrier", "left the barrier", {}),
 ):
     LIES[_name] = Lie(
