@@ -92,14 +92,15 @@ def app() -> None:
 def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     """Report which backends work here, why the others do not, and what to do.
 
-    Asks plugins and reads package metadata; imports no torch and touches no device. With --deep, child processes import
-    torch and multiply two small matrices on every usable backend, so that a crash or a hang is reported.
+    Asks plugins and reads package metadata, and touches no device. If `import torch` also loads other packages, a child
+    process tries it. With --deep, child processes import torch and multiply two small matrices on every usable
+    backend, so that a crash or a hang is reported.
 
     \b
     Exit code:
       0   every plugin answered, and at least one backend is usable
-      1   something installed is broken: a plugin, versions that do not fit together, or a trial of --deep
-      2   no backend is usable, broken or not
+      1   something installed is broken: import torch, a plugin, versions that do not fit, or a trial of --deep
+      2   no backend is usable, broken or not, and import torch was not seen to fail
       64  the request is invalid
 
     \b

@@ -65,7 +65,7 @@ def test_the_json_has_these_fields(machine):
     assert code == report["exit_code"] == 0
     assert set(report) == {
         "schema", "exit_code", "usable", "broken", "versions", "platform", "executable", "misfits", "backends",
-        "extensions", "selection", "environment", "autoload", "crash", "advice", "faults", "deep",
+        "extensions", "selection", "environment", "autoload", "import_torch", "crash", "faults", "deep",
     }  # fmt: skip
     assert report["schema"] == 1
     assert (report["usable"], report["broken"], report["deep"]) == (["cpu"], [], None)
@@ -332,7 +332,7 @@ def test_deep_gives_up_on_what_hangs_and_leaves_no_process(machine):
 def test_deep_with_a_broken_plugin_and_a_torch_that_cannot_be_imported(machine):
     machine.module("torch", UNDEFINED)
     done = machine.run("doctor", "--deep")
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert re.search(r"import torch +failed", done.stdout)
     assert "undefined symbol" in done.stdout
     assert "torch cannot be imported" in done.stdout
@@ -376,21 +376,26 @@ def test_deep_knows_no_way_around_a_runtime_that_is_nobodys(monkeypatch):
 
     monkeypatch.setattr("accelcore.cli.child.call", call)
     runtime = Declared("vendor", "vendor_runtime:autoload", "vendor-runtime", "2.0")
-    found = deep.examine([], [runtime], 10.0)
-    assert found.autoload_broken
+    torch, autoload_broken = deep.try_torch([], [runtime], 10.0)
+    assert autoload_broken
     for words in ("set TORCH_DEVICE_BACKEND_AUTOLOAD=0", "uninstall vendor-runtime"):
-        assert words in found.torch.remedy
-    assert "accelcore run" not in found.torch.remedy
+        assert words in torch.remedy
+    assert "accelcore run" not in torch.remedy
 
 
-def test_a_runtime_that_torch_would_load_for_an_unusable_backend_is_noted(machine):
-    machine.torch_backend("raise ImportError")
-    machine.fakes.backend(
-        "toaster", available=False, count=0, reason="no toaster", remedy="buy", distributions=("vendor.runtime",)
-    )
-    assert "note: import torch loads vendor = vendor_runtime:autoload" in machine.run("doctor").stdout
+def test_an_import_of_torch_that_fails_is_reported_first(machine):
+    machine.module("torch", AUTOLOADING)
+    machine.torch_backend("raise ImportError('libascendcl.so: cannot open shared object file')")
+    done = machine.run("doctor")
+    assert done.returncode == 1
+    first = done.stdout.partition("backends")[0]
+    assert re.search(r"import torch +failed", first)
+    for words in ("libascendcl.so", "vendor = vendor_runtime:autoload", "uninstall vendor-runtime"):
+        assert words in first
+    assert "would raise BackendUnavailableError" in done.stdout
+    assert "broken: import torch" in done.stdout
     machine.variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    assert "note:" not in machine.run("doctor").stdout
+    assert machine.run("doctor").returncode == 0
 
 
 def test_a_device_variable_that_is_empty_is_not_set(machine):

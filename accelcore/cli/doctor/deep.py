@@ -22,7 +22,7 @@ from accelcore.devices.plugins import (
 )
 from accelcore.jobs.launchers import outside_any_job
 
-__all__ = ["SAYS", "WORKS", "Deep", "Trial", "examine", "main"]
+__all__ = ["SAYS", "WORKS", "Deep", "Trial", "examine", "main", "try_torch"]
 
 SAYS = "accelcore trial: "  # begins the line in which the child reports its result
 WORKS = "works"  # the result if all is well; exit code 0 alone may come from a library that exits
@@ -66,15 +66,22 @@ class Deep:
     backends: tuple[Trial, ...]
 
 
-def examine(candidates: Sequence[Candidate], found: Sequence[Declared], timeout: float) -> Deep:
-    """Try torch, then each usable backend, for `timeout` seconds each; the others are listed as not tried."""
+def try_torch(candidates: Sequence[Candidate], found: Sequence[Declared], timeout: float) -> tuple[Trial, bool]:
+    """Try `import torch`. Also return whether it works with torch's autoload off, and not without."""
     environ = outside_any_job(os.environ)  # the trial is not a rank
     torch = _try("torch", environ, timeout)
-    autoload_broken = False
-    if torch.outcome != "works" and found and autoload_enabled(environ):
-        without = {**environ, AUTOLOAD: "0"}
-        if _try("torch", without, timeout).outcome == "works":
-            torch, autoload_broken, environ = _blamed_on_autoload(torch, found, candidates), True, without
+    if torch.outcome == "works" or not found or not autoload_enabled(environ):
+        return torch, False
+    if _try("torch", {**environ, AUTOLOAD: "0"}, timeout).outcome != "works":
+        return torch, False
+    return _blamed_on_autoload(torch, found, candidates), True
+
+
+def examine(candidates: Sequence[Candidate], torch: Trial, autoload_broken: bool, timeout: float) -> Deep:
+    """Try each usable backend for `timeout` seconds, after `try_torch`; the others are listed as not tried."""
+    environ = outside_any_job(os.environ)
+    if autoload_broken:
+        environ = {**environ, AUTOLOAD: "0"}
     backends = []
     for candidate in candidates:
         if not candidate.probe.available:

@@ -6,14 +6,14 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from typing import Any
 
 from accelcore.cli.doctor.ask_plugins import Selection, ask_plugins
-from accelcore.cli.doctor.deep import Deep, examine
+from accelcore.cli.doctor.deep import Deep, Trial, examine, try_torch
 from accelcore.devices.plugins import (
     AUTOLOAD,
     BACKENDS,
@@ -23,7 +23,6 @@ from accelcore.devices.plugins import (
     Extension,
     autoload_enabled,
     autoloads,
-    autoloads_of_unusable_backends,
     declared,
 )
 from accelcore.jobs.launchers import JOB_VARIABLES
@@ -36,6 +35,8 @@ _SCHEMA = 1
 """Version of the JSON. It changes if a field is removed or changes its meaning, not if one is added."""
 
 USABLE, BROKEN, NOTHING_USABLE = 0, 1, 2
+
+_TORCH_TIMEOUT = 60.0  # seconds for `import torch` without --deep
 
 _DISTRIBUTIONS = ("accelcore", "torch", "numpy", "safetensors", "pluggy")
 
@@ -103,8 +104,8 @@ class Diagnosis:
         misfits: unmet requirements of accelcore itself.
         environment: the relevant variables; None if one is not set.
         autoload: the entry points that `import torch` calls.
+        import_torch: the trial of `import torch`, if it calls any, or with `--deep`; otherwise None.
         crash: how all plugins together ended their process, if no plugin does so alone; otherwise empty.
-        advice: further notes.
         faults: known kernel bugs of the installed versions: the fields of `KnownFault`, the `installed` version, and
             the `backend`, which is empty for a bug on every backend.
         deep: the trials of `--deep`, or None.
@@ -119,8 +120,8 @@ class Diagnosis:
     selection: Selection
     environment: dict[str, str | None]
     autoload: tuple[Declared, ...]
+    import_torch: Trial | None
     crash: str
-    advice: tuple[str, ...]
     faults: tuple[dict[str, str | None], ...]
     deep: Deep | None
 
@@ -133,11 +134,16 @@ class Diagnosis:
         names += ["all plugins together"] if self.crash else []
         names += ["versions for accelcore"] if self.misfits else []
         names += [f"versions for {label}" for label, one in plugins if one.misfits]
+        names += ["import torch"] if self.torch_fails else []
         if self.deep is not None:
-            names += ["import torch"] if self.deep.torch.outcome != "works" else []
             trials = (trial for trial in self.deep.backends if trial.outcome not in ("works", "not tried"))
             names += [f"backend {trial.name} (--deep)" for trial in trials]
         return names
+
+    @property
+    def torch_fails(self) -> bool:
+        """Whether `import torch` was tried and failed."""
+        return self.import_torch is not None and self.import_torch.outcome != "works"
 
     @property
     def usable(self) -> list[str]:
@@ -150,8 +156,8 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """The exit code 0, 1 or 2; that no backend is usable matters more than that something is broken."""
-        if not self.usable:
+        """The exit code 0, 1 or 2: no usable backend matters more than a broken one, and a broken torch most."""
+        if not self.usable and not self.torch_fails:
             return NOTHING_USABLE
         return BROKEN if self.broken else USABLE
 
@@ -167,6 +173,11 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
     assert answers.selection is not None, "it was asked for"
     candidates = answers.candidates
     found = autoloads()
+    torch, autoload_broken, selection = None, False, answers.selection
+    if deep_timeout is not None or (found and autoload_enabled(os.environ)):
+        torch, autoload_broken = try_torch(candidates, found, deep_timeout or _TORCH_TIMEOUT)
+        if torch.outcome != "works":
+            selection = _refused(selection, torch)
     system = (platform.system(), platform.release(), platform.machine(), " ".join(platform.libc_ver()))
     variables = [*_VARIABLES, *(name for candidate in candidates for name in candidate.probe.environment)]
     return Diagnosis(
@@ -176,14 +187,22 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
         misfits=_misfits(["accelcore"]),
         backends=tuple(map(_backend, candidates)),
         extensions=tuple(map(_extension, answers.extensions)),
-        selection=answers.selection,
+        selection=selection,
         environment={name: os.environ.get(name) for name in variables},
         autoload=tuple(found),
+        import_torch=torch,
         crash=crash,
-        advice=tuple(_advice(found, candidates)),
         faults=tuple(_installed_faults(candidates)),
-        deep=None if deep_timeout is None else examine(candidates, found, deep_timeout),
+        deep=None
+        if deep_timeout is None or torch is None
+        else examine(candidates, torch, autoload_broken, deep_timeout),
     )
+
+
+def _refused(selection: Selection, torch: Trial) -> Selection:
+    """Return the selection with the error that `select()` raises if torch cannot be imported."""
+    error = {"type": "BackendUnavailableError", "what": "torch cannot be imported", "available": ""}
+    return {**selection, "chosen": None, "error": {**error, "why": torch.reason, "remedy": torch.remedy}}
 
 
 def _backend(candidate: Candidate) -> Plugin:
@@ -217,16 +236,6 @@ def _installed_faults(candidates: Iterable[Candidate]) -> Iterator[dict[str, str
         for fault in faults:
             if fault.applies:
                 yield {"backend": backend, "installed": fault.installed, **asdict(fault)}
-
-
-def _advice(found: Sequence[Declared], candidates: Sequence[Candidate]) -> Iterable[str]:
-    if not autoload_enabled(os.environ):
-        return
-    for autoload, candidate in autoloads_of_unusable_backends(found, candidates):
-        yield (
-            f"import torch loads {autoload}, although {candidate.name} is not usable here ({candidate.probe.reason}); "
-            f"if that makes import torch fail, set {AUTOLOAD}=0 or start the script with accelcore run"
-        )
 
 
 def _installed(name: str) -> str | None:

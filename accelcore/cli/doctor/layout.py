@@ -51,6 +51,9 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
     """Yield the lines of a diagnosis, without details such as distributions that are not installed."""
     yield 0, ", ".join(f"{name} {version or 'not installed'}" for name, version in diagnosis.versions.items()), "bold"
     yield 0, f"{diagnosis.platform}, {diagnosis.executable}", ""
+    if diagnosis.import_torch is not None and diagnosis.torch_fails:
+        yield 0, "", ""
+        yield from _trial("import torch", diagnosis.import_torch)
     yield from _misfits(diagnosis.misfits)
     yield from _headed("backends")
     if not diagnosis.backends:
@@ -89,9 +92,6 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
     if diagnosis.crash:
         yield from _headed("all plugins together")
         yield 2, diagnosis.crash, _BAD
-    for advice in diagnosis.advice:
-        yield 0, "", ""
-        yield 0, f"note: {advice}", _MEDIUM
     yield 0, "", ""
     verdict = [f"usable: {', '.join(diagnosis.usable)}" if diagnosis.usable else "no backend is usable"]
     verdict += [f"broken: {', '.join(diagnosis.broken)}"] if diagnosis.broken else []
