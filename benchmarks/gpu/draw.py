@@ -30,6 +30,12 @@ _VALUES = {
     "share_of_copy": ("of a copy", "{:.0%}", 1.0),
     "loss": ("loss", "{:.4f}", 1.0),
     "peak_memory_bytes": ("peak memory", "{:.2f} GiB", 2.0**-30),
+    "seconds": ("seconds", "{:.2f}", 1.0),
+    "host_microseconds_a_step": ("host, µs a step", "{:,.0f}", 1.0),
+    "microseconds_a_step": ("µs a step", "{:,.0f}", 1.0),
+    "kernels_a_step": ("kernels a step", "{:.0f}", 1.0),
+    "launches_a_step": ("launches a step", "{:.0f}", 1.0),
+    "idle_share": ("GPU idle", "{:.0%}", 1.0),
 }
 _VERSIONS = (
     "torch",
@@ -48,6 +54,12 @@ _TITLES = {
     "resnet": "ResNet-50",
     "precision": "Precisions",
     "optimizers": "Optimizers",
+    "batches": "GPT-2 124M at small batches",
+    "options": "What options cost",
+    "profile": "Launches and idle time",
+    "start": "Until the first step",
+    "feed": "Feeding from host memory",
+    "checkpoint": "Saving and resuming",
 }
 
 

@@ -20,6 +20,7 @@ from benchmarks.gpu.device import Device
 
 __all__ = [
     "PEERS",
+    "WARM_UP",
     "Loop",
     "Mode",
     "Pass",
@@ -36,6 +37,7 @@ __all__ = [
 Batch = tuple[Tensor, Tensor]
 Pass = Callable[[], Tensor]
 WARM_UP = 3
+"""Windows that a captured training runs eagerly before its graph."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -133,34 +135,36 @@ def captured_by_hand(work: Work, mode: Mode, device: Device) -> Pass:
 
     The first steps are trained eagerly on the batches they belong to, so that the training is the others'.
     """
+    model = work.model if mode.compile is None else torch.compile(work.model, **mode.compile)
     optimizer = torch.optim.AdamW(work.model.parameters(), lr=work.lr, fused=True, capturable=True)
     autocast = _autocast(mode, device)
     graph = torch.cuda.CUDAGraph()
     static = tuple(torch.empty_like(tensor) for tensor in work.batches[0])
     captured: list[Tensor] = []
+    eager = work.batches[:WARM_UP]
 
     def step(batch: Batch) -> Tensor:
         with autocast():
-            loss = work.loss(work.model, batch)
+            loss = work.loss(model, batch)
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    def prepare() -> Sequence[Batch]:
+    def prepare() -> tuple[Tensor, Sequence[Batch]]:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for batch in work.batches[:WARM_UP]:
+            for batch in eager:
                 optimizer.zero_grad()
-                step(batch)
+                loss = step(batch)
         torch.cuda.current_stream().wait_stream(side)
         optimizer.zero_grad()  # so that the captured backward allocates gradients of the graph's own
         with torch.cuda.graph(graph):
             captured.append(step(static))
-        return work.batches[WARM_UP:]
+        return loss, work.batches[len(eager) :]
 
     def train() -> Tensor:
-        batches = work.batches if captured else prepare()
+        loss, batches = (captured[0], work.batches) if captured else prepare()
         for rows, targets in batches:
             static[0].copy_(rows)
             static[1].copy_(targets)
@@ -171,18 +175,21 @@ def captured_by_hand(work: Work, mode: Mode, device: Device) -> Pass:
     return train
 
 
-def with_trainer(work: Work, mode: Mode, device: Device) -> Pass:
-    """`trainer(batch)`."""
+def with_trainer(work: Work, mode: Mode, device: Device, **options: Any) -> Pass:
+    """`trainer(batch)`, with the options of the mode and others."""
     accel = device.accel
     optimizer = accel.optimizers.create("adamw", work.model.parameters(), lr=work.lr, route="fused")
     trainer = accel.trainer(
         work.model,
         optimizer,
-        loss=work.loss,
-        precision=mode.precision,
-        fp32=mode.fp32,
-        compile=False if mode.compile is None else dict(mode.compile),
-        graph=mode.graph,
+        **{
+            "loss": work.loss,
+            "precision": mode.precision,
+            "fp32": mode.fp32,
+            "compile": False if mode.compile is None else dict(mode.compile),
+            "graph": mode.graph,
+            **options,
+        },
     )
     work.kept.append(trainer)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
 from benchmarks.gpu.device import Deadline, Device
-from benchmarks.gpu.loops import PEERS, Loop, Mode, Pass, Work, undeclared
+from benchmarks.gpu.loops import PEERS, WARM_UP, Loop, Mode, Pass, Work, undeclared
 from benchmarks.gpu.results import Case
 from benchmarks.paired import compare, sample
 from benchmarks.report import Row, Table, print_table
@@ -77,6 +77,7 @@ def measure(
     """
     measured, passes, notes = Measured(), {}, {}
     works: dict[str, Work] = {}
+    peaks: dict[str, float] = {}
     broken: dict[str, str] = {}  # words, because an exception holds what its frames hold, on the device
     for entry in entries:
         reason = entry.missing or undeclared(entry.mode, device)
@@ -84,13 +85,20 @@ def measure(
             notes[entry.key] = f"not run: {reason}"
             continue
         print(f"  preparing {entry.key}", flush=True)
-        start = device.clock()
+        start, held = device.clock(), device.held()
         try:
             work = entry.work()
             train = entry.loop(work, entry.mode, device)
             first = float(train())
             train()
             check_compiled(work)
+            for _ in range(WARM_UP if entry.mode.graph else 0):
+                train()  # until everything is captured
+            device.measure_peak()  # a compiler's trials are over
+            train()
+            peak = device.peak()
+            if peak is not None and held is not None:
+                peaks[entry.key] = float(peak - held)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is what was found
             traceback.print_exc()
             broken[entry.key] = first_line(error)
@@ -121,7 +129,8 @@ def measure(
         case = Case(entry.table, entry.name, base=entry.base, note=notes[entry.key])
         if entry.key in samples and base in samples:
             timing = compare({base: samples[base], entry.key: samples[entry.key]}, base)[entry.key]
-            case = replace(case, timing=timing, samples=len(samples[base]))
+            values = {"peak_memory_bytes": peaks[entry.key]} if entry.key in peaks else {}
+            case = replace(case, timing=timing, samples=len(samples[base]), values=values)
         measured.cases.append(case)
     _show(measured.cases)
     return measured

@@ -15,7 +15,11 @@ from benchmarks.paired import Timing
 __all__ = ["DONE", "FAILED", "MISSED", "SCHEMA", "STAGES", "Case", "Findings", "Goal", "Results", "slug"]
 
 SCHEMA = 1
-STAGES = ("experiments", "tests", "step", "gpt", "resnet", "precision", "optimizers")
+STAGES = (
+    "experiments", "tests", "step", "gpt", "resnet", "precision", "optimizers",
+    "batches", "options", "profile", "start", "feed", "checkpoint",
+)  # fmt: skip
+"""The most telling ones first."""
 DONE, MISSED, FAILED = "done", "goal missed", "failed"
 
 

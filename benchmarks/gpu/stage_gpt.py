@@ -18,11 +18,11 @@ from benchmarks.gpu.loops import Mode, Work
 from benchmarks.gpu.measure import Entry, largest_batch, measure, peers
 from benchmarks.gpu.results import Case, Findings, Goal
 
-__all__ = ["make_work", "run"]
+__all__ = ["TOY", "make_work", "run", "with_speed"]
 
 TOY = Shape(layers=1, heads=2, width=16, context=8, vocabulary=64)
 FP32, TF32, BF16 = Mode(fp32="ieee"), Mode(fp32="fast"), Mode("bf16")
-HAND, TRAINER = "by hand", "trainer"
+HAND, TWIN, TRAINER = "by hand", "by hand, again", "trainer"
 
 
 def run(device: Device, deadline: Deadline) -> Findings:
@@ -37,7 +37,7 @@ def run(device: Device, deadline: Deadline) -> Findings:
     entries = [
         Entry(str(mode), name, HAND, work, loop, mode)
         for mode in modes
-        for name, loop in ((HAND, loops.by_hand), (TRAINER, loops.with_trainer))
+        for name, loop in ((HAND, loops.by_hand), (TWIN, loops.by_hand), (TRAINER, loops.with_trainer))
     ]
     # One process allows accelerate one precision.
     entries += [entry for mode in (BF16, compiled) for entry in peers(str(mode), HAND, work, mode)]
@@ -47,7 +47,7 @@ def run(device: Device, deadline: Deadline) -> Findings:
         operations = GPT(shape).operations()
     tokens = batch * shape.context
     peak = ceiling.get("ceiling_operations_per_second")
-    cases = [_with_speed(case, tokens, operations, peak) for case in found.cases]
+    cases = [with_speed(case, tokens, operations, peak) for case in found.cases]
     fastest = [case for case in cases if (case.table, case.name) == (str(compiled), TRAINER)]
     goals = [
         *(
@@ -82,14 +82,13 @@ def run(device: Device, deadline: Deadline) -> Findings:
     return Findings(settings, cases, goals, found.failures)
 
 
-def _with_speed(case: Case, tokens: int, operations: int, ceiling: float | None) -> Case:
+def with_speed(case: Case, tokens: int, operations: int, ceiling: float | None) -> Case:
+    """Return the case with its tokens a second, and its share of the card's ceiling if that is known."""
     if case.timing is None:
         return case
     speed = tokens / case.timing.seconds.median
-    values = {"tokens_per_second": speed}
-    if ceiling is not None:
-        values["utilisation"] = speed * operations / ceiling
-    return replace(case, values=values)
+    used = {} if ceiling is None else {"utilisation": speed * operations / ceiling}
+    return replace(case, values={"tokens_per_second": speed, **used, **case.values})
 
 
 def make_work(device: Device, shape: Shape, batch: int) -> Work:

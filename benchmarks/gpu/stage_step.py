@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -97,7 +98,7 @@ def _largest(a: Tensor, b: Tensor) -> float:
 
 def _with_difference(case: Case, difference: float | None) -> Case:
     values = {} if difference is None else {"largest_weight_difference": difference}
-    return Case(case.table, case.name, case.timing, case.samples, case.base, case.note, values)
+    return replace(case, values={**case.values, **values})
 
 
 def make_work(device: Device, *, lr: float) -> Work:

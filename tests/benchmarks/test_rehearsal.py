@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.check import Child, ChildError
+from benchmarks.gpu.stage_profile import busy
 from benchmarks.gpu.stage_tests import read_report
 from benchmarks.gpu.tree import make_importable
 
@@ -132,13 +133,36 @@ def test_the_optimizers_are_compared_with_float64_and_with_a_copy(rehearse):
     found, differences = timed(record["cases"]), record["settings"]["differences"]
     assert len(differences) == 9
     assert max(differences.values()) < 1e-5
-    tables = ("21M in 10 tensors", "7M in 1000 tensors")
-    assert {(case["table"], case["name"]) for case in found} == set(product(tables, ("copy", *differences)))
-    assert len(record["goals"]) == 9 + 2 * 9
+    tables, copies = ("21M in 10 tensors", "7M in 1000 tensors", "GPT-2 124M's parameters"), ("copy", "copy, again")
+    assert {(case["table"], case["name"]) for case in found} == set(product(tables, (*copies, *differences)))
+    assert len(record["goals"]) == 9 + 3 * 9
     for case in found:
-        assert case["note"].startswith("route ") is (case["name"] != "copy")
-        assert ("share_of_copy" in case["values"]) is (case["name"] != "copy")
+        assert case["note"].startswith("route ") is (case["name"] not in copies)
+        assert ("share_of_copy" in case["values"]) is (case["name"] not in copies)
         assert all(value > 0 for value in case["values"].values())
+
+
+def test_a_resume_and_a_repetition_give_the_same_bits(rehearse):
+    record = rehearse("checkpoint")
+    assert len(timed(record["cases"])) == 4
+    assert [goal["measured"] for goal in record["goals"]] == [0, 0]
+
+
+def test_launches_are_counted_for_both(rehearse):
+    for case in rehearse("profile")["cases"]:
+        assert case["name"] in OURS
+        assert 0 < case["values"]["host_microseconds_a_step"] <= case["values"]["microseconds_a_step"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "count"), [("batches", 10), ("options", 10), ("start", 10), ("feed", 4)])
+def test_the_other_stages_come_to_their_end(rehearse, stage, count):
+    found = rehearse(stage)["cases"]
+    assert len([case for case in found if case["timing"] or case["values"]]) == count
+
+
+def test_overlapping_kernels_are_busy_once():
+    assert busy([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]) == 4.0
 
 
 def test_no_gpu_is_no_rehearsal(tmp_path):
