@@ -9,6 +9,8 @@
 
 namespace {
 
+constexpr long BEGINNING = 512;  // bytes of the next piece that are asked for
+
 enum Kind { ADADELTA, ADAM, ADAMP, BERTADAM, LAMB, RMSPROP, RMSPROPTF, SGD_ };
 
 Rule* make_rule(int kind, const double* options, double step) {
@@ -93,7 +95,7 @@ class Plan {
   // A piece's blocks ask for what comes later in it; its beginning is asked for while the one before is worked on.
   void ask_for_beginning(const Piece& piece, Access access) const {
     const Source& source = tables.sources[piece.source];
-    const long size = std::min(AHEAD, piece.rows * piece.columns * 4);
+    const long size = std::min(BEGINNING, piece.rows * piece.columns * 4);
     void* const gradient = gradients[piece.source];
     if (gradient) prefetch(gradient, source.gradient_type, piece.begin, size);
     if (!access.reads) return;
@@ -199,7 +201,7 @@ class Plan {
         size = std::min(BLOCK, (begin < whole ? whole : piece.columns) - begin);
         Block<T> block = make_block<T>(piece.source, size, access);
         if (directions) block.direction = directions + at;
-        block.asks = begin < whole && !(directions && again);
+        block.ahead = begin < whole && !(directions && again) ? ahead : 0;
         const auto its = [&] { visit(block, row); };
         if (begin < whole)
           in_place(piece.source, piece.begin + at, block, access, again, its);

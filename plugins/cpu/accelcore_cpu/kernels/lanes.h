@@ -9,8 +9,8 @@
 
 #include "memory.h"
 
-constexpr long AHEAD = 2048;  // bytes: how far before its use memory is asked for
-constexpr long STRIP = 8;     // lines that are summed in the precision of their type
+inline long ahead = 512;   // bytes: how far before its use memory is asked for; 0: never. ahead.cpp measures what is best
+constexpr long STRIP = 8;  // lines that are summed in the precision of their type
 
 template <class T>
 struct Vector {
@@ -76,7 +76,7 @@ struct Block {
   T* direction;     // of the update, where it is kept
   long size;        // elements
   T factor, decay;  // what gradients are multiplied by, and the share of the value that is added to them then
-  bool asks;        // whether to ask for the memory that follows
+  long ahead;       // bytes: how far before its use memory is asked for; 0: never
 
   // Calls `visit` with each line. Sums settle after each strip.
   template <class Visit, class... Sums>
@@ -85,7 +85,7 @@ struct Block {
     const Block its = *this;  // which cannot be changed by what is written to memory
     for (long first = 0; first < its.size; (sums.settle(), ...))
       for (const long end = std::min(its.size, first + STRIP * line); first < end; first += line) {
-        if (its.asks) its.ask(first);
+        if (its.ahead) its.ask(first);
         visit(Line<T>{first, std::min(line, its.size - first), its.value, its.gradient, its.state, its.direction,
                       its.factor, its.decay});
       }
@@ -96,8 +96,8 @@ struct Block {
   [[gnu::always_inline]] inline void ask(long first) const {
     ask(value, first), ask(gradient, first), ask(state[0], first), ask(state[1], first), ask(state[2], first);
   }
-  [[gnu::always_inline]] static inline void ask(const T* stream, long first) {
-    if (stream) __builtin_prefetch(reinterpret_cast<const char*>(stream + first) + AHEAD);
+  [[gnu::always_inline]] inline void ask(const T* stream, long first) const {
+    if (stream) __builtin_prefetch(reinterpret_cast<const char*>(stream + first) + ahead);
   }
 };
 

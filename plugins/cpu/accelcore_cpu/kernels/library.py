@@ -20,6 +20,7 @@ __all__ = ["load", "unavailable"]
 logger = logging.getLogger("accelcore")
 
 _SOURCES = Path(__file__).parent
+_ADAM, _SECONDS = 1, 0.3  # as in kernels.cpp; that the measurement takes
 _lock = threading.Lock()
 _loaded: list[ctypes.CDLL] = []
 _failed: list[str] = []
@@ -51,7 +52,7 @@ def load() -> ctypes.CDLL:
 def _begin(reason: str | None) -> None:
     try:
         if reason is None:
-            _loaded.append(_typed(_library()))
+            _loaded.append(_library())
             return
     except subprocess.CalledProcessError as error:
         reason = f"the C++ compiler failed: {(error.stderr or str(error)).strip()[:500]}"
@@ -65,23 +66,29 @@ def _library() -> ctypes.CDLL:
     key = _key()
     kept = store.find(store.folder(), key)
     if kept is not None:
-        return ctypes.CDLL(str(kept))
+        return _typed(*kept)
     logger.warning("building the optimizers' kernels for this CPU, which takes some seconds and is done once")
     try:
         folder = store.open_folder()
     except OSError as error:
         logger.warning("they cannot be kept, and other processes will build them again: %s", error)
         with tempfile.TemporaryDirectory(prefix="accelcore-") as place:
-            return ctypes.CDLL(str(_built(Path(place))))
+            return _typed(*_built(Path(place)))
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        return ctypes.CDLL(str(store.keep(folder, key, _built(Path(place)))))
+        built, ahead = _built(Path(place))
+        return _typed(store.keep(folder, key, built, ahead), ahead)
 
 
-def _built(folder: Path) -> Path:
-    library, began = folder / "kernels.so", time.perf_counter()
-    compiler.compile_to(sorted(_SOURCES.glob("*.cpp")), library)
-    logger.info("built the optimizers' kernels in %.1f seconds", time.perf_counter() - began)
-    return library
+def _built(folder: Path) -> tuple[Path, int]:
+    """Build the library, and measure how many bytes before its use memory is best asked for here."""
+    path, began = folder / "kernels.so", time.perf_counter()
+    compiler.compile_to(sorted(_SOURCES.glob("*.cpp")), path)
+    library = ctypes.CDLL(str(path))
+    library.ahead_quickest.restype, library.ahead_quickest.argtypes = ctypes.c_long, [ctypes.c_int, ctypes.c_double]
+    ahead: int = library.ahead_quickest(_ADAM, _SECONDS)
+    seconds = time.perf_counter() - began
+    logger.info("built the optimizers' kernels in %.1f seconds; they prefetch %d bytes ahead", seconds, ahead)
+    return path, ahead
 
 
 def _key() -> str:
@@ -91,10 +98,11 @@ def _key() -> str:
     return sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+def _typed(path: Path, ahead: int) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
     pointer, number, long, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_double
     # These read torch's objects, for which they hold Python's lock.
-    holding = ctypes.PyDLL(library._name)
+    holding = ctypes.PyDLL(str(path))
     for name in ("tensors_new", "tensors_find", "tensors_release", "tensors_free"):
         setattr(library, name, getattr(holding, name))
     for name, result, arguments in (
@@ -102,10 +110,12 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
         ("tensors_free", None, [pointer]),
         ("tensors_find", number, [pointer, pointer, pointer]),
         ("tensors_release", None, [pointer]),
+        ("ahead_set", None, [long]),
         ("plan_new", pointer, [number, pointer, pointer, long, pointer, long]),
         ("plan_free", None, [pointer]),
         ("plan_step", ctypes.c_bool, [pointer, pointer, pointer, long, real, number]),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+    library.ahead_set(ahead)
     return library

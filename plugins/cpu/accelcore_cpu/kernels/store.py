@@ -1,7 +1,7 @@
 """Cache of built kernels: a folder that only its user can write to, with one file for each build.
 
-A file's name holds the key of the build and the digest of the content. A file that was cut off or changed is never
-loaded.
+A file's name holds the key of the build, a number that was measured with it, and the digest of the content. A file that
+was cut off or changed is never loaded.
 """
 
 from __future__ import annotations
@@ -53,24 +53,32 @@ def open_folder() -> Path:
     return path
 
 
-def find(path: Path, key: str) -> Path | None:
-    """Return the library that was built for `key`, or None. It must be complete, and belong to this user."""
+def find(path: Path, key: str) -> tuple[Path, int] | None:
+    """Return the library that was built for `key`, and its choice, or None. It must be complete, and of this user."""
     try:
         _check(path.stat(), path)
         for file in sorted(path.glob(f"{key}-*.so")):
             status = file.lstat()
             _check(status, file)
-            if stat.S_ISREG(status.st_mode) and file == _named(path, key, file.read_bytes()):
-                return file
-    except OSError:
+            choice = int(file.stem.split("-")[1])
+            if stat.S_ISREG(status.st_mode) and file == _named(path, key, choice, file.read_bytes()):
+                return file, choice
+    except (OSError, ValueError):
         pass
     return None
 
 
-def keep(path: Path, key: str, built: Path) -> Path:
-    """Move a built file into the folder, atomically; it replaces other files for `key`."""
+def keep(path: Path, key: str, built: Path, choice: int) -> Path:
+    """Move a built file into the folder, atomically; it replaces other files for `key`.
+
+    Args:
+        path: the folder.
+        key: of the build.
+        built: the file.
+        choice: a number that was measured with this build.
+    """
     built.chmod(0o700)
-    place = _named(path, key, built.read_bytes())
+    place = _named(path, key, choice, built.read_bytes())
     os.replace(built, place)
     for other in path.glob(f"{key}-*.so"):
         if other != place:
@@ -78,8 +86,8 @@ def keep(path: Path, key: str, built: Path) -> Path:
     return place
 
 
-def _named(path: Path, key: str, content: bytes) -> Path:
-    return path / f"{key}-{sha256(content).hexdigest()[:32]}.so"
+def _named(path: Path, key: str, choice: int, content: bytes) -> Path:
+    return path / f"{key}-{choice}-{sha256(content).hexdigest()[:32]}.so"
 
 
 def _check(status: os.stat_result, path: Path) -> None:
