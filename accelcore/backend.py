@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -13,6 +13,7 @@ from accelcore.capabilities import Capabilities
 from accelcore.devices.hookspecs import Probe
 from accelcore.errors import ConfigurationError
 from accelcore.jobs.launchers import Launch, read_launch
+from accelcore.util.text import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,16 +76,15 @@ class Backend:
         """Return a context of mixed precision for a forward pass, or a decorator; see `Precision.autocast`.
 
         Args:
-            dtype: a dtype or its name, such as `"bf16"`. `"best"` is the fastest that the backend declares; the context
-                does nothing if that is fp32.
+            dtype: a dtype or its name, such as `"bf16"`. `"best"` is the fastest that the backend declares. With fp32
+                the context switches autocast off.
         """
         from accelcore.precision.policy import autocast_dtype
         from accelcore.precision.role import Autocast
 
         if dtype is not None:
             dtype = autocast_dtype(dtype, self)
-            if dtype is None:
-                return Autocast(nullcontext)
+            enabled = enabled and dtype is not None
         return Autocast(partial(self.precision.autocast, dtype, enabled=enabled, table=table))
 
     def loading(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Backend:
         world_size: int | None = None,
         local_rank: int | None = None,
         init_method: str = "env://",
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
     ) -> AbstractContextManager[Job]:
         """Return a context in which this process is a rank of its job; without a job it is rank 0 of 1.
 
@@ -135,7 +135,7 @@ class Backend:
             rank, world_size: this process's rank, and the number of ranks.
             local_rank: this rank's number on its host; `rank` unless given.
             init_method: address at which ranks meet: `"env://"` (MASTER_ADDR, MASTER_PORT), `"tcp://host:port"`, `"file://..."`.
-            timeout: how long a collective waits for other ranks; None is torch's default.
+            timeout: how long a collective waits for other ranks, in seconds or as a timedelta; None is torch's default.
 
         Returns:
             A context manager that yields the `Job`.
@@ -146,7 +146,8 @@ class Backend:
         """
         from accelcore.jobs.job import joined
 
-        return joined(self.collectives, _launch(rank, world_size, local_rank, init_method, timeout), timeout)
+        limit = _duration(timeout)
+        return joined(self.collectives, _launch(rank, world_size, local_rank, init_method), limit)
 
     def join(self, **place: Any) -> Job:
         """Join the job for the rest of the process: `job = accel.join()`, in a script without a main function.
@@ -176,19 +177,24 @@ class Backend:
         return resolve_name("accelcore.devices.select:select"), (f"{self.name}:{self.index}",)
 
 
-def _launch(
-    rank: int | None, world_size: int | None, local_rank: int | None, init_method: str, timeout: timedelta | None
-) -> Launch | None:
+def _launch(rank: int | None, world_size: int | None, local_rank: int | None, init_method: str) -> Launch | None:
     """Return the place in the job that the arguments of `distributed`, or the environment, describe."""
     if (rank is None) != (world_size is None):
         raise ConfigurationError("rank and world_size come together", remedy="give both, or neither")
     if rank is None and local_rank is not None:
         raise ConfigurationError("local_rank needs rank and world_size", remedy="give all three, or none")
-    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
-        raise ConfigurationError(
-            f"timeout={timeout!r} is not a positive duration",
-            remedy="give a datetime.timedelta, such as timedelta(minutes=10), or None",
-        )
     if rank is None or world_size is None:
         return read_launch()
     return Launch(rank, world_size, rank if local_rank is None else local_rank, init_method)
+
+
+def _duration(timeout: timedelta | float | None) -> timedelta | None:
+    """Return a timeout that may be a number of seconds."""
+    if is_number(timeout) and 0 < timeout <= timedelta.max.total_seconds():
+        return timedelta(seconds=timeout)
+    if timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta()):
+        return timeout
+    raise ConfigurationError(
+        f"timeout={timeout!r} is not a positive duration",
+        remedy="give a number of seconds, a datetime.timedelta such as timedelta(minutes=10), or None",
+    )

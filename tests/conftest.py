@@ -103,6 +103,7 @@ class Fakes:
         emulators: Sequence[str] = (),
         distribution: str | None = None,
         value: str | None = None,
+        keywords: str = "",
     ) -> str:
         """Install a module with this code as the plugin of these names; returns the module's name.
 
@@ -114,7 +115,9 @@ class Fakes:
         metadata = site / f"{distribution.replace('-', '_')}-1.0.dist-info"
         metadata.mkdir(parents=True)
         (site / f"{module}.py").write_text(textwrap.dedent(code), encoding="utf-8")
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\nKeywords: {keywords}\n"
+        )
         lines = []
         for group, names in (("backends", backends), ("extensions", extensions), ("emulators", emulators)):
             lines += [f"[accelcore.{group}]", *(f"{name} = {value or module}" for name in names)]

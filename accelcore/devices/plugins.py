@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, metadata, requires
 from types import TracebackType
 from typing import Any, cast
 
@@ -49,6 +49,7 @@ __all__ = [
     "other_backends",
     "own_plugins",
     "probe_all",
+    "with_keyword",
     "within_time",
 ]
 
@@ -186,6 +187,15 @@ def other_backends(names: Iterable[str] = ()) -> str:
     """Return the names of the installed backends but `names`, for a message. This loads no plugin."""
     others = sorted({entry.name for entry in declared(BACKENDS)} - {*names})
     return f"{', '.join(others)} (installed; accelcore doctor shows which work here)" if others else "no other backend"
+
+
+def with_keyword(word: str) -> str | None:
+    """Return the name of an installed backend with this keyword in its distribution's metadata, such as its vendor."""
+    for entry in declared(BACKENDS):
+        keywords = metadata(entry.distribution).get_all("Keywords", []) if entry.distribution else []
+        if word in re.split(r"[,\s]+", ",".join(keywords)):
+            return entry.name
+    return None
 
 
 def autoloads() -> list[Declared]:

@@ -60,7 +60,7 @@ def _fault(request: str) -> str:
     parts = request.split(",")
     for part in parts:
         if not _CHOICE.fullmatch(part):
-            return f"{shown(part)} is neither NAME nor NAME:INDEX"
+            return f"{shown(part)} is neither NAME nor NAME:INDEX" + " (it has a blank)" * (part != part.strip())
         if part.split(":")[0] == "auto" and request != "auto":
             return "auto stands alone: it takes no index and cannot be in a list"
     return "it names a device twice" if len(set(parts)) < len(parts) else ""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from accelcore.devices import plugins
 from accelcore.devices.create import create_backend
 from accelcore.devices.hookspecs import Probe
-from accelcore.devices.plugins import Candidate, declared, how_to_install, other_backends, own_plugins
+from accelcore.devices.plugins import Candidate, declared, how_to_install, other_backends, own_plugins, with_keyword
 from accelcore.devices.request import Choice, parse, requested_device
 from accelcore.errors import (
     AccelError,
@@ -26,6 +27,8 @@ from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.util.text import is_whole, nearest, shown
 
 if TYPE_CHECKING:
+    import torch
+
     from accelcore.backend import Backend
 
 __all__ = ["Found", "check_installed", "decide", "installed", "select"]
@@ -61,12 +64,13 @@ def installed() -> dict[str, Probe]:
     return {name: candidate.probe for name, candidate in plugins.probe_all().items()}
 
 
-def select(device: str | None = None, *, local_rank: int | None = None) -> Backend:
+def select(device: str | torch.device | None = None, *, local_rank: int | None = None) -> Backend:
     """Choose a device and create its backend.
 
     Args:
         device: `"cpu"`, `"cuda:1"`, a preference list such as `"npu,cuda,cpu"`, or `"auto"`. None or "" means the
             environment variable ACCEL_DEVICE or, if that is unset or empty, `"auto"`: the best device that works here.
+            A `torch.device` works, too.
             Without an index, a launcher's rank takes the device with its local rank, or its only device if `srun`
             shows it just one.
         local_rank: this rank's number on its host, in a script that starts its own ranks; None means the launcher's.
@@ -87,7 +91,9 @@ def select(device: str | None = None, *, local_rank: int | None = None) -> Backe
         raise ConfigurationError(
             f"local_rank={local_rank!r} is not a rank", remedy="give this rank's number on its host, counted from 0"
         )
-    source, text = "device", device
+    if "torch" in sys.modules and isinstance(device, sys.modules["torch"].device):
+        device = str(device)
+    source, text = "device", cast("str | None", device)  # `parse` refuses anything else
     if text is None or text == "":
         source, text = "ACCEL_DEVICE", requested_device() or "auto"
 
@@ -210,6 +216,8 @@ def _how_to_have(name: str) -> str:
         return f"{how_to_install(own[name])}; or choose another"
     advice = "install its package (the README lists accelcore's own), or choose another"
     near = nearest(name, offered | own.keys())
+    if near is None:
+        near = with_keyword(name)
     if near is None:
         return advice
     needs = "" if near in offered else f" Then {how_to_install(own[near])}."

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.jobs.missing_ranks import MissingRanks
 from accelcore.util.text import kind_of, ranks
 
-__all__ = ["Job", "gather", "join", "joined"]
+__all__ = ["Job", "gather", "join", "joined", "not_all_came"]
 
 logger = logging.getLogger("accelcore")
 
@@ -181,6 +181,11 @@ class Job:
         Each rank has the same weight. If ranks have seen different numbers of rows, `gather` the values of all rows.
         """
         if not isinstance(value, Tensor):
+            if not isinstance(value, SupportsFloat):
+                raise ConfigurationError(
+                    f"mean takes a number or a tensor, not {kind_of(value)}",
+                    remedy="make a tensor of it, as by torch.tensor(...)",
+                )
             return float(self.mean(torch.tensor(value, dtype=torch.float64)).item())
         group = self._collectives.cpu_group()
         dtype = value.dtype if value.is_floating_point() else torch.float32
@@ -256,7 +261,10 @@ def _exchange(collectives: Collectives, call: str, details: Any = None) -> list[
         return [details]
     own = torch.frombuffer(bytearray(json.dumps([call, details]).encode().ljust(_LETTER)), dtype=torch.uint8)
     letters = [torch.empty_like(own) for _ in range(collectives.world_size)]
-    dist.all_gather(letters, own, group=group)
+    try:
+        dist.all_gather(letters, own, group=group)
+    except RuntimeError as error:
+        raise not_all_came(f"job.{call.split()[0]}()", error) from error
     calls, told = zip(*(json.loads(letter.numpy().tobytes()) for letter in letters), strict=True)
     if len(set(calls)) > 1:
         usual = Counter(calls).most_common(1)[0][0]  # of equally frequent ones, that of the lowest rank
@@ -270,7 +278,21 @@ def _exchange(collectives: Collectives, call: str, details: Any = None) -> list[
     return list(told)
 
 
+def not_all_came(call: str, error: RuntimeError) -> DistributedError:
+    """Return the error for a call that some ranks did not make in time; `error` is torch's."""
+    return DistributedError(
+        f"not every rank of the job came to {call}",
+        why=str(error).strip().split("\n", 1)[0],
+        remedy=f"call {call} on all ranks, and not under `if job.is_main:`",
+    )
+
+
 def _kind(tensor: Tensor) -> str:
+    if not isinstance(tensor, Tensor):
+        raise ConfigurationError(
+            f"ranks exchange tensors, not {kind_of(tensor)}",
+            remedy="make a tensor of it on accel.device; job.mean(...) takes numbers",
+        )
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device.type}"
 
 

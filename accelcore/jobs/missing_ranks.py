@@ -7,6 +7,7 @@ script. The training loop itself does nothing for it.
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import re
 import sys
@@ -47,8 +48,13 @@ _LOST = re.compile(
 )
 """Messages of collectives that lost a rank, for which torch has no class of error."""
 
+_ALONE = "a call that all ranks must make may be under `if job.is_main:`"
+
 _NAMED = 4
 """Number of ranks whose places a message tells."""
+
+_WIDTH = 80
+"""Characters of a script's line that a message shows."""
 
 _LIBRARIES = {"accelcore", "torch", *sys.stdlib_module_names}
 _jobs = count()
@@ -109,7 +115,7 @@ class MissingRanks:
                 raise DistributedError(
                     f"{ranks(late)} of this job did not come to its end",
                     why=_places(late, notes),
-                    remedy="let all ranks leave `with accel.distributed():`, or raise its timeout",
+                    remedy=f"let all ranks leave `with accel.distributed():`, or raise its timeout; {_ALONE}",
                 )
             interval = min(2 * interval, 60.0)
 
@@ -122,7 +128,7 @@ class MissingRanks:
         # SystemExit is for the launcher, and KeyboardInterrupt for the user; a script may wrap any other error.
         lost = next(filter(_is_loss, _causes(error)), None) if isinstance(error, Exception) else None
         if lost is not None:
-            explained = self._name_missing(str(lost).strip().split("\n", 1)[0])
+            explained = self._name_missing(str(lost).strip().split("\n", 1)[0], getattr(lost, "remedy", ""))
         lines = str(explained or error).splitlines()
         self._failed = f"{type(explained or error).__name__}: {lines[0] if lines else ''}"
         self._follows = self._follows or lost is not None
@@ -157,7 +163,7 @@ class MissingRanks:
             except RuntimeError:
                 return  # the store has gone, and the job with it
 
-    def _name_missing(self, why: str) -> DistributedError:
+    def _name_missing(self, why: str, remedy: str = "") -> DistributedError:
         try:
             notes, silent = self._collect()
         except RuntimeError:
@@ -168,7 +174,7 @@ class MissingRanks:
             )
         others = {rank: note for rank, note in notes.items() if rank != self._rank}
         if culprits := _select(others, lambda note: note.is_culprit):
-            return self._others_failed(culprits, notes, why)
+            return self._others_failed(culprits, notes, why, remedy)
         furthest = max(note.place for note in notes.values())
         for missing, what in (
             (_select(others, lambda note: note.done), "left the job, which others have not"),
@@ -179,22 +185,25 @@ class MissingRanks:
                 return DistributedError(
                     f"{ranks(missing)} of this job {what}",
                     why="; ".join(filter(None, [_places([*missing[:_NAMED], self._rank], notes), why])),
-                    remedy="see what delays it or has ended it; if it only needs more time, raise "
+                    remedy=remedy
+                    or f"see what delays it or has ended it; {_ALONE}; if it only needs more time, raise "
                     "accel.distributed(timeout=...)",
                 )
         if failed := _select(others, lambda note: bool(note.failed)):
-            return self._others_failed(failed, notes, why)
+            return self._others_failed(failed, notes, why, remedy)
         return DistributedError(
             "a collective failed, and no rank of this job is missing",
             why=f"{_places([*notes][:_NAMED], notes)}; {why}",
             remedy="check whether all ranks call the same collectives: accelcore run --check-collectives",
         )
 
-    def _others_failed(self, failed: Sequence[int], notes: Mapping[int, _Note], why: str = "") -> DistributedError:
+    def _others_failed(
+        self, failed: Sequence[int], notes: Mapping[int, _Note], why: str = "", remedy: str = ""
+    ) -> DistributedError:
         return DistributedError(
             f"{ranks(failed)} of this job failed, and the others cannot go on without it",
             why="; ".join(filter(None, [_places([*failed[:_NAMED], self._rank], notes), why])),
-            remedy="see the traceback of that rank",
+            remedy=remedy or "see the traceback of that rank",
         )
 
     def _collect(self) -> tuple[dict[int, _Note], list[int]]:
@@ -268,10 +277,15 @@ def _last_collective() -> tuple[int, str]:
 
 
 def _script_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the first line outside of libraries, such as `train.py:12 in main`; `frames` begin with the innermost."""
+    """Return the first line outside of libraries, such as `train.py:12 in main (trainer.save(folder))`.
+
+    `frames` begin with the innermost.
+    """
     for frame, line in frames:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            return f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}"
+            path = frame.f_code.co_filename
+            source = linecache.getline(path, line).strip()[:_WIDTH]
+            return f"{Path(path).name}:{line} in {frame.f_code.co_name}" + (f" ({source})" if source else "")
     return ""
 
 

@@ -12,7 +12,7 @@ import torch
 from accelcore.errors import ConfigurationError
 from accelcore.scaling.contract import LossScale, LossScaler
 from accelcore.scaling.dynamic import Scalers
-from accelcore.util.text import did_you_mean, is_number
+from accelcore.util.text import Settings, did_you_mean, is_number
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
@@ -31,7 +31,7 @@ _LEVEL_DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(Settings):
     """Precision of a whole training run. Dtypes are torch's names, such as `"bfloat16"`.
 
     Attributes:
@@ -96,9 +96,11 @@ class Policy:
         for name in ("autocast", "model_dtype"):
             value = getattr(self, name)
             if value is not None and value not in _FLOATS:
+                dtype = _DTYPES.get(_canonical(value))
                 raise ConfigurationError(
                     f"{name}={value!r} is not a floating-point dtype",
                     available=f"{', '.join(_FLOATS)}; each device declares which of them it supports",
+                    remedy=f'write {name}="{str(dtype).removeprefix("torch.")}"' if dtype else "",
                 )
         for name in ("masters", "keep_batchnorm_fp32", "cast_boundary"):
             if not isinstance(getattr(self, name), bool):
@@ -140,6 +142,14 @@ _ALIASES = {
     "bfloat16": "bf16", "bf16-mixed": "bf16",
     "float16": "fp16", "half": "fp16", "16": "fp16", "16-mixed": "fp16",
 }  # fmt: skip
+# Words that do not tell which precision is meant.
+_MEANT = {
+    **dict.fromkeys(
+        ("amp", "mixed", "mixed_precision", "auto", "low", "true"), 'write "bf16", or "best" for the fastest'
+    ),
+    "tf32": 'write fp32="fast", for fp32 products only',
+    "none": "leave precision out for fp32",
+}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -174,20 +184,21 @@ def choose_policy(precision: object, loss_scale: float | str | LossScale | None)
 
 
 def autocast_dtype(dtype: torch.dtype | str, backend: Backend) -> torch.dtype | None:
-    """Return the dtype of a word such as `"bf16"`; None if it is `"best"` and fp32 is fastest on the device.
+    """Return the dtype of a word such as `"bf16"`; None for fp32, also if that is what `"best"` is on the device.
 
     Raises:
         ConfigurationError: unknown word.
     """
-    if isinstance(dtype, torch.dtype):
-        return dtype
     if dtype == _BEST:
         return _fastest(backend)
-    if _canonical(dtype) not in _DTYPES:
+    found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(_canonical(dtype))
+    if found is None:
         raise ConfigurationError(
-            f"{dtype!r} is not a dtype", available=f'torch.bfloat16, "bfloat16", "bf16", and so on; "{_BEST}"'
+            f"{dtype!r} is not a dtype",
+            available=f'torch.bfloat16, "bfloat16", "bf16", and so on; "{_BEST}"',
+            remedy="give one of those, or nothing for the device's own: the device need not be named",
         )
-    return _DTYPES[_canonical(dtype)]
+    return None if found == torch.float32 else found
 
 
 def fp32_mode(mode: str | None, backend: Backend) -> str | None:
@@ -233,5 +244,5 @@ def _unknown(precision: object, known: Iterable[str]) -> ConfigurationError:
     return ConfigurationError(
         f"there is no precision {precision!r}",
         available=", ".join(known),
-        remedy=did_you_mean(str(precision), known),
+        remedy=_MEANT.get(str(precision).lower()) or did_you_mean(str(precision), (*known, *_ALIASES)),
     )

@@ -58,7 +58,7 @@ class Runtime(ABC):
         """Seed the random generators of Python, torch, the device, and NumPy if it is loaded.
 
         Args:
-            n: the seed.
+            n: the seed, a whole number of at most 64 bits.
             deterministic: if true, torch refuses operators without a deterministic implementation for the rest of the
                 process.
             same: with `"everywhere"`, the host draws all random numbers, so that every kind of device gets the same
@@ -66,7 +66,7 @@ class Runtime(ABC):
                 without it. What must draw on the device, such as a captured graph, raises UnsupportedError.
 
         Raises:
-            ConfigurationError: `same` has another value.
+            ConfigurationError: `n` is not such a number, or `same` has another value.
         """
 
     @abstractmethod
@@ -145,6 +145,8 @@ class TorchRuntime(Runtime):
         torch.get_device_module(self.device).synchronize(self.device)
 
     def seed(self, n: int, *, deterministic: bool = False, same: Literal["everywhere"] | None = None) -> None:
+        if not isinstance(n, int) or isinstance(n, bool) or not -(2**63) <= n < 2**64:
+            raise ConfigurationError(f"{n!r} is not a seed", remedy="give a whole number of at most 64 bits, such as 0")
         if same not in (None, "everywhere"):
             raise ConfigurationError(
                 f'same={same!r} must be None or "everywhere"',

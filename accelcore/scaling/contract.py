@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
-from accelcore.util.text import is_number
+from accelcore.util.text import Settings, is_number
 
 __all__ = [
     "OF_APEX",
@@ -53,7 +53,7 @@ _DTYPE, _IS_SPARSE = attrgetter("dtype"), attrgetter("is_sparse")
 
 
 @dataclass(frozen=True)
-class LossScale:
+class LossScale(Settings):
     """Start and movement of a dynamic loss scale. torch.amp.GradScaler has the same defaults, and no bounds.
 
     Attributes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -340,3 +340,18 @@ class Scalers:
     def none(self) -> LossScaler:
         """Return the scaler that changes nothing."""
         return NoScaler()
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raise ConfigurationError: this is no class of scalers, as torch's `GradScaler` is."""
+        raise _not_a_scaler()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        what = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(str(_not_a_scaler()) if hasattr(LossScaler, name) else what)  # as `hasattr` expects
+
+
+def _not_a_scaler() -> ConfigurationError:
+    return ConfigurationError(
+        "accel.scaler is not a loss scaler, it makes them",
+        remedy="write scaler = accel.scaler.create() before the loop; accel.scaler.none() makes one that does nothing",
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.jobs.collectives import Collectives
-from accelcore.jobs.job import gather
+from accelcore.jobs.job import gather, not_all_came
 from accelcore.training.plan import Plan
 from accelcore.util.text import ranks
 
@@ -46,11 +46,7 @@ class Agreement:
         except ValueError:  # not every kind of group can report the missing ranks
             self._collectives.barrier()
         except RuntimeError as error:
-            raise DistributedError(
-                f"not every rank of the job came to {what}",
-                why=str(error).strip().split("\n", 1)[0],
-                remedy=f"call {what} on all ranks, and not under `if rank == 0:`",
-            ) from error
+            raise not_all_came(what, error) from error
 
     def train_alike(self, description: Mapping[str, str]) -> None:
         """Raise DistributedError on every rank if the ranks' descriptions differ; see `describe`."""

@@ -18,7 +18,7 @@ from accelcore.scaling.contract import LossScale
 from accelcore.torch_internals import OpOverload
 from accelcore.training.observers import Observer
 from accelcore.training.schedule import ScheduleBy
-from accelcore.util.text import did_you_mean, is_number, is_whole, kind_of
+from accelcore.util.text import Settings, did_you_mean, is_number, is_whole, kind_of
 
 __all__ = [
     "FSDP",
@@ -41,7 +41,7 @@ Parts = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bo
 
 
 @dataclass(frozen=True)
-class FSDP:
+class FSDP(Settings):
     """Options of `parallel=FSDP(...)`: torch's `fully_shard` divides parameters, gradients and optimizer state.
 
     The parameters of a *group* are gathered and freed together. Each module that `wrap` chooses is a group; the rest of
@@ -69,7 +69,7 @@ class FSDP:
 
 
 @dataclass(frozen=True)
-class Recompute:
+class Recompute(Settings):
     """Activation checkpointing that keeps the results of some operators.
 
     Attributes:

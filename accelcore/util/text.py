@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
-__all__ = ["did_you_mean", "is_number", "is_whole", "kind_of", "nearest", "ranks", "shown"]
+from accelcore.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Settings", "did_you_mean", "is_number", "is_whole", "kind_of", "nearest", "ranks", "shown"]
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
@@ -33,10 +39,13 @@ def shown(text: str, limit: int = 60) -> str:
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word most similar to an unknown one, or None.
 
-    Both begin with the same letter: between short words that do not, common letters mean nothing.
+    Both begin with the same letter, or one contains the other: between other short words, common letters mean nothing.
     """
-    alike = [name for name in known if name[:1].lower() == word[:1].lower()]
-    return next(iter(get_close_matches(word, alike, n=1)), None)
+    lower = {name.lower(): name for name in known}
+    word = word.lower()
+    alike = get_close_matches(word, [name for name in lower if name[:1] == word[:1]], n=1)
+    within = [name for name in lower if min(len(name), len(word)) > 3 and (name in word or word in name)]
+    return next((lower[name] for name in (*alike, *get_close_matches(word, within, n=1, cutoff=0.3))), None)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
@@ -51,3 +60,18 @@ def ranks(numbers: Iterable[int]) -> str:
     """Return ranks as text: `rank 1`, `ranks 0, 2 and 3`."""
     *rest, last = map(str, sorted(numbers))
     return f"ranks {', '.join(rest)} and {last}" if rest else f"rank {last}"
+
+
+class Settings:
+    """Base of dataclasses of settings. Their constructors raise ConfigurationError for an unknown name."""
+
+    def __new__(cls, *_: object, **given: object) -> Self:
+        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]  # of every subclass
+        for name in given:
+            if name not in known:
+                raise ConfigurationError(
+                    f"{cls.__name__} has no setting {name!r}",
+                    available=", ".join(known),
+                    remedy=did_you_mean(name, known, "choose one of those"),
+                )
+        return super().__new__(cls)

@@ -6,7 +6,6 @@ import sys
 import time
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,9 +105,7 @@ def test_any_text_is_read_or_refused_in_few_printable_words(text):
     assert message.isascii()
 
 
-@pytest.mark.parametrize(
-    "thing", [0, 1.5, True, b"cpu", ["cpu"], torch.device("cpu"), object()], ids=lambda thing: type(thing).__name__
-)
+@pytest.mark.parametrize("thing", [0, 1.5, True, b"cpu", ["cpu"], object()], ids=lambda thing: type(thing).__name__)
 def test_what_is_no_string_is_refused_by_its_type(thing):
     with pytest.raises(ConfigurationError, match=rf"\Adevice is an? {type(thing).__name__}, not a string"):
         accelcore.select(thing)

@@ -76,6 +76,8 @@ def train() -> None:
             while not Path(sys.argv[2], "rank 2 has ended").exists():
                 time.sleep(0.01)
             job.barrier()
+        if sys.argv[1] == "gathers alone" and job.rank == 0:
+            job.gather(torch.ones(1))
         if sys.argv[1] == "another collective":
             tensor = torch.ones(3)
             accel.collectives.broadcast(tensor) if job.rank else accel.collectives.all_reduce(tensor)

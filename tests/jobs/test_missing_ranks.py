@@ -36,7 +36,10 @@ def test_who_did_not_come_in_time_is_named_with_step_collective_and_line(run):
     said = final(first)
     assert said.startswith("rank 1 of this job did not join a collective that others wait in\n")
     assert re.search(r"rank 1 is in step 2, its last collective is gloo:all_reduce of \(\d+,\), number \d+, ", said)
-    assert re.search(r"it is at lost_ranks\.py:\d+ in loads; rank 0 is in step 3, its last collective is ", said)
+    assert re.search(
+        r"it is at lost_ranks\.py:\d+ in loads \(threading\.Event\(\)\.wait\(\)\); rank 0 is in step 3, its last",
+        said,
+    )
     assert "5000ms" in said, "what torch says of the timeout"
     assert "The above exception was the direct cause" in first
 
@@ -65,7 +68,9 @@ def test_where_a_rank_fails_the_others_say_what_failed(run, way):
     assert "DistributedError" not in second
     said = final(first)
     assert said.startswith("rank 1 of this job failed, and the others cannot go on without it\n")
-    assert re.search(r"it is at lost_ranks\.py:\d+ in loads, it failed: ValueError: a row is bad", said)
+    assert re.search(
+        r"it is at lost_ranks\.py:\d+ in loads \(raise ValueError\(.*\)\), it failed: ValueError: a row is bad", said
+    )
 
 
 def test_a_rank_whose_loop_ends_early_says_so_and_is_named(run):
@@ -105,11 +110,13 @@ def test_ranks_that_failed_because_another_did_are_not_named_beside_it(run, way,
         assert final(said).startswith(says), said
 
 
-def test_a_rank_that_saves_alone_is_told_who_did_not(run):
-    (first, _), codes = run("saves alone")
+@pytest.mark.parametrize(("way", "call"), [("saves alone", "trainer.save("), ("gathers alone", "job.gather(")])
+def test_a_call_on_the_main_rank_only_is_named_with_its_line_and_what_to_do(run, way, call):
+    (first, _), codes = run(way)
     assert codes[0] == 1
-    assert "not every rank of the job came to trainer.save()" in first
-    assert final(first).startswith("rank 1 ")
+    assert f"not every rank of the job came to {call})" in first
+    assert f"({call}" in final(first)
+    assert f"call {call}) on all ranks" in final(first)
 
 
 @pytest.mark.parametrize("way", ["another collective", "another shape"])

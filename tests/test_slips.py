@@ -1,0 +1,127 @@
+"""Slips of people who know torch and are new here: what is taken, and what an error tells them to write."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import accelcore
+from accelcore.errors import ConfigurationError, UnknownBackendError
+
+
+def test_a_device_of_torchs_is_taken():
+    assert accelcore.select(torch.device("cpu")).device == torch.device("cpu")
+    assert accelcore.select(torch.device("cpu", 0)).index == 0
+
+
+@pytest.mark.parametrize("asked", ["gadget", "gadget:1", "Widget"])
+def test_another_word_for_a_device_suggests_its_backend_and_loads_none(fakes, asked):
+    fakes.install("raise SystemExit('it was loaded')", backends=["mydevice"], keywords="pytorch,gadget,widget")
+    with pytest.raises(UnknownBackendError, match="did you mean 'mydevice'"):
+        accelcore.select(asked)
+
+
+@pytest.mark.parametrize(("plugin", "word"), [("cuda", "gpu"), ("cuda", "nvidia"), ("npu", "ascend")])
+def test_the_plugins_metadata_has_other_words_for_their_devices(plugin, word):
+    text = (Path(__file__).parents[1] / "plugins" / plugin / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"{word}"' in re.search(r"^keywords = (.+)$", text, re.M)[1]
+
+
+def test_a_blank_in_a_list_of_devices_is_named():
+    with pytest.raises(ConfigurationError, match="blank"):
+        accelcore.select("cuda, cpu")
+
+
+@pytest.mark.parametrize("seed", ["0", 1.5, None, True, 2**64, -(2**63) - 1])
+def test_a_seed_that_is_none_is_refused_and_draws_nothing(accel, seed):
+    before = torch.get_rng_state()
+    with pytest.raises(ConfigurationError, match=f"{seed!r} is not a seed"):
+        accel.runtime.seed(seed)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**64 - 1, -(2**63)])
+def test_every_seed_of_torchs_is_taken(accel, seed):
+    accel.runtime.seed(seed)
+    first = torch.rand(3)
+    torch.manual_seed(seed)
+    assert torch.equal(torch.rand(3), first)
+
+
+@pytest.mark.parametrize(
+    ("settings", "word", "meant"),
+    [
+        (accelcore.Policy, "dtype", "model_dtype"),
+        (accelcore.Policy, "auto_cast", "autocast"),
+        (accelcore.LossScale, "init_scale", "init"),
+        (accelcore.LossScale, "growth_interval", "interval"),
+        (accelcore.FSDP, "reshard", "reshard_after_forward"),
+        (accelcore.Recompute, "part", "parts"),
+    ],
+)
+def test_an_unknown_setting_suggests_a_known_one(settings, word, meant):
+    with pytest.raises(ConfigurationError, match=f"no setting '{word}'(?s:.*)did you mean '{meant}'"):
+        settings(**{word: 1})
+
+
+@pytest.mark.parametrize("dtype", ["bf16", torch.bfloat16, "bfloat16-mixed"])
+def test_a_policy_says_how_its_dtype_is_written(dtype):
+    known = dtype != "bfloat16-mixed"
+    with pytest.raises(ConfigurationError, match='write autocast="bfloat16"' if known else "is not a floating-point"):
+        accelcore.Policy(autocast=dtype)
+
+
+@pytest.mark.parametrize("timeout", [15, 15.0, timedelta(seconds=15)])
+def test_a_timeout_may_be_a_number_of_seconds(accel, monkeypatch, timeout):
+    waits = []
+    monkeypatch.setattr(type(accel.collectives), "init", lambda self, launch, *, timeout: waits.append(timeout))
+    with accel.distributed(timeout=timeout):
+        assert waits == [timedelta(seconds=15)]
+
+
+@pytest.mark.parametrize("timeout", ["15", 0, -1, True, float("inf"), float("nan"), timedelta()])
+def test_another_timeout_is_refused(accel, timeout):
+    with pytest.raises(ConfigurationError, match="number of seconds"):
+        accel.distributed(timeout=timeout)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "float32", torch.float32, 32])
+def test_autocast_to_fp32_switches_autocast_off(accel, dtype):
+    one = torch.randn(3, 3)
+    with accel.autocast("bf16"):
+        assert (one @ one).dtype is torch.bfloat16
+        with accel.autocast(dtype):
+            assert (one @ one).dtype is torch.float32
+        assert (one @ one).dtype is torch.bfloat16
+
+
+def test_the_factory_of_scalers_says_how_one_is_made(accel):
+    with pytest.raises(ConfigurationError, match=r"accel\.scaler\.create\(\)"):
+        accel.scaler()
+    with pytest.raises(AttributeError, match=r"accel\.scaler\.create\(\)"):
+        accel.scaler.scale(torch.ones(()))
+    with pytest.raises(AttributeError, match="no attribute 'scales'"):
+        _ = accel.scaler.scales
+
+
+@pytest.mark.parametrize(
+    ("precision", "remedy"),
+    [("amp", '"bf16"'), ("mixed", '"best"'), (True, '"bf16"'), ("tf32", 'fp32="fast"'), (None, "leave precision out"),
+     ("BF16", "did you mean 'bf16'"), ("mixed_bfloat16", "did you mean 'bfloat16'")],
+)  # fmt: skip
+def test_a_precision_that_is_none_says_what_to_write(accel, precision, remedy):
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ConfigurationError, match=f"there is no precision(?s:.*){remedy}"):
+        accel.trainer(model, torch.optim.SGD(model.parameters()), precision=precision)
+
+
+@pytest.mark.parametrize("value", ["a", [1.0, 2.0], None])
+def test_what_ranks_cannot_exchange_is_refused(accel, value):
+    job = accel.join()
+    for call in (job.mean, job.all_reduce, job.broadcast):
+        with pytest.raises(ConfigurationError, match="tensor"):
+            call(value)
