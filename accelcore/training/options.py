@@ -97,7 +97,13 @@ class TrainerOptions(TypedDict, total=False):
             object or dict is then `aux`. `model` is the one that was prepared for this device. None: the model itself
             returns this, or a tuple that begins with the loss. It is called as `model(**batch)` for a mapping,
             `model(*batch)` for a list or tuple, else `model(batch)`.
-        scheduler: a learning rate scheduler of torch. It is saved and restored with the rest.
+        scheduler: a learning rate scheduler of torch. It is saved and restored with the rest. Or `"constant"`,
+            or `"cosine"` or `"linear"`, which fall to 0; or a function of the optimizer and the number of updates that
+            returns a scheduler. The trainer makes these when it knows the number: from `total_steps`, or when the first
+            epoch of `trainer.batches(loader)` begins in a loop over `trainer.epochs(n)`.
+        warmup: updates in which the learning rate first rises linearly to its value: a number, or a share of all
+            updates, such as 0.05. For a `scheduler` that the trainer makes.
+        total_steps: number of updates of the whole training; None if epochs and loader tell it.
         schedule_by: when the scheduler is stepped. `"window"`: after each update, even if it was skipped for overflow.
             `"epoch"`: after each epoch of `trainer.batches(loader)`. `"script"`: the script calls `scheduler.step()`,
             as ReduceLROnPlateau needs for its metric. Under the other two a script that does so gets an error.
@@ -138,7 +144,9 @@ class TrainerOptions(TypedDict, total=False):
     """
 
     loss: Loss | None
-    scheduler: LRScheduler | None
+    scheduler: LRScheduler | str | Callable[[Optimizer, int], LRScheduler] | None
+    warmup: float
+    total_steps: int | None
     schedule_by: ScheduleBy
     precision: str | int | torch.dtype | Policy
     loss_scale: float | str | LossScale | None
@@ -159,6 +167,7 @@ class TrainerOptions(TypedDict, total=False):
 
 
 _DEFAULTS = {
+    "warmup": 0,
     "schedule_by": "window",
     "precision": "fp32",
     "accumulate": 1,
@@ -199,6 +208,11 @@ def check_values(options: TrainerOptions) -> None:
             weight is None or callable(weight),
             f"weight={weight!r} is not a function",
             "pass lambda batch: len(batch[0])",
+        ),
+        (
+            options["total_steps"] is None or is_whole(options["total_steps"], 1),
+            f"total_steps={options['total_steps']!r} is not a number of updates",
+            "give 1 or more, or None",
         ),
         # It is read more than once.
         (isinstance(observers, Sequence), f"observers={observers!r} is not a list", "pass observers=[...]"),

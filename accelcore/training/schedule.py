@@ -1,39 +1,44 @@
-"""Learning rate schedule: stepped by window, by epoch, or by the script."""
+"""Learning rate schedule: made when the number of updates is known; stepped by window, by epoch or by the script."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accelcore.errors import ConfigurationError, TrainingError
+from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
+from accelcore.training.make_schedule import maker
 
 __all__ = ["Schedule", "ScheduleBy"]
 
 ScheduleBy = Literal["window", "epoch", "script"]
 
-_METHODS = ("step", "state_dict", "load_state_dict")
-
 
 class Schedule:
-    """Steps a scheduler, if there is one.
+    """Makes a scheduler, if it is given by name or function, and steps it, if there is one.
 
     A window that was skipped for overflow counts too: only the device knows, and to ask would make every step wait.
+
+    Attributes:
+        scheduler: None if there is none, or if it is not made yet.
+        updates: the number of updates that it was made for; None if it was given, or is not made yet.
+        by: when it is stepped.
     """
 
-    def __init__(self, scheduler: LRScheduler | None, optimizer: Optimizer, by: ScheduleBy) -> None:
+    scheduler: LRScheduler | None
+    updates: int | None = None
+
+    def __init__(self, scheduler: Any, optimizer: Optimizer, by: ScheduleBy, warmup: float = 0) -> None:
         if by not in get_args(ScheduleBy):
             raise ConfigurationError(
                 f"schedule_by={by!r} is unknown",
                 available='"window": step after each update; "epoch": after each epoch; "script": you step it',
             )
-        if isinstance(scheduler, type) or not (scheduler is None or all(hasattr(scheduler, name) for name in _METHODS)):
-            raise ConfigurationError(
-                f"{scheduler!r} is not a scheduler",
-                remedy="make one: scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)",
-            )
+        self._make = maker(scheduler, warmup, by)
         if by != "window" and scheduler is None:
             raise ConfigurationError(f"schedule_by={by!r} was given without a scheduler", remedy="pass scheduler=...")
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
@@ -45,19 +50,97 @@ class Schedule:
                 "ReduceLROnPlateau needs a metric, which the trainer does not have",
                 remedy='set schedule_by="script", and call scheduler.step(metric) yourself',
             )
-        self._scheduler, self._by = scheduler, by
+        self.scheduler, self.by = None if self._make else scheduler, by
+        self._optimizer, self._compared = optimizer, self._make is None
         self._steps = scheduler is not None and by != "script"
         self._first = True
         self._epoch = 0
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
 
+    @property
+    def is_to_be_made(self) -> bool:
+        """Whether the scheduler still waits for the number of updates."""
+        return self._make is not None and self.scheduler is None
+
+    @property
+    def is_to_be_compared(self) -> bool:
+        """Whether `check_updates` still has to be called."""
+        return not self._compared
+
+    def begin(self, updates: int | None) -> None:
+        """Note the learning rates that the schedule will begin from; make it if the number of updates is given."""
+        if self.is_to_be_made:
+            for group in self._optimizer.param_groups:  # as schedulers do; a checkpoint has them
+                lr = group["lr"]
+                group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
+            if updates is not None:
+                self.check_updates(updates)
+
+    def make(self, updates: int) -> None:
+        """Make the scheduler for a number of updates."""
+        assert self._make is not None, "the scheduler was given"
+        self.scheduler, self.updates = self._make(self._optimizer, updates), updates
+
+    def check_updates(self, updates: int | None) -> None:
+        """Make the scheduler, or compare it with the number of updates, once; None: the number is unknown."""
+        if self._compared:
+            return
+        if updates is None and self.scheduler is None:
+            raise ConfigurationError(
+                "the schedule cannot be made, because the number of updates is not known",
+                why="it is known if the epochs come from trainer.epochs(n), the batches from trainer.batches(loader), "
+                "and the loader has a length",
+                remedy="write both loops so, or give accel.trainer(..., total_steps=...)",
+            )
+        if updates is not None and self.scheduler is None:
+            self.make(updates)
+        elif updates not in (None, self.updates):
+            raise ConfigurationError(
+                f"the schedule was made for {self.updates} updates, and this training has {updates}",
+                why="the run that saved the checkpoint had other epochs, batches, ranks or accumulate",
+                remedy=f"train as it did; or give accel.trainer(..., total_steps={self.updates}), to keep its schedule",
+            )
+        self._compared = True
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for `prepare`."""
+        state = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"kind": type(self.scheduler).__name__, "by": self.by, "updates": self.updates, "state": state}
+
+    def prepare(self, kind: str, updates: int | None, state: dict[str, Any]) -> Callable[[], object]:
+        """Return the function that restores a scheduler of a class and a number of updates; it may have to make it.
+
+        Raises:
+            CheckpointError: this schedule is another one.
+        """
+        makes = self.is_to_be_made and updates is not None
+        if kind != type(self.scheduler).__name__ and not makes:
+            raise _another_kind(kind, self.scheduler)
+        if None not in (updates, self.updates) and updates != self.updates:
+            raise CheckpointError(
+                f"the checkpoint's scheduler was made for {updates} updates, and this one for {self.updates}",
+                remedy=f"train as long as that run; or give accel.trainer(..., total_steps={updates}), to keep its "
+                "schedule",
+            )
+
+        def restore() -> None:
+            if makes:
+                assert updates is not None
+                self.make(updates)
+                if type(self.scheduler).__name__ != kind:
+                    raise _another_kind(kind, self.scheduler)
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(state)
+
+        return restore
+
     def check(self) -> None:
         """Raise TrainingError if the scheduler is not where the trainer left it, or where a set epoch needs it."""
-        now = _last_epoch(self._scheduler)
+        now = _last_epoch(self.scheduler)
         if None not in (self._expected, now) and now != self._expected:
             raise TrainingError(
                 f"the scheduler is at last_epoch={now}, and the trainer expects {self._expected}",
-                why=f"the trainer steps it after each {self._by}; the script stepped or loaded it too, or set "
+                why=f"the trainer steps it after each {self.by}; the script stepped or loaded it too, or set "
                 "trainer.epoch and not the scheduler",
                 remedy="leave scheduler.step() out; after trainer.epoch = ... bring the scheduler there by "
                 'trainer.scheduler.load_state_dict(...); or set schedule_by="script", and step it yourself',
@@ -68,15 +151,15 @@ class Schedule:
         if not self._steps:
             return
         self.check()
-        if self._by == "window":
+        if self.by == "window":
             self._step()
         else:
-            self._expected = _last_epoch(self._scheduler)
+            self._expected = _last_epoch(self.scheduler)
 
     def epochs_ended(self, epoch: int) -> None:
         """Step by epoch, once for each epoch that ended since the last call; `epoch`: the number of ended epochs."""
         before, self._epoch = self._epoch, epoch  # a step that raises is not repeated
-        if self._by == "epoch" and before < epoch:
+        if self.by == "epoch" and before < epoch:
             self.check()
             for _ in range(before, epoch):
                 self._step()
@@ -89,21 +172,28 @@ class Schedule:
         """Continue after `epoch` ended epochs; by epoch, the script must bring the scheduler there."""
         moved = epoch != self._epoch
         self.restored(epoch)
-        if self._by == "epoch" and moved:
+        if self.by == "epoch" and moved:
             self._expected = epoch
 
     def _step(self) -> None:
-        assert self._scheduler is not None, "_steps is False without a scheduler"
+        assert self.scheduler is not None, "_steps is False without a scheduler, and a step needs one that is made"
         try:
             if not self._first:
-                self._scheduler.step()
+                self.scheduler.step()
                 return
             self._first = False
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before", UserWarning)
-                self._scheduler.step()
+                self.scheduler.step()
         finally:  # a schedule past its end raises, and has counted the step
-            self._expected = _last_epoch(self._scheduler)
+            self._expected = _last_epoch(self.scheduler)
+
+
+def _another_kind(kind: str, own: object) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint's scheduler is a {kind}, not a {type(own).__name__}",
+        remedy="build the trainer as it was built when the checkpoint was saved",
+    )
 
 
 def _last_epoch(scheduler: Any) -> int | None:

@@ -11,6 +11,7 @@ from weakref import proxy
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.errors import TrainingError
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
@@ -63,7 +64,7 @@ class Trainer:
         options: see `TrainerOptions`.
 
     Attributes:
-        backend, model, optimizer, scheduler: as given.
+        backend, model, optimizer: as given.
         scaler: the loss scaler; one that does nothing if none is needed.
         saver: saves and restores this trainer; `Together` uses it.
         aux: what the last `loss` returned beside the scalar.
@@ -82,12 +83,12 @@ class Trainer:
         check_arguments(model, optimizer, given["loss"])
         check_values(given)
         self.backend, self._options = backend, given
-        self._schedule = Schedule(given["scheduler"], optimizer, given["schedule_by"])
+        self._schedule = Schedule(given["scheduler"], optimizer, given["schedule_by"], given["warmup"])
         self._plan = plan = Plan(backend, model, optimizer, given)
         self._preparation = Preparation(plan)
         self._preparation.check("accel.trainer(...)")
         self._preparation.apply()
-        self.model, self.optimizer, self.scheduler = model, optimizer, given["scheduler"]
+        self.model, self.optimizer = model, optimizer
         self.scaler = create_scaler(backend.scaler, plan.policy)
         self._window = Window(
             given["accumulate"], backend.device, divisor=plan.strategy.divisor, tensors_only=given["graph"]
@@ -101,6 +102,7 @@ class Trainer:
         self._number = next(_numbers)
         self.aux: Any = None
         self._prepared()
+        self._schedule.begin(given["total_steps"])
         for listener in plan.listeners.begin:
             listener(proxy(self))
 
@@ -112,6 +114,20 @@ class Trainer:
     def steps(self) -> int:
         """Number of windows closed so far."""
         return self._window.steps
+
+    @property
+    def total_steps(self) -> int | None:
+        """Number of windows of the whole training: as given, else from `epochs(n)` and the length of the last loader.
+
+        None as long as one of these is unknown.
+        """
+        given = self._options["total_steps"]
+        return self._streams.total_steps(self.accumulate) if given is None else given
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """Learning rate scheduler; None if there is none, or if it is not made yet."""
+        return self._schedule.scheduler
 
     @property
     def accumulate(self) -> int:
@@ -173,13 +189,15 @@ class Trainer:
             shard: False if the loader already yields this rank's share.
         """
         read = self._streams.batches(loader, name=name, shard=shard, check=self._check_model, flush=self.flush)
-        if name == "train" and self._plan.listeners.reads_data:
-            read = self._observed(read)
+        if name == "train" and (self._plan.listeners.reads_data or self._schedule.is_to_be_compared):
+            read = self._observed(read, loader, shard=shard)
         return Batches(read, lambda: self._streams[name].length(loader, shard=shard))
 
-    def _observed(self, read: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of an epoch, and call the observers of data."""
+    def _observed(self, read: Iterator[Any], loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
+        """Yield the batches of an epoch; make the schedule before, and call the observers of data."""
         listeners, epoch = self._plan.listeners, None
+        self._streams.measure(loader, shard=shard)
+        self._schedule.check_updates(self.total_steps)
         with closing(read):  # type: ignore[type-var]  # a generator; a loop that is left early ends the epoch
             for batch in read:
                 if epoch is None:
@@ -372,6 +390,8 @@ class Trainer:
         self._number_step(self._window.micro + 1)
         if begins and not self._window.steps:
             self._streams.warn_if_unused(1)
+            if self._schedule.is_to_be_made:
+                self._schedule.check_updates(None)  # raises
 
     def _number_step(self, micro: int) -> None:
         """Tell the job which step and micro-batch this is; a flush counts as the last one."""

@@ -13,7 +13,7 @@ def loss_of(model, batch):
     return model(batch).square().mean()
 
 
-@pytest.mark.parametrize("scheduler", ["cosine", StepLR, [None], len], ids=["name", "class", "list", "function"])
+@pytest.mark.parametrize("scheduler", [StepLR, [None]], ids=["class", "list"])
 def test_what_is_no_scheduler_is_refused_when_the_trainer_is_made(accel, scheduler):
     model = nn.Linear(3, 2)
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)

@@ -209,6 +209,8 @@ class DataStreams:
         self._runtime, self._collectives, self._schedule = runtime, collectives, schedule
         self._streams: dict[str, DataStream] = {}
         self._counts_epochs, self._warned = counts_epochs, False
+        self._total_epochs: int | None = None
+        self._batches: int | None = None
         _all.add(self)
 
     def __getitem__(self, name: str) -> DataStream:
@@ -234,7 +236,7 @@ class DataStreams:
         """Return the remaining epochs; see `Trainer.epochs`."""
         if not is_whole(total):
             raise ConfigurationError(f"{total!r} is not a number of epochs", remedy="give a whole number >= 0")
-        done = self["train"].epoch
+        self._total_epochs, done = total, self["train"].epoch
         if 0 < total <= done and self._collectives.rank == 0:
             logger.warning(
                 "this training is finished: %d of %d epochs are done; to continue, ask for more epochs; to start over, "
@@ -243,6 +245,19 @@ class DataStreams:
                 total,
             )
         return self["train"].epochs(total, self._schedule.epochs_ended)
+
+    def measure(self, loader: Iterable[Any], *, shard: bool) -> None:
+        """Note how many batches an epoch of `loader` has, for `total_steps`."""
+        try:
+            self._batches = self["train"].length(loader, shard=shard)
+        except (TypeError, NotImplementedError):  # it has no length
+            self._batches = None
+
+    def total_steps(self, accumulate: int) -> int | None:
+        """Return the number of windows of all epochs; None if it is unknown."""
+        if self._total_epochs is None or self._batches is None:
+            return None
+        return self._total_epochs * -(-self._batches // accumulate)
 
     def end_epochs(self) -> None:
         """Step the schedule for the epochs that have ended."""

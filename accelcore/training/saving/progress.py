@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.errors import CheckpointError
 from accelcore.optim.shards import is_sharded, to_local
@@ -17,6 +16,7 @@ from accelcore.scaling.contract import LossScaler, described
 from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.gradients import Gradients
 from accelcore.training.saving.part import Part, Saved, as_dict, kind, malformed, number
+from accelcore.training.schedule import Schedule
 from accelcore.training.window import Window
 
 __all__ = ["DataStreamsPart", "ExtraPart", "RandomPart", "ScalerPart", "SchedulePart", "WindowPart"]
@@ -29,30 +29,26 @@ class SchedulePart(Part):
 
     name = "schedule"
 
-    def __init__(self, scheduler: LRScheduler | None, by: str) -> None:
-        self._scheduler, self._by = scheduler, by
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
 
     def state(self) -> Any:
-        state = None if self._scheduler is None else self._scheduler.state_dict()
-        return {"kind": type(self._scheduler).__name__, "by": self._by, "state": state}
+        return self._schedule.state()
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
-        schedule = as_dict(saved.shared.get("schedule"), "schedule", "kind", "by", "state")
-        own, scheduler = type(self._scheduler).__name__, self._scheduler
-        if schedule["kind"] != own:
+        schedule = as_dict(saved.shared.get("schedule"), "schedule", "kind", "by", "updates", "state")
+        updates, state = schedule["updates"], schedule["state"]
+        restore = self._schedule.prepare(
+            schedule["kind"],
+            None if updates is None else number(updates, "updates"),
+            {} if state is None else as_dict(state, "schedule"),
+        )
+        if schedule["by"] != self._schedule.by:
             raise CheckpointError(
-                f"the checkpoint's scheduler is a {schedule['kind']}, not a {own}",
-                remedy="build the trainer as it was built when the checkpoint was saved",
-            )
-        if schedule["by"] != self._by:
-            raise CheckpointError(
-                f"the checkpoint's scheduler is stepped by {schedule['by']}, and this one by {self._by}",
+                f"the checkpoint's scheduler is stepped by {schedule['by']}, and this one by {self._schedule.by}",
                 remedy=f'give the trainer schedule_by="{schedule["by"]}"',
             )
-        if scheduler is None:
-            return lambda: None
-        state = as_dict(schedule["state"], "schedule")
-        return lambda: scheduler.load_state_dict(state)
+        return restore
 
 
 class ScalerPart(Part):

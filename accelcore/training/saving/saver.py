@@ -85,12 +85,12 @@ class Saver:
     def _parts(self, extra: dict[str, Any]) -> list[Part]:
         """Return the parts in the order in which they are restored. A new kind of state is one more of these."""
         plan, runtime = self._plan, self.backend.runtime
-        model, gradients, options = plan.model, plan.gradients, plan.options
+        model, gradients = plan.model, plan.gradients
         model_part = ModelPart(model, gradients)
         return [
             model_part,
             MastersPart(model_part, gradients),
-            progress.SchedulePart(options["scheduler"], options["schedule_by"]),
+            progress.SchedulePart(self._schedule),
             OptimizerPart(model, plan.optimizer, gradients, plan.strategy),
             progress.ScalerPart(self._scaler),
             progress.WindowPart(model, self._window, gradients),

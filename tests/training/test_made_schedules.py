@@ -1,0 +1,157 @@
+"""Schedules that the trainer makes: by name or by function, when it knows the number of updates."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.utils.data import DataLoader, IterableDataset
+
+import accelcore
+
+ROWS = torch.randn(10, 3, generator=torch.Generator().manual_seed(1))
+LOADER = DataLoader(ROWS, 2)  # 5 batches, 3 windows of 2
+
+
+class Rates(accelcore.Observer):
+    """The learning rate of each window."""
+
+    def begin(self, trainer):
+        self.trainer, self.seen = trainer, []
+
+    def batch(self, batch):
+        self.rate = self.trainer.optimizer.param_groups[0]["lr"]
+
+    def step(self, steps):
+        self.seen.append(float(self.rate))
+
+
+def make(accel, scheduler="cosine", *, create=None, **options):
+    model, rates = nn.Linear(3, 2), Rates()
+    optimizer = (create or accel.optimizers.create)("adamw", model.parameters(), lr=0.1)
+    options = {"loss": lambda model, rows: model(rows).square().mean(), "accumulate": 2, **options}
+    return accel.trainer(model, optimizer, scheduler=scheduler, observers=[rates], **options), rates
+
+
+def train(trainer, epochs, loader=LOADER, *, stop=None, folder=None):
+    """Train; or, until `stop` windows are closed, and save then."""
+    for _ in trainer.epochs(epochs):
+        for batch in trainer.batches(loader):
+            trainer(batch)
+            if trainer.steps == stop:
+                trainer.save(folder)
+                return
+
+
+AFTER = {  # of the share of the updates that are done
+    "constant": lambda share: 1.0,
+    "linear": lambda share: 1 - share,
+    "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
+    "function": lambda share: 0.5 ** (12 * share // 4),
+}
+OF_TORCH = {"function": lambda optimizer, updates: StepLR(optimizer, updates // 3, gamma=0.5)}
+
+
+@pytest.mark.parametrize("name", AFTER)
+@pytest.mark.parametrize("warmup", [0, 3, 0.2])
+def test_a_named_schedule_rises_and_falls_over_all_updates(accel, name, warmup):
+    trainer, rates = make(accel, OF_TORCH.get(name, name), warmup=warmup)
+    rising = 3 if warmup else 0
+    train(trainer, 5 if rising else 4)
+    fall = 12
+    assert trainer.total_steps == rising + fall == trainer.steps
+    up = [0.1 * (step + 1) / (rising + 1) for step in range(rising)]
+    assert rates.seen == pytest.approx(up + [0.1 * AFTER[name](step / fall) for step in range(fall)])
+
+
+def torchs(name, parameters, lr):
+    return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+
+@pytest.mark.parametrize("create", [None, torchs], ids=["ours", "torch's"])
+@pytest.mark.parametrize("given", [{}, {"total_steps": 12}], ids=["epochs", "total_steps"])
+@pytest.mark.parametrize("stop", [2, 6])
+def test_a_resumed_schedule_goes_on_where_it_was_before_it_could_be_known(accel, tmp_path, create, given, stop, caplog):
+    whole, expected = make(accel, warmup=2, create=create, **given)
+    train(whole, 4)
+    trainer, before = make(accel, warmup=2, create=create, **given)
+    train(trainer, 4, stop=stop, folder=tmp_path)
+    resumed, after = make(accel, warmup=2, create=create, **given)
+    assert (resumed.scheduler is None) == (not given)
+    resumed.resume(tmp_path)
+    assert resumed.scheduler.last_epoch == stop
+    train(resumed, 4)
+    assert before.seen + after.seen == expected.seen
+    trainer.resume(tmp_path)  # and the scheduler that is there goes back
+    assert trainer.scheduler.last_epoch == stop
+    assert not caplog.records
+
+
+def test_nothing_is_trained_as_long_as_the_number_of_updates_is_unknown(accel, tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(ROWS)
+
+    trainer, _ = make(accel)
+    weight = trainer.model.weight.clone()
+    unknown = r"number of updates is not known(.|\n)*epochs\(n\)(.|\n)*total_steps="
+    for attempt in (
+        lambda: trainer(ROWS),
+        lambda: trainer.backward(trainer.forward(ROWS).mean()),
+        lambda: list(trainer.batches(LOADER)),
+        lambda: train(trainer, 2, DataLoader(Stream(), 2)),
+    ):
+        with pytest.raises(accelcore.ConfigurationError, match=unknown):
+            attempt()
+    assert trainer.total_steps is None
+    assert torch.equal(trainer.model.weight, weight)
+    trainer.save(tmp_path)
+    fresh, _ = make(accel)
+    fresh.resume(tmp_path)  # from before its schedule was made
+    train(fresh, 2)
+    streamed, rates = make(accel, total_steps=6)
+    train(streamed, 2, DataLoader(Stream(), 2))
+    assert rates.seen == pytest.approx([0.1 * AFTER["cosine"](step / 6) for step in range(6)])
+
+
+def test_a_resumed_run_of_another_length_says_how_to_keep_the_schedule(accel, tmp_path):
+    trainer, _ = make(accel)
+    train(trainer, 4, stop=4, folder=tmp_path)
+    longer, _ = make(accel)
+    longer.resume(tmp_path)
+    with pytest.raises(accelcore.ConfigurationError, match=r"12 updates, and .* 18(.|\n)*total_steps=12"):
+        train(longer, 6)
+    for options, message in (
+        ({"total_steps": 18}, "12 updates, and .* 18"),
+        ({"warmup": 2}, "CosineAnnealingLR, not a SequentialLR"),
+        ({"scheduler": None}, "CosineAnnealingLR, not a NoneType"),
+    ):
+        with pytest.raises(accelcore.CheckpointError, match=message):
+            make(accel, **options)[0].resume(tmp_path)
+    kept, rates = make(accel, total_steps=12)
+    kept.resume(tmp_path)
+    train(kept, 4)
+    assert len(rates.seen) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheduler": "cosin"}, r"'cosin' is unknown(.|\n)*mean 'cosine'"),
+        ({"scheduler": 3}, "3 is not a scheduler"),
+        ({"scheduler": CosineAnnealingLR}, "not a scheduler"),
+        ({"scheduler": "cosine", "schedule_by": "epoch"}, "schedule_by='epoch' needs"),
+        ({"scheduler": None, "warmup": 5}, "warmup=5 needs a scheduler that the trainer makes"),
+        ({"warmup": -1}, "warmup=-1"),
+        ({"warmup": 1.0}, r"warmup=1.0(.|\n)*share of all updates below 1"),
+        ({"total_steps": 0}, "total_steps=0"),
+        ({"warmup": 12, "total_steps": 12}, "as long as the whole training, of 12"),
+        ({"scheduler": lambda optimizer, updates: updates, "total_steps": 3}, "returned 3"),
+    ],
+)
+def test_what_makes_no_schedule_is_refused(accel, options, message):
+    with pytest.raises(accelcore.ConfigurationError, match=message):
+        make(accel, **options)
