@@ -185,6 +185,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
             self.skips = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as in torch. With a trainer, call `trainer.refresh()` after it."""
         super().add_param_group(param_group)
         if hasattr(self, "binding") and self.bound is None:
             self._choose_again(dict(self.state))

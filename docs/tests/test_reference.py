@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import re
+from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 from bs4 import BeautifulSoup
+from sphinx.ext.autodoc.mock import mock
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +39,10 @@ MODULES = [
     "accelcore_npu_emulator.counters",
     "accelcore_npu_emulator.pytest_plugin",
 ]
+
+
+SUITE = re.compile(r"Test[A-Z]")  # its classes are listed, and not each of their tests
+TORCHS = {"profile_hook_step"}  # overridden, and not for users
 
 
 def source(module):
@@ -82,6 +91,71 @@ def test_every_public_name_is_there_and_documented(module, entries):
         texts = {entries[address][1] for address in addresses & entries.keys()}
         assert texts, f"{module}.{name} is not in the reference"
         assert "" not in texts, f"{module}.{name} is in the reference, and not documented"
+
+
+@pytest.fixture(scope="module")
+def mocked(monkeypatch_module):
+    """Import accelcore as sphinx does, without torch."""
+    settings = run_path(str(ROOT / "docs" / "conf.py"))
+    with mock(settings["autodoc_mock_imports"]):
+        yield import_module
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module():
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in (ROOT, ROOT / "plugins/npu_emulator"):
+            patch.syspath_prepend(str(folder))
+        yield patch
+
+
+def resolved(address, find):
+    """The class at an address, or None."""
+    module, _, name = address.rpartition(".")
+    try:
+        found = getattr(find(module), name, None)
+    except (ImportError, ValueError):
+        return None
+    return found if inspect.isclass(found) and not hasattr(found, "__sphinx_mock__") else None
+
+
+def methods(kind):
+    """The public methods and properties that accelcore defines in a class or in a base of it."""
+    for name in dir(kind):
+        owner = next((base for base in kind.__mro__ if name in vars(base)), None)
+        if name.startswith("_") or name in TORCHS or owner is None or not owner.__module__.startswith("accelcore"):
+            continue
+        value = vars(owner)[name]
+        if inspect.isroutine(value) or isinstance(value, (property, classmethod, staticmethod)):
+            yield name
+
+
+def test_every_public_method_is_there(entries, mocked):
+    """Below its class, or below a base of it that is in the reference, too: of a role, its contract."""
+    public = {address for module in MODULES for names in homes(module).values() for address in names}
+    kinds = {kind for address in public | entries.keys() if (kind := resolved(address, mocked)) is not None}
+    shown = {(found.__module__, found.__qualname__) for found in kinds}
+    assert {("accelcore.training.trainer", "Trainer"), ("accelcore.jobs.job", "Job")} <= shown
+    missing = set()
+    for kind in kinds:
+        if SUITE.match(kind.__name__):
+            continue
+        places = {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
+        places |= {address for address in public if resolved(address, mocked) is kind}
+        missing |= {
+            f"{kind.__qualname__}.{name}"
+            for name in methods(kind)
+            if not any(f"{place}.{name}" in entries for place in places)
+        }
+    assert not missing
+
+
+def test_the_options_of_a_trainer_have_their_defaults(entries, mocked):
+    options = mocked("accelcore.training.options")
+    _, text = entries["accelcore.training.options.TrainerOptions"]
+    words = re.sub(r"\s+", " ", text)
+    for name, value in options.complete({}).items():
+        assert re.search(rf"\b{name} \([^–]*\) – Default: {re.escape(repr(value))} ?\.", words), name
 
 
 def test_there_is_no_noise(entries):
