@@ -180,8 +180,7 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
             click.echo(f"  {role or 'all':12}" + "".join(cells) + str(counts.total()).rjust(14))
     for verdict in card.verdicts:
         if verdict.outcome == "failed":
-            case = f" [{verdict.case}]" if verdict.case else ""
-            click.echo(f"\n{click.style('failed', fg='red')}  {verdict.role}: {verdict.what}{case}")
+            click.echo(f"\n{click.style('failed', fg='red')}  {verdict.role}: {verdict.what}{_case(verdict)}")
             long = tracebacks and verdict.traceback
             for line in verdict.traceback.splitlines() if long else verdict.why.strip().splitlines()[:_SHOWN]:
                 click.echo(f"    {line}")
@@ -193,6 +192,9 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
             click.echo()
         for role, why in reasons:
             click.echo(f"{click.style(outcome, fg='yellow')}  {role}: {why}")
+            for verdict in card.verdicts if outcome == "not tried" else ():
+                if (verdict.outcome, verdict.role, verdict.why) == (outcome, role, why):
+                    click.echo(f"    {verdict.what}{_case(verdict)}")
     handed = [verdict.on_host for verdict in card.verdicts if verdict.on_host]
     if handed:
         click.echo(f"\n{click.style('on the host', fg='yellow')}  operators: {', '.join(handed)}")
@@ -200,6 +202,10 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
     conclusion = "conforms" if card.conforms else f"does not conform: {failed} failed"
     color = "green" if card.conforms else "red"
     click.secho(f"\n{emulated}{backend['name']} {conclusion}", fg=color, bold=True)
+
+
+def _case(verdict: Verdict) -> str:
+    return f" [{verdict.case}]" if verdict.case else ""
 
 
 def _run(
