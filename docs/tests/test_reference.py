@@ -155,7 +155,7 @@ def test_the_options_of_a_trainer_have_their_defaults(entries, mocked):
     _, text = entries["accelcore.training.options.TrainerOptions"]
     words = re.sub(r"\s+", " ", text)
     for name, value in options.complete({}).items():
-        assert re.search(rf"\b{name} \([^–]*\) – Default: {re.escape(repr(value))} ?\.", words), name
+        assert re.search(rf"\b{name} \([^)]*\) . Default: {re.escape(repr(value))} ?\.", words), name
 
 
 def test_there_is_no_noise(entries):
