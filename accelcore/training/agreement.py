@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.jobs.collectives import Collectives
-from accelcore.jobs.job import gather, not_all_came
+from accelcore.jobs.exchange import gather, not_all_came
 from accelcore.training.plan import Plan
 from accelcore.util.text import ranks
 

@@ -1,0 +1,184 @@
+"""What ranks exchange: rows and objects, after they have compared their calls. Nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accelcore.errors import CheckpointError, ConfigurationError, DistributedError
+from accelcore.jobs.collectives import Collectives
+from accelcore.util.text import kind_of, ranks
+
+__all__ = ["exchange", "gather", "gather_objects", "not_all_came", "tensor_kind"]
+
+_LETTER = 512
+"""Bytes in which a rank describes its call to the others: enough for a tensor of torch's 64 dimensions."""
+
+
+def gather(collectives: Collectives, rows: Tensor | Sequence[Tensor]) -> Tensor:
+    """Concatenate the rows of all ranks, in the order of ranks; see `Job.gather`."""
+    own, refused = _as_rows(rows)
+    kind = "refused" if refused else None if own is None else _kind_of_rows(own)
+    told = exchange(collectives, "gather", [0 if own is None else len(own), kind])
+    counts, kinds = [count for count, _ in told], [kind for _, kind in told]
+    if "refused" in kinds:
+        raise refused or _other_rank_failed(kinds.index("refused"))
+    known = [kind for kind in kinds if kind is not None]
+    if not known:
+        raise ConfigurationError(
+            "there is nothing to gather: no rank has any rows",
+            why="the lists of all ranks are empty, so dtype and shape are unknown",
+            remedy="check that there is data to evaluate on",
+        )
+    if any(kind != known[0] for kind in known):
+        gives = ("nothing" if kind is None else f"{kind[0]} {tuple(kind[1])} on {kind[2]}" for kind in kinds)
+        raise ConfigurationError(
+            "the ranks gather rows of different kinds",
+            why="; ".join(f"rank {rank} gives {kind}" for rank, kind in enumerate(gives)),
+            remedy="gather tensors that differ in the number of rows only",
+        )
+    if own is None:
+        dtype, shape, device = known[0]
+        own = torch.empty((0, *shape), dtype=getattr(torch, dtype), device=device)
+    group = collectives.cpu_group()
+    if group is None:
+        return own
+    parts = []
+    for source, count in enumerate(counts):
+        part = own.contiguous() if source == collectives.rank else own.new_empty((count, *own.shape[1:]))
+        if part.numel():
+            sent = part.reshape(-1).view(torch.uint8)  # bytes, because groups do not take every dtype
+            if part.device.type == "cpu":
+                dist.broadcast(sent, source, group=group)
+            else:
+                collectives.broadcast(sent, source)
+        parts.append(part)
+    return torch.cat(parts)
+
+
+def gather_objects(collectives: Collectives, value: Any) -> list[Any]:
+    """Return the objects of all ranks, in the order of ranks; see `Job.gather_objects`."""
+    refused: ConfigurationError | None = None
+    try:
+        data = _to_bytes(value)
+    except ConfigurationError as error:  # the other ranks wait for this one: a length of 0 tells them
+        refused, data = error, torch.empty(0, dtype=torch.uint8)
+    lengths = exchange(collectives, "gather_objects", len(data))
+    if 0 in lengths:
+        raise refused or _other_rank_failed(lengths.index(0))
+    return [_from_bytes(part) for part in torch.split(gather(collectives, data), lengths)]
+
+
+def exchange(collectives: Collectives, call: str, details: Any = None) -> list[Any]:
+    """Return the details of all ranks; raise DistributedError on every rank if they do not make the same call."""
+    group = collectives.cpu_group()
+    if group is None:
+        return [details]
+    own = torch.frombuffer(bytearray(json.dumps([call, details]).encode().ljust(_LETTER)), dtype=torch.uint8)
+    letters = [torch.empty_like(own) for _ in range(collectives.world_size)]
+    try:
+        dist.all_gather(letters, own, group=group)
+    except RuntimeError as error:
+        raise not_all_came(f"job.{call.split()[0]}()", error) from error
+    calls, told = zip(*(json.loads(letter.numpy().tobytes()) for letter in letters), strict=True)
+    if len(set(calls)) > 1:
+        usual = Counter(calls).most_common(1)[0][0]  # of equally frequent ones, that of the lowest rank
+        callers = {call: ranks(rank for rank, other in enumerate(calls) if other == call) for call in calls}
+        raise DistributedError(
+            f"{ranks(rank for rank, call in enumerate(calls) if call != usual)} of this job made another call than the "
+            "others",
+            why="; ".join(f"{which}: {call}" for call, which in callers.items()),
+            remedy="make the same calls on all ranks, with tensors of the same shape, dtype and type of device",
+        )
+    return list(told)
+
+
+def not_all_came(call: str, error: RuntimeError) -> DistributedError:
+    """Return the error for a call that some ranks did not make in time; `error` is torch's."""
+    return DistributedError(
+        f"not every rank of the job came to {call}",
+        why=str(error).strip().split("\n", 1)[0],
+        remedy=f"call {call} on all ranks, and not under `if job.is_main:`",
+    )
+
+
+def tensor_kind(tensor: Tensor) -> str:
+    """Return dtype, shape and type of device of a tensor, which all ranks must have in common."""
+    if not isinstance(tensor, Tensor):
+        raise ConfigurationError(
+            f"ranks exchange tensors, not {kind_of(tensor)}",
+            remedy="make a tensor of it on accel.device; job.mean(...) takes numbers",
+        )
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device.type}"
+
+
+def _as_rows(given: Any) -> tuple[Tensor | None, ConfigurationError | None]:
+    """Return the rows of a tensor or list of tensors (None if the list is empty), or the error for anything else."""
+    parts = given if isinstance(given, list | tuple) else [given]
+    for part in parts:
+        if not isinstance(part, Tensor):
+            what = f"a list with {kind_of(part)} in it" if part is not given else kind_of(given)
+            return None, ConfigurationError(
+                f"gather takes a tensor or a list of tensors, not {what}",
+                remedy="make a tensor of it, as by torch.tensor(...); job.mean(...) averages a number over ranks; "
+                "job.gather_objects(...) takes other values",
+            )
+    rows = [part.detach().reshape(1) if part.dim() == 0 else part.detach() for part in parts]
+    kinds = {str(_kind_of_rows(part)): part for part in rows}
+    if len(kinds) > 1:
+        first, second, *_ = (f"{part.dtype} of shape {tuple(part.shape)}" for part in kinds.values())
+        return None, ConfigurationError(
+            f"gather got a list with tensors of different kinds: {first}, and {second}",
+            remedy="give tensors that differ in the number of rows only, and gather each kind separately",
+        )
+    return (torch.cat(rows) if len(rows) > 1 else rows[0] if rows else None), None
+
+
+def _kind_of_rows(rows: Tensor) -> list[Any]:
+    """Return dtype, shape of a row and type of device, which all ranks must have in common."""
+    return [str(rows.dtype).removeprefix("torch."), list(rows.shape[1:]), rows.device.type]
+
+
+def _other_rank_failed(rank: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"rank {rank} gave a value that cannot be gathered", remedy=f"see the error message of rank {rank}"
+    )
+
+
+def _to_bytes(value: object) -> Tensor:
+    """Encode an object as a one-dimensional uint8 tensor, which is never empty."""
+    from safetensors.torch import save  # imported on first use, as is the codec
+
+    from accelcore.checkpoint.codec import encode
+
+    try:
+        data, tensors = encode({"sent": value})
+    except CheckpointError as error:
+        raise ConfigurationError(
+            "an object cannot be sent to other ranks",
+            why=error.what,
+            available=error.available,
+            remedy="convert it to one of those, or to text",
+        ) from error
+    tensors["tree"] = _as_tensor(json.dumps(data).encode())
+    return _as_tensor(save(tensors))
+
+
+def _from_bytes(data: Tensor) -> Any:
+    from safetensors.torch import load
+
+    from accelcore.checkpoint.codec import decode
+
+    tensors = load(data.numpy().tobytes())
+    tree = json.loads(tensors.pop("tree").numpy().tobytes())
+    return decode(tree, tensors)["sent"]
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
