@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.apex.devices import backend_of, choose_routes_again
@@ -126,10 +126,11 @@ def initialize(
         Prepared(each, Accumulated(backend, all_models, each, properties), flagged=flagged, warns=warns)
         for each in all_optimizers
     ]
+    exact: dict[int, Tensor] = {}
     for model in all_models:
-        _cast(model, properties)
+        exact |= _cast(model, properties)
     for each in prepared:
-        each.install()
+        each.install(exact)
     if properties.policy.autocast:
         enter_o1(backend)
     state.enabled, state.loss_scalers = True, scalers
@@ -165,11 +166,14 @@ def _check_declared(backend: Backend, properties: Properties) -> None:
         raise UnsupportedError(f"{backend.name} does not train models in {dtype}", available=", ".join(declared))
 
 
-def _cast(model: nn.Module, properties: Properties) -> None:
+def _cast(model: nn.Module, properties: Properties) -> dict[int, Tensor]:
+    """Cast a model and its boundary; return the earlier values of its trainable parameters, as `hold` does."""
     dtype, outputs = properties.model_dtype, properties.cast_model_outputs
+    before: dict[int, Tensor] = {}
     if dtype is not None:
-        hold(model, dtype, keep_batchnorm_fp32=properties.policy.keep_batchnorm_fp32)
+        before = hold(model, dtype, keep_batchnorm_fp32=properties.policy.keep_batchnorm_fp32)
     if dtype is not None or outputs is not None:
         cast_boundary(model, inputs=dtype, outputs=outputs)
     if dtype in LOW_PRECISION:
         fp32_state_dict(model)
+    return before

@@ -7,7 +7,7 @@ masters if there are any. So a step may follow several losses, each with its own
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from itertools import chain
 from types import MethodType
@@ -33,6 +33,7 @@ from accelcore.training.parallel.strategy import (
     all_reduce_gradients,
     any_overflow,
     broadcast_buffers,
+    broadcast_masters,
 )
 from accelcore.training.plan import Plan
 from accelcore.training.stages.flatten import Bind, Flatten
@@ -55,9 +56,9 @@ class Prepared:
         self._overflow: Tensor | None = None  # 1.0 if the next step is to be skipped
         self._scalers: list[AmpScaler] = []  # those that checked for overflows since the last step
 
-    def install(self) -> None:
-        """Bind the optimizer to its parameters or masters, and replace its methods."""
-        self.gradients.bind()
+    def install(self, exact: Mapping[int, Tensor]) -> None:
+        """Bind the optimizer to its parameters or masters, which start from `exact`, and replace its methods."""
+        self.gradients.bind(exact)
         optimizer: Any = self._optimizer
         optimizer._amp_stash = self
         step, zero_grad = optimizer.step, optimizer.zero_grad
@@ -204,14 +205,18 @@ class Accumulated:
         """Whether no parameter has a gradient."""
         return all(slot.trained.grad is None for slot in self.slots)
 
-    def bind(self) -> None:
-        """Bind the optimizer to its present parameters; if ranks exchange gradients, with rank 0's values."""
+    def bind(self, exact: Mapping[int, Tensor] | None = None) -> None:
+        """Bind the optimizer to its present parameters; if ranks exchange gradients, with rank 0's values.
+
+        `exact`: see `Plan`.
+        """
         plan = self._plan
+        plan.exact = dict(exact or {})
         for stage in self._stages:
             stage.apply(plan)
         if self._exchanges:
             plan.strategy.replicate(plan.model, plan.gradients)
-            plan.gradients.refresh()
+            broadcast_masters(plan.strategy, plan.gradients)
         runs = self._optimizer.bound if isinstance(self._optimizer, RoutedOptimizer) else None
         self._is_flat = bool(plan.options["flat"]) or any(run.memory is not None for run in runs or ())
         self.has_masters = any(slot.trained is not slot.parameter for slot in self.slots)

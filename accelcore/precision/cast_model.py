@@ -20,7 +20,9 @@ from accelcore.util.containers import cast
 __all__ = ["cast_boundary", "fp32_state_dict", "hold"]
 
 
-def hold(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool, parameters: bool = True) -> None:
+def hold(
+    model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool, parameters: bool = True
+) -> dict[int, Tensor]:
     """Cast a model's parameters and floating-point buffers to a dtype.
 
     They are cast in place: the `Parameter` objects, which an optimizer may hold, stay the same and get other memory. A
@@ -30,12 +32,17 @@ def hold(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool, par
         keep_batchnorm_fp32: hold BatchNorm (of any kind, if it has weights) in fp32 instead, because its statistics are
             sums over many numbers. It accepts inputs of any dtype, and returns that dtype.
         parameters: if False, only buffers are cast.
+
+    Returns:
+        The values that trainable parameters had before their cast, by the id of the parameter.
     """
+    before: dict[int, Tensor] = {}
     for module in model.modules():
         kept = keep_batchnorm_fp32 and isinstance(module, AnyBatchNorm) and module.affine
-        moved = _hold_own(module, torch.float32 if kept else dtype, parameters=parameters)
+        moved = _hold_own(module, torch.float32 if kept else dtype, before, parameters=parameters)
         if moved and isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN needs its weights in one piece of memory
+    return before
 
 
 def cast_boundary(
@@ -71,10 +78,11 @@ def fp32_state_dict(model: nn.Module) -> list[RemovableHandle]:
     return [module.register_state_dict_post_hook(_to_fp32) for module in model.modules()]  # type: ignore[no-untyped-call]
 
 
-def _hold_own(module: nn.Module, dtype: torch.dtype, *, parameters: bool) -> bool:
+def _hold_own(module: nn.Module, dtype: torch.dtype, before: dict[int, Tensor], *, parameters: bool) -> bool:
     """Cast a module's own tensors, not its children's, to a dtype; return whether a cast was needed."""
     own = chain(module.parameters(recurse=False) if parameters else (), module.buffers(recurse=False))
     strange = [tensor for tensor in own if tensor.is_floating_point() and tensor.dtype != dtype]
+    before |= {id(tensor): tensor.data for tensor in strange if tensor.requires_grad}
     for tensor in strange:
         gradient, tensor.grad = tensor.grad, None
         tensor.data = tensor.data.to(dtype)

@@ -236,10 +236,15 @@ class Masters(Gradients):
 
     A parameter that others wrote to since its last update (`load_state_dict`, an initialisation, other memory as its
     `data`) has another version or address. Its master then takes the new value, unless that is the master's own,
-    rounded. The masters of `before`, which these gradients replace, keep their values.
+    rounded.
+
+    Args:
+        inner: gradients of the parameters themselves.
+        exact: values of parameters in full precision, by the id of the parameter; other masters start from the
+            parameter.
     """
 
-    def __init__(self, inner: Gradients, before: Gradients) -> None:
+    def __init__(self, inner: Gradients, exact: Mapping[int, Tensor]) -> None:
         self._inner = inner
         self._low = [number for number, value in enumerate(inner.values) if value.dtype in LOW_PRECISION]
         values = [value.detach().float() if value.dtype in LOW_PRECISION else value for value in inner.values]
@@ -252,7 +257,6 @@ class Masters(Gradients):
         self.values, self.flat, self.memories = values, inner.flat, inner.memories
         self._gradients_by_slot = by_slot(inner, self._gradients)
         self._low_slots = [number for number, is_low in enumerate(low) if is_low]
-        exact = {id(slot.parameter): slot.trained for slot in before.slots if slot.trained is not slot.parameter}
         with torch.no_grad():
             for number in self._low_slots:
                 if (value := exact.get(id(self.slots[number].parameter))) is not None:

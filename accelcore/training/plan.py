@@ -35,6 +35,7 @@ class Plan:
         strategy: the parallel strategy (`Shard`).
         listeners: the observers of each event (`Observe`).
         gradients: the gradients of the trained parameters (`Flatten`).
+        exact: values of trainable parameters before `Cast` rounded them, by the parameter's id; empty after `Flatten`.
         masters: for each fp32 master in the groups of a torch optimizer, by its id, the model's parameter (`Bind`).
         forward: the model to call (`Replicate`, `Compile`).
         compiled: the compiled model; None if `compile` was not asked for.
@@ -50,6 +51,7 @@ class Plan:
     strategy: Strategy = field(init=False)
     listeners: Listeners = field(init=False)
     gradients: Gradients = field(default_factory=lambda: PerTensor([]))
+    exact: dict[int, Tensor] = field(default_factory=dict)
     masters: dict[int, nn.Parameter] = field(default_factory=dict)
     forward: Callable[..., Any] = field(init=False)
     compiled: Compiled | None = None

@@ -26,6 +26,7 @@ __all__ = [
     "all_reduce_gradients",
     "any_overflow",
     "broadcast_buffers",
+    "broadcast_masters",
     "broadcast_tensors",
     "check_no_launcher",
     "check_trainable",
@@ -181,6 +182,14 @@ def broadcast_buffers(collectives: Collectives, model: nn.Module) -> None:
     """Give all ranks the buffers of rank 0."""
     if collectives.world_size > 1:
         broadcast_tensors(collectives, list(model.buffers()))
+
+
+def broadcast_masters(strategy: Strategy, gradients: Gradients) -> None:
+    """Give all ranks the fp32 masters of rank 0, after its parameters; masters of shards stay."""
+    gradients.refresh()
+    if strategy.collectives.world_size > 1 and strategy.layout != "shards":
+        masters = [slot.trained for slot in gradients.slots if slot.trained is not slot.parameter]
+        broadcast_tensors(strategy.collectives, masters)
 
 
 @torch.no_grad()

@@ -83,7 +83,7 @@ class Cast:
             dtype = getattr(torch, policy.model_dtype)
             # Shards stay in fp32: they are the masters, and are gathered in low precision.
             whole = not (plan.strategy.layout == "shards" and policy.masters)
-            hold(plan.model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32, parameters=whole)
+            plan.exact = hold(plan.model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32, parameters=whole)
             if dtype in LOW_PRECISION:
                 self._state_dict.add(*fp32_state_dict(plan.model))  # again, because the model may have new parts
             if policy.cast_boundary and not self._bounded:

@@ -45,8 +45,9 @@ class Flatten:
         else:
             gradients = PerTensor(slots)
         if plan.policy.masters and any(slot.parameter.dtype in LOW_PRECISION for slot in slots):
-            gradients = Masters(gradients, plan.gradients)
-        plan.gradients = gradients
+            masters = {id(slot.parameter): slot.trained for slot in plan.gradients.slots}
+            gradients = Masters(gradients, masters | plan.exact)
+        plan.gradients, plan.exact = gradients, {}
 
 
 def _trained(plan: Plan) -> list[Tensor]:

@@ -14,7 +14,7 @@ from accelcore.training.options import FSDP, TrainerOptions
 from accelcore.training.parallel.combine_ddp import CombineDDP
 from accelcore.training.parallel.ddp import DDP
 from accelcore.training.parallel.fsdp import FullySharded
-from accelcore.training.parallel.strategy import SingleProcess, Strategy, check_no_launcher
+from accelcore.training.parallel.strategy import SingleProcess, Strategy, broadcast_masters, check_no_launcher
 from accelcore.training.parallel.zero1 import Zero1
 from accelcore.training.plan import Plan
 
@@ -56,7 +56,7 @@ class Replicate:
 
     def apply(self, plan: Plan) -> None:
         plan.forward = plan.strategy.replicate(plan.model, plan.gradients)
-        plan.gradients.refresh()  # masters of parameters that rank 0 has overwritten
+        broadcast_masters(plan.strategy, plan.gradients)
 
 
 def _train_instead(optimizer: Any, shards: Mapping[Any, Tensor]) -> None:

@@ -51,6 +51,20 @@ X = torch.ones(1, 4)
 
 @KINDS
 @FLAT
+@pytest.mark.parametrize("precision", [BF16, Policy(model_dtype="float16"), "O2"], ids=["bf16", "fp16", "O2"])
+def test_masters_start_from_the_given_values(accel, create, flat, precision, tmp_path):
+    given = {"a.weight": torch.full((3, 4), 0.1), "b.weight": torch.tensor([[1e-9, 1 + 2**-20, -0.3, 0.0]] * 2)}
+    model, other = Ones(), Ones()
+    model.load_state_dict(given)
+    make(accel, create, model=model, precision=precision, flat=flat).save(tmp_path)
+    make(accel, create, model=other, precision="fp32").resume(tmp_path)
+    assert {name: value.tolist() for name, value in other.state_dict().items()} == {
+        name: value.tolist() for name, value in given.items()
+    }
+
+
+@KINDS
+@FLAT
 @pytest.mark.parametrize("precision", [BF16, "fp32"], ids=["masters", "fp32"])
 def test_a_hundred_small_steps_are_not_lost(accel, create, flat, precision):
     trainer = make(accel, create, precision=precision, flat=flat)

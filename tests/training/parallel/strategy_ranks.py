@@ -140,6 +140,24 @@ def masters(accel, rank, options):
     return whole(model.state_dict()["weight"]).double().flatten().tolist()
 
 
+def starts(accel, rank, options):
+    """The first values of masters, which torch's optimizers have in their groups; ranks were given different ones."""
+    found = {}
+    for name, policy in (("bf16", Policy(model_dtype="bfloat16")), ("O2", replace(Policy.preset("O2"), loss_scale=1.0))):
+        model = Normed()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += rank
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        try:
+            accel.trainer(model, optimizer, loss=loss_at_level, precision=policy, **options)
+        except accelcore.UnsupportedError as error:
+            found[name] = str(error)
+            continue
+        found[name] = [whole(held).flatten().tolist() for held in optimizer.param_groups[0]["params"]]
+    return found
+
+
 def levels(accel, rank, options):
     """apex's levels; O2 with a static loss scale."""
     found = {}
@@ -292,6 +310,7 @@ def main() -> None:
             "overflows": overflows(accel, job.rank, options),
             "changes": changes(accel, job.rank, options),
             "masters": masters(accel, job.rank, options),
+            "starts": starts(accel, job.rank, options),
             "shared_batch": shared_batch(accel, job.rank, options),
             "checkpoints": checkpoints(accel, job.rank, options, folder),
             "levels": levels(accel, job.rank, options),

@@ -132,6 +132,12 @@ def test_masters_add_up_what_bf16_would_lose(job):
     torch.testing.assert_close(weights, torch.full_like(weights, 1 - 200 * 1e-4), rtol=0, atol=2**-8)
 
 
+def test_masters_start_on_all_ranks_from_what_rank_0_was_given(job):
+    given = [parameter.flatten().tolist() for parameter in Normed().parameters()]
+    for rank in job[0]:
+        assert rank["starts"] == {"bf16": given, "O2": given}
+
+
 def level_by_hand(level):
     """Two ranks in one process: fp16 but for O2's norm, gradients averaged in fp32, O2's masters updated."""
     models = [Normed().half(), Normed().half()]
