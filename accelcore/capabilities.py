@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Capabilities"]
+__all__ = ["SHARDED", "Capabilities"]
+
+SHARDED = ("fsdp", "zero2", "zero3")
+"""Strategies of `Capabilities.parallel` that divide the model; `select` removes them if torch is too old for them."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "SHARDING_METHODS",
     "AnyBatchNorm",
     "OpOverload",
     "backward_outside_autocast",
@@ -35,6 +37,7 @@ __all__ = [
     "in_backward",
     "is_fake_mode_active",
     "keyset_below",
+    "missing_to_shard",
     "never_compile",
     "operator_name",
     "operators_registered_at",
@@ -59,7 +62,20 @@ Without it, a kernel at such a key that calls its own operator never ends.
 `torch.autocast(enabled=False)` is much slower to enter.
 """
 
+SHARDING_METHODS = ("set_reduce_scatter_unused_params", "reset_iter_state")
+"""Methods of `FSDPModule` that `parallel="fsdp"` calls."""
+
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def missing_to_shard() -> list[str]:
+    """Return the methods of `FSDPModule` that this torch lacks. Without it, fsdp is declared where it is refused.
+
+    The module's source is searched, because importing it takes seconds; if it is elsewhere, nothing counts as missing.
+    """
+    path = Path(torch.__file__).parent / "distributed/fsdp/_fully_shard/_fully_shard.py"
+    source = path.read_text(encoding="utf-8") if path.is_file() else None
+    return [name for name in SHARDING_METHODS if source is not None and f"def {name}(" not in source]
 
 
 def compiler_error() -> type[Exception]:

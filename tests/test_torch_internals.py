@@ -150,3 +150,12 @@ def test_torch_compile_stays_away_from_a_function_and_what_it_calls():
     internals.never_compile(function)
     assert torch.compile(function, backend=backend)(torch.ones(1)) == 4
     assert not compiled
+
+
+def test_what_this_torch_lacks_to_shard_a_model_is_found_in_its_source(monkeypatch):
+    from torch.distributed.fsdp import FSDPModule
+
+    lacked = [name for name in internals.SHARDING_METHODS if not hasattr(FSDPModule, name)]
+    assert internals.missing_to_shard() == lacked
+    monkeypatch.setattr(internals, "SHARDING_METHODS", ("reshard", "no_such_method"))
+    assert internals.missing_to_shard() == ["no_such_method"]

@@ -88,6 +88,14 @@ def test_what_is_held_and_cast(level, options, weight, norm, seen, out):
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32, torch.int64}
 
 
+@pytest.mark.parametrize("combine", [False, True])
+def test_masters_start_from_the_given_values(combine):
+    model, optimizer = made()
+    given = [parameter.tolist() for parameter in model.parameters()]
+    amp.initialize(model, optimizer, opt_level="O2", combine_grad=combine, verbosity=0)
+    assert sorted((master.tolist() for master in amp.master_params(optimizer)), key=str) == sorted(given, key=str)
+
+
 REFUSED = [
     ({"opt_level": "O4"}, "opt_level='O4'"),
     ({"opt_level": "o1"}, "opt_level='o1'"),

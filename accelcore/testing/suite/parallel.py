@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from accelcore import Backend
-from accelcore.testing.support.declared import DIVIDING, SHARDING, STRATEGIES
+from accelcore.capabilities import SHARDED
+from accelcore.testing.support.declared import DIVIDING, STRATEGIES
 from accelcore.testing.support.job import two_ranks
 from accelcore.testing.support.oracles import buffers, error, evaluated
 from accelcore.testing.support.ranks import STEPS, VARIANTS, Partly, share, uses, variants_of
@@ -87,7 +88,7 @@ class TestParallel:
         """A strategy that divides the model leaves each rank about half of it; any other, all."""
         held = [rank["elements"] for rank in found_by(accel, strategy, "plain")]
         whole = sum(parameter.numel() for parameter in Partly(seed=0).parameters())
-        if strategy in SHARDING:
+        if strategy in SHARDED:
             assert sum(held) == whole, f"of {whole} elements the ranks hold {held}"
             assert max(held) < 0.75 * whole, "a rank holds nearly the whole model"
         else:
@@ -107,7 +108,7 @@ class TestParallel:
 
     def test_gradients_stay_on_their_rank_within_a_window(self, accel: Backend, strategy: str) -> None:
         """Before the last micro-batch of a window nothing is exchanged, but by what has to: gradients of shards are."""
-        if strategy in SHARDING:
+        if strategy in SHARDED:
             pytest.skip("gradients of shards are reduced in every backward pass")
         left, right = (rank["gradients"] for rank in found_by(accel, strategy, "accumulated"))
         within = range(0, STEPS, 2)

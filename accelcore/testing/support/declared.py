@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from accelcore.capabilities import SHARDED
 from accelcore.errors import UnsupportedError
 
 __all__ = [
@@ -16,7 +17,6 @@ __all__ = [
     "MODEL_DTYPES",
     "MOST_BITS",
     "NOT_DECLARED",
-    "SHARDING",
     "STRATEGIES",
     "TABLES",
     "declared",
@@ -26,8 +26,7 @@ __all__ = [
 LOW_PRECISION = ("bfloat16", "float16")
 MODEL_DTYPES = ("float32", "float64", "bfloat16", "float16")
 TABLES = ("torch", "O1")
-SHARDING = ("fsdp", "zero2", "zero3")
-DIVIDING = ("zero1", *SHARDING)
+DIVIDING = ("zero1", *SHARDED)
 STRATEGIES = ("none", "ddp", "combine_ddp", *DIVIDING)
 MOST_BITS = 16
 """Number of fraction bits that are tested."""

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 import accelcore
+from accelcore.capabilities import SHARDED
 from accelcore.optim.shards import is_sharded, to_local
-from accelcore.testing.support.declared import LOW_PRECISION, SHARDING
+from accelcore.testing.support.declared import LOW_PRECISION
 from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import Stateful, batches, buffers, evaluated
 
@@ -161,7 +162,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def variants_of(strategy: str) -> dict[str, dict[str, Any]]:
     """Return the variants that a strategy supports: sharded parameters cannot be flat."""
-    return {name: options for name, options in VARIANTS.items() if strategy not in SHARDING or "flat" not in options}
+    return {name: options for name, options in VARIANTS.items() if strategy not in SHARDED or "flat" not in options}
 
 
 def _trained(accel: accelcore.Backend, job: Any, strategy: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.shards import is_sharded
 from accelcore.precision.policy import LOW_PRECISION, Policy
-from accelcore.torch_internals import AnyBatchNorm
+from accelcore.torch_internals import SHARDING_METHODS, AnyBatchNorm
 from accelcore.training.gradients import Gradients
 from accelcore.training.hooks import Hooks
 from accelcore.training.options import FSDP, TrainerOptions, chosen
@@ -59,10 +59,10 @@ class FullySharded(Strategy):
     def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        if not all(hasattr(FSDPModule, name) for name in ("set_reduce_scatter_unused_params", "reset_iter_state")):
+        if missing := [name for name in SHARDING_METHODS if not hasattr(FSDPModule, name)]:
             raise UnsupportedError(
                 "this torch is too old to shard a model",
-                available=f"torch {torch.__version__}",
+                why=f"torch {torch.__version__} has no FSDPModule.{missing[0]}",
                 remedy='install torch 2.13 or later, or choose parallel="ddp"',
             )
         check_trainable(model)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from accelcore.capabilities import SHARDED
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.shards import as_shard, shard_of
+from accelcore.torch_internals import missing_to_shard
 from accelcore.training.options import FSDP, TrainerOptions
 from accelcore.training.parallel.combine_ddp import CombineDDP
 from accelcore.training.parallel.ddp import DDP
@@ -86,7 +89,7 @@ _STRATEGIES: dict[str, Callable[[Backend, TrainerOptions], Strategy]] = {
     "ddp": DDP,
     "combine_ddp": CombineDDP,
     "zero1": Zero1,
-    **dict.fromkeys(("fsdp", "zero2", "zero3"), FullySharded),
+    **dict.fromkeys(SHARDED, FullySharded),
 }
 _WITH_COMM_DTYPE = [name for name in _STRATEGIES if name != "ddp"]
 
@@ -99,9 +102,12 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
     known = [_NONE, *_STRATEGIES]
     offered = [strategy for strategy in known if strategy in declared or world_size == 1]
     if name is not None and name not in offered:
+        why = "the backend does not declare it" if name in known else "there is no strategy of that name"
+        if name in SHARDED and (missing := missing_to_shard()):
+            why = f"torch {torch.__version__} has no FSDPModule.{missing[0]}, which torch 2.13 has"
         raise UnsupportedError(
             f"parallel={name!r} is not available",
-            why="the backend does not declare it" if name in known else "there is no strategy of that name",
+            why=why,
             available=", ".join(f"parallel={strategy!r}" for strategy in offered),
             remedy="choose one of those, or leave parallel out for a job of one process",
         )

@@ -143,7 +143,10 @@ def masters(accel, rank, options):
 def starts(accel, rank, options):
     """The first values of masters, which torch's optimizers have in their groups; ranks were given different ones."""
     found = {}
-    for name, policy in (("bf16", Policy(model_dtype="bfloat16")), ("O2", replace(Policy.preset("O2"), loss_scale=1.0))):
+    for name, policy in (
+        ("bf16", Policy(model_dtype="bfloat16")),
+        ("O2", replace(Policy.preset("O2"), loss_scale=1.0)),
+    ):
         model = Normed()
         with torch.no_grad():
             for parameter in model.parameters():
