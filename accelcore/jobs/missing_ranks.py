@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import linecache
+import logging
 import os
 import re
 import sys
@@ -50,11 +51,16 @@ _LOST = re.compile(
 
 _ALONE = "a call that all ranks must make may be under `if job.is_main:`"
 
+_FAILED = "failed"
+"""Key under which a rank that failed writes its number."""
+
 _NAMED = 4
 """Number of ranks whose places a message tells."""
 
 _WIDTH = 80
 """Characters of a script's line that a message shows."""
+
+logger = logging.getLogger("accelcore")
 
 _LIBRARIES = {"accelcore", "torch", *sys.stdlib_module_names}
 _jobs = count()
@@ -134,6 +140,8 @@ class MissingRanks:
         self._follows = self._follows or lost is not None
         with suppress(RuntimeError):  # the store has gone, and its readers with it
             self._write()
+            if not self._follows:
+                self._store.set(_FAILED, str(self._rank))
         return explained
 
     def close(self) -> None:
@@ -157,9 +165,14 @@ class MissingRanks:
         return {rank: _Note(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
     def _write_each_second(self) -> None:
+        """Write notes. Rank 0 also logs a failed rank: a collective on the device may wait for it without an error."""
+        failed: list[int] = []
         while not self._stop.wait(_BEAT):
             try:
                 self._write()
+                if self._rank == 0 and not failed and self._store.check([_FAILED]):
+                    failed = [int(self._store.get(_FAILED))]
+                    logger.error("a rank of this job failed: %s", _places(failed, self._read()))
             except RuntimeError:
                 return  # the store has gone, and the job with it
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,12 @@ def loads(rank: int, step: int) -> torch.Tensor:
             os.kill(os.getpid(), signal.SIGKILL)
         if sys.argv[1].startswith("fails"):
             raise ValueError("a row is bad")
+    if rank == 0 and step == 3 and sys.argv[1].endswith("and rank 0 is not in a collective"):
+        heard = threading.Event()
+        handler = logging.Handler(logging.ERROR)
+        handler.emit = lambda record: (heard.set(), print(record.getMessage(), file=sys.stderr))
+        logging.getLogger("accelcore").addHandler(handler)
+        assert heard.wait(30)
     if rank == 0 and step == 3 and sys.argv[1].endswith("and rank 2 notices first"):
         while not Path(sys.argv[2], "rank 2 has ended").exists():
             time.sleep(0.01)

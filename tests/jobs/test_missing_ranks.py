@@ -73,6 +73,15 @@ def test_where_a_rank_fails_the_others_say_what_failed(run, way):
     )
 
 
+def test_a_rank_that_fails_is_logged_where_no_collective_raises(run):
+    """NCCL's return at once, and the device waits."""
+    (first, _), codes = run("fails, and rank 0 is not in a collective")
+    assert codes == [1, 1]
+    (logged,) = re.findall("^a rank of this job failed: (.*)$", first, re.MULTILINE)
+    assert logged.startswith("rank 1 is in step 2")
+    assert logged.endswith("it failed: ValueError: a row is bad")
+
+
 def test_a_rank_whose_loop_ends_early_says_so_and_is_named(run):
     (first, second), codes = run("stops early")
     assert codes == [1, 1]
