@@ -30,7 +30,7 @@ def loads(rank: int, step: int) -> torch.Tensor:
     if rank == 0 and step == 3 and sys.argv[1].endswith("and rank 0 is not in a collective"):
         heard = threading.Event()
         handler = logging.Handler(logging.ERROR)
-        handler.emit = lambda record: (heard.set(), print(record.getMessage(), file=sys.stderr))
+        handler.emit = lambda record: (sys.stderr.write(f"{record.getMessage()}\n"), heard.set())
         logging.getLogger("accelcore").addHandler(handler)
         assert heard.wait(30)
     if rank == 0 and step == 3 and sys.argv[1].endswith("and rank 2 notices first"):
