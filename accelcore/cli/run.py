@@ -70,6 +70,8 @@ def run(
             why=f"there is no such file, seen from {Path.cwd()}",
             remedy="correct the path; for a module, use -m",
         )
+    if not module and Path(script).is_dir() and not Path(script, "__main__.py").exists():
+        raise ConfigurationError(f"{shown(script, 200)} is a folder without __main__.py", remedy="name a script in it")
     if check_collectives:
         if nproc == 1 and not machines:
             raise ConfigurationError("--check-collectives needs a job of several ranks", remedy="add --nproc 2")
