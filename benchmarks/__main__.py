@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -32,14 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine, versions = describe_machine(), describe_versions(module.DISTRIBUTIONS)
     print(f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}")
     print(", ".join(f"{name} {version}" for name, version in versions.items()), end="\n\n", flush=True)
+    path = options.output or _RESULTS / (f"{options.name}-quick.json" if options.quick else f"{options.name}.json")
+    # What is done is kept if a later table fails, and beside the results of an earlier run, which are whole.
+    unfinished = path.with_stem(f"{path.stem}-unfinished")
+    write = partial(
+        write_results, benchmark=options.name, quick=options.quick, machine=machine, versions=versions
+    )  # fmt: skip
     tables = []
     for table in module.run(options.quick):
         print_table(table)
         tables.append(table)
-    path = options.output or _RESULTS / (f"{options.name}-quick.json" if options.quick else f"{options.name}.json")
-    write_results(
-        path, benchmark=options.name, quick=options.quick, machine=machine, versions=versions, tables=tables
-    )  # fmt: skip
+        write(unfinished, tables=tables)
+    write(path, tables=tables)
+    unfinished.unlink(missing_ok=True)
     missed = [goal.what for table in tables for goal in table.goals if not goal.met]
     if missed:
         print(f"missed: {'; '.join(missed)}", file=sys.stderr)
