@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from accelcore.precision.policy import Policy
     from accelcore.scaling.contract import LossScale
     from accelcore.training.data.sharding import ShardedStream
+    from accelcore.training.monitoring.log import Log
+    from accelcore.training.monitoring.progress import Progress
     from accelcore.training.observers import Observer
     from accelcore.training.options import FSDP, Recompute
     from accelcore.training.saving.saver import Together
@@ -54,11 +56,13 @@ __all__ = [
     "ConfigurationError",
     "DistributedError",
     "KnownFault",
+    "Log",
     "LossScale",
     "Observer",
     "PluginError",
     "Policy",
     "Probe",
+    "Progress",
     "Recompute",
     "ShardedStream",
     "Together",
@@ -78,10 +82,12 @@ _HOMES = {
     "Capabilities": "capabilities",
     "FSDP": "training.options",
     "KnownFault": "known_faults",
+    "Log": "training.monitoring.log",
     "LossScale": "scaling.contract",
     "Observer": "training.observers",
     "Policy": "precision.policy",
     "Probe": "devices.hookspecs",
+    "Progress": "training.monitoring.progress",
     "Recompute": "training.options",
     "ShardedStream": "training.data.sharding",
     "Together": "training.saving.saver",

@@ -14,28 +14,6 @@ import torch
 from torch import nn
 
 
-class SummaryWriter:
-    """torch.utils.tensorboard's."""
-
-    def __init__(self, log_dir: str) -> None:
-        self.log_dir = log_dir
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        assert type(scalar_value) is float
-        assert global_step % 10 == 0
-
-
-class Run:
-    """What wandb.init returns."""
-
-    def __init__(self, project: str, mode: str) -> None:
-        self.project, self.mode = project, mode
-
-    def log(self, data: dict, step: int) -> None:
-        assert type(data["loss"]) is float
-        assert step % 10 == 0
-
-
 class GPT2LMHeadModel(nn.Module):
     """A model of transformers': its configuration says its sizes, and what it returns has `loss` and `logits`."""
 
@@ -73,8 +51,6 @@ def _provide(needed: str, name: str, **members: object) -> None:
             setattr(sys.modules[package], last, module)
 
 
-_provide("tensorboard", "torch.utils.tensorboard", SummaryWriter=SummaryWriter)
-_provide("wandb", "wandb", init=Run)
 _provide("transformers", "transformers", GPT2Config=SimpleNamespace, GPT2LMHeadModel=GPT2LMHeadModel)
 # timm asks for torchvision, without which it cannot be imported.
 _provide("torchvision", "timm", create_model=create_model)

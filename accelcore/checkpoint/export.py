@@ -15,7 +15,7 @@ from accelcore.errors import CheckpointError, ConfigurationError
 __all__ = ["export"]
 
 
-def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = None) -> Path:
+def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = None, best: bool = False) -> Path:
     """Write the model of a checkpoint, sharded or not, to one safetensors file.
 
     The names are the keys of the model's `state_dict`; tied weights are written once, under their first name. The host
@@ -24,6 +24,7 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
     Args:
         checkpoint: a checkpoint, or a folder of checkpoints, of which the newest is exported.
         file: the file to write; an existing file is replaced.
+        best: whether to export the checkpoint with the lowest metric instead of the newest.
         trainer: the trainer's name if several were saved by `Together`; None if the trainer was saved alone.
 
     Returns:
@@ -34,7 +35,7 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
         CheckpointError: the checkpoint is missing or damaged or has no such trainer, or the file cannot be written.
     """
     folder, target = store.as_path(checkpoint), store.as_path(file)
-    found = store.find(folder)
+    found = store.find(folder, best=best)
     if target.exists() and not target.is_file():  # such as /dev/null
         raise ConfigurationError(f"{target} is a folder or no regular file", remedy="name a file")
     if found is None:

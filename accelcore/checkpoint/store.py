@@ -22,6 +22,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -47,6 +48,7 @@ from accelcore.checkpoint.manifest import (
     verify,
 )
 from accelcore.errors import CheckpointError, ConfigurationError
+from accelcore.util.text import is_number
 
 __all__ = [
     "Checkpoint",
@@ -208,13 +210,26 @@ def keep_newest(newest: Path, keep: int) -> list[Path]:
     run = _run_of(newest)
     found = checkpoints(newest.parent)
     own = [path for path in found if _run_of(path) in (run, None)]
-    end = own.index(newest) + 1
+    end, best = own.index(newest) + 1, _best_of(own)
     for path in own[: max(0, end - keep)]:
+        if path == best:
+            continue
         if path.is_symlink():
             path.unlink()
         else:
             shutil.rmtree(path)
     return [path for path in found if path not in own[:end]]
+
+
+def _best_of(paths: list[Path]) -> Path | None:
+    """Return the first checkpoint with the lowest metric; None if none has a metric."""
+    metrics: dict[Path, float] = {}
+    for path in paths:
+        with suppress(*UNREADABLE):
+            metric = read_manifest(path).get("metric")
+            if is_number(metric) and math.isfinite(metric):
+                metrics[path] = metric
+    return min(metrics, key=metrics.__getitem__) if metrics else None
 
 
 def _run_of(path: Path) -> str | None:
@@ -289,11 +304,13 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def find(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint | None:
+def find(folder: Path, share: tuple[int, int] = (0, 1), *, best: bool = False) -> Checkpoint | None:
     """Return `folder` if it is a checkpoint, else the newest checkpoint in it, even if it was renamed.
 
+    `best`: return the one with the lowest metric instead.
+
     Raises:
-        CheckpointError: `folder` is a file, or the checkpoint is damaged or incomplete.
+        CheckpointError: `folder` is a file, the checkpoint is damaged or incomplete, or none has a metric.
     """
     if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name):
         return Checkpoint(folder, share)
@@ -316,6 +333,15 @@ def find(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint | None:
         renamed = not _NAME.fullmatch(path.name) and not path.name.startswith(".")
         if renamed and (path / MANIFEST).is_file() and any(path.rglob("*.safetensors")):
             found.append(path)
+    if best and found:
+        lowest = _best_of([*checkpoints(folder)[:-1], *found])
+        if lowest is None:
+            raise CheckpointError(
+                f"no checkpoint in {folder} has a metric",
+                why="a checkpoint has one if trainer.save(folder, best=metric) saved it, and the metric was finite",
+                remedy="leave best= out to take the newest",
+            )
+        return Checkpoint(lowest, share)
     return Checkpoint(max(found, key=_steps_of), share) if found else None  # of equal steps the one that kept its name
 
 

@@ -81,6 +81,7 @@ def app() -> None:
       accelcore verify backend cpu              a backend against what it promises
       accelcore precision --backend cpu         which operator runs in which dtype
       accelcore export outputs/gpt gpt.safetensors  the model of a checkpoint, in one file
+      accelcore plot outputs/a outputs/b        the logs of two runs side by side
       accelcore completion bash                 completion for your shell
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
 
@@ -249,10 +250,11 @@ def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
 @click.option(
     "--trainer", metavar="NAME", help="The trainer whose model to write, if several trainers were saved together."
 )
+@click.option("--best", is_flag=True, help="Take the checkpoint with the lowest metric instead of the newest.")
 @click.argument("checkpoint", type=click.Path())
 @click.argument("file", type=click.Path())
 @common
-def export(trainer: str | None, checkpoint: str, file: str) -> None:
+def export(trainer: str | None, checkpoint: str, file: str, *, best: bool) -> None:
     """Write the model of a checkpoint to one safetensors file.
 
     CHECKPOINT is a checkpoint, or a folder of checkpoints, of which the newest is used. Several ranks may have saved it
@@ -261,12 +263,37 @@ def export(trainer: str | None, checkpoint: str, file: str) -> None:
     \b
     Examples:
       accelcore export outputs/gpt model.safetensors
+      accelcore export --best outputs/gpt model.safetensors
       accelcore export --trainer generator outputs/gan generator.safetensors
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     from accelcore.checkpoint.export import export as write
 
-    found = write(checkpoint, file, trainer=trainer)
+    found = write(checkpoint, file, trainer=trainer, best=best)
     click.echo(f"{file}: the model of {found}" if trainer is None else f"{file}: the model of {trainer} of {found}")
+
+
+@app.command()
+@click.option("-o", "--output", metavar="FILE", default="plot.png", show_default=True, help="PNG, SVG, PDF or HTML.")
+@click.argument("folders", nargs=-1, required=True, type=click.Path())
+@common
+def plot(folders: tuple[str, ...], output: str) -> None:
+    """Plot the logs of runs side by side: loss, learning rate, and what else they have.
+
+    FOLDERS are those that accelcore.Log was given. An HTML page holds everything in one file. Needs matplotlib: pip
+    install 'accelcore[plot]'.
+
+    \b
+    Examples:
+      accelcore plot outputs/gpt
+      accelcore plot outputs/a outputs/b -o compare.html
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    from pathlib import Path
+
+    from accelcore.training.monitoring.plot import draw
+    from accelcore.training.monitoring.records import read_records
+
+    draw({folder: read_records(Path(folder)) for folder in folders}, Path(output))
+    click.echo(f"{output}: {len(folders)} run{'s' if len(folders) > 1 else ''}")
 
 
 @app.command()

@@ -320,7 +320,14 @@ class Trainer:
             raise
         self._prepared()
 
-    def save(self, folder: str | Path, *, keep: int | None = None, extra: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        keep: int | None = None,
+        best: float | Tensor | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Save a new checkpoint in `folder`, from which training resumes as if it had not stopped.
 
         It holds the model, the optimizer, the loss scaler, the schedule, the position in the data, random states and
@@ -329,14 +336,19 @@ class Trainer:
 
         Args:
             folder: the folder of the run's checkpoints.
-            keep: delete all but the newest `keep` checkpoints of this run afterwards; None deletes nothing.
+            keep: delete all but the newest `keep` checkpoints of this run afterwards; None deletes nothing. The best
+                one is never deleted.
+            best: a metric of this checkpoint, the same on all ranks; `-accuracy` if more is better. The best checkpoint
+                is the first one with the lowest metric. NaN and infinity are never the best.
             extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It
                 becomes `trainer.extra`, which later saves keep. In a job the one of rank 0 is saved.
         """
-        return self.saver.save(folder, keep=keep, extra=extra)
+        return self.saver.save(folder, keep=keep, best=best, extra=extra)
 
-    def resume(self, folder: str | Path) -> Path | None:
+    def resume(self, folder: str | Path, *, best: bool = False) -> Path | None:
         """Resume from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
+
+        `best=True` takes the one with the lowest metric instead, of those that `save(folder, best=metric)` has saved.
 
         Returns:
             The checkpoint, or None if there is none.
@@ -346,7 +358,7 @@ class Trainer:
                 trainer is unchanged. If a hook or class of yours raises while the state is restored, the trainer can no
                 longer train, on any rank.
         """
-        return self.saver.resume(folder)
+        return self.saver.resume(folder, best=best)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load what another program has saved: the model, and the optimizer's state if the file has it.

@@ -8,7 +8,8 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["doctor"], ["export"], ["run"], ["verify"], ["verify", "backend"], ["precision"], ["completion"]]
+    "command",
+    [[], ["doctor"], ["export"], ["run"], ["verify"], ["verify", "backend"], ["precision"], ["plot"], ["completion"]],
 )
 def test_help_shows_examples_and_no_escape_codes(machine, command):
     done = machine.run(*command, "--help")
@@ -47,7 +48,7 @@ def test_completion_prints_a_script_for_the_shell(machine, shell):
 @pytest.mark.parametrize(
     ("words", "offers"),
     [
-        ("accelcore ", {"completion", "doctor", "export", "precision", "run", "verify"}),
+        ("accelcore ", {"completion", "doctor", "export", "plot", "precision", "run", "verify"}),
         ("accelcore doctor --", {"--json", "--deep", "--timeout", "--debug", "--help"}),
         ("accelcore run --device c", {"cpu", "cuda"}),
     ],

@@ -46,7 +46,7 @@ def run(fork, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_python_block_runs_as_printed(block, run):
-    shows_others = re.search(r"^(?:from|import) (torch.utils.tensorboard|wandb|transformers|timm)", block, re.M)
+    shows_others = re.search(r"^(?:from|import) (transformers|timm)", block, re.M)
     # A recipe runs twice in one folder: the second time it resumes.
     whole = block + block if block in RECIPES else block
     printed = run(STAND_INS + whole if shows_others else STRICT + whole)

@@ -47,16 +47,16 @@ class Saver:
         self.backend, self.run = plan.backend, uuid4().hex
         self.extra: dict[str, Any] = {}
 
-    def save(self, folder: str | Path, *, keep: int | None, extra: Mapping[str, Any] | None) -> Path:
+    def save(self, folder: str | Path, *, keep: int | None, best: Any, extra: Mapping[str, Any] | None) -> Path:
         """Save a checkpoint; see `Trainer.save`."""
         new = _extra(extra, self.extra)
-        path = save({"": self.state(new)}, as_path(folder), run=self.run, keep=keep)
+        path = save({"": self.state(new)}, as_path(folder), run=self.run, keep=keep, best=best)
         self.extra = new
         return path
 
-    def resume(self, folder: str | Path) -> Path | None:
+    def resume(self, folder: str | Path, *, best: bool = False) -> Path | None:
         """Restore a checkpoint; see `Trainer.resume`."""
-        found = resume({"": self.state()}, as_path(folder))
+        found = resume({"": self.state()}, as_path(folder), best=best)
         if found is None:
             return None
         self.run = found.manifest["run"]

@@ -6,7 +6,9 @@ commit. A commit only fails in the user's own code, such as a hook. The trainers
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from accelcore.errors import CheckpointError, ConfigurationError
 from accelcore.training.agreement import Agreement
 from accelcore.training.saving.foreign import prepare_foreign
 from accelcore.training.saving.part import Part, Saved, as_dict
-from accelcore.util.text import is_whole
+from accelcore.util.text import is_number, is_whole
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
@@ -59,17 +61,20 @@ Trainings = Mapping[str, TrainingState]
 """Trainings of one checkpoint by the trainers' names; a trainer that is saved alone has the name ""."""
 
 
-def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> Path:
+def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None, best: Any = None) -> Path:
     """Write a new checkpoint; see `Trainer.save`. `run` identifies the checkpoints of this run."""
     if keep is not None and not is_whole(keep, 1):
         raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
+    metric = None if best is None else _metric(best)
     backend, agreement = _agreement(trainings)
     agreement.meet("trainer.save()")
+    _agree_on_metric(metric, agreement)
     rank, number, doing = backend.collectives.rank, 0, "save its files of the checkpoint"
     trainers = {name: training.steps for name, training in trainings.items()}
     steps = max(trainers.values())
     facts = {
         "run": run,
+        "metric": metric if metric is None or math.isfinite(metric) else None,
         "trainers": trainers,
         "world_size": backend.collectives.world_size,
         "device": backend.name,
@@ -96,14 +101,34 @@ def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None) -> P
     return path
 
 
-def resume(trainings: Trainings, folder: Path) -> store.Checkpoint | None:
+def _metric(given: Any) -> float:
+    """Return a metric as a number; raise ConfigurationError for anything else."""
+    if not is_number(value := given.item() if isinstance(given, Tensor) and given.numel() == 1 else given):
+        raise ConfigurationError(
+            f"best={given!r} is not a number", remedy="give the metric of this checkpoint, of which the lowest is best"
+        )
+    if not math.isfinite(value):
+        logger.warning("the metric of this checkpoint is %s, so that it will not be the best", value)
+    return float(value)
+
+
+def _agree_on_metric(metric: float | None, agreement: Agreement) -> None:
+    """Raise ConfigurationError on every rank if the ranks give different metrics."""
+    if not agreement.all_equal(int.from_bytes(hashlib.sha256(repr(metric).encode()).digest()[:7], "big")):
+        raise ConfigurationError(
+            f"the ranks of this job give different metrics as best=: this one gives {metric}",
+            remedy="give all ranks the same: trainer.evaluate(loader).mean(...), or job.mean(...)",
+        )
+
+
+def resume(trainings: Trainings, folder: Path, *, best: bool = False) -> store.Checkpoint | None:
     """Restore a checkpoint and return it, or None if `folder` has none; see `Trainer.resume`."""
     backend, agreement = _agreement(trainings)
     agreement.meet("trainer.resume()")
     rank, world_size = backend.collectives.rank, backend.collectives.world_size
     checkpoint, commits = None, {}
     with agreement.together("resume"), _as_checkpoint_error(folder):
-        checkpoint = store.find(folder, (rank, world_size))
+        checkpoint = store.find(folder, (rank, world_size), best=best)
         if checkpoint is not None:
             _check_trainers(trainings, checkpoint)
             for name, training in trainings.items():

@@ -28,8 +28,18 @@ class CpuRuntime(TorchRuntime):
         """Return the resident memory of this process, its peak, and the machine's total."""
         unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        used = psutil.Process().memory_info().rss
-        return Memory(used=used, peak=max(peak, used), total=psutil.virtual_memory().total)
+        used = _process(os.getpid()).memory_info().rss
+        return Memory(used=used, peak=max(peak, used), total=_total())
+
+
+_process = cache(psutil.Process)
+"""Makes the object of a process once: that takes longer than reading its memory."""
+
+
+@cache
+def _total() -> int:
+    total: int = psutil.virtual_memory().total
+    return total
 
 
 @cache

@@ -1,0 +1,1 @@
+"""Observers that show and record a training. `records` and `plot` do not import torch: the command line uses them."""

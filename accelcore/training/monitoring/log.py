@@ -1,0 +1,221 @@
+"""Log of a training: JSON lines, a plot of them, TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from accelcore.checkpoint.store import as_path
+from accelcore.errors import ConfigurationError
+from accelcore.training.monitoring.meter import Meter
+from accelcore.training.monitoring.plot import check_matplotlib, draw
+from accelcore.training.monitoring.records import FILE, line_of, read_records, replace_file
+from accelcore.training.monitoring.sinks import Sink, TensorBoard, WandB
+from accelcore.util.text import is_number, is_whole
+
+__all__ = ["Log"]
+
+logger = logging.getLogger("accelcore")
+
+_PLOT_EVERY = 60.0
+_OLD = "log-before.jsonl"
+
+
+class Log(Meter):
+    """Log of a training in a folder: `log.jsonl`, and plots of it, `plot.png` and `plot.html`.
+
+    Give it to a trainer: `accel.trainer(..., observers=[accelcore.Log("outputs/run")])`. The main rank writes a line
+    each few steps, a JSON object: `step`; `epoch`, counted from 0; `loss`, the mean over this rank's micro-batches
+    since the last line; `lr` of the first group, for the next update; `gradient_norm` of the step; `rows_per_second` of
+    all ranks within epochs; `memory_peak` in bytes; `seconds` since the log was made. A value that is not finite is
+    null. A step does not wait for the device: a line is written one step later.
+
+    After a resume, lines after the resumed step are dropped, and the log goes on. A run from the start renames an older
+    log to `log-before.jsonl`. `accelcore plot FOLDER` draws the plot at any time; the log draws it at exit, by
+    `close()`, and at most once a minute between epochs.
+
+    Args:
+        folder: made if it does not exist; one for each run.
+        every: steps between two lines.
+        gradient_norm: whether the norm is computed for the log, which reads all gradients once a step. With
+            `clip_norm=` it is computed anyway, and always logged.
+        plot: False for no plot. None: a plot if matplotlib is installed; otherwise a warning at the end.
+        tensorboard: whether the figures also go to TensorBoard, with files in `folder`.
+        wandb: whether they also go to Weights & Biases; or the arguments of `wandb.init`. A resumed run continues the
+            run of this folder there.
+
+    Raises:
+        ConfigurationError: an option has a wrong value, what it needs is not installed, the folder cannot be written,
+            or an older log is damaged.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        every: int = 25,
+        gradient_norm: bool = False,
+        plot: bool | None = None,
+        tensorboard: bool = False,
+        wandb: bool | Mapping[str, Any] = False,
+    ) -> None:
+        if not is_whole(every, 1):
+            raise ConfigurationError(f"every={every!r} is not a number of steps", remedy="give 1 or more")
+        if plot:
+            check_matplotlib()
+        for package, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
+            if wanted and find_spec(package) is None:
+                raise ConfigurationError(
+                    f"{package}= needs {package}, which is not installed", remedy=f"pip install {package}"
+                )
+        self.measures_norm = gradient_norm
+        self._folder, self._every, self._plot = as_path(folder), every, plot
+        self._tensorboard, self._wandb = tensorboard, wandb
+        self._losses: list[Tensor] = []
+        self._norm: Tensor | None = None
+        self._read: Callable[[], dict[str, float]] | None = None
+        self._line: dict[str, Any] = {}
+        self._next = self._last = -1
+        self._file: TextIO | None = None
+        self._sinks: list[Sink] = []
+        self._start = self._drawn = perf_counter()
+        atexit.register(self.close)
+
+    def loss(self, loss: Tensor) -> None:
+        if self._is_main:
+            self._losses.append(loss)
+
+    def gradient_norm(self, norm: Tensor) -> None:
+        self._norm = norm
+
+    def step(self, steps: int) -> None:
+        if not self._is_main:
+            return
+        if steps != self._last + 1:
+            self._open(steps - 1)
+        self._last = steps
+        if self._read is not None:
+            self._flush()
+        if steps >= self._next:
+            self._report()
+
+    def epoch_end(self, epoch: int) -> None:
+        super().epoch_end(epoch)
+        now = perf_counter()
+        if not self._is_main:
+            return
+        if self._last == self._total:
+            self._report()
+            self._flush()
+        elif self._plot is not False and now >= self._drawn + _PLOT_EVERY:
+            self._draw()
+            self._drawn = now + 100 * (perf_counter() - now)  # it takes a hundredth of the time at most
+
+    def write(self, **values: float) -> None:
+        """Write a line of figures of your own, such as `accuracy=0.9`, at the present step. Any rank may call it.
+
+        Raises:
+            ConfigurationError: a value is not a number, or the log was given to no trainer.
+        """
+        for name, value in values.items():
+            if not is_number(value):
+                raise ConfigurationError(f"{name}={value!r} is not a number", remedy="give value.item() of a tensor")
+        if self._trainer is None:
+            raise ConfigurationError("this log has no trainer", remedy="give it to one: observers=[log]")
+        if not self._is_main:
+            return
+        steps = self._trainer.steps
+        if steps != self._last or self._file is None:
+            self._open(steps)
+        self._flush()
+        self._put({"step": steps, "epoch": self._epoch, **values})
+
+    def close(self) -> None:
+        """Write what is not yet written, and draw the plot. Later steps open the log again."""
+        if self._file is not None:
+            self._report()
+            self._flush()
+            self._draw()
+            self._close_files()
+
+    def _open(self, done: int) -> None:
+        """Open the files for the steps after `done`."""
+        self._close_files()
+        self._losses, self._read = self._losses[-self._accumulate :], None
+        self._last, self._next = done, (done // self._every + 1) * self._every
+        path = self._folder / FILE
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if path.exists() and done:
+                kept = [line_of(record) for record in read_records(self._folder) if record["step"] <= done]
+                replace_file(path, "".join(kept).encode())
+            elif path.exists():
+                path.replace(self._folder / _OLD)
+                logger.warning("%s has the log of another run, which is %s now", self._folder, _OLD)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(
+                f"no log can be written in {self._folder}", why=str(error), remedy="give a folder that you may write to"
+            ) from error
+        if self._tensorboard:
+            self._sinks.append(TensorBoard(self._folder, done))
+        if self._wandb is not False:
+            self._sinks.append(WandB(self._folder, done, {} if self._wandb is True else self._wandb))
+
+    def _close_files(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _report(self) -> None:
+        """Begin a line for the steps since the last one, if there are any; `_flush` completes it."""
+        if not self._losses:
+            return
+        loss = torch.stack(self._losses).mean(dtype=torch.float32)
+        self._flush()
+        self._read = self._begin_to_read(loss=loss, gradient_norm=self._norm)
+        self._line = {
+            "step": self._last,
+            "epoch": self._epoch,
+            **dict.fromkeys(("loss", "lr", "gradient_norm")),
+            "rows_per_second": self._rows_per_second(),
+            "memory_peak": self._backend.runtime.memory().peak,
+            "seconds": perf_counter() - self._start,
+        }
+        self._losses, self._norm = [], None
+        self._next = (self._last // self._every + 1) * self._every
+
+    def _flush(self) -> None:
+        """Complete the line that was begun, if there is one; wait for its figures."""
+        if self._read is not None:
+            read, self._read = self._read(), None
+            self._put(self._line | read)
+
+    def _put(self, record: dict[str, Any]) -> None:
+        assert self._file is not None, "it is open while there are steps"
+        values = {name: value for name, value in record.items() if value is not None}
+        self._file.write(line_of(values))
+        self._file.flush()
+        for sink in self._sinks:
+            sink.write(values)
+
+    def _draw(self) -> None:
+        if self._plot is False:
+            return
+        if not find_spec("matplotlib"):
+            logger.warning("no plot of %s: it needs matplotlib; pip install 'accelcore[plot]'", self._folder / FILE)
+            self._plot = False
+            return
+        self._flush()
+        draw({self._folder.name: read_records(self._folder)}, self._folder / "plot.png", self._folder / "plot.html")

@@ -1,0 +1,80 @@
+"""Plots of logs: each figure of the runs in a panel of its own, as an image or a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+
+from accelcore.errors import ConfigurationError
+from accelcore.training.monitoring.records import Record, columns, replace_file
+
+__all__ = ["check_matplotlib", "draw"]
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title><style>svg {{ max-width: 100%; height: auto }}</style>
+<svg{svg}
+</html>
+"""
+
+
+def check_matplotlib() -> None:
+    """Raise ConfigurationError if matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            "a plot needs matplotlib, which is not installed", remedy="pip install 'accelcore[plot]'"
+        )
+
+
+def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
+    """Draw the records of runs, by name, and write the plot to files, each at once.
+
+    Args:
+        runs: at least one record in all.
+        paths: files whose names end in .png, .svg, .pdf, or .html: a page that loads nothing from elsewhere.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed, there is nothing to draw, or a file cannot be written.
+    """
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    of_runs = {run: columns(records) for run, records in runs.items()}
+    figures = list(dict.fromkeys(name for found in of_runs.values() for name in found))
+    if not figures:
+        raise ConfigurationError(
+            f"there is nothing to plot: the log of {', '.join(runs)} is empty",
+            remedy="train first, or give another run",
+        )
+    height = -(-len(figures) // 2)
+    figure = Figure(figsize=(12, 3 * height), layout="constrained")
+    for axes, name in zip(figure.subplots(height, 2, squeeze=False).flat, figures, strict=False):
+        for number, (run, found) in enumerate(of_runs.items()):
+            steps, values = found.get(name, ([], []))
+            marker = "." if len(steps) < 50 else None
+            axes.plot(steps, values, color=f"C{number}", marker=marker, linewidth=1, label=run)
+        axes.set(title=name.replace("_", " "), xlabel="step")
+        axes.grid(alpha=0.3)
+        if len(runs) > 1:
+            axes.legend(fontsize="small")
+    for empty in figure.axes[len(figures) :]:
+        empty.set_axis_off()
+    for path in paths:
+        kind = path.suffix.lower().removeprefix(".")
+        content = BytesIO()
+        try:
+            figure.savefig(content, format="svg" if kind == "html" else kind, dpi=100)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if kind == "html":
+                page = _PAGE.format(title=escape(", ".join(runs)), svg=content.getvalue().decode().partition("<svg")[2])
+            replace_file(path, page.encode() if kind == "html" else content.getvalue())
+        except ValueError as error:
+            raise ConfigurationError(
+                f"a plot cannot be written to {path}", why=str(error), available=".png, .svg, .pdf, .html"
+            ) from error
+        except OSError as error:
+            raise ConfigurationError(
+                f"a plot cannot be written to {path}", why=str(error), remedy="name a file in a folder of yours"
+            ) from error

@@ -1,0 +1,115 @@
+"""Progress bar of a training; lines where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from time import perf_counter
+from typing import Any
+from weakref import finalize
+
+from torch import Tensor
+
+from accelcore.errors import ConfigurationError
+from accelcore.training.monitoring.meter import Meter
+from accelcore.util.text import is_number
+
+__all__ = ["Progress"]
+
+_REDRAW = 0.25
+
+
+class Progress(Meter):
+    """Progress bar on stderr: epoch, step, loss, learning rate, rows a second and time left.
+
+    Give it to a trainer: `accel.trainer(..., observers=[accelcore.Progress()])`. Only the main rank shows it. The loss
+    is the last one of this rank, and rows a second are those of all ranks. The time left needs
+    `trainer.total_steps`. A step does not wait for the device: the loss is read one step later.
+
+    What the script prints meanwhile appears above the bar. The bar ends with the last step, or with the process.
+
+    Args:
+        seconds: time between two lines, if stderr is no terminal.
+
+    Raises:
+        ConfigurationError: `seconds` is no time, or one object was given to two trainers.
+    """
+
+    def __init__(self, *, seconds: float = 10.0) -> None:
+        if not is_number(seconds) or seconds <= 0:
+            raise ConfigurationError(f"seconds={seconds!r} is not a time", remedy="give a number above 0")
+        self._line_every = seconds
+        self._loss: Tensor | None = None
+        self._read: Callable[[], dict[str, float]] | None = None
+        self._next = 0.0
+        self._bar: _Bar | None = None
+        self._first = (0, 0.0)  # the steps and the time when the bar was made
+
+    def loss(self, loss: Tensor) -> None:
+        self._loss = loss
+
+    def step(self, steps: int) -> None:
+        now, total = perf_counter(), self._total
+        if (now < self._next and steps != total) or not self._is_main:
+            return
+        if self._bar is None:
+            self._bar, self._first = _Bar(), (steps, now)
+        if self._read is None:
+            self._read, self._next = self._begin_to_read(loss=self._loss), 0.0
+            if steps != total:
+                return
+        text = self._text(steps, now, self._read())
+        self._read, self._next = None, now + (_REDRAW if self._bar.is_live else self._line_every)
+        self._bar.update(steps, total, text)
+        if steps == total:
+            self._bar.stop()
+            self._bar = None
+
+    def _text(self, steps: int, now: float, read: dict[str, float]) -> str:
+        total, pace, (done, began) = self._total, self._rows_per_second(), self._first
+        left = None
+        if total is not None and steps > done:
+            left = timedelta(seconds=round((now - began) / (steps - done) * max(0, total - steps)))
+        parts = (
+            None if self._epoch is None else f"epoch {self._epoch + 1}",
+            f"step {steps}" + ("" if total is None else f"/{total}"),
+            f"loss {read['loss']:.4g}" if "loss" in read else None,
+            f"lr {read['lr']:.3g}",
+            None if pace is None else f"{pace:,.0f} rows/s",
+            None if left is None else f"{left} left",
+        )
+        return "  ".join(part for part in parts if part is not None)
+
+
+class _Bar:
+    """What is shown: a bar of rich on a terminal, else lines. Nothing is drawn by a thread."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._console = Console(stderr=True)
+        self.is_live = self._console.is_interactive
+        self._bar = Progress(
+            BarColumn(bar_width=20),
+            TextColumn("{task.description}"),
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),  # else it would lead what the script writes to a file to the terminal
+        )
+        self._task: Any = None
+
+    def update(self, steps: int, total: int | None, text: str) -> None:
+        if not self.is_live:
+            self._console.print(text, highlight=False, soft_wrap=True)
+            return
+        if self._task is None:
+            self._bar.start()
+            finalize(self, self._bar.stop)  # at exit, too: it would leave a terminal without its cursor
+            self._task = self._bar.add_task(text, total=total)
+        self._bar.update(self._task, completed=steps, total=total, description=text, refresh=True)
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._bar.stop()

@@ -1,0 +1,100 @@
+"""The best checkpoint stays beside the newest ones, and is found again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toys import data, loss_of, net
+
+import accelcore
+from accelcore.cli import main
+
+
+def make(accel):
+    model = net()
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    return accel.trainer(model, optimizer, loss=loss_of)
+
+
+def save(trainer, folder, metrics, keep=1):
+    """Train a step before each save; the weights that were saved, by step."""
+    weights = {}
+    for metric in metrics:
+        trainer(data(1)[0])
+        trainer.save(folder, keep=keep, best=metric)
+        weights[trainer.steps] = trainer.model[0].weight.detach().clone()
+    return weights
+
+
+def steps(folder):
+    return sorted(int(path.name.split("-")[1]) for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "keep", "left"),
+    [
+        ([3.0, 1.0, 2.0, 4.0], 1, [2, 4]),
+        ([3.0, 1.0, 2.0, 4.0], 2, [2, 3, 4]),
+        ([3.0, 1.0, 1.0, 4.0], 1, [2, 4]),
+        ([3.0, None, float("nan"), float("-inf"), 5], 1, [1, 5]),
+        ([-0.5, torch.tensor(-0.7), -0.6], 1, [2, 3]),
+        ([1, 2, 3], None, [1, 2, 3]),
+    ],
+)
+def test_the_first_of_the_lowest_is_kept(accel, tmp_path, metrics, keep, left):
+    save(make(accel), tmp_path, metrics, keep)
+    assert steps(tmp_path) == left
+
+
+def test_after_a_resume_the_best_is_remembered_and_can_be_resumed_and_exported(accel, tmp_path, capsys):
+    weights = save(make(accel), tmp_path, [2.0, 1.0, 3.0])
+    trainer = make(accel)
+    assert trainer.resume(tmp_path).name == "step-00000003"
+    weights |= save(trainer, tmp_path, [1.5, 2.5])
+    assert steps(tmp_path) == [2, 5]
+    best = make(accel)
+    assert best.resume(tmp_path, best=True).name == "step-00000002"
+    assert torch.equal(best.model[0].weight, weights[2])
+    for options, step in ((["--best"], 2), ([], 5)):
+        assert main(["export", *options, str(tmp_path), str(tmp_path / "model.safetensors")]) == 0
+        assert torch.equal(load_file(tmp_path / "model.safetensors")["0.weight"], weights[step])
+        (tmp_path / "model.safetensors").unlink()
+    save(trainer, tmp_path, [0.5])
+    assert steps(tmp_path) == [6]
+
+
+def test_without_a_metric_there_is_no_best(accel, tmp_path, caplog):
+    trainer = make(accel)
+    assert trainer.resume(tmp_path, best=True) is None
+    save(trainer, tmp_path, [None, float("nan")])
+    assert "metric of this checkpoint is nan" in caplog.text
+    with pytest.raises(accelcore.CheckpointError, match=r"has a metric(.|\n)*best=metric"):
+        trainer.resume(tmp_path, best=True)
+    for wrong in ("low", True, torch.ones(2)):
+        with pytest.raises(accelcore.ConfigurationError, match="is not a number"):
+            trainer.save(tmp_path, best=wrong)
+
+
+RANKS = """
+import sys, torch, accelcore
+accel = accelcore.select("cpu")
+with accel.distributed() as job:
+    model = torch.nn.Linear(3, 1)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    trainer = accel.trainer(model, optimizer, parallel="ddp", loss=lambda model, rows: model(rows).mean())
+    trainer(torch.ones(2, 3))
+    trainer.save(sys.argv[1], best=0.25)
+    for own in (float(job.rank), 1.0 if job.rank else None):
+        try:
+            trainer.save(sys.argv[1], best=own)
+        except accelcore.ConfigurationError as error:
+            print("refused", "different metrics" in str(error), f"gives {own}" in str(error))
+"""
+
+
+def test_ranks_that_disagree_are_refused(fork_ranks, tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    ended = [rank.finish() for rank in fork_ranks(tmp_path / "ranks.py", tmp_path / "run", size=2)]
+    assert [rank.stdout for rank in ended] == ["refused True True\n" * 2] * 2, ended[0].stderr
+    assert len(list((tmp_path / "run").iterdir())) == 1
