@@ -110,6 +110,7 @@ def test_speed_and_utilisation_follow_from_time(rehearse):
         assert case["values"] == pytest.approx({"tokens_per_second": speed, "utilisation": used})
 
 
+@pytest.mark.full  # the stage gpt derives its figures alike
 def test_images_follow_from_time(rehearse):
     found = timed(rehearse("resnet")["cases"])
     modes = ("bf16", "fp16", "bf16 + compile", "fp16 + compile")
@@ -118,6 +119,7 @@ def test_images_follow_from_time(rehearse):
         assert case["values"]["images_per_second"] == pytest.approx(4 / case["timing"]["seconds"]["median"])
 
 
+@pytest.mark.full  # its models and modes are those of the stages gpt and resnet
 def test_every_precision_learns_the_same(rehearse):
     found = timed(rehearse("precision")["cases"])
     modes = {"fp32 ieee", "fp16", "bf16", "fp32 ieee + compile", "fp16 + compile", "bf16 + compile"}

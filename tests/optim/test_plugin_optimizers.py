@@ -87,8 +87,10 @@ def test_an_extension_adds_a_faster_route_to_somebody_elses_backend(fakes):
 
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_kernel_of_a_third_party_trains_skips_and_is_resumed(fakes, tmp_path, flat, precision):
-    fakes.install((EXAMPLES / "third_party_lion" / "lion.py").read_text(), extensions=["lion"])
+def test_the_kernel_of_a_third_party_trains_skips_and_is_resumed(fakes, monkeypatch, tmp_path, flat, precision):
+    package = EXAMPLES / "third_party_lion"
+    monkeypatch.syspath_prepend(package)
+    fakes.install((package / "accelcore_lion" / "__init__.py").read_text(), extensions=["lion"])
     accel = accelcore.select("cpu")
 
     options = {"loss_scale": accelcore.LossScale(init=16.0)} if precision == "fp16" else {}

@@ -1,6 +1,5 @@
 import torch
 
-from accelcore import hookimpl
 from accelcore.optim.engine import Engine
 
 
@@ -22,8 +21,3 @@ class Lion(Engine, torch.optim.Optimizer):
             steps = torch._foreach_lerp(means, gradients, 1 - group["b1"])
             torch._foreach_add_(values, torch._foreach_sign(steps), alpha=-group["lr"])
             torch._foreach_lerp_(means, gradients, 1 - group["b2"])
-
-
-@hookimpl
-def accelcore_register_optimizers(backend, registry):
-    registry.register("lion", "foreach", Lion, priority=10, memory="any")
