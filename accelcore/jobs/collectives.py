@@ -16,6 +16,7 @@ from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-d
 
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.jobs.launchers import Launch
+from accelcore.jobs.meeting import meet
 
 __all__ = ["Collectives", "NoCollectives", "Op", "TorchCollectives"]
 
@@ -174,11 +175,14 @@ class TorchCollectives(Collectives):
             try:
                 dist.init_process_group(
                     self._backend,
-                    init_method=launch.init_method,
+                    store=meet(launch, timeout),
                     rank=launch.rank,
                     world_size=launch.world_size,
                     timeout=timeout,
                 )
+            except DistributedError:
+                self._stop_records()
+                raise
             except (RuntimeError, ValueError) as error:
                 self._stop_records()
                 raise DistributedError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -14,6 +16,7 @@ import accelcore
 from accelcore.errors import ConfigurationError, DistributedError
 from accelcore.jobs.collectives import TorchCollectives
 from accelcore.jobs.launchers import Launch
+from accelcore.jobs.meeting import meet
 
 
 @pytest.fixture(autouse=True)
@@ -173,13 +176,36 @@ def test_a_meeting_place_that_cannot_be_is_an_error_that_names_it(accel, method)
 def test_ranks_that_never_come_are_given_up_after_the_timeout(accel, meeting):
     begin = time.monotonic()
     with (
-        pytest.raises(DistributedError, match="rank 0 of 2 could not join the others"),
+        pytest.raises(DistributedError, match=f"rank 1 of 2 did not come to {meeting} in 1 seconds"),
         accel.distributed(rank=0, world_size=2, init_method=meeting, timeout=timedelta(seconds=1)),
     ):
         pytest.fail("it was joined")
     assert 0.5 < time.monotonic() - begin < 20
     with accel.distributed(rank=0, world_size=1, init_method=f"{meeting}-again") as collectives:
         assert collectives.world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("launcher", "came", "absent"),
+    [("env://", [0], "ranks 1 and 2"), ("tcp://", [1], "rank 0"), ("tcp://", [0, 2], "rank 1")],
+)
+def test_ranks_that_never_started_are_named_with_the_address(monkeypatch, launcher, came, absent):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+
+    def join(rank):
+        launch = Launch(rank, 3, rank, launcher if launcher == "env://" else address)
+        with pytest.raises(DistributedError) as caught:
+            meet(launch, timedelta(seconds=2))
+        return caught.value.what
+
+    with ThreadPoolExecutor() as threads:
+        said = list(threads.map(join, came))
+    assert said[0] == f"{absent} of 3 did not come to {address} in 2 seconds"
 
 
 @pytest.mark.parametrize("timeout", ["25", timedelta(), timedelta(seconds=-1)], ids=str)
