@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+from torch import nn
 from torch._ops import OpOverload
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -43,6 +44,7 @@ __all__ = [
     "operators_registered_at",
     "pytree",
     "remove_library",
+    "uncompiled",
     "without_autocast",
 ]
 
@@ -83,6 +85,12 @@ def compiler_error() -> type[Exception]:
     import torch._dynamo.exc  # slow, and not needed before an error
 
     return torch._dynamo.exc.TorchDynamoException
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` wrapped, or `model` itself. Without it, names begin with `_orig_mod.`."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def in_backward() -> bool:

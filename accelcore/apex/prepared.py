@@ -300,7 +300,7 @@ class Accumulated:
 
     def first_not_finite(self) -> str | None:
         """Return the name of the first parameter whose gradient has an inf or NaN. Waits for the device."""
-        return first_not_finite(self._plan.gradients)
+        return first_not_finite(self._plan.gradients, self._plan.gradients.of_values())
 
     def updated(self) -> None:
         """After a step: give parameters their masters' values, and all ranks the same buffers."""

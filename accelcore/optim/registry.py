@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -156,6 +157,13 @@ class Optimizers:
             ) from error
         if lr is not None:
             options["lr"] = lr
+        for key, value in chain(options.items(), *(group.items() for group in groups)):
+            if isinstance(value, str) and _is_numeric(value):
+                raise ConfigurationError(
+                    f"{key}={value!r} is text, not a number",
+                    why="YAML reads 1e-3 as text",
+                    remedy=f"give {key}=float({value!r}), or write 1.0e-3 in the file",
+                )
         # Named parameters are pairs, as from model.named_parameters(). The optimizer refuses what is no tensor.
         members = [each[1] if isinstance(each, tuple) else each for group in groups for each in group["params"]]
         parameters = tuple(member for member in members if isinstance(member, torch.Tensor))
@@ -232,6 +240,14 @@ def _name(asked: str | type[torch.optim.Optimizer]) -> str:
             remedy='use a name such as "adamw"; give an optimizer of another class to accel.trainer as it is',
         )
     return name
+
+
+def _is_numeric(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _listed(params: Parameters) -> list[dict[str, Any]]:

@@ -17,7 +17,16 @@ from accelcore.util.text import Settings, did_you_mean, is_number
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["LOW_PRECISION", "Policy", "autocast_dtype", "choose_policy", "create_scaler", "fp32_mode", "preset_name"]
+__all__ = [
+    "LOW_PRECISION",
+    "Policy",
+    "autocast_dtype",
+    "choose_policy",
+    "create_scaler",
+    "fp32_mode",
+    "preset_name",
+    "skipping",
+]
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes too coarse to accumulate small updates in."""
@@ -181,6 +190,14 @@ def choose_policy(precision: object, loss_scale: float | str | LossScale | None)
     """
     policy = precision if isinstance(precision, Policy) else Policy.preset(str(precision))
     return policy if loss_scale is None else replace(policy, loss_scale=loss_scale)
+
+
+def skipping(policy: Policy) -> Policy:
+    """Return a policy whose loss scale skips updates. One that is fixed, or none, becomes one that cannot move."""
+    if not (policy.loss_scale is None or is_number(policy.loss_scale)):
+        return policy
+    scale = float(policy.loss_scale or 1.0)
+    return replace(policy, loss_scale=LossScale(init=scale, min=scale, max=scale))
 
 
 def autocast_dtype(dtype: torch.dtype | str, backend: Backend) -> torch.dtype | None:

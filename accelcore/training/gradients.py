@@ -353,7 +353,10 @@ def runs(gradients: Gradients) -> list[Run]:
     return found
 
 
-def first_not_finite(gradients: Gradients) -> str | None:
-    """Return the name of the first slot whose gradient has an inf or NaN. Waits for the device."""
-    pairs = zip(gradients.slots, by_slot(gradients, gradients.of_values()), strict=True)
-    return next((slot.name for slot, gradient in pairs if gradient is not None and not is_finite(gradient)), None)
+def first_not_finite(gradients: Gradients, tensors: Sequence[Tensor | None]) -> str | None:
+    """Return the name of the first slot whose tensor has an inf or NaN, of tensors laid out as `gradients.values`.
+
+    Waits for the device.
+    """
+    pairs = zip(gradients.slots, by_slot(gradients, tensors), strict=True)
+    return next((slot.name for slot, tensor in pairs if tensor is not None and not is_finite(tensor)), None)

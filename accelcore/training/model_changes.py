@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.errors import TrainingError
+from accelcore.errors import ConfigurationError, TrainingError
 
-__all__ = ["ModelSnapshot"]
+__all__ = ["Fixed", "ModelSnapshot", "cannot_be_replaced"]
+
+T = TypeVar("T")
 
 # Compared in every window, for every parameter: without a Python frame for each.
 _TRAINABLE, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
@@ -91,3 +94,28 @@ class ModelSnapshot:
             f"the model or the optimizer has changed since its trainer was made: {changes}",
             remedy="call trainer.refresh() after a change: between two windows, and on all ranks of a job",
         )
+
+
+def cannot_be_replaced(name: str) -> ConfigurationError:
+    """Return the error for setting an attribute of a trainer."""
+    return ConfigurationError(
+        f"{name} of a trainer cannot be replaced",
+        why="the trainer was prepared for the one it has, and would ignore another",
+        remedy=f"give the {name} to accel.trainer(...)",
+    )
+
+
+class Fixed(Generic[T]):
+    """Attribute of a trainer that cannot be replaced, because the trainer was prepared for it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: object, owner: type) -> T:
+        value: T = trainer.__dict__[self._name]
+        return value
+
+    def __set__(self, trainer: object, value: T) -> None:
+        if self._name in trainer.__dict__:
+            raise cannot_be_replaced(self._name)
+        trainer.__dict__[self._name] = value

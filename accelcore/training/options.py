@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelcore.errors import ConfigurationError
 from accelcore.precision.policy import Policy
 from accelcore.scaling.contract import LossScale
-from accelcore.torch_internals import OpOverload
+from accelcore.torch_internals import OpOverload, uncompiled
 from accelcore.training.observers import Observer
 from accelcore.training.schedule import ScheduleBy
 from accelcore.util.text import Settings, did_you_mean, is_number, is_whole, kind_of
@@ -32,7 +33,11 @@ __all__ = [
     "check_values",
     "chosen",
     "complete",
+    "takes",
+    "unwrapped",
 ]
+
+logger = logging.getLogger("accelcore")
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], "float | Tensor"]
@@ -122,6 +127,11 @@ class TrainerOptions(TypedDict, total=False):
         clip: `clip(parameters)` clips gradients in place in another way, such as
             `torch.nn.utils.clip_grad_value_(parameters, 1.0)`. It gets the parameters that have a gradient, reduced
             over ranks and unscaled, or their fp32 masters.
+        on_nonfinite: what to do about NaN and inf. `"raise"`: look at the parameters in the first windows, in every
+            64th, at the end of an epoch and in `save`. If one is not finite, raise TrainingError with its name and the
+            step of the first loss that was not. `"skip"`: also skip an update if a gradient is not finite, as a dynamic
+            loss scale does; if no kernel skips by itself, every step waits for the device. Statistics of BatchNorm keep
+            what the forward pass wrote. None: do not look.
         parallel: `"none"`, a strategy that the backend declares, such as `"ddp"`, `"combine_ddp"`, `"zero1"` or
             `"fsdp"`, or `FSDP(...)` for `"fsdp"` with other settings. In a job of one process all are the same. None:
             `"none"`; in a job of several ranks the option is required.
@@ -155,6 +165,7 @@ class TrainerOptions(TypedDict, total=False):
     weight: Weight | None
     clip_norm: float | None
     clip: Callable[[list[Tensor]], object] | None
+    on_nonfinite: Literal["raise", "skip"] | None
     parallel: str | FSDP | None
     comm_dtype: str | None
     sync_batchnorm: bool
@@ -171,6 +182,7 @@ _DEFAULTS = {
     "schedule_by": "window",
     "precision": "fp32",
     "accumulate": 1,
+    "on_nonfinite": "raise",
     "sync_batchnorm": False,
     "compile": False,
     "graph": False,
@@ -179,21 +191,52 @@ _DEFAULTS = {
 """Defaults that are not None."""
 
 
+_WORDS_OF_OTHERS = {
+    "mixed_precision": "precision", "autocast": "precision", "dtype": "precision", "use_amp": "precision",
+    "accumulate_grad_batches": "accumulate", "gradient_accumulation_steps": "accumulate", "grad_clip": "clip_norm",
+    "gradient_clip_val": "clip_norm", "max_grad_norm": "clip_norm", "strategy": "parallel", "lr_scheduler": "scheduler",
+    "criterion": "loss", "loss_fn": "loss", "callbacks": "observers", "gradient_checkpointing": "checkpoint",
+    "torch_compile": "compile",
+    "amp": "fp16", "mixed": "bf16", "DistributedDataParallel": "ddp", "dp": "ddp", "FullyShardedDataParallel": "fsdp",
+}  # fmt: skip
+"""Options of other libraries, then values of `precision` and `parallel`, each with the word for it here."""
+
+
 def complete(given: Mapping[str, Any]) -> TrainerOptions:
     """Return all options: those given, and the defaults of the others."""
     known = TrainerOptions.__annotations__
-    for name in given:
+    for name, value in given.items():
         if name not in known:
             raise ConfigurationError(
-                f"a trainer has no option {name!r}", available=", ".join(known), remedy=did_you_mean(name, known)
+                f"a trainer has no option {name!r}",
+                available=", ".join(known),
+                remedy=did_you_mean(_WORDS_OF_OTHERS.get(name, name), known),
+            )
+        word = value.__name__ if isinstance(value, type) else value
+        if name in ("precision", "parallel") and isinstance(word, str) and word in _WORDS_OF_OTHERS:
+            raise ConfigurationError(
+                f"{name}={word!r} is unknown", remedy=f"did you mean {name}={_WORDS_OF_OTHERS[word]!r}?"
             )
     return cast("TrainerOptions", {**dict.fromkeys(known), **_DEFAULTS, **given})
+
+
+def unwrapped(model: nn.Module, options: TrainerOptions) -> nn.Module:
+    """Return the module of a compiled model, which is to be compiled as the options say: its names are the module's."""
+    bare = uncompiled(model)
+    if bare is not model and options["compile"] is False:
+        options["compile"] = True
+        logger.warning(
+            "the model was made by torch.compile, and is compiled again for the trainer. Give options as "
+            'compile={"mode": ...}'
+        )
+    return bare
 
 
 def check_values(options: TrainerOptions) -> None:
     """Raise ConfigurationError for option values of the wrong type or out of range."""
     accumulate, clip_norm, observers = options["accumulate"], options["clip_norm"], options["observers"]
-    clip, weight = options["clip"], options["weight"]
+    clip, weight, flat, graph = options["clip"], options["weight"], options["flat"], options["graph"]
+    nonfinite = options["on_nonfinite"]
     by_value = "clip=lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 1.0)"
     norm_fits = clip_norm is None or (is_number(clip_norm) and clip_norm > 0)
     for fits, wrong, remedy in (
@@ -208,6 +251,13 @@ def check_values(options: TrainerOptions) -> None:
             weight is None or callable(weight),
             f"weight={weight!r} is not a function",
             "pass lambda batch: len(batch[0])",
+        ),
+        (flat is None or isinstance(flat, bool), f"flat={flat!r} is unknown", "give True, False, or None to choose"),
+        (isinstance(graph, bool), f"graph={graph!r} is not True or False", "give one of them"),
+        (
+            nonfinite in (None, "raise", "skip"),
+            f"on_nonfinite={nonfinite!r} is unknown",
+            'give "raise", "skip" or None',
         ),
         (
             options["total_steps"] is None or is_whole(options["total_steps"], 1),
@@ -245,6 +295,24 @@ def check_arguments(model: Any, optimizer: Any, loss: Any) -> None:
             f"loss={name} does not take a model and a batch",
             remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
         )
+
+    if loss is not None and not takes(loss.forward if isinstance(loss, nn.Module) else loss, model, None):
+        raise ConfigurationError(
+            f"loss={getattr(loss, '__name__', kind_of(loss))} does not take two arguments",
+            why="it is called as loss(model, batch)",
+            remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
+        )
+
+
+def takes(function: Callable[..., Any], *arguments: Any, **named: Any) -> bool:
+    """Return whether a function can be called with these arguments, as far as its signature says."""
+    try:
+        inspect.signature(function).bind(*arguments, **named)
+    except TypeError:
+        return False
+    except ValueError:  # of a builtin, which has none
+        return True
+    return True
 
 
 def _is_torchs(loss: Any) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accelcore.errors import DistributedError, TrainingError
 from accelcore.optim.optimizer import RoutedOptimizer
@@ -16,7 +16,9 @@ from accelcore.optim.torch_fused import FusedStep
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.captured import CapturedStep
 from accelcore.training.clipping import Clipping, clip_by
+from accelcore.training.finite import FiniteCheck
 from accelcore.training.gradients import backward, first_not_finite
+from accelcore.training.options import takes
 from accelcore.training.parallel.strategy import any_overflow, broadcast_buffers, whole_norm
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
@@ -37,12 +39,13 @@ class Step:
     Everything that a step needs is bound here. A step walks neither the model nor the optimizer's groups.
 
     Attributes:
+        finite: the check that the parameters stay finite.
         failure: why the trainer can no longer train; None if it can.
     """
 
     def __init__(self, plan: Plan, *, scaler: LossScaler, window: Window, schedule: Schedule) -> None:
         self._forward, self._listeners = plan.forward, plan.listeners
-        self._loss, self._weight = plan.options["loss"] or _loss_of_model, plan.options["weight"]
+        self._loss, self._weight = plan.options["loss"] or _LossOfModel(plan.model), plan.options["weight"]
         self._region, self._arithmetic = plan.contexts.region, plan.contexts.arithmetic
         self._gradients, self._optimizer, self._strategy = plan.gradients, plan.optimizer, plan.strategy
         self._scaler, self._window, self._schedule = scaler, window, schedule
@@ -51,7 +54,7 @@ class Step:
         self._clip_by = plan.options["clip"]
         self._model, self._whole_norm = plan.model, partial(whole_norm, plan.strategy)
         self._any_overflow = partial(any_overflow, plan.strategy)
-        self._find_bad = partial(first_not_finite, plan.gradients)
+        self._find_bad = lambda: first_not_finite(plan.gradients, plan.gradients.of_values())
         self._exposes = not isinstance(plan.optimizer, RoutedOptimizer)  # torch's optimizers do not know of slots
         # A scaler that reads gradients may skip. A captured step has to be torch's, which checks what a graph bakes in.
         fused = plan.captured is None and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
@@ -66,6 +69,7 @@ class Step:
         self._overflow: Tensor | None = None
         # The next call of a compiled model may overwrite the outputs and gradients of its last call.
         self._overwrites = plan.compiled is not None and plan.compiled.overwrites
+        self.finite = FiniteCheck(plan, window.steps)
         self.failure: TrainingError | None = None
 
     @property
@@ -187,6 +191,17 @@ class Step:
                 listener(self._overflow)
         for listener in self._listeners.step:
             listener(self._window.steps)
+        if self._window.steps >= self.finite.due:
+            self.finite.window_ended(self._window.steps)
+
+    def end_epoch(self) -> None:
+        """Report gradients that updated nothing, and check that the parameters are finite."""
+        if self.is_open and self._job.rank == 0:
+            logger.warning(
+                "an epoch has ended, and trainer.update() was not called after the last trainer.backward(...): its "
+                "gradients have not updated the parameters"
+            )
+        self.finite.check(self._window.steps)
 
     def update_parameters(self, *, full: bool = True) -> None:
         """Update the parameters: the work of the device at the end of a window, which a graph captures."""
@@ -307,15 +322,32 @@ class Step:
         self.begin()
 
 
-def _loss_of_model(model: Callable[..., Any], batch: Any) -> Any:
-    """Call a model that computes its loss itself. Of a longer tuple, the first item is the loss, the rest is aux."""
-    if isinstance(batch, Mapping):
-        returned = model(**batch)
-    elif isinstance(batch, list | tuple):
-        returned = model(*batch)
-    else:
-        returned = model(batch)
-    return (returned[0], returned[1:]) if type(returned) is tuple and len(returned) > 2 else returned
+class _LossOfModel:
+    """Loss of a model that computes it itself. Of a longer tuple, the first item is the loss, the rest is aux."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._forward = model.forward
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> Any:
+        named: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
+        listed = () if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else (batch,)
+        try:
+            returned = model(*listed, **named)
+        except TypeError as error:
+            if takes(self._forward, *listed, **named):
+                raise
+            raise _no_loss_given(f"the model cannot be called with this batch: {error}") from error
+        if isinstance(returned, Tensor) and returned.numel() != 1:
+            raise _no_loss_given(f"the model returned a tensor of shape {tuple(returned.shape)}, not a scalar")
+        return (returned[0], returned[1:]) if type(returned) is tuple and len(returned) > 2 else returned
+
+
+def _no_loss_given(what: str) -> TrainingError:
+    return TrainingError(
+        what,
+        why="loss= was not given to accel.trainer(...), so the model gets the batch and has to return its loss",
+        remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
+    )
 
 
 def _split_loss(returned: Any) -> tuple[Any, Any]:

@@ -16,11 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelcore.errors import TrainingError
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
+from accelcore.scaling.contract import LossScaler
 from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.data.evaluation import Evaluation, evaluate
 from accelcore.training.data.sharding import Batches
-from accelcore.training.model_changes import ModelSnapshot
-from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete
+from accelcore.training.model_changes import Fixed, ModelSnapshot, cannot_be_replaced
+from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
 from accelcore.training.saving.saver import Saver
 from accelcore.training.schedule import Schedule
@@ -60,6 +61,7 @@ class Trainer:
     Args:
         backend: where to train.
         model: the bare module; it is moved to the device. The trainer wraps it and leaves the module itself as it is.
+            For the result of `torch.compile`, its module is taken, with `compile=True`.
         optimizer: an optimizer over parameters of `model`.
         options: see `TrainerOptions`.
 
@@ -74,6 +76,8 @@ class Trainer:
         UnsupportedError: the backend does not declare what is asked for. Model and optimizer are unchanged.
     """
 
+    model, optimizer, scaler = Fixed[nn.Module](), Fixed[Optimizer](), Fixed[LossScaler]()
+
     def __init__(
         self, backend: Backend, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
     ) -> None:
@@ -82,6 +86,7 @@ class Trainer:
         given["fp32"] = fp32_mode(given["fp32"], backend)
         check_arguments(model, optimizer, given["loss"])
         check_values(given)
+        model = unwrapped(model, given)
         self.backend, self._options = backend, given
         self._schedule = Schedule(given["scheduler"], optimizer, given["schedule_by"], given["warmup"])
         self._plan = plan = Plan(backend, model, optimizer, given)
@@ -128,6 +133,10 @@ class Trainer:
     def scheduler(self) -> LRScheduler | None:
         """Learning rate scheduler; None if there is none, or if it is not made yet."""
         return self._schedule.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: LRScheduler | None) -> None:
+        raise cannot_be_replaced("scheduler")
 
     @property
     def accumulate(self) -> int:
@@ -188,7 +197,7 @@ class Trainer:
             name: name of the data stream. Each stream has a position of its own; only `"train"` is flushed.
             shard: False if the loader already yields this rank's share.
         """
-        read = self._streams.batches(loader, name=name, shard=shard, check=self._check_model, flush=self.flush)
+        read = self._streams.batches(loader, name=name, shard=shard, check=self._check_model, end=self._end_epoch)
         if name == "train" and (self._plan.listeners.reads_data or self._schedule.is_to_be_compared):
             read = self._observed(read, loader, shard=shard)
         return Batches(read, lambda: self._streams[name].length(loader, shard=shard))
@@ -239,6 +248,7 @@ class Trainer:
             loss, self.aux = self._step.forward_backward(batch)
         else:
             loss, self.aux = self._step.launch(captured, batch)
+        self._step.finite.losses.append((self._window.steps + 1, loss, loss._version))
         self._step.end_micro_batch(loss, updated=captured is not None)
         return loss
 
@@ -274,8 +284,10 @@ class Trainer:
                 remedy="call trainer.backward(loss, weight=...), or leave weight= out of accel.trainer(...)",
             )
         self._step.backward(loss, weight, retain_graph=retain_graph)
+        loss = loss.detach()
+        self._step.finite.losses.append((self._window.steps + 1, loss, loss._version))
         if self._plan.listeners.loss:
-            self._step.observe_loss(loss.detach())
+            self._step.observe_loss(loss)
 
     def update(self) -> bool:
         """Count a micro-batch; at the end of a window, update the parameters. Return whether a window was closed."""
@@ -345,20 +357,23 @@ class Trainer:
         """
         return self.saver.save(folder, keep=keep, best=best, extra=extra)
 
-    def resume(self, folder: str | Path, *, best: bool = False) -> Path | None:
+    def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
         """Resume from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
 
-        `best=True` takes the one with the lowest metric instead, of those that `save(folder, best=metric)` has saved.
+        Args:
+            folder: the folder that `save` was given, or one of its checkpoints.
+            best: take the checkpoint with the lowest metric, of those that `save(folder, best=metric)` has saved.
+            must_exist: whether a folder without a checkpoint is an error. Otherwise the log reports it.
 
         Returns:
             The checkpoint, or None if there is none.
 
         Raises:
-            CheckpointError: the checkpoint is damaged or belongs to another model. It is raised on all ranks, and the
-                trainer is unchanged. If a hook or class of yours raises while the state is restored, the trainer can no
-                longer train, on any rank.
+            CheckpointError: the checkpoint is damaged or belongs to another model, or there is none and it must exist.
+                It is raised on all ranks, and the trainer is unchanged. If a hook or class of yours raises while the
+                state is restored, the trainer can no longer train, on any rank.
         """
-        return self.saver.resume(folder, best=best)
+        return self.saver.resume(folder, best=best, must_exist=must_exist)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load what another program has saved: the model, and the optimizer's state if the file has it.
@@ -408,6 +423,10 @@ class Trainer:
     def _number_step(self, micro: int) -> None:
         """Tell the job which step and micro-batch this is; a flush counts as the last one."""
         self.backend.collectives.steps[self._number] = (self._window.steps + 1, micro)
+
+    def _end_epoch(self) -> None:
+        self.flush()
+        self._step.end_epoch()
 
     def _check_model(self) -> None:
         self._step.check()

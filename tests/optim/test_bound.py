@@ -151,6 +151,8 @@ def test_a_state_moves_to_torch_and_back_in_mid_training(accel, name, route, fla
 def test_a_group_is_added_before_and_after_the_first_steps(accel, name, route, flat, steps):
     model, other = Model(), Model()
     kind, options = CASES[name]
+    for each in (model, other):
+        each.requires_grad_(False).one.requires_grad_(True)
     optimizer = accel.optimizers.create(name, model.one.parameters(), route=route, **options)
     trainer = accel.trainer(model, optimizer, flat=flat)
     theirs = kind(other.one.parameters(), foreach=False, **options)
@@ -158,7 +160,8 @@ def test_a_group_is_added_before_and_after_the_first_steps(accel, name, route, f
     train(trainer, feed[:steps])
     by_hand(other, theirs, feed[:steps])
     for one, its in ((model, optimizer), (other, theirs)):
-        its.add_param_group({"params": [*one.late.parameters(), one.image.weight], "lr": 0.05})
+        added = [parameter.requires_grad_(True) for parameter in (*one.late.parameters(), one.image.weight)]
+        its.add_param_group({"params": added, "lr": 0.05})
     trainer.refresh()
     train(trainer, feed[steps:])
     by_hand_of = [parameter for group in theirs.param_groups for parameter in group["params"]]

@@ -209,7 +209,7 @@ def test_a_group_of_another_dtype_is_trained_beside_the_first(accel, name, route
     results = []
     for ours in (True, False):
         torch.manual_seed(0)
-        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double()])
+        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double().requires_grad_(False)])
         make = partial(accel.optimizers.create, name, route=route) if ours else partial(THEIRS[name], foreach=False)
         optimizer = make(model[0].parameters(), **OPTIONS[name])
 
@@ -225,7 +225,7 @@ def test_a_group_of_another_dtype_is_trained_beside_the_first(accel, name, route
             step = accel.trainer(model, optimizer, loss=loss_of)
         step(torch.ones(1, 2))
         model[1].zero_grad()
-        optimizer.add_param_group({"params": model[1].parameters()})
+        optimizer.add_param_group({"params": model[1].requires_grad_(True).parameters()})
         if ours and bound:
             step.refresh()
         step(torch.ones(1, 2))

@@ -34,6 +34,7 @@ def start(change: str) -> tuple[Net, list[nn.Parameter]]:
     if change == "unfreeze":
         model.middle.requires_grad_(False)
     if change == "swap":
+        model.first.requires_grad_(False), model.spare.requires_grad_(False)
         return model, [*model.last.parameters(), *model.middle.parameters()]
     return model, list(model.parameters())
 
@@ -42,7 +43,8 @@ def apply(change: str, model: Net, optimizer: torch.optim.Optimizer, rank: int) 
     if change in ("freeze", "unfreeze"):
         model.middle.requires_grad_(change == "unfreeze")
     elif change == "swap":
-        optimizer.param_groups[0]["params"][2:] = list(model.spare.parameters())
+        optimizer.param_groups[0]["params"][2:] = list(model.spare.requires_grad_(True).parameters())
+        model.middle.requires_grad_(False)
     else:
         torch.manual_seed(20 + rank)  # every rank makes another; rank 0's counts
         model.added = nn.Linear(4, 4)

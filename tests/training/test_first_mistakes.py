@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import accelcore
@@ -127,3 +128,78 @@ def test_a_backend_lives_in_a_config(accel):
     twin = pickle.loads(pickle.dumps(accel))
     assert twin is not accel
     assert (twin.name, twin.index, twin.device) == (accel.name, accel.index, accel.device)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mixed_precision": "bf16"}, "'mixed_precision'(.|\n)*did you mean 'precision'"),
+        ({"gradient_accumulation_steps": 4}, "did you mean 'accumulate'"),
+        ({"max_grad_norm": 1.0}, "did you mean 'clip_norm'"),
+        ({"strategy": "ddp"}, "did you mean 'parallel'"),
+        ({"parallel": "DDP"}, "did you mean 'ddp'"),
+        ({"parallel": nn.parallel.DistributedDataParallel}, "did you mean parallel='ddp'"),
+        ({"precision": "amp"}, "did you mean precision='fp16'"),
+        ({"precision": "BF16"}, "did you mean 'bf16'"),
+    ],
+)
+def test_words_of_other_libraries(accel, options, says):
+    model = net()
+    with pytest.raises(accelcore.AccelError, match=says):
+        accel.trainer(model, sgd(model), **options)
+
+
+@pytest.mark.parametrize("loss", [lambda batch: batch.sum(), lambda model, batch, weight: batch.sum()])
+def test_a_loss_of_other_arguments_is_refused_when_the_trainer_is_made(accel, loss):
+    model = net()
+    with pytest.raises(ConfigurationError, match=r"two arguments(.|\n)*loss\(model, batch\)"):
+        accel.trainer(model, sgd(model), loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("batch", "cause"),
+    [
+        ((torch.ones(2, 4), torch.ones(2)), TypeError),
+        ({"x": torch.ones(2, 4), "y": torch.ones(2)}, TypeError),
+        (torch.ones(2, 4), None),
+    ],
+)
+def test_a_loss_that_was_forgotten(accel, batch, cause):
+    model = net()
+    trainer = accel.trainer(model, sgd(model))
+    with pytest.raises(accelcore.TrainingError, match="loss= was not given") as found:
+        trainer(batch)
+    assert type(found.value.__cause__) is (cause or type(None))
+
+
+def test_a_type_error_within_a_model_stays_what_it_is(accel):
+    class Wrong(nn.Linear):
+        def forward(self, x):
+            return len(x.sum)
+
+    model = Wrong(4, 2)
+    with pytest.raises(TypeError, match="len"):
+        accel.trainer(model, sgd(model))(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("options", [{"lr": "1e-3"}, {"lr": 0.1, "weight_decay": "0.1"}])
+def test_a_number_that_yaml_reads_as_text(accel, options):
+    with pytest.raises(ConfigurationError, match=r"is text, not a number(.|\n)*float\("):
+        accel.optimizers.create("adamw", net().parameters(), **options)
+    with pytest.raises(ConfigurationError, match="is text"):
+        accel.optimizers.create("adamw", [{"params": net().parameters(), **options}])
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": {"backend": "eager"}}])
+def test_a_model_that_is_compiled_already(accel, options, tmp_path, caplog):
+    model = torch.compile(net(), backend="eager")
+    trainer = accel.trainer(model, sgd(model), loss=lambda m, x: m(x).sum(), **options)
+    assert trainer.compiled is not None
+    assert ("torch.compile" in caplog.text) == (not options)
+    path = trainer.save(tmp_path)
+    assert set(trainer.model.state_dict()) == {"weight", "bias"} == set(load_file(path / "model.safetensors"))
+    twin = net()
+    assert accel.trainer(twin, sgd(twin)).resume(tmp_path) == path
+    if options:
+        trainer(torch.ones(2, 4))
+        assert model(torch.ones(2, 4)).shape == (2, 2)

@@ -229,24 +229,6 @@ def test_a_loader_that_raises_loses_nothing(accel):
     assert trainer.steps == 3
 
 
-def test_clipping_looks_at_what_the_optimizer_has_and_nothing_else(accel):
-    """A gradient outside the optimizer is not unscaled, and must not decide how far the others are clipped."""
-
-    def run(loss_scale):
-        torch.manual_seed(0)
-        model = nn.ModuleDict({"trained": nn.Linear(6, 2), "other": nn.Linear(6, 2)})
-        optimizer = accel.optimizers.create("sgd", model["trained"].parameters(), lr=0.1)
-
-        def clean(model, batch):
-            return loss_of(model["trained"], batch) + model["other"](batch[0]).sum()
-
-        trainer = accel.trainer(model, optimizer, loss=clean, clip_norm=0.1, loss_scale=loss_scale)
-        trainer(data(1)[0])
-        return model["trained"].weight.detach()
-
-    torch.testing.assert_close(run(None), run(1024.0))
-
-
 def test_a_position_of_another_stream_leaves_the_window_open(accel):
     model = net()
     trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, accumulate=4)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.jobs.collectives import Collectives
 from accelcore.roles.runtime import Runtime
-from accelcore.training.data.sharding import EveryNth, share
+from accelcore.training.data.sharding import EveryNth, check_loader, share
 from accelcore.training.schedule import Schedule
 from accelcore.util.text import is_whole
 
@@ -219,9 +219,10 @@ class DataStreams:
         return self._streams[name]
 
     def batches(
-        self, loader: Iterable[Any], *, name: str, shard: bool, check: Callable[[], None], flush: Callable[[], None]
+        self, loader: Iterable[Any], *, name: str, shard: bool, check: Callable[[], None], end: Callable[[], None]
     ) -> Iterator[Any]:
-        """Yield the batches of one epoch, see `Trainer.batches`; `flush` closes the last window, full or not."""
+        """Yield the batches of one epoch, see `Trainer.batches`; `end` closes the last window, full or not."""
+        check_loader(loader)
         check()
         if name == "train":
             # An epoch that was left early has ended. Python would drop an error of the schedule at that moment.
@@ -229,7 +230,7 @@ class DataStreams:
             self._schedule.check()
         yield from self[name].batches(loader, shard=shard)
         if name == "train":
-            flush()
+            end()
             self.end_epochs()
 
     def epochs(self, total: int) -> Iterator[int]:
@@ -273,12 +274,12 @@ class DataStreams:
         self["train"].move_to(epoch)
         self._schedule.move_to(epoch)
 
-    def warn_if_unused(self, steps: int) -> None:
-        """Warn once if `steps` windows had no batch of `batches`, in a job or if epochs are counted.
+    def warn_if_unused(self, steps: int, *, saves: bool = False) -> None:
+        """Warn once if `steps` windows had no batch of `batches`, in a job, if epochs are counted or at a `save`.
 
         A script that divides its data itself is right to do so in a job, and cannot be told from one that forgot to.
         """
-        if self._warned or not steps or not (self._counts_epochs or self._collectives.world_size > 1):
+        if self._warned or not steps or not (saves or self._counts_epochs or self._collectives.world_size > 1):
             return
         if any(stream.epoch or stream.taken for streams in _all for stream in streams._streams.values()):
             return

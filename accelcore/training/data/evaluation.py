@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.job import Job
-from accelcore.training.data.sharding import Batches, share_once
+from accelcore.training.data.sharding import Batches, check_loader, share_once
 from accelcore.util.containers import rows
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def evaluate(
     job = backend.collectives
 
     def shared() -> Iterable[Any]:
+        check_loader(loader)
         return loader if job.world_size == 1 else share_once(loader, job, backend.device)
 
     def read() -> Iterator[Any]:

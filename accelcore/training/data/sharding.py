@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -20,8 +21,9 @@ from torch.utils.data import (
 
 from accelcore.errors import ConfigurationError
 from accelcore.jobs.collectives import Collectives
+from accelcore.util.text import kind_of
 
-__all__ = ["Batches", "EveryNth", "Last", "ShardedStream", "rounds", "share", "share_once"]
+__all__ = ["Batches", "EveryNth", "Last", "ShardedStream", "check_loader", "rounds", "share", "share_once"]
 
 Item = TypeVar("Item")
 
@@ -120,6 +122,14 @@ _COPIED = (
     "pin_memory_device",
     "in_order",
 )
+
+
+def check_loader(loader: object) -> None:
+    """Raise ConfigurationError for a dataset of rows, which is not a loader of batches."""
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise ConfigurationError(
+            f"{kind_of(loader)} yields rows, not batches", remedy="pass DataLoader(dataset, batch_size=...)"
+        )
 
 
 def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:

@@ -90,8 +90,8 @@ class FullySharded(Strategy):
             )
         if self._sharding.cpu_offload and policy.loss_scale is not None:
             raise ConfigurationError(
-                "cpu_offload=True cannot be combined with a loss scale",
-                remedy='choose precision="bf16", which needs no loss scale',
+                'cpu_offload=True cannot be combined with a loss scale or on_nonfinite="skip"',
+                remedy='choose precision="bf16", which needs no loss scale, and on_nonfinite="raise"',
             )
         self._plan_groups(model, policy)
 

@@ -74,6 +74,8 @@ class OptimizerPart(Part):
         if tree.get("kind", self._kind()) != self._kind():  # another program's file has no kind
             raise _another(f"it is {tree['kind']!r}, and this one is {self._kind()!r}")
         groups, numbers = self._groups(tree["groups"])
+        if self._strategy.collectives.rank == 0:
+            _report_learning_rate(self._optimizer.param_groups, groups)
         entries = as_dict(tree["state"], "optimizer state")
         if unknown := [name for name in entries if name not in numbers]:
             raise _another(f"it has a state of {unknown[0]!r}, which this one does not train")
@@ -146,6 +148,18 @@ class OptimizerPart(Part):
                 saved_group = {**saved_group, "lr": torch.full_like(live["lr"], saved_group["lr"])}
             groups.append({**own, **saved_group, **switches, "params": [numbers[name] for name in members]})
         return groups, numbers
+
+
+def _report_learning_rate(own: list[dict[str, Any]], restored: list[dict[str, Any]]) -> None:
+    """Log which learning rate is used if the script's differs from the checkpoint's."""
+    key = "initial_lr" if "initial_lr" in own[0] else "lr"  # a schedule moves the other one
+    pairs = [(float(live[key]), float(new[key])) for live, new in zip(own, restored, strict=True)]
+    if (different := next(((live, new) for live, new in pairs if live != new), None)) is not None:
+        logger.warning(
+            "the script's learning rate is %g, and the checkpoint's is %g: training continues with the checkpoint's. "
+            "To change it, set it in the optimizer's groups after the resume, or give a new schedule",
+            *different,
+        )
 
 
 def _another(why: str) -> CheckpointError:

@@ -54,9 +54,9 @@ class Saver:
         self.extra = new
         return path
 
-    def resume(self, folder: str | Path, *, best: bool = False) -> Path | None:
+    def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
         """Restore a checkpoint; see `Trainer.resume`."""
-        found = resume({"": self.state()}, as_path(folder), best=best)
+        found = resume({"": self.state()}, as_path(folder), best=best, must_exist=must_exist)
         if found is None:
             return None
         self.run = found.manifest["run"]
@@ -70,7 +70,7 @@ class Saver:
         """Return the state of this trainer: to write it with `extra`, or without `extra` to restore it."""
         self.step.check()
         self.snapshot.check_model()
-        self._streams.warn_if_unused(self._window.steps)
+        self._streams.warn_if_unused(self._window.steps, saves=extra is not None)
         self._streams.end_epochs()
         if extra is not None:
             self._schedule.check()
@@ -106,6 +106,7 @@ class Saver:
             self._plan.captured.forget()
         self._schedule.restored(self._streams["train"].epoch)
         self.step.begin(opened=self._window.micro > 0)
+        self.step.finite.begin(steps)
 
     def give_up(self, error: BaseException) -> None:
         """Let the trainer train no more, because `error` left its state restored in part."""
@@ -186,19 +187,22 @@ class Together:
         self.extra = new
         return path
 
-    def resume(self, folder: str | Path) -> Path | None:
+    def resume(self, folder: str | Path, *, must_exist: bool = False) -> Path | None:
         """Resume all trainers from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
+
+        Args:
+            folder, must_exist: as for `Trainer.resume`.
 
         Returns:
             The checkpoint, or None if there is none.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, does not fit a trainer, or holds other trainers. It is raised
-                on all ranks, and all trainers are unchanged. If a hook or class of yours raises while the state is
-                restored, none of the trainers can train any more.
+            CheckpointError: the checkpoint is damaged, does not fit a trainer, or holds other trainers; or there is
+                none and it must exist. It is raised on all ranks, and all trainers are unchanged. If a hook or class of
+                yours raises while the state is restored, none of the trainers can train any more.
         """
         states = {name: saver.state() for name, saver in self._savers.items()}
-        found = resume(_with_extra(states, self.extra), as_path(folder))
+        found = resume(_with_extra(states, self.extra), as_path(folder), must_exist=must_exist)
         if found is None:
             return None
         self._run = found.manifest["run"]

@@ -121,7 +121,9 @@ def _agree_on_metric(metric: float | None, agreement: Agreement) -> None:
         )
 
 
-def resume(trainings: Trainings, folder: Path, *, best: bool = False) -> store.Checkpoint | None:
+def resume(
+    trainings: Trainings, folder: Path, *, best: bool = False, must_exist: bool = False
+) -> store.Checkpoint | None:
     """Restore a checkpoint and return it, or None if `folder` has none; see `Trainer.resume`."""
     backend, agreement = _agreement(trainings)
     agreement.meet("trainer.resume()")
@@ -142,6 +144,12 @@ def resume(trainings: Trainings, folder: Path, *, best: bool = False) -> store.C
         )
     if checkpoint is not None:
         _commit(trainings, commits, checkpoint.manifest["trainers"], agreement)
+    elif must_exist:
+        raise CheckpointError(
+            f"there is no checkpoint in {folder}", remedy="give the folder of an earlier save, or leave must_exist out"
+        )
+    elif rank == 0:
+        logger.warning("there is no checkpoint in %s: training starts at the beginning", folder.absolute())
     return checkpoint
 
 
@@ -190,6 +198,7 @@ def _commit(
 def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
     """Write this rank's files of one trainer."""
     training.saver.step.acquire_gradients()
+    training.saver.step.finite.check(training.steps, agree=False)
     if rank == 0 or training.sharded:
         shared = {part.name: state for part in training.parts if (state := part.state()) is not None}
         store.write_file(folder, file_of(name, MODEL), shared.pop(MODEL), rank=rank)

@@ -13,7 +13,7 @@ import torch
 
 from accelcore.errors import UnsupportedError
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
-from accelcore.precision.policy import LOW_PRECISION, Policy, choose_policy
+from accelcore.precision.policy import LOW_PRECISION, Policy, choose_policy, skipping
 from accelcore.training.hooks import Hooks
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class Cast:
     def check(self, plan: Plan) -> None:
         options = plan.options
         plan.policy = policy = choose_policy(options["precision"], options["loss_scale"])
+        if options["on_nonfinite"] == "skip":
+            plan.policy = policy = skipping(policy)
         plan.contexts = Contexts(plan.backend, policy, options["fp32"])
         declared = plan.backend.capabilities.model_dtypes
         for name, parameter in plan.model.named_parameters():

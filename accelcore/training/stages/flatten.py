@@ -26,8 +26,6 @@ class Flatten:
     def check(self, plan: Plan) -> None:
         flat, sharded = plan.options["flat"], plan.strategy.layout == "shards"
         unfit_reason = "each rank has shards of the parameters" if sharded else unfit(_trained(plan))
-        if flat not in (True, False, None):
-            raise ConfigurationError(f"flat={flat!r} is unknown", available="True, False, or None to choose")
         if flat and unfit_reason is not None:
             raise ConfigurationError(f"flat=True is not possible: {unfit_reason}", remedy="leave flat out")
         if isinstance(plan.optimizer, RoutedOptimizer):  # raises here if no route can update these parameters

@@ -29,6 +29,14 @@ class Place:
                 why="they would be neither moved to the device, nor reduced over ranks, nor saved",
                 remedy="make the optimizer from model.parameters(); make other trained modules submodules of the model",
             )
+        held = {id(member) for members in plan.groups() for member in members}
+        trainable = ((name, one) for name, one in plan.model.named_parameters() if one.requires_grad)
+        if missed := [name for name, one in trainable if id(one) not in held]:
+            raise ConfigurationError(
+                f"the optimizer does not have {len(missed)} of the model's trainable parameters, such as {missed[0]!r}",
+                why="they would never be trained",
+                remedy="make the optimizer from model.parameters(), or freeze them by requires_grad_(False)",
+            )
 
     def apply(self, plan: Plan) -> None:
         if plan.strategy.layout == "shards":  # moves group by group: the device need not hold all of it

@@ -20,6 +20,7 @@ from accelcore.training.parallel.fsdp import FullySharded
 from accelcore.training.parallel.strategy import SingleProcess, Strategy, broadcast_masters, check_no_launcher
 from accelcore.training.parallel.zero1 import Zero1
 from accelcore.training.plan import Plan
+from accelcore.util.text import did_you_mean
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
@@ -109,7 +110,9 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
             f"parallel={name!r} is not available",
             why=why,
             available=", ".join(f"parallel={strategy!r}" for strategy in offered),
-            remedy="choose one of those, or leave parallel out for a job of one process",
+            remedy=did_you_mean(
+                str(name), offered, "choose one of those, or leave parallel out for a job of one process"
+            ),
         )
     if options["comm_dtype"] is not None and name not in _WITH_COMM_DTYPE:
         raise ConfigurationError(

@@ -72,6 +72,14 @@ def test_a_batch_with_what_cannot_be_compared_is_refused(graphs):
         train(graphs, trainer, [(*batches(1)[0], bytearray(b"a"))])
 
 
+def test_nan_in_a_captured_step_is_found_and_named(graphs):
+    good = batches(12)
+    bad = [tensor * float("nan") if tensor.is_floating_point() else tensor for tensor in good[0]]
+    trainer = make(graphs, graph=True)
+    with pytest.raises(TrainingError, match=r"the parameter '.*NaN(.|\n)*step 7: nan"):
+        train(graphs, trainer, [*good[:6], tuple(bad), *good[:12]])
+
+
 def test_a_schedule_reaches_the_captured_step(graphs):
     assert_alike(both(graphs, batches(12), schedule=lambda step: 0.0 if step >= 6 else 1.0))
 

@@ -40,11 +40,14 @@ def test_a_loop_past_the_stream_is_told_once_when_it_saves_and_when_it_begins_ag
     assert caplog.text.count(TOLD) == 1
 
 
-def test_a_loop_that_counts_steps_or_its_epochs_itself_is_told_nothing(accel, tmp_path, caplog):
+def test_a_loop_over_the_loader_alone_is_told_at_save_and_one_that_sets_its_epoch_nothing(accel, tmp_path, caplog):
     trainer = make(accel)
     while trainer.steps < 3:
         trainer(torch.ones(2, 4))
+    assert not caplog.records
     trainer.save(tmp_path)
+    assert caplog.text.count(TOLD) == 1
+    caplog.clear()
     again = make(accel)
     again.resume(tmp_path)
     again(torch.ones(2, 4))

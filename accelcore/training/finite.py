@@ -1,0 +1,94 @@
+"""Check that the trained parameters stay finite: every few windows, when an epoch ends, and before they are saved."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from accelcore.errors import TrainingError
+from accelcore.training.gradients import first_not_finite
+from accelcore.training.parallel.strategy import any_overflow
+from accelcore.training.plan import Plan
+
+__all__ = ["FiniteCheck"]
+
+_EVERY = 64  # windows: reading all parameters in each would make small steps slower
+_SMALL = 1024  # bytes; a loss that is a view of more would keep that memory
+
+
+class FiniteCheck:
+    """Look for NaN and inf in what the optimizer updates: often in the first windows, later in every 64th.
+
+    What is found on the device is read one window later, so that the device does not become idle meanwhile.
+
+    Attributes:
+        losses: number of the window, loss, and the loss's version, for each of the last micro-batches.
+        due: the window after which `window_ended` is to be called next; inf if there is no check.
+    """
+
+    def __init__(self, plan: Plan, steps: int) -> None:
+        self._plan = plan
+        self._wanted = plan.options["on_nonfinite"] is not None and len(plan.gradients.values) > 0
+        self.losses: deque[tuple[int, Tensor, int]] = deque(maxlen=2 * _EVERY * plan.options["accumulate"])
+        self.begin(steps)
+
+    def begin(self, steps: int) -> None:
+        """Continue with other parameters, after `steps` windows."""
+        self.losses.clear()
+        self._arriving: Callable[[], Tensor] | None = None
+        self._began, self.due = steps, steps + 1 if self._wanted else math.inf
+
+    def window_ended(self, steps: int) -> None:
+        """Look at the parameters, or raise TrainingError if the last look found one that is not finite."""
+        if self._arriving is None:
+            if self.losses and self.losses[-1][1].untyped_storage().nbytes() > _SMALL:
+                self.losses = deque(maxlen=0)
+            self._arriving, self.due = self._plan.backend.runtime.fetch(self._found(agree=True)), steps + 1
+            return
+        found, self._arriving = self._arriving().numpy(), None
+        self.due = steps + min(steps - self._began, _EVERY)
+        if found:
+            self._examine(steps, agree=True)
+
+    def check(self, steps: int, *, agree: bool = True) -> None:
+        """Raise TrainingError if a parameter is not finite after `steps` windows. Waits for the device.
+
+        If `agree`, every rank that has shards makes this call, and all raise.
+        """
+        if self._wanted and self._found(agree=agree).item():
+            self._examine(steps, agree=agree)
+
+    @torch.no_grad()
+    def _found(self, *, agree: bool) -> Tensor:
+        """Return 1.0 if the norm of the parameters is not finite, else 0.0."""
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(self._plan.gradients.values))))
+        return self._anywhere((~norm.isfinite()).float(), agree=agree)
+
+    def _anywhere(self, found: Tensor, *, agree: bool) -> Tensor:
+        strategy = self._plan.strategy
+        return any_overflow(strategy, found.to(strategy.device)) if agree else found
+
+    def _examine(self, steps: int, *, agree: bool) -> None:
+        gradients = self._plan.gradients
+        name = first_not_finite(gradients, gradients.values)  # None if only the norm has overflowed
+        if self._anywhere(torch.tensor(float(name is not None)), agree=agree).item():
+            raise TrainingError(
+                f"after step {steps}, {'a parameter of another rank' if name is None else f'the parameter {name!r}'} "
+                "has values that are NaN or inf",
+                why=self._first_bad_loss(),
+                remedy="resume from a checkpoint. Look for a NaN in the batch, a division by 0 or the root of 0; lower "
+                'the learning rate, or set clip_norm=. on_nonfinite="skip" skips an update whose gradients are not '
+                "finite; on_nonfinite=None never checks",
+            )
+
+    def _first_bad_loss(self) -> str:
+        # The script may have changed a loss in place.
+        kept = [(step, float(loss)) for step, loss, version in self.losses if loss._version == version]
+        bad = next(((step, loss) for step, loss in kept if not math.isfinite(loss)), None)
+        if bad is not None:
+            return f"the first loss that was not finite is that of step {bad[0]}: {bad[1]}"
+        return f"the losses of the last {len(kept)} micro-batches were finite" if kept else ""

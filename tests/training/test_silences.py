@@ -1,0 +1,101 @@
+"""What would train nothing, or something else than the script says, is refused or reported."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import TensorDataset
+from toys import OPTIMIZERS, data, loss_of, net
+
+import accelcore
+
+
+def make(accel, model=None, lr=0.1, **options):
+    model = net() if model is None else model
+    return accel.trainer(
+        model, accel.optimizers.create("sgd", model.parameters(), lr=lr), **{"loss": loss_of, **options}
+    )
+
+
+@pytest.mark.parametrize("name", ["scheduler", "model", "optimizer", "scaler"])
+def test_what_a_trainer_was_made_for_cannot_be_replaced(accel, name):
+    trainer = make(accel)
+    before = getattr(trainer, name)
+    with pytest.raises(accelcore.ConfigurationError, match=rf"{name}.*replaced"):
+        setattr(trainer, name, StepLR(trainer.optimizer, 1))
+    assert getattr(trainer, name) is before
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_backward_without_update_is_reported_when_the_epoch_ends(accel, caplog, accumulate):
+    trainer = make(accel, accumulate=accumulate)
+    for batch in trainer.batches(data(3)):
+        trainer.backward(loss_of(trainer.forward, batch))
+        trainer.update()
+    assert not caplog.records
+    for batch in trainer.batches(data(3)):
+        trainer.backward(loss_of(trainer.forward, batch))
+    assert "trainer.update() was not called" in caplog.text
+
+
+def test_a_folder_without_a_checkpoint_is_reported_or_refused(accel, tmp_path, caplog):
+    trainer, there = make(accel), tmp_path / "there"
+    assert trainer.resume(tmp_path / "elsewhere") is None
+    assert str(tmp_path / "elsewhere") in caplog.text
+    with pytest.raises(accelcore.CheckpointError, match=r"no checkpoint(.|\n)*must_exist"):
+        trainer.resume(there, must_exist=True)
+    both = accelcore.Together(one=trainer)
+    with pytest.raises(accelcore.CheckpointError, match="no checkpoint"):
+        both.resume(there, must_exist=True)
+    caplog.clear()
+    assert trainer.save(there) == trainer.resume(there, must_exist=True)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("made", OPTIMIZERS)
+def test_trainable_parameters_without_an_optimizer_are_refused_unless_frozen(accel, made):
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    optimizer = OPTIMIZERS[made](accel, model[1].parameters())
+    with pytest.raises(accelcore.ConfigurationError, match=r"'0\.weight'(.|\n)*requires_grad_\(False\)"):
+        accel.trainer(model, optimizer, loss=loss_of)
+    model[0].requires_grad_(False)
+    trainer = accel.trainer(model, optimizer, loss=loss_of)
+    trainer(data(1)[0])
+    model[0].requires_grad_(True)
+    with pytest.raises(accelcore.ConfigurationError, match=r"'0\.weight'"):
+        trainer.refresh()
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_another_learning_rate_than_the_checkpoints_is_reported(accel, tmp_path, caplog, scheduled):
+    def trained(lr):
+        model = net()
+        optimizer = accel.optimizers.create("sgd", model.parameters(), lr=lr)
+        scheduler = StepLR(optimizer, 1, gamma=0.5) if scheduled else None
+        return accel.trainer(model, optimizer, loss=loss_of, scheduler=scheduler)
+
+    trainer = trained(0.1)
+    for batch in trainer.batches(data(2)):
+        trainer(batch)
+    trainer.save(tmp_path)
+    trained(0.1).resume(tmp_path)
+    assert not caplog.records
+    again = trained(0.3)
+    again.resume(tmp_path)
+    assert "rate is 0.3, and the checkpoint's is 0.1" in caplog.text
+    assert again.optimizer.param_groups[0]["lr"] == trainer.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("options", [{"flat": 1}, {"flat": 0}, {"flat": "auto"}, {"graph": 1}, {"graph": "yes"}])
+def test_a_switch_takes_no_number(accel, options):
+    with pytest.raises(accelcore.ConfigurationError, match="True"):
+        make(accel, **options)
+
+
+def test_a_dataset_is_no_loader(accel):
+    trainer = make(accel)
+    for read in (trainer.batches, trainer.evaluate):
+        with pytest.raises(accelcore.ConfigurationError, match=r"TensorDataset.*rows(.|\n)*DataLoader"):
+            next(iter(read(TensorDataset(torch.randn(8, 6), torch.randn(8, 2)))))
