@@ -259,3 +259,12 @@ def test_the_main_rank_writes_and_shows(fork_ranks, tmp_path):
     assert [line["rank"] for line in found if "rank" in line] == [0, 0]
     assert "step 8/8" in ended[0].stderr
     assert "step" not in ended[1].stderr
+
+
+def test_a_relative_folder_stays_where_the_script_was_when_it_was_named(accel, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    log = accelcore.Log("run", every=1, plot=False)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    train(make(accel, log), 1)
+    assert len(lines(tmp_path / "run")) == 5

@@ -77,7 +77,7 @@ class Log(Meter):
                     f"{package}= needs {package}, which is not installed", remedy=f"pip install {package}"
                 )
         self.measures_norm = gradient_norm
-        self._folder, self._every, self._plot = as_path(folder), every, plot
+        self._folder, self._every, self._plot = as_path(folder).absolute(), every, plot
         self._tensorboard, self._wandb = tensorboard, wandb
         self._losses: list[Tensor] = []
         self._norm: Tensor | None = None
