@@ -80,17 +80,8 @@ def test_it_conforms(hostchip, roles):
 def test_its_own_test_module_runs_the_suite(site, fork, monkeypatch):
     monkeypatch.syspath_prepend(site)
     module = PACKAGE / "tests" / "test_conformance.py"
-    done = fork(
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "TestBackend or TestCompiler",
-        module,
-        PYTHONPATH=str(site),
-    ).finish()
+    words = "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestBackend or TestCompiler"
+    done = fork(*words, module, PYTHONPATH=str(site)).finish()
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d+ passed, \d+ skipped", done.stdout), done.stdout
     assert "failed" not in done.stdout
