@@ -192,8 +192,11 @@ def moments(n: Numbers, gradient: Tensor, state: State) -> tuple[Tensor, Tensor]
 
 
 def plus_decay(n: Numbers, value: Tensor, tensor: Tensor) -> Tensor:
-    """Return a gradient or update plus the weight decay."""
-    return tensor if n["weight_decay"] is None else tensor + value * n["weight_decay"]
+    """Return a gradient or update plus the weight decay, rounded once if the number is not a tensor."""
+    share = n["weight_decay"]
+    if share is None:
+        return tensor
+    return tensor + value * share if isinstance(share, Tensor) else tensor.add(value, alpha=share)
 
 
 def norm_of(tensors: Iterable[Tensor]) -> Tensor:

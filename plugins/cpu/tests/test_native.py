@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -94,6 +95,21 @@ def test_low_precision_is_rounded_as_torch_rounds_it(accel, dtype):
     expected = (-(every.float() * torch.tensor(1 / 3))).to(dtype)
     assert torch.equal(member.isnan(), expected.isnan())
     assert torch.equal(member.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("route", ["native", "formula"])
+@pytest.mark.parametrize(("name", "kind"), [("adam", torch.optim.Adam), ("rmsprop", torch.optim.RMSprop)])
+def test_a_decay_that_cancels_the_gradient_leaves_what_it_leaves_in_torch(accel, name, kind, route):
+    start, options = torch.linspace(0.5, 1, 1000), {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-20}
+    options |= {"momentum": 0.9} if name == "rmsprop" else {}
+    results = []
+    for make in (partial(accel.optimizers.create, name, route=route), partial(kind, foreach=False)):
+        weight = nn.Parameter(start.clone())
+        weight.grad = start * -0.1  # what is left is the error of this rounding
+        make([weight], **options).step()
+        results.append(weight.detach() - start)
+    assert results[1].abs().mean() > 0.005
+    torch.testing.assert_close(*results, rtol=1e-3, atol=0)
 
 
 # Unscaling and skipping.

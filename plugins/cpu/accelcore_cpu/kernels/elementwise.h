@@ -139,7 +139,7 @@ struct BertAdam : Rule {
     block.each([&](const Line<T>& at) {
       const Lanes<T> g = at.gradient(), m = at.state(0) = toward<Lanes<T>>(at.state(0), g, toward1);
       const Lanes<T> v = at.state(1) = b2 * at.state(1) + share2 * g * g;
-      at.value() -= rate * (m / (sqrt(v) + e) + weight_decay * at.value());
+      at.value() -= rate * plus<Lanes<T>>(m / (sqrt(v) + e), weight_decay, at.value());
     });
   }
   FOR_BOTH_TYPES(compute)

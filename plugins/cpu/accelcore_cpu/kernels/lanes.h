@@ -29,6 +29,14 @@ inline T sqrt(T lanes) {
   return lanes;
 }
 
+// addend + factor * lanes, rounded once, as torch's add(alpha=).
+template <class T, class Factor>
+inline T plus(T addend, Factor factor, T lanes) {
+  for (unsigned lane = 0; lane < LINE / sizeof lanes[0]; lane++)
+    lanes[lane] = std::fma(factor, lanes[lane], addend[lane]);
+  return lanes;
+}
+
 // Running means, as torch computes them.
 template <class T, class Weight>
 inline T toward(T from, T to, Weight weight) {
@@ -57,7 +65,7 @@ struct Line {
   // As a rule wants it.
   Lanes<T> gradient() const {
     const Lanes<T> raw = reinterpret_cast<const InMemory&>(gradients[first]) * factor;
-    return decay == 0 ? raw : raw + decay * value();
+    return decay == 0 ? raw : plus<Lanes<T>>(raw, decay, value());
   }
   // With 0 in the lanes that are not in use.
   Lanes<T> in_use(Lanes<T> lanes) const {

@@ -27,7 +27,7 @@ struct Lamb : Rule {
     block.each([&](const Line<T>& at) {
       const Lanes<T> g = at.gradient(), m = at.state(0) = toward<Lanes<T>>(at.state(0), g, toward1);
       const Lanes<T> v = at.state(1) = beta2 * at.state(1) + share2 * g * g;
-      const Lanes<T> value = at.value(), direction = m / (sqrt(v) + eps) + weight_decay * value;
+      const Lanes<T> value = at.value(), direction = plus(m / (sqrt(v) + eps), weight_decay, value);
       values += at.in_use(value * value), directions += at.in_use(direction * direction);
       at.keep(direction);
     }, values, directions);
@@ -41,7 +41,7 @@ struct Lamb : Rule {
   void compute(const Block<T>& block, double row) const {
     const T rate = T(row), eps = T(this->eps), weight_decay = T(this->weight_decay);
     const auto anew = [&](const Line<T>& at) -> Lanes<T> {
-      return at.state(0) / (sqrt<Lanes<T>>(at.state(1)) + eps) + weight_decay * at.value();
+      return plus<Lanes<T>>(at.state(0) / (sqrt<Lanes<T>>(at.state(1)) + eps), weight_decay, at.value());
     };
     block.each([&](const Line<T>& at) { at.value() -= rate * at.kept(anew); });
   }
