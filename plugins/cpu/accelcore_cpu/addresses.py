@@ -26,7 +26,6 @@ TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3
 
 _STATES = 3
 _torchs = attrgetter("_cdata")  # the address of torch's C++ object behind a tensor
-_increment_version = torch.autograd.graph.increment_version
 
 
 class Found(IntEnum):
@@ -79,7 +78,8 @@ class Addresses:
         self, kind: int, members: Sequence[Member], entries: Sequence[dict[str, Any]], *, by_row: bool
     ) -> None:
         self.members = members
-        self._values = [member.value for member in members]
+        values = [member.value for member in members]
+        # Held, as members are, so that torch gives no other tensor the address of one of these.
         self._kept = list(chain.from_iterable(map(dict.values, entries)))
         self._own_dtype = all(member.gradient is member.value.dtype for member in members)
         sources, parts = array("q"), array("q")
@@ -87,7 +87,7 @@ class Addresses:
             sources.extend(_source(member, len(parts) // 4))
             for offset, shape in member.parts:
                 parts.extend(_tensor(offset, shape, by_row))
-        objects = _objects(self._values, self._kept)
+        objects = _objects(values, self._kept)
         waits = bytes(member.waits for member in members)
         self._library = load()
         self._plan = self._made("plan", kind, _fork(), _memory(sources), len(members), _memory(parts), len(parts) // 4)
@@ -119,10 +119,7 @@ class Addresses:
 
     def step(self, numbers: Sequence[Sequence[float]], grad_scale: float) -> None:
         """Update all tensors that have a gradient, by the numbers of each group."""
-        changed = self._values  # before the update, while torch's objects are in the cache
-        if 0 in self._addresses:
-            changed = [value for value, address in zip(changed, self._addresses, strict=True) if address]
-        _increment_version(changed)
+        self._library.tensors_bump_versions(self._tensors, _memory(self._addresses))
         options = array("d", chain.from_iterable(numbers))
         done = self._library.plan_step(
             self._plan, _memory(self._addresses), _memory(options), len(numbers[0]), grad_scale, torch.get_num_threads()

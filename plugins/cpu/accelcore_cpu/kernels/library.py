@@ -103,12 +103,13 @@ def _typed(path: Path, ahead: int) -> ctypes.CDLL:
     pointer, number, long, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_double
     # These read torch's objects, for which they hold Python's lock.
     holding = ctypes.PyDLL(str(path))
-    for name in ("tensors_new", "tensors_find", "tensors_release", "tensors_free"):
+    for name in ("tensors_new", "tensors_find", "tensors_bump_versions", "tensors_release", "tensors_free"):
         setattr(library, name, getattr(holding, name))
     for name, result, arguments in (
         ("tensors_new", pointer, [pointer, long, pointer, long]),
         ("tensors_free", None, [pointer]),
         ("tensors_find", number, [pointer, pointer, pointer]),
+        ("tensors_bump_versions", None, [pointer, pointer]),
         ("tensors_release", None, [pointer]),
         ("ahead_set", None, [long]),
         ("plan_new", pointer, [number, pointer, pointer, long, pointer, long]),

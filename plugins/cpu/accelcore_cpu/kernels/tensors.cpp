@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 namespace {
@@ -49,6 +50,7 @@ struct Tensors {
     Found found = ALL;
     gradients.resize(waits.size());
     for (size_t n = 0; n < waits.size(); n++) {
+      ask(objects[std::min(n + 2 * APART, waits.size() - 1)]->grad().unsafeGetTensorImpl());
       addresses[n] = nullptr;
       gradients[n] = objects[n]->grad();
       if (!gradients[n].defined()) continue;
@@ -62,14 +64,22 @@ struct Tensors {
     return found;
   }
 
+  std::span<Object* const> values() const { return {objects.data(), waits.size()}; }
+
  private:
+  static constexpr size_t APART = 8;  // tensors: how far before its use an object is asked for
+
+  static void ask(const Object* object) {
+    for (long line = 0; line < 4; line++) __builtin_prefetch(reinterpret_cast<const char*>(object) + 64 * line);
+  }
+
   bool unchanged(Object* const* given) const {
     if (!std::equal(objects.begin(), objects.end(), given)) return false;
-    constexpr size_t apart = 8;
     for (size_t n = 0; n < objects.size(); n++) {
-      const size_t later = std::min(n + apart, objects.size() - 1);
+      const size_t later = std::min(n + APART, objects.size() - 1);
       __builtin_prefetch(layouts[later].beside);
-      for (long line = 0; line < 4; line++) __builtin_prefetch(reinterpret_cast<const char*>(objects[later]) + 64 * line);
+      ask(objects[later]);
+      __builtin_prefetch(objects[n]->autograd_meta());
       const Layout& known = layouts[n];
       if (!known.read) continue;
       if (!is_alike(*objects[n], known) || objects[n]->mutable_data() != known.data) return false;
@@ -114,6 +124,13 @@ int tensors_find(void* tensors, Object* const* objects, void** addresses) noexce
   return static_cast<Tensors*>(tensors)->find(objects, addresses);
 } catch (...) {
   return REPLACED;
+}
+
+// Tells autograd that the values change whose gradients have an address.
+void tensors_bump_versions(void* tensors, void* const* addresses) noexcept {
+  for (Object* object : static_cast<Tensors*>(tensors)->values()) {
+    if (*addresses++ && !object->is_inference()) object->bump_version();
+  }
 }
 
 // Holds the gradients no longer.
