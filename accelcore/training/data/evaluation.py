@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.job import Job
+from accelcore.training.agreement import Agreement
 from accelcore.training.data.sharding import Batches, check_loader, share_once
 from accelcore.util.containers import rows
 
@@ -99,6 +100,7 @@ def evaluate(
         return loader if job.world_size == 1 else share_once(loader, job, backend.device)
 
     def read() -> Iterator[Any]:
+        Agreement(job, backend.device).meet("trainer.evaluate()")  # a rank alone would see its share of the rows only
         training = {module: module.training for module in model.modules()}
         model.eval()
         try:
