@@ -153,9 +153,7 @@ _ALIASES = {
 }  # fmt: skip
 # Words that do not tell which precision is meant.
 _MEANT = {
-    **dict.fromkeys(
-        ("amp", "mixed", "mixed_precision", "auto", "low", "true"), 'write "bf16", or "best" for the fastest'
-    ),
+    **dict.fromkeys(("auto", "true"), 'write "bf16", or "best" for the fastest'),
     "tf32": 'write fp32="fast", for fp32 products only',
     "none": "leave precision out for fp32",
 }
