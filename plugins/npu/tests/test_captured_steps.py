@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import weakref
 from functools import partial
 
@@ -82,6 +83,28 @@ def test_nan_in_a_captured_step_is_found_and_named(graphs):
 
 def test_a_schedule_reaches_the_captured_step(graphs):
     assert_alike(both(graphs, batches(12), schedule=lambda step: 0.0 if step >= 6 else 1.0))
+
+
+def test_a_schedule_that_the_trainer_makes_reaches_the_captured_step_and_the_log(graphs, tmp_path):
+    found, logs = [], []
+    for graph in (False, True):
+        model, log = network(), accelcore.Log(tmp_path / str(graph), every=1, plot=False)
+        optimizer = graphs.optimizers.create("adamw", model.parameters(), lr=0.05, route="foreach")
+        trainer = graphs.trainer(
+            model, optimizer, loss=loss_of, scheduler="cosine", warmup=4, clip_norm=0.1, graph=graph,
+            observers=[log, accelcore.Progress()],
+        )  # fmt: skip
+        data = batches(6)
+        losses = [trainer(batch).item() for _ in trainer.epochs(2) for batch in trainer.batches(data)]
+        found.append((losses, weights(trainer.model)))
+        log.close()
+        logs.append([json.loads(line) for line in (tmp_path / str(graph) / "log.jsonl").read_text().splitlines()])
+    assert_alike(found)
+    for figure in ("loss", "lr"):
+        eager, captured = ([line[figure] for line in lines] for lines in logs)
+        assert len(eager) == 12
+        assert captured == pytest.approx(eager, abs=1e-4)
+    assert ["gradient_norm" in line for lines in logs for line in lines] == [True] * 12 + [False] * 12
 
 
 @pytest.mark.parametrize("name", ["adamp", "bertadam", "lamb", "rmsprop"])
