@@ -279,7 +279,7 @@ def export(trainer: str | None, checkpoint: str, file: str, *, best: bool) -> No
 def plot(folders: tuple[str, ...], output: str) -> None:
     """Plot the logs of runs side by side: loss, learning rate, and what else they have.
 
-    FOLDERS are those that accelcore.Log was given. An HTML page holds everything in one file. Needs matplotlib: pip
+    FOLDERS are folders of accelcore.Log. An HTML page holds everything in one file. Needs matplotlib: pip
     install 'accelcore[plot]'.
 
     \b

@@ -104,7 +104,7 @@ def describe(plan: Plan) -> dict[str, str]:
     }
     for name, value in plan.options.items():
         if name not in _NOT_COMPARED:
-            by_class = name in _COMPARED_BY_CLASS and value is not None
+            by_class = name in _COMPARED_BY_CLASS and value is not None and not isinstance(value, str)
             found[f"the option {name}"] = type(value).__name__ if by_class else _text(value)
     for number, group in enumerate(optimizer.param_groups):
         for name, value in sorted(group.items()):

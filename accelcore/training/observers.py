@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer
 
-__all__ = ["Listeners", "Observer"]
+__all__ = ["Listeners", "Observer", "observed"]
 
 
 class Observer:
@@ -69,6 +70,23 @@ class Listeners:
         self.overflow = _listeners(observers, "overflow")
         self.step = _listeners(observers, "step")
         self.output = _listeners(observers, "output")
+
+
+def observed(batches: Iterator[Any], listeners: Listeners, epoch_now: Callable[[], int]) -> Iterator[Any]:
+    """Yield the batches of an epoch, and call the listeners of data and epochs."""
+    epoch = None
+    with closing(batches):  # type: ignore[type-var]  # a generator; a loop that is left early ends the epoch
+        for batch in batches:
+            if epoch is None:
+                epoch = epoch_now()
+                for begins in listeners.epoch_begin:
+                    begins(epoch)
+            for receive in listeners.batch:
+                receive(batch)
+            yield batch
+    if epoch is not None:
+        for ends in listeners.epoch_end:
+            ends(epoch)
 
 
 def _listeners(observers: Sequence[Observer], event: str) -> list[Callable[..., None]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
+from accelcore.errors import AccelError, CheckpointError, ConfigurationError, TrainingError
 from accelcore.training.make_schedule import maker
 
 __all__ = ["Schedule", "ScheduleBy"]
@@ -24,7 +24,7 @@ class Schedule:
     A window that was skipped for overflow counts too: only the device knows, and to ask would make every step wait.
 
     Attributes:
-        scheduler: None if there is none, or if it is not made yet.
+        scheduler: None without a scheduler, or before it is made.
         updates: the number of updates that it was made for; None if it was given, or is not made yet.
         by: when it is stepped.
     """
@@ -88,18 +88,13 @@ class Schedule:
         if updates is None and self.scheduler is None:
             raise ConfigurationError(
                 "the schedule cannot be made, because the number of updates is not known",
-                why="it is known if the epochs come from trainer.epochs(n), the batches from trainer.batches(loader), "
-                "and the loader has a length",
-                remedy="write both loops so, or give accel.trainer(..., total_steps=...)",
+                why="it needs loops over trainer.epochs(n) and trainer.batches(loader), and a loader with a length",
+                remedy="write the loops so, or give accel.trainer(..., total_steps=...)",
             )
         if updates is not None and self.scheduler is None:
             self.make(updates)
         elif updates not in (None, self.updates):
-            raise ConfigurationError(
-                f"the schedule was made for {self.updates} updates, and this training has {updates}",
-                why="the run that saved the checkpoint had other epochs, batches, ranks or accumulate",
-                remedy=f"train as it did; or give accel.trainer(..., total_steps={self.updates}), to keep its schedule",
-            )
+            raise _another_length(ConfigurationError, self.updates, updates)
         self._compared = True
 
     def state(self) -> dict[str, Any]:
@@ -117,11 +112,7 @@ class Schedule:
         if kind != type(self.scheduler).__name__ and not makes:
             raise _another_kind(kind, self.scheduler)
         if None not in (updates, self.updates) and updates != self.updates:
-            raise CheckpointError(
-                f"the checkpoint's scheduler was made for {updates} updates, and this one for {self.updates}",
-                remedy=f"train as long as that run; or give accel.trainer(..., total_steps={updates}), to keep its "
-                "schedule",
-            )
+            raise _another_length(CheckpointError, updates, self.updates)
 
         def restore() -> None:
             if makes:
@@ -187,6 +178,14 @@ class Schedule:
                 self.scheduler.step()
         finally:  # a schedule past its end raises, and has counted the step
             self._expected = _last_epoch(self.scheduler)
+
+
+def _another_length(kind: type[AccelError], saved: int | None, own: int | None) -> AccelError:
+    return kind(
+        f"the checkpoint's schedule was made for {saved} updates, and this training has {own}",
+        why="the run that saved it had other epochs, batches, ranks or accumulate",
+        remedy=f"train as it did; or give accel.trainer(..., total_steps={saved}), to keep its schedule",
+    )
 
 
 def _another_kind(kind: str, own: object) -> CheckpointError:

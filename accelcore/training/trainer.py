@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.data.evaluation import Evaluation, evaluate
 from accelcore.training.data.sharding import Batches
 from accelcore.training.model_changes import Fixed, ModelSnapshot, cannot_be_replaced
+from accelcore.training.observers import observed
 from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
 from accelcore.training.saving.saver import Saver
@@ -204,21 +205,9 @@ class Trainer:
 
     def _observed(self, read: Iterator[Any], loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
         """Yield the batches of an epoch; make the schedule before, and call the observers of data."""
-        listeners, epoch = self._plan.listeners, None
         self._streams.measure(loader, shard=shard)
         self._schedule.check_updates(self.total_steps)
-        with closing(read):  # type: ignore[type-var]  # a generator; a loop that is left early ends the epoch
-            for batch in read:
-                if epoch is None:
-                    epoch = self._streams["train"].epoch
-                    for begins in listeners.epoch_begin:
-                        begins(epoch)
-                for receive in listeners.batch:
-                    receive(batch)
-                yield batch
-        if epoch is not None:
-            for ends in listeners.epoch_end:
-                ends(epoch)
+        yield from observed(read, self._plan.listeners, lambda: self._streams["train"].epoch)
 
     def evaluate(self, loader: Iterable[Any]) -> Evaluation:
         """Return the batches of `loader` to evaluate on: on the device, every row once over all ranks.

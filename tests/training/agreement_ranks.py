@@ -40,6 +40,7 @@ def main() -> None:
             "rate": attempt(lr=0.2 if rank == 2 else 0.1),
             "optimizer": attempt(name="adamw" if rank == 1 else "sgd"),
             "loss": attempt(loss=None if rank == 1 else lambda model, batch: model(batch).sum()),
+            "schedule": attempt(scheduler="cosine" if rank == 1 else "linear", total_steps=5),
             "refused": attempt(graph=rank == 1),
         }
         whole, torch.__version__ = torch.__version__, torch.__version__ if rank else "2.0.0"

@@ -37,6 +37,7 @@ def test_ranks_that_train_the_same_are_left_alone(found, case):
         ("rate", "rank 2", "lr in group 0 of the optimizer is 0.1 on ranks 0 and 1, 0.2 on rank 2"),
         ("optimizer", "rank 1", "the optimizer is sgd on ranks 0 and 2, adamw on rank 1"),
         ("loss", "rank 1", "the option loss is function on ranks 0 and 2, None on rank 1"),
+        ("schedule", "rank 1", "the option scheduler is 'linear' on ranks 0 and 2, 'cosine' on rank 1"),
         ("version", "rank 0", "torch is 2.0.0 on rank 0, "),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import accelcore
 
@@ -106,6 +106,8 @@ def test_nothing_is_trained_as_long_as_the_number_of_updates_is_unknown(accel, t
     ):
         with pytest.raises(accelcore.ConfigurationError, match=unknown):
             attempt()
+    with pytest.raises(accelcore.ConfigurationError, match="not batches"):
+        train(trainer, 2, TensorDataset(ROWS))
     assert trainer.total_steps is None
     assert torch.equal(trainer.model.weight, weight)
     trainer.save(tmp_path)

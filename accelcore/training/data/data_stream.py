@@ -249,6 +249,7 @@ class DataStreams:
 
     def measure(self, loader: Iterable[Any], *, shard: bool) -> None:
         """Note how many batches an epoch of `loader` has, for `total_steps`."""
+        check_loader(loader)
         try:
             self._batches = self["train"].length(loader, shard=shard)
         except (TypeError, NotImplementedError):  # it has no length

@@ -83,7 +83,7 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
     if not count:
         raise TrainingError(
             "the function returned a scalar for a batch whose number of rows is unknown",
-            why="a scalar counts as the mean over the rows of the batch, and the batch begins with no tensor of rows",
+            why="a scalar counts as the mean over the rows of the batch",
             remedy="return a tensor with one value for each row",
         )
     return value.float() * count, count

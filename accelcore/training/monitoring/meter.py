@@ -1,4 +1,4 @@
-"""What observers of a whole training share: its trainer, its epoch, and the rows that it trains on a second."""
+"""Base of the observers of a whole training: its trainer, its epoch, and rows a second."""
 
 from __future__ import annotations
 

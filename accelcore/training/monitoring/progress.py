@@ -24,16 +24,16 @@ class Progress(Meter):
     """Progress bar on stderr: epoch, step, loss, learning rate, rows a second and time left.
 
     Give it to a trainer: `accel.trainer(..., observers=[accelcore.Progress()])`. Only the main rank shows it. The loss
-    is the last one of this rank, and rows a second are those of all ranks. The time left needs
-    `trainer.total_steps`. A step does not wait for the device: the loss is read one step later.
+    is the last one of this rank; rows a second count all ranks. The time left needs `trainer.total_steps`. A step does
+    not wait for the device: the loss is read one step later.
 
     What the script prints meanwhile appears above the bar. The bar ends with the last step, or with the process.
 
     Args:
-        seconds: time between two lines, if stderr is no terminal.
+        seconds: time between two lines, if stderr is not a terminal.
 
     Raises:
-        ConfigurationError: `seconds` is no time, or one object was given to two trainers.
+        ConfigurationError: `seconds` is not above 0, or one object was given to two trainers.
     """
 
     def __init__(self, *, seconds: float = 10.0) -> None:
@@ -83,7 +83,7 @@ class Progress(Meter):
 
 
 class _Bar:
-    """What is shown: a bar of rich on a terminal, else lines. Nothing is drawn by a thread."""
+    """A bar of rich on a terminal, else lines. No thread draws."""
 
     def __init__(self) -> None:
         from rich.console import Console
