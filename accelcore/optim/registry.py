@@ -158,7 +158,7 @@ class Optimizers:
         if lr is not None:
             options["lr"] = lr
         for key, value in chain(options.items(), *(group.items() for group in groups)):
-            if isinstance(value, str) and _is_numeric(value):
+            if isinstance(value, str) and value.strip("+-. ")[:1].isdigit():
                 raise ConfigurationError(
                     f"{key}={value!r} is text, not a number",
                     why="YAML reads 1e-3 as text",
@@ -240,14 +240,6 @@ def _name(asked: str | type[torch.optim.Optimizer]) -> str:
             remedy='use a name such as "adamw"; give an optimizer of another class to accel.trainer as it is',
         )
     return name
-
-
-def _is_numeric(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _listed(params: Parameters) -> list[dict[str, Any]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.errors import ConfigurationError, TrainingError
 
-__all__ = ["Fixed", "ModelSnapshot", "cannot_be_replaced"]
+__all__ = ["Fixed", "ModelSnapshot"]
 
 T = TypeVar("T")
 
@@ -96,26 +96,21 @@ class ModelSnapshot:
         )
 
 
-def cannot_be_replaced(name: str) -> ConfigurationError:
-    """Return the error for setting an attribute of a trainer."""
-    return ConfigurationError(
-        f"{name} of a trainer cannot be replaced",
-        why="the trainer was prepared for the one it has, and would ignore another",
-        remedy=f"give the {name} to accel.trainer(...)",
-    )
-
-
 class Fixed(Generic[T]):
-    """Attribute of a trainer that cannot be replaced, because the trainer was prepared for it."""
+    """Attribute of a trainer that cannot be replaced, because the trainer was prepared for it; `get` returns it."""
+
+    def __init__(self, get: Callable[[Any], T]) -> None:
+        self._get = get
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, trainer: object, owner: type) -> T:
-        value: T = trainer.__dict__[self._name]
-        return value
+        return self._get(trainer)
 
     def __set__(self, trainer: object, value: T) -> None:
-        if self._name in trainer.__dict__:
-            raise cannot_be_replaced(self._name)
-        trainer.__dict__[self._name] = value
+        raise ConfigurationError(
+            f"{self._name} of a trainer cannot be replaced",
+            why="the trainer was prepared for the one it has, and would ignore another",
+            remedy=f"give the {self._name} to accel.trainer(...)",
+        )

@@ -20,7 +20,7 @@ from accelcore.scaling.contract import LossScaler
 from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.data.evaluation import Evaluation, evaluate
 from accelcore.training.data.sharding import Batches
-from accelcore.training.model_changes import Fixed, ModelSnapshot, cannot_be_replaced
+from accelcore.training.model_changes import Fixed, ModelSnapshot
 from accelcore.training.observers import observed
 from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
@@ -68,6 +68,7 @@ class Trainer:
 
     Attributes:
         backend, model, optimizer: as given.
+        scheduler: the learning rate scheduler; None if there is none, or if it is not made yet.
         scaler: the loss scaler; one that does nothing if none is needed.
         saver: saves and restores this trainer; `Together` uses it.
         aux: what the last `loss` returned beside the scalar.
@@ -77,7 +78,10 @@ class Trainer:
         UnsupportedError: the backend does not declare what is asked for. Model and optimizer are unchanged.
     """
 
-    model, optimizer, scaler = Fixed[nn.Module](), Fixed[Optimizer](), Fixed[LossScaler]()
+    model: Fixed[nn.Module] = Fixed(lambda trainer: trainer._plan.model)
+    optimizer: Fixed[Optimizer] = Fixed(lambda trainer: trainer._plan.optimizer)
+    scheduler: Fixed[LRScheduler | None] = Fixed(lambda trainer: trainer._schedule.scheduler)
+    scaler: Fixed[LossScaler] = Fixed(lambda trainer: trainer._scaler)
 
     def __init__(
         self, backend: Backend, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
@@ -94,8 +98,7 @@ class Trainer:
         self._preparation = Preparation(plan)
         self._preparation.check("accel.trainer(...)")
         self._preparation.apply()
-        self.model, self.optimizer = model, optimizer
-        self.scaler = create_scaler(backend.scaler, plan.policy)
+        self._scaler = create_scaler(backend.scaler, plan.policy)
         self._window = Window(
             given["accumulate"], backend.device, divisor=plan.strategy.divisor, tensors_only=given["graph"]
         )
@@ -129,15 +132,6 @@ class Trainer:
         """
         given = self._options["total_steps"]
         return self._streams.total_steps(self.accumulate) if given is None else given
-
-    @property
-    def scheduler(self) -> LRScheduler | None:
-        """Learning rate scheduler; None if there is none, or if it is not made yet."""
-        return self._schedule.scheduler
-
-    @scheduler.setter
-    def scheduler(self, scheduler: LRScheduler | None) -> None:
-        raise cannot_be_replaced("scheduler")
 
     @property
     def accumulate(self) -> int:
