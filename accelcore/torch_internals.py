@@ -29,6 +29,7 @@ __all__ = [
     "compiler_error",
     "device_dispatch_key",
     "dispatch_keyset",
+    "flatten",
     "flight_records",
     "forget_python_dispatch",
     "has_any_kernel",
@@ -45,6 +46,7 @@ __all__ = [
     "pytree",
     "remove_library",
     "uncompiled",
+    "unflatten",
     "without_autocast",
 ]
 
@@ -55,6 +57,12 @@ backward_outside_autocast = torch._functorch.config.patch({"backward_pass_autoca
 """Context for calls of compiled modules, whose backward pass is then compiled as outside autocast.
 
 Without it, torch compiles the backward pass as under the autocast of the forward pass.
+"""
+
+flatten, unflatten = torch._C._nn.flatten_dense_tensors, torch._C._nn.unflatten_dense_tensors
+"""Concatenate many tensors of one dtype, and split the result by the shapes of these tensors, in one call each.
+
+Without them, a broadcast of many small tensors takes several times as long.
 """
 
 without_autocast = torch._C._DisableAutocast

@@ -165,3 +165,10 @@ def test_a_compiled_module_names_the_module_it_was_made_of():
     module = nn.Linear(2, 2)
     assert internals.uncompiled(torch.compile(module, backend="eager")) is module
     assert internals.uncompiled(module) is module
+
+
+def test_tensors_are_flattened_and_split_again():
+    given = [torch.arange(6.0).reshape(2, 3).T, torch.tensor(7.0), torch.ones(2, 1, 2)]
+    piece = internals.flatten(given)
+    assert piece.tolist() == [0, 3, 1, 4, 2, 5, 7, 1, 1, 1, 1]
+    assert [part.tolist() for part in internals.unflatten(piece, given)] == [tensor.tolist() for tensor in given]

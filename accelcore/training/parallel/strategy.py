@@ -14,6 +14,7 @@ from accelcore.errors import ConfigurationError, DistributedError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.launchers import read_launch
 from accelcore.precision.policy import Policy
+from accelcore.torch_internals import flatten, unflatten
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 
@@ -195,13 +196,20 @@ def broadcast_masters(strategy: Strategy, gradients: Gradients) -> None:
 @torch.no_grad()
 def broadcast_tensors(collectives: Collectives, tensors: list[Tensor], *, src: int = 0) -> None:
     """Give all ranks these tensors of rank `src`, of any dtype, in one message of bytes."""
-    tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
-    if not tensors:
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.element_size()):  # each piece begins where its dtype may
+        if tensor.numel():
+            alike.setdefault(tensor.dtype, []).append(tensor)
+    if not alike:
         return
-    tensors.sort(key=lambda tensor: -tensor.element_size())  # each then begins where its dtype may begin
-    parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    received = torch.split(collectives.broadcast(torch.cat(parts), src), [part.numel() for part in parts])
-    views = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(received, tensors, strict=True)]
-    for dtype in {tensor.dtype: None for tensor in tensors}:  # one launch each on an accelerator
-        pairs = [(tensor, view) for tensor, view in zip(tensors, views, strict=True) if tensor.dtype == dtype]
-        torch._foreach_copy_([tensor for tensor, _ in pairs], [view for _, view in pairs])
+    sends = collectives.rank == src
+    pieces = [
+        flatten(members) if sends else members[0].new_empty(sum(member.numel() for member in members))
+        for members in alike.values()
+    ]
+    parts = [piece.view(torch.uint8) for piece in pieces]
+    received = collectives.broadcast(torch.cat(parts) if len(parts) > 1 else parts[0], src)
+    if sends:
+        return
+    for members, part in zip(alike.values(), torch.split(received, [part.numel() for part in parts]), strict=True):
+        torch._foreach_copy_(members, unflatten(part.view(members[0].dtype), members))
