@@ -20,7 +20,7 @@ __all__ = ["load", "unavailable"]
 logger = logging.getLogger("accelcore")
 
 _SOURCES = Path(__file__).parent
-_ADAM, _SECONDS = 1, 0.3  # as in kernels.cpp; that the measurement takes
+_ADAM, _SECONDS = 1, 0.5  # as in kernels.cpp; that the measurement takes
 _lock = threading.Lock()
 _loaded: list[ctypes.CDLL] = []
 _failed: list[str] = []
