@@ -103,27 +103,25 @@ class Schedule:
         return {"kind": type(self.scheduler).__name__, "by": self.by, "updates": self.updates, "state": state}
 
     def prepare(self, kind: str, updates: int | None, state: dict[str, Any]) -> Callable[[], object]:
-        """Return the function that restores a scheduler of a class and a number of updates; it may have to make it.
+        """Return the function that restores a scheduler of a class and a number of updates.
+
+        Makes the scheduler, if that was not possible before: it may add options to the optimizer's groups, which are
+        compared next.
 
         Raises:
             CheckpointError: this schedule is another one.
         """
-        makes = self.is_to_be_made and updates is not None
-        if kind != type(self.scheduler).__name__ and not makes:
-            raise _another_kind(kind, self.scheduler)
+        if self.is_to_be_made and updates is not None:
+            self.make(updates)
+        if kind != type(self.scheduler).__name__:
+            raise CheckpointError(
+                f"the checkpoint's scheduler is a {kind}, not a {type(self.scheduler).__name__}",
+                remedy="build the trainer as it was built when the checkpoint was saved",
+            )
         if None not in (updates, self.updates) and updates != self.updates:
             raise _another_length(CheckpointError, updates, self.updates)
-
-        def restore() -> None:
-            if makes:
-                assert updates is not None
-                self.make(updates)
-                if type(self.scheduler).__name__ != kind:
-                    raise _another_kind(kind, self.scheduler)
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(state)
-
-        return restore
+        scheduler = self.scheduler
+        return lambda: None if scheduler is None else scheduler.load_state_dict(state)
 
     def check(self) -> None:
         """Raise TrainingError if the scheduler is not where the trainer left it, or where a set epoch needs it."""
@@ -185,13 +183,6 @@ def _another_length(kind: type[AccelError], saved: int | None, own: int | None) 
         f"the checkpoint's schedule was made for {saved} updates, and this training has {own}",
         why="the run that saved it had other epochs, batches, ranks or accumulate",
         remedy=f"train as it did; or give accel.trainer(..., total_steps={saved}), to keep its schedule",
-    )
-
-
-def _another_kind(kind: str, own: object) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint's scheduler is a {kind}, not a {type(own).__name__}",
-        remedy="build the trainer as it was built when the checkpoint was saved",
     )
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import accelcore
@@ -71,16 +71,27 @@ def torchs(name, parameters, lr):
     return torch.optim.AdamW(parameters, lr=lr, fused=True)
 
 
-@pytest.mark.parametrize("create", [None, torchs], ids=["ours", "torch's"])
-@pytest.mark.parametrize("given", [{}, {"total_steps": 12}], ids=["epochs", "total_steps"])
-@pytest.mark.parametrize("stop", [2, 6])
+RISING = {"warmup": 2}
+ONE_CYCLE = {"scheduler": lambda optimizer, updates: OneCycleLR(optimizer, 0.2, updates)}  # it adds options to groups
+
+
+@pytest.mark.parametrize(
+    ("create", "given", "stop"),
+    [
+        (None, RISING, 2),
+        (torchs, RISING, 6),
+        (None, {**RISING, "total_steps": 12}, 6),
+        (None, ONE_CYCLE, 6),
+        (torchs, {**ONE_CYCLE, "accumulate": 1}, 7),
+    ],
+)
 def test_a_resumed_schedule_goes_on_where_it_was_before_it_could_be_known(accel, tmp_path, create, given, stop, caplog):
-    whole, expected = make(accel, warmup=2, create=create, **given)
+    whole, expected = make(accel, create=create, **given)
     train(whole, 4)
-    trainer, before = make(accel, warmup=2, create=create, **given)
+    trainer, before = make(accel, create=create, **given)
     train(trainer, 4, stop=stop, folder=tmp_path)
-    resumed, after = make(accel, warmup=2, create=create, **given)
-    assert (resumed.scheduler is None) == (not given)
+    resumed, after = make(accel, create=create, **given)
+    assert (resumed.scheduler is None) == ("total_steps" not in given)
     resumed.resume(tmp_path)
     assert resumed.scheduler.last_epoch == stop
     train(resumed, 4)
