@@ -70,7 +70,8 @@ class FiniteCheck:
 
     def _anywhere(self, found: Tensor, *, agree: bool) -> Tensor:
         strategy = self._plan.strategy
-        return any_overflow(strategy, found.to(strategy.device)) if agree else found
+        divided = agree and strategy.layout == "shards"
+        return any_overflow(strategy, found.to(strategy.device)) if divided else found
 
     def _examine(self, steps: int, *, agree: bool) -> None:
         gradients = self._plan.gradients
