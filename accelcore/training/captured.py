@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.errors import TrainingError, UnsupportedError
+from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.roles.runtime import Runtime
 from accelcore.torch_internals import pytree
 from accelcore.training.gradients import Gradients
@@ -138,10 +139,10 @@ class CapturedStep:
         return self._baked
 
     def _capture(self, batch: Any, work: ForwardBackward) -> _Graph:
-        engine = getattr(self._optimizer, "engine", self._optimizer)
-        steps = [entry["step"] for entry in engine.state.values() if "step" in entry]
+        updater = _updater(self._optimizer)
+        steps = [entry["step"] for entry in updater.state.values() if "step" in entry]
         if any(not isinstance(step, Tensor) or step.device != self._runtime.device for step in steps):
-            raise _counts_on_host(engine)
+            raise _counts_on_host(updater)
         leaves, structure = pytree.tree_flatten(batch)
         inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         static_batch = pytree.tree_unflatten(inputs, structure)
@@ -170,24 +171,29 @@ def check_capturable(optimizer: Optimizer) -> None:
     Step count and learning rate must stay on the device, or each replay would repeat the same step. torch's optimizers
     do this with `capturable`. Others declare it by an attribute `counts_on_device`.
     """
-    engine = getattr(optimizer, "engine", optimizer)
-    if getattr(engine, "counts_on_device", False):
+    updater = _updater(optimizer)
+    if getattr(updater, "counts_on_device", False):
         return
-    groups = engine.param_groups
-    if isinstance(engine, torch.optim.SGD):
+    groups = updater.param_groups
+    if isinstance(updater, torch.optim.SGD):
         reads_lr = not all(group["fused"] for group in groups)
     elif not all("capturable" in group for group in groups):
-        raise _counts_on_host(engine)
-    elif isinstance(engine, torch.optim.RMSprop | torch.optim.Adadelta):
+        raise _counts_on_host(updater)
+    elif isinstance(updater, torch.optim.RMSprop | torch.optim.Adadelta):
         reads_lr = any(group["foreach"] is False for group in groups)
     else:
-        reads_lr = isinstance(engine, torch.optim.Rprop)
+        reads_lr = isinstance(updater, torch.optim.Rprop)
     if reads_lr:
         raise UnsupportedError(
-            f"this {type(engine).__name__} cannot be captured in a graph",
+            f"this {type(updater).__name__} cannot be captured in a graph",
             why="it reads its learning rate on the host, and a graph cannot wait for that",
             remedy="choose route 'fused' or 'foreach' if it has one (SGD: 'fused', without dampening), or adamw",
         )
+
+
+def _updater(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that computes the updates."""
+    return optimizer.implementation if isinstance(optimizer, RoutedOptimizer) else optimizer
 
 
 def _counts_on_host(optimizer: Optimizer) -> UnsupportedError:

@@ -147,7 +147,9 @@ def test_an_option_that_changes_is_not_baked_in(graphs, option, value):
 def test_what_stays_equal_is_captured_once(graphs, monkeypatch):
     captured = []
     capture = graphs.runtime.capture
-    monkeypatch.setattr(graphs.runtime, "capture", lambda work: captured.append(work) or capture(work))
+    monkeypatch.setattr(
+        graphs.runtime, "capture", lambda work, **named: captured.append(work) or capture(work, **named)
+    )
     trainer = make(graphs, graph=True)
     group = trainer.optimizer.param_groups[0]
     for batch in batches(8):
