@@ -91,7 +91,8 @@ def select(device: str | torch.device | None = None, *, local_rank: int | None =
         raise ConfigurationError(
             f"local_rank={local_rank!r} is not a rank", remedy="give this rank's number on its host, counted from 0"
         )
-    if "torch" in sys.modules and isinstance(device, sys.modules["torch"].device):
+    torch_loaded = sys.modules.get("torch")
+    if not isinstance(device, str | None) and torch_loaded and isinstance(device, torch_loaded.device):
         device = str(device)
     source, text = "device", cast("str | None", device)  # `parse` refuses anything else
     if text is None or text == "":

@@ -131,9 +131,9 @@ class Hand:
     def __init__(self, options):
         self.model, self.options = Model(), options
         policy = options.get("precision")
+        self.trained = [nn.Parameter(parameter.detach().clone()) for parameter in self.model.parameters()]
         if isinstance(policy, Policy):
             self.model.bfloat16()
-        self.trained = [nn.Parameter(parameter.detach().float()) for parameter in self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.trained, lr=0.05, eps=1e-3, fused=True)
         self.broken_schedule = False
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate)

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationError
@@ -47,7 +47,7 @@ def install(options: Sequence[str] = ()) -> Path:
 
 
 def _run_pip(folder: Path, options: Sequence[str]) -> None:
-    if find_spec("pip") is None:
+    if PathFinder.find_spec("pip") is None:
         raise ConfigurationError(
             "torch-npu cannot be installed without pip",
             why=f"{sys.executable} has no pip",

@@ -95,7 +95,7 @@ def test_pip_that_fails_leaves_nothing_and_the_next_attempt_succeeds(versions, o
 
 
 def test_no_pip(versions, monkeypatch):
-    monkeypatch.setattr("accelcore_npu_emulator.install.find_spec", lambda name: None)
+    monkeypatch.setattr("accelcore_npu_emulator.install.PathFinder.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="no pip") as raised:
         install()
     assert "ensurepip" in raised.value.remedy

@@ -223,4 +223,4 @@ def test_a_save_that_only_one_rank_begins_says_so(fork_ranks, tmp_path):
         rank.finish()
     said = json.loads((tmp_path / "lonely-0.json").read_text())
     assert "not every rank of the job came to trainer.save()" in said
-    assert "if rank == 0" in said
+    assert "if job.is_main" in said
