@@ -61,7 +61,7 @@ REPEATABLE = (
 )
 """Operators whose result is defined if an index comes several times."""
 
-READS_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter", "as_strided.partial_views", "stft", "istft")
+READS_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter", "stft", "istft")
 """Operators whose result depends on the strides of their input."""
 
 NOT_UNIQUE = (
@@ -75,6 +75,7 @@ NOT_UNIQUE = (
         "torch.ops.aten._unsafe_masked_index",
     ),
     *("nn.functional.multi_margin_loss", "nn.functional.multilabel_margin_loss"),  # they read unwritten memory
+    "as_strided.partial_views",  # it reads memory around the view, which a copy to a device lacks
 )
 """Operators with several right results, of which only shape and dtype are compared."""
 
@@ -84,10 +85,14 @@ ROUGH = (
     "nn.functional.interpolate.bilinear",
     *("nn.functional.interpolate.bicubic", "_upsample_bilinear2d_aa", "nn.functional.ctc_loss"),
     "nn.functional.cosine_embedding_loss",
+    "histc",  # rounded to low precision, values change bins
 )
 """Operators that overflow or lose digits inside, on the CPU, too: compared in fp32, with a wider tolerance."""
 
-FRAGILE = ("_segment_reduce.lengths", "_segment_reduce.offsets", "nn.functional.pdist", "sgn")
+FRAGILE = (
+    *("_segment_reduce.lengths", "_segment_reduce.offsets", "nn.functional.pdist", "sgn"),
+    *("native_batch_norm", "_native_batch_norm_legit"),  # without elements
+)
 """Operators whose CPU kernels may crash the process in float64, so that there is nothing to compare with."""
 
 

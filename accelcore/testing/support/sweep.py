@@ -242,7 +242,7 @@ class _Case:
             finite = right.isfinite()
             scale = float(right[finite].abs().max()) if bool(finite.any()) else 0.0
             allowed = (
-                (_EXACT * 8 if self.name in ROUGH else _EXACT) * (spread + limits.eps * right.abs())
+                (_EXACT * 32 if self.name in ROUGH else _EXACT) * (spread + limits.eps * right.abs())
                 + 2 * limits.eps * scale
                 + _EXACT * limits.tiny
             )
