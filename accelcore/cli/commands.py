@@ -80,7 +80,7 @@ def app() -> None:
       accelcore run --nproc 2 train.py          two ranks of one job
       accelcore verify backend cpu              a backend against what it promises
       accelcore precision --backend cpu         which operator runs in which dtype
-      accelcore export outputs/gpt gpt.safetensors  the model of a checkpoint, in one file
+      accelcore export outputs/a model.safetensors  the model of a checkpoint, in one file
       accelcore plot outputs/a outputs/b        the logs of two runs side by side
       accelcore completion bash                 completion for your shell
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
@@ -262,8 +262,8 @@ def export(trainer: str | None, checkpoint: str, file: str, *, best: bool) -> No
 
     \b
     Examples:
-      accelcore export outputs/gpt model.safetensors
-      accelcore export --best outputs/gpt model.safetensors
+      accelcore export outputs/first model.safetensors
+      accelcore export --best outputs/first model.safetensors
       accelcore export --trainer generator outputs/gan generator.safetensors
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     from accelcore.checkpoint.export import export as write
@@ -284,7 +284,7 @@ def plot(folders: tuple[str, ...], output: str) -> None:
 
     \b
     Examples:
-      accelcore plot outputs/gpt
+      accelcore plot outputs/run
       accelcore plot outputs/a outputs/b -o compare.html
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     from pathlib import Path
