@@ -42,7 +42,10 @@ class Observer:
         """Receive the loss of a micro-batch, detached and unscaled."""
 
     def gradient_norm(self, norm: Tensor) -> None:
-        """Receive the 2-norm of all gradients of a window: reduced over ranks, unscaled, before clipping."""
+        """Receive the 2-norm of all gradients of a window: reduced over ranks, unscaled, before clipping.
+
+        With `graph=True` it is not called: each graph has a norm of its own.
+        """
 
     def overflow(self, found: Tensor) -> None:
         """Receive 1.0 if a window's gradients overflowed and its update was skipped, else 0.0. Needs a loss scale."""

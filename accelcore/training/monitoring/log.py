@@ -46,7 +46,7 @@ class Log(Meter):
         folder: made if it does not exist; one for each run.
         every: steps between two lines.
         gradient_norm: whether the norm is computed for the log, which reads all gradients once a step. With
-            `clip_norm=` it is computed anyway, and always logged.
+            `clip_norm=` it is computed anyway, and logged. With `graph=True` it is never logged.
         plot: False for no plot. None: a plot if matplotlib is installed; otherwise a warning at the end.
         tensorboard: whether the figures also go to TensorBoard, with files in `folder`.
         wandb: whether they also go to Weights & Biases; or the arguments of `wandb.init`. A resumed run continues the
