@@ -19,6 +19,7 @@ DISTRIBUTIONS = {
     "accelcore_cuda": ROOT / "plugins/cuda",
     "accelcore_npu": ROOT / "plugins/npu",
     "accelcore_npu_emulator": ROOT / "plugins/npu_emulator",
+    "accelcore_lint": ROOT / "plugins/lint",
 }
 USE = """
 import accelcore

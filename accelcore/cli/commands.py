@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from accelcore.cli import ROLES
+from accelcore.cli.brought import Commands
 
 __all__ = ["app"]
 
@@ -67,7 +68,7 @@ def device_option(name: str, metavar: str, help: str) -> Callable[[F], F]:
     return click.option(name, metavar=metavar, shell_complete=devices, help=help)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="accelcore", message="%(prog)s %(version)s")
 @common
 def app() -> None:
@@ -82,6 +83,7 @@ def app() -> None:
       accelcore precision --backend cpu         which operator runs in which dtype
       accelcore export outputs/a model.safetensors  the model of a checkpoint, in one file
       accelcore plot outputs/a outputs/b        the logs of two runs side by side
+      accelcore lint train.py                   what ties a script to one device, or is wrong on any
       accelcore completion bash                 completion for your shell
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
 

@@ -60,6 +60,7 @@ EMULATORS = "accelcore.emulators"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """Environment variable that turns off torch's autoload, if it is set to anything but 1."""
 
+_NO_BACKENDS = {"lint"}  # extras of accelcore that are no backends: they bring commands
 _LONGEST = 300  # characters of a plugin's own message that are shown
 
 logger = logging.getLogger("accelcore")
@@ -173,14 +174,15 @@ def how_to_install(distribution: str) -> str:
 def own_plugins() -> dict[str, str]:
     """Return the distributions of accelcore's own plugins, installed or not, by the backend's name.
 
-    They are the extras in accelcore's metadata. The result is empty if accelcore is only a folder on the path.
+    They are the extras in accelcore's metadata, but for those that bring commands. The result is empty if accelcore is
+    only a folder on the path.
     """
     try:
         required = requires("accelcore") or []
     except PackageNotFoundError:
         return {}
     extras = (re.match(r"(accelcore-(\w+))\b.*; extra == .\2\b", text) for text in required)
-    return {extra[2]: extra[1] for extra in extras if extra}
+    return {extra[2]: extra[1] for extra in extras if extra and extra[2] not in _NO_BACKENDS}
 
 
 def other_backends(names: Iterable[str] = ()) -> str:

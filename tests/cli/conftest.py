@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import accelcore
+
 
 class Machine:
     """Where the command line runs: its fakes, its folder and its environment."""
@@ -23,7 +25,8 @@ class Machine:
 
     @property
     def environ(self) -> dict[str, str]:
-        path = os.pathsep.join([*self.sites, *self.fakes.modules.values()])
+        under_test = str(Path(accelcore.__file__).parents[1])  # another checkout may be installed
+        path = os.pathsep.join([*self.sites, *self.fakes.modules.values(), under_test])
         return {**os.environ, "PYTHONPATH": path, **self.variables}
 
     def write(self, name: str, code: str) -> str:

@@ -48,7 +48,7 @@ def test_completion_prints_a_script_for_the_shell(machine, shell):
 @pytest.mark.parametrize(
     ("words", "offers"),
     [
-        ("accelcore ", {"completion", "doctor", "export", "plot", "precision", "run", "verify"}),
+        ("accelcore ", {"completion", "doctor", "export", "lint", "plot", "port", "precision", "run", "verify"}),
         ("accelcore doctor --", {"--json", "--deep", "--timeout", "--debug", "--help"}),
         ("accelcore run --device c", {"cpu", "cuda"}),
     ],

@@ -1,0 +1,10 @@
+"""Linter for PyTorch training scripts. It parses them with `ast`, and never imports or runs them.
+
+It needs neither torch nor accelcore.
+"""
+
+from __future__ import annotations
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"

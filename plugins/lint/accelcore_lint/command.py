@@ -1,0 +1,38 @@
+"""Base of the commands of this distribution: what `accelcore lint` and `accelcore-lint` have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+__all__ = ["ERROR", "FINDINGS", "Command"]
+
+FINDINGS = 1
+"""Exit code of a run that found something."""
+
+ERROR = 2
+"""Exit code of an invalid request, and of a file that cannot be read or parsed."""
+
+
+class Command(click.Command):
+    """Command with the same exit codes, whichever program runs it.
+
+    A mistake of the user is one message on stderr and the exit code `ERROR`. Raise `click.ClickException` for it.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if ctx.resilient_parsing:
+                raise
+            error.show()
+            ctx.exit(ERROR)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:
+            error.show()
+            ctx.exit(ERROR)
