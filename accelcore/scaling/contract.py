@@ -133,13 +133,17 @@ class LossScaler(ABC):
         """Update the parameters with unscaled gradients, unless a gradient overflowed."""
 
     @abstractmethod
-    def update(self, find_bad: FindBad | None = None) -> None:
+    def update(self, find_bad: FindBad | None = None, *, captured: bool = False) -> None:
         """Choose the next scale. Call it once a step, after the last optimizer's `step`.
 
         Args:
             find_bad: returns the name of the first parameter with a gradient that is not finite. None looks among the
                 parameters of the optimizers.
+            captured: whether a graph may record this call. Then `warn` is called after each replay, on the host.
         """
+
+    def warn(self, find_bad: FindBad | None = None) -> None:  # noqa: B027  # most scalers skip nothing
+        """Log if many updates in a row were skipped. `update` does this, unless a graph may record it."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -186,7 +190,7 @@ class NoScaler(LossScaler):
         refuse_closure(gradients)
         optimizer.step()
 
-    def update(self, find_bad: FindBad | None = None) -> None:
+    def update(self, find_bad: FindBad | None = None, *, captured: bool = False) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,7 +237,7 @@ class StaticScaler(NoScaler):
             self.unscale_(optimizer, gradients)
         optimizer.step()
 
-    def update(self, find_bad: FindBad | None = None) -> None:
+    def update(self, find_bad: FindBad | None = None, *, captured: bool = False) -> None:
         self._unscaled.clear()
 
     def abandon(self) -> None:

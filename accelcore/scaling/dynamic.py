@@ -127,7 +127,7 @@ class GradScaler(LossScaler):
                 optimizer.skip()
         progress.stepped = True
 
-    def update(self, find_bad: FindBad | None = None) -> None:
+    def update(self, find_bad: FindBad | None = None, *, captured: bool = False) -> None:
         found = self.overflowed
         if found is None:
             raise TrainingError(
@@ -141,8 +141,34 @@ class GradScaler(LossScaler):
             )
             self._scale.clamp_(settings.min, settings.max)
             self._skipped += found
-            self._warn_of_streak(self._count_in_a_row(found), find_bad)
+            self._count_in_a_row(found)
+            if not captured:
+                self.warn(find_bad or (lambda: _bad_parameter(step.optimizer for step in self._progress.values())))
         self.abandon()
+
+    def warn(self, find_bad: FindBad | None = None) -> None:
+        """Log every `_PATIENCE` overflows in a row, with the name of the first parameter that overflowed.
+
+        Without `find_bad` there is no name: a replayed graph has cleared its gradients.
+        """
+        if self._count_on_host is not None:
+            self._in_a_row = int(self._count_on_host.numpy())  # `item()` would wait for the device
+        if self._in_a_row < _PATIENCE:
+            self._warns_at = _PATIENCE
+        elif self._in_a_row >= self._warns_at:
+            self._warns_at = self._in_a_row + _PATIENCE
+            if find_bad is None:
+                where = "Train without graph=True to see which parameter's gradient is inf or NaN first"
+            else:
+                name = find_bad()
+                where = f"The first inf or NaN gradient is that of {name}" if name else "No gradient is inf or NaN now"
+            logger.warning(
+                "%d updates in a row were skipped because gradients overflowed. The loss scale is %g. %s. Look for an "
+                "inf or NaN in losses and activations, lower the learning rate, or train in bf16",
+                self._in_a_row,
+                self._scale.item(),
+                where,
+            )
 
     def abandon(self) -> None:
         self._progress = {}
@@ -234,16 +260,16 @@ class GradScaler(LossScaler):
         self._progress[id(optimizer)] = progress
         return progress
 
-    def _count_in_a_row(self, found: Tensor) -> int:
-        """Count this step, and return the number of overflows in a row that the host knows of, without waiting.
+    def _count_in_a_row(self, found: Tensor) -> None:
+        """Count the overflows in a row, without waiting for the device.
 
         If a kernel skips steps, only the device knows. It copies its count to the host, which learns of it some steps
         later.
         """
         known = [step.known for step in self._progress.values()]
         if None not in known:
-            self._in_a_row = self._in_a_row + 1 if any(known) else 0
-            return self._in_a_row
+            self._in_a_row, self._count_on_host = self._in_a_row + 1 if any(known) else 0, None
+            return
         if self._count is None or self._count_on_host is None:
             self._count = torch.zeros((), device=found.device)
             on_host = found.device.type == "cpu"
@@ -251,22 +277,6 @@ class GradScaler(LossScaler):
         torch.addcmul(found, self._count, found, out=self._count)
         if self._count_on_host is not self._count:
             self._count_on_host.copy_(self._count, non_blocking=True)
-        return int(self._count_on_host.numpy())  # `item()` would wait for the device
-
-    def _warn_of_streak(self, in_a_row: int, find_bad: FindBad | None) -> None:
-        """Warn after every `_PATIENCE` overflows in a row, with the name of the first parameter that overflowed."""
-        if in_a_row < _PATIENCE:
-            self._warns_at = _PATIENCE
-        elif in_a_row >= self._warns_at:
-            self._warns_at = in_a_row + _PATIENCE
-            name = find_bad() if find_bad else _bad_parameter(step.optimizer for step in self._progress.values())
-            logger.warning(
-                "%d updates in a row were skipped because gradients overflowed. The loss scale is %g. %s. Look for an "
-                "inf or NaN in losses and activations, lower the learning rate, or train in bf16",
-                in_a_row,
-                self._scale.item(),
-                "No gradient is inf or NaN now" if name is None else f"The first inf or NaN gradient is that of {name}",
-            )
 
 
 def _bad_parameter(optimizers: Iterable[Optimizer]) -> str | None:

@@ -57,7 +57,8 @@ class Step:
         self._find_bad = lambda: first_not_finite(plan.gradients, plan.gradients.of_values())
         self._exposes = not isinstance(plan.optimizer, RoutedOptimizer)  # torch's optimizers do not know of slots
         # A scaler that reads gradients may skip. A captured step has to be torch's, which checks what a graph bakes in.
-        fused = plan.captured is None and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
+        self._captured = plan.captured is not None
+        fused = not self._captured and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
         self._fused_step = FusedStep(plan.optimizer) if fused else None
         self._binding = getattr(plan.optimizer, "binding", None)
         self._device, self._to_device = plan.backend.device, plan.backend.runtime.to_device
@@ -174,6 +175,8 @@ class Step:
         try:
             if not updated:
                 self.update_parameters(full=full)
+            if self._captured:
+                self._scaler.warn()
             if self._world_size > 1:
                 broadcast_buffers(self._job, self._model)
             self.begin()
@@ -217,7 +220,7 @@ class Step:
         finally:  # a hook of the optimizer may raise after the masters were updated
             gradients.masters_to_params()
         self._overflow = self._scaler.overflowed if self._listeners.overflow else None
-        self._scaler.update(self._find_bad)
+        self._scaler.update(self._find_bad, captured=self._captured)
         gradients.clear()
         self._window.forget_weights()
 

@@ -175,6 +175,20 @@ def test_captured_steps_are_the_eager_ones(accel, optimizer, precision):
     assert captured_skipped == eager_skipped == (precision == "fp16")
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_overflows_in_a_row_are_reported(accel, caplog, graph):
+    model = network()
+    optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.01)
+    trainer = accel.trainer(
+        model, optimizer, loss=lambda *given: cross_entropy(*given) * math.inf, precision="fp16", graph=graph
+    )
+    for batch in batches(22):  # the host learns of an overflow some steps later
+        trainer(batch)
+        accel.runtime.synchronize()
+    assert "updates in a row were skipped" in caplog.text
+    assert ("graph=True" in caplog.text) == graph
+
+
 def test_a_capture_that_breaks_says_what_broke_it(run_python):
     """In a process of its own: torch's random generator is not what it was afterwards."""
     script = """

@@ -58,6 +58,22 @@ def test_named_parameters_are_told_by_name(accel, caplog):
     assert "that of 1.weight" in told(caplog)[0]
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_updates_that_a_graph_records_are_reported_by_warn_alone(accel, caplog, route):
+    scaler, weight = accel.scaler.create(), parameter()
+    optimizer = accel.optimizers.create("adamw", [weight], **({} if route == "native" else {"route": route}))
+    for _ in range(20):
+        weight.grad = torch.full_like(weight, INF)
+        scaler.step(optimizer)
+        scaler.update(captured=True)
+        assert told(caplog) == []
+    scaler.warn()
+    scaler.warn()
+    (line,) = told(caplog)
+    assert line.startswith("20 updates in a row were skipped")
+    assert "graph=True" in line
+
+
 @pytest.mark.parametrize("precision", ["fp16", "O2"])
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_trainer_knows_the_names(accel, caplog, precision, flat):
