@@ -37,6 +37,7 @@ __all__ = [
     "has_kernel",
     "has_step_hooks",
     "in_backward",
+    "inductor_generates_code",
     "is_fake_mode_active",
     "keyset_below",
     "missing_to_shard",
@@ -45,6 +46,7 @@ __all__ = [
     "operators_registered_at",
     "pytree",
     "remove_library",
+    "shares_tensor_objects",
     "uncompiled",
     "unflatten",
     "without_autocast",
@@ -101,12 +103,28 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
+def shares_tensor_objects(device: torch.device) -> bool:
+    """Return whether `parameter.data = value` can move a parameter from the host to a device.
+
+    Without it, `Module.to` replaces the parameters, and the optimizer updates the old ones.
+    """
+    return bool(torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device)))
+
+
 def in_backward() -> bool:
     """Return whether this thread runs a backward pass; a forward pass that runs now is a recomputation.
 
     Without it, table O1 is lost in checkpointed parts of a model, and observers see recomputed outputs twice.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def inductor_generates_code(device_type: str) -> bool:
+    """Return whether inductor has a code generator for a device type. Without it, a compiler is declared by hand."""
+    from torch._inductor.codegen import common  # slow, and not needed on machines without Triton
+
+    common.init_backend_registration()
+    return common.get_scheduling_for_device(device_type) is not None
 
 
 def is_fake_mode_active() -> bool:

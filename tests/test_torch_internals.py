@@ -172,3 +172,12 @@ def test_tensors_are_flattened_and_split_again():
     piece = internals.flatten(given)
     assert piece.tolist() == [0, 3, 1, 4, 2, 5, 7, 1, 1, 1, 1]
     assert [part.tolist() for part in internals.unflatten(piece, given)] == [tensor.tolist() for tensor in given]
+
+
+def test_inductor_generates_code_for_the_host_and_not_for_a_device_without_storage():
+    assert internals.inductor_generates_code("cpu")
+    assert not internals.inductor_generates_code("meta")
+
+
+def test_tensors_of_the_host_share_their_objects():
+    assert internals.shares_tensor_objects(torch.device("cpu"))

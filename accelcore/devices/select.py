@@ -16,6 +16,7 @@ from accelcore.devices.create import create_backend
 from accelcore.devices.hookspecs import Probe
 from accelcore.devices.plugins import Candidate, declared, how_to_install, other_backends, own_plugins, with_keyword
 from accelcore.devices.request import Choice, parse, requested_device
+from accelcore.devices.unserved import imitations, ten_lines, unserved_device
 from accelcore.errors import (
     AccelError,
     BackendUnavailableError,
@@ -102,8 +103,7 @@ def select(device: str | torch.device | None = None, *, local_rank: int | None =
         return create_backend(found.candidate, found.index, found.request)
 
     backend, passed_over = decide(text, source, create, local_rank=local_rank)
-    if passed_over:
-        _say_once(text, source, backend, passed_over)
+    _say_once(text, source, backend, passed_over)
     return dataclasses.replace(backend, passed_over=passed_over)
 
 
@@ -215,7 +215,13 @@ def _how_to_have(name: str) -> str:
     own, offered = own_plugins(), {entry.name for entry in declared(plugins.BACKENDS)}
     if name in own:
         return f"{how_to_install(own[name])}; or choose another"
-    advice = "install its package (the README lists accelcore's own), or choose another"
+    if name == unserved_device():
+        writes = f"`accelcore new-backend {name}` writes a backend, which begins with"
+        return f"torch has this device: {writes}\n\n{ten_lines(name)}"
+    advice = (
+        "install its package (the README lists accelcore's own; `accelcore new-backend` writes one for a device of "
+    )
+    advice += "torch), or choose another"
     near = nearest(name, offered | own.keys())
     if near is None:
         near = with_keyword(name)
@@ -229,9 +235,17 @@ def _say_once(text: str, source: str, backend: Backend, passed_over: tuple[Probe
     launch = read_launch()
     if launch is not None and launch.rank != 0:
         return
-    request = "auto" if parse(text, source) is None else f"{source}={shown(text)}"
-    reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in passed_over)
-    _log_once(logging.WARNING, f"{request} chose {backend.name}:{backend.index} and passed over {reasons}")
+    is_auto = parse(text, source) is None
+    request = "auto" if is_auto else f"{source}={shown(text)}"
+    if passed_over:
+        reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in passed_over)
+        _log_once(logging.WARNING, f"{request} chose {backend.name}:{backend.index} and passed over {reasons}")
+    for sentence in imitations():
+        _log_once(logging.WARNING, sentence)
+    unserved = unserved_device() if is_auto else None
+    if unserved not in (None, backend.device.type):
+        advice = f"`accelcore new-backend {unserved}` writes one"
+        _log_once(logging.WARNING, f"torch has the device {unserved}, and no installed backend serves it: {advice}")
 
 
 def _log_once(level: int, message: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, final
 
 import torch
@@ -171,9 +173,36 @@ class TorchRuntime(Runtime):
         return [name for name in set_host_rng_state(state) if name != _ALIKE or not draws_on_host()]
 
     def memory(self) -> Memory:
+        """Return the figures of torch's module of the device; of torch.accelerator; or of the process, on the host.
+
+        Raises:
+            UnsupportedError: torch reports none of them.
+        """
         module = torch.get_device_module(self.device)
+        if not hasattr(module, "memory_allocated"):
+            return _memory_elsewhere(self.device)
         total: int = module.get_device_properties(self.device).total_memory
         return Memory(module.memory_allocated(self.device), module.max_memory_allocated(self.device), total)
+
+
+def _memory_elsewhere(device: torch.device) -> Memory:
+    statistics = Path("/proc/self/statm")
+    if not (torch.empty(0, device=device).is_cpu and statistics.exists()):
+        try:
+            used, peak = torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+            return Memory(used, peak, torch.accelerator.get_memory_info(device)[1])
+        except (AttributeError, RuntimeError, ValueError) as error:
+            raise UnsupportedError(
+                f"torch does not report the memory of {device}",
+                why=str(error).split("\n", 1)[0],
+                remedy="override memory() in a subclass of AcceleratorRuntime, and give the backend that runtime",
+            ) from error
+    import resource  # only where it exists
+
+    page = resource.getpagesize()
+    used = int(statistics.read_text(encoding="ascii").split()[1]) * page
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Memory(used, max(used, peak), os.sysconf("SC_PHYS_PAGES") * page)
 
 
 class AcceleratorRuntime(TorchRuntime):

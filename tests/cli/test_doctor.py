@@ -403,3 +403,9 @@ def test_a_device_variable_that_is_empty_is_not_set(machine):
     _, report = machine.doctor()
     assert (report["selection"]["request"], report["selection"]["source"]) == ("auto", "default")
     assert report["selection"]["chosen"] == "cpu:0"
+
+
+def test_it_tells_which_package_answers_for_a_device_of_torch(machine):
+    machine.torch_backend("import torch; torch.xpu.device_count = autoload")
+    done = machine.run("doctor")
+    assert "torch.xpu is answered by vendor_runtime" in done.stdout

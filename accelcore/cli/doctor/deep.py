@@ -5,10 +5,11 @@ The child may crash, hang or raise. It writes a line that begins with `SAYS`: th
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from accelcore.cli import child
@@ -20,12 +21,14 @@ from accelcore.devices.plugins import (
     autoloads_of_unusable_backends,
     describe,
 )
+from accelcore.devices.unserved import imitations, ten_lines, unserved_device
 from accelcore.jobs.launchers import outside_any_job
 
 __all__ = ["SAYS", "WORKS", "Deep", "Trial", "examine", "main", "try_torch"]
 
 SAYS = "accelcore trial: "  # begins the line in which the child reports its result
 WORKS = "works"  # the result if all is well; exit code 0 alone may come from a library that exits
+_NOTES = "accelcore notes: "  # begins the line with a JSON list of remarks on torch
 _KEPT = 30  # lines of a child's stderr
 _LONGEST = 300  # characters of its last line that are shown
 _REMEDIES = {
@@ -43,6 +46,7 @@ class Trial:
         name: `"torch"` or a backend.
         outcome: `"works"`, `"failed"` (it raised), `"crashed"` (a signal ended it), `"hung"` or `"not tried"`.
         stderr: the last lines that the process wrote.
+        notes: remarks on a torch that works: a device that no plugin serves, a package that answers for another.
     """
 
     name: str
@@ -51,6 +55,7 @@ class Trial:
     remedy: str = ""
     seconds: float = 0.0
     stderr: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,8 @@ def _try(name: str, environ: Mapping[str, str], timeout: float, *arguments: str)
     said = [line.removeprefix(SAYS) for line in written if line.startswith(SAYS)]
     seconds, stderr = round(ended.seconds, 3), tuple(written[-_KEPT:])
     if ended.status == 0 and said[-1:] == [WORKS]:
-        return Trial(name, "works", seconds=seconds)
+        notes = [json.loads(line.removeprefix(_NOTES)) for line in written if line.startswith(_NOTES)]
+        return Trial(name, "works", seconds=seconds, notes=tuple(notes[-1]) if notes else ())
     if ended.status is None:
         reason = f"it did not end within {ended.limit:g} seconds, and was killed"
         remedy = "give it longer with --timeout, or see what its driver says"
@@ -128,11 +134,22 @@ def _try(name: str, environ: Mapping[str, str], timeout: float, *arguments: str)
     return Trial(name, "failed", reason, next(remedies, "the traceback is in the stderr of --json"), seconds, stderr)
 
 
+def _remarks() -> Iterator[str]:
+    yield from imitations()
+    device = unserved_device()
+    if device is not None:
+        yield f"torch has the device {device}, and no installed backend serves it;"
+        yield f"this module would:\n{ten_lines(device)}"
+        yield f"`accelcore new-backend {device}` writes the package"
+
+
 def main() -> int:
     """Import torch, and multiply two matrices on the backend that the arguments may name: the child process."""
     try:
         import torch
 
+        if not sys.argv[1:]:
+            sys.stderr.write(f"{_NOTES}{json.dumps(list(_remarks()))}\n")
         for name in sys.argv[1:]:
             import accelcore
 

@@ -72,6 +72,11 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
         yield from _trial("import torch", diagnosis.deep.torch)
         for trial in diagnosis.deep.backends:
             yield from _trial(f"backend {trial.name}", trial)
+    if diagnosis.import_torch is not None and diagnosis.import_torch.notes:
+        yield from _headed("torch")
+        for note in diagnosis.import_torch.notes:
+            for line in note.splitlines():
+                yield 2, line, _MEDIUM
     yield from _headed("environment")
     for name, value in diagnosis.environment.items():
         if value is not None:

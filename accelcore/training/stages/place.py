@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 from torch import Tensor, nn
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.torch_internals import AnyBatchNorm
+from accelcore.torch_internals import AnyBatchNorm, shares_tensor_objects
 from accelcore.training.plan import Plan
 
 __all__ = ["Place", "SyncStatistics"]
@@ -41,13 +45,31 @@ class Place:
     def apply(self, plan: Plan) -> None:
         if plan.strategy.layout == "shards":  # moves group by group: the device need not hold all of it
             return
-        plan.model.to(plan.backend.device)
+        with _same_parameters(plan.backend.device):
+            plan.model.to(plan.backend.device)
         optimizer, device = plan.optimizer, plan.backend.device
         if not isinstance(optimizer, RoutedOptimizer):
             state = [value for entry in optimizer.state.values() for value in entry.values()]
             # Step counts may be on the host.
             if any(isinstance(value, Tensor) and value.dim() > 0 and value.device != device for value in state):
                 optimizer.load_state_dict(optimizer.state_dict())
+
+
+@contextmanager
+def _same_parameters(device: torch.device) -> Iterator[None]:
+    """Let `Module.to` keep the parameters, which the optimizer has.
+
+    torch would replace them if the device's tensors cannot share an object with the host's, as outside of torch.
+    """
+    if shares_tensor_objects(device):
+        yield
+        return
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 class SyncStatistics:

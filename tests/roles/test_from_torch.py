@@ -1,0 +1,184 @@
+"""A backend from what torch says of a device: the CPU, devices that are not there, and one outside of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import accelcore
+from accelcore.devices import unserved
+from accelcore.devices.unserved import imitations, ten_lines
+from accelcore.errors import BackendUnavailableError, ConfigurationError, UnknownBackendError, UnsupportedError
+from accelcore.roles import from_torch
+
+
+@pytest.fixture(scope="module")
+def host():
+    return from_torch("cpu")
+
+
+def trained(accel, optimizer="adamw", **options):
+    accel.runtime.seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    own = accel.optimizers.create(optimizer, model.parameters(), lr=0.01)
+    trainer = accel.trainer(model, own, loss=lambda m, batch: m(batch).square().mean(), **options)
+    losses = [float(trainer(torch.full((2, 4), number / 8))) for number in range(6)]
+    return losses, [value.detach().cpu() for value in model.parameters()]
+
+
+def test_the_cpu_declares_what_its_own_plugin_declares_but_for_what_that_adds(host, accel):
+    ours, by_hand = host.capabilities, accel.capabilities
+    for field in ("autocast_dtypes", "autocast_tables", "model_dtypes", "process_groups", "parallel"):
+        assert getattr(ours, field) == getattr(by_hand, field), field
+    assert ours.native_optimizers == ("adagrad", "adam", "adamw", "sgd"), "torch's kernels, and no other"
+    assert [ours.streams, ours.graphs, ours.pinned_memory, ours.sync_batchnorm] == [False] * 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_trains_as_the_loop_by_hand(host, precision):
+    losses, values = trained(host, precision=precision)
+    host.runtime.seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number, loss in enumerate(losses):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            wanted = model(torch.full((2, 4), number / 8)).square().mean()
+        optimizer.zero_grad()
+        wanted.backward()
+        optimizer.step()
+        assert loss == pytest.approx(wanted.item(), rel=1e-4)
+    for value, same in zip(values, model.parameters(), strict=True):
+        torch.testing.assert_close(value, same.detach())
+
+
+def test_its_memory_is_the_process(host):
+    before = host.runtime.memory()
+    held = torch.ones(2**24)
+    after = host.runtime.memory()
+    assert 0 < before.used <= before.peak <= before.total == after.total
+    assert after.used - before.used > 0.8 * held.nbytes
+
+
+@pytest.mark.parametrize(("device", "words"), [("xpu", "is_available"), ("nowhere", "nowhere")])
+def test_a_device_that_is_not_there_is_an_error_with_what_torch_reports(device, words):
+    with pytest.raises(BackendUnavailableError, match=words) as caught:
+        from_torch(device)
+    assert device in caught.value.what
+    assert "cpu" in caught.value.available
+
+
+def test_an_index_beyond_the_devices_or_in_the_name_is_refused():
+    with pytest.raises(ConfigurationError, match="index"):
+        from_torch("cpu:0")
+    with pytest.raises(BackendUnavailableError, match="cpu:1"):
+        from_torch("cpu", 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*(previously|Overriding).*:UserWarning")
+def test_a_kernel_that_computes_something_else_is_not_declared(caplog):
+    def nothing(*arguments, **options):
+        pass
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_sgd_", nothing, "CPU", allow_override=True)
+    try:
+        with caplog.at_level(logging.INFO, "accelcore"):
+            declared = from_torch("cpu").capabilities.native_optimizers
+    finally:
+        library._destroy()
+    assert declared == ("adagrad", "adam", "adamw")
+    assert any("fused sgd is not declared" in message for message in caplog.messages)
+    assert "sgd" in from_torch("cpu").capabilities.native_optimizers
+
+
+def test_a_declaration_by_hand_is_not_tried_and_a_role_can_be_replaced():
+    mine = from_torch("cpu", name="mine", capabilities=accelcore.Capabilities())
+    assert (mine.name, mine.capabilities) == ("mine", accelcore.Capabilities())
+    with pytest.raises(UnsupportedError):
+        mine.autocast(torch.bfloat16)
+    with pytest.raises(UnsupportedError):
+        mine.compiler.compile(torch.nn.Identity(), {})
+    runtime = from_torch("cpu").runtime
+    assert dataclasses.replace(mine, runtime=runtime).runtime is runtime
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_the_ten_lines_are_a_backend(fakes):
+    fakes.install(ten_lines("cpu"), backends=["cpu"])
+    accel = accelcore.select()
+    assert accel.name == "cpu"
+    assert len(trained(accel)[0]) == 6
+    assert len([line for line in ten_lines("cpu").splitlines() if line]) <= 10
+
+
+@pytest.fixture
+def a_device_without_plugin(monkeypatch):
+    """torch has an accelerator that works, and that no plugin serves."""
+    monkeypatch.setattr(unserved.sys.modules["torch"].accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("a_device_without_plugin")
+def test_select_shows_the_ten_lines_for_a_device_that_no_plugin_serves(caplog, monkeypatch):
+    with pytest.raises(UnknownBackendError) as caught:
+        accelcore.select("xpu")
+    assert ten_lines("xpu") in caught.value.remedy
+    with caplog.at_level(logging.WARNING, "accelcore"):
+        accelcore.select("auto")
+    assert "new-backend xpu" in caplog.text
+
+
+def test_a_package_that_answers_for_torch_is_named(monkeypatch, caplog):
+    assert list(imitations()) == []
+
+    def device_count():
+        return 1
+
+    device_count.__module__ = "vendor.devices"
+    monkeypatch.setattr(torch.xpu, "device_count", device_count)
+    (sentence,) = imitations()
+    assert "torch.xpu" in sentence
+    assert "vendor" in sentence
+    with caplog.at_level(logging.WARNING, "accelcore"):
+        accelcore.select("cpu")
+    assert sentence in caplog.messages
+
+
+OUTSIDE = f"""
+import dataclasses, json, sys
+import torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import testchip
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import accelcore
+from accelcore.roles import from_torch
+from roles.test_from_torch import trained
+
+accel, host = from_torch("testchip"), from_torch("cpu")
+memory = ""
+try:
+    accel.runtime.memory()
+except accelcore.UnsupportedError as error:
+    memory = str(error)
+there, here = trained(accel, clip_norm=1.0), trained(host, clip_norm=1.0)
+same = all(torch.allclose(one, other, atol=1e-6) for one, other in zip(there[1], here[1]))
+print(json.dumps([dataclasses.asdict(accel.capabilities), there[0], here[0], same, memory, str(accel.device)]))
+"""
+
+
+@pytest.mark.full
+def test_a_device_outside_of_torch_trains_as_the_cpu(run_python):
+    """Its library takes some 15 seconds to compile, once a version of torch."""
+    declared, there, here, same, memory, device = json.loads(run_python(OUTSIDE).stdout)
+    assert device == "testchip:0"
+    assert declared["model_dtypes"] == ["float32", "float64", "bfloat16", "float16"]
+    assert declared["autocast_dtypes"] == [], "autocast changes nothing there, so it is not declared"
+    assert (declared["parallel"], declared["streams"], declared["native_optimizers"]) == (["none"], False, [])
+    assert there == pytest.approx(here, rel=1e-5)
+    assert same
+    assert "testchip" in memory
