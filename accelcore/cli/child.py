@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["Ended", "call", "run", "signal_name"]
+__all__ = ["Ended", "call", "command", "run", "signal_name"]
 
 _CALL = "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from {module} import main; sys.exit(main())"
 
@@ -65,13 +65,18 @@ def signal_name(number: int) -> str:
 
 def call(module: str, *arguments: str, environ: Mapping[str, str], limit: float) -> Ended:
     """Call `main()` of a module of this package in a child process, for at most `limit` seconds."""
+    return run(command(module, *arguments), environ=environ, limit=limit)
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """Return the command that calls `main()` of a module of this package, for `run`."""
     isolated = ["-I"] if sys.flags.isolated else []
-    command = [sys.executable, *isolated, "-X", "faulthandler", "-c", _CALL.format(module=module)]
-    return run([*command, "\n".join(sys.path), *arguments], environ=environ, limit=limit)
+    calling = [sys.executable, *isolated, "-X", "faulthandler", "-c", _CALL.format(module=module)]
+    return [*calling, "\n".join(sys.path), *arguments]
 
 
 def run(
-    command: Sequence[str],
+    program: Sequence[str],
     *,
     environ: Mapping[str, str],
     limit: float,
@@ -79,7 +84,7 @@ def run(
     progress: Path | None = None,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Ended:
-    """Run a command for at most `limit` seconds, then kill its process group. Ctrl-C kills it, too.
+    """Run a program for at most `limit` seconds, then kill its process group. Ctrl-C kills it, too.
 
     Whenever the file `progress` has grown, `on_progress` is called, and the child has `limit` seconds more.
     """
@@ -88,7 +93,7 @@ def run(
     # Files, not pipes: a process that the child leaves behind would keep a pipe open, and this process waiting.
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         child = subprocess.Popen(  # noqa: S603  # this Python, on a module of this package
-            command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+            program, env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
             start_new_session=True,  # a new process group, which can be killed as a whole
         )  # fmt: skip
         try:

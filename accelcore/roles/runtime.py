@@ -20,6 +20,7 @@ from accelcore.errors import CheckpointError, ConfigurationError, UnsupportedErr
 from accelcore.randomness import draw_on_device, draw_on_host, draws_on_host
 from accelcore.torch_internals import pytree
 from accelcore.util.containers import moved
+from accelcore.util.trial import requested_trial
 
 __all__ = ["AcceleratorRuntime", "Memory", "Runtime", "TorchRuntime", "host_rng_state", "set_host_rng_state"]
 
@@ -154,6 +155,8 @@ class TorchRuntime(Runtime):
                 f'same={same!r} must be None or "everywhere"',
                 remedy='give same="everywhere" to compare devices, or leave it out',
             )
+        if (trial := requested_trial()) is not None:  # `accelcore advise` measures the noise of seeds
+            n = (n + trial.seed) % 2**64
         kind = self.device.type
         if same is None:
             draw_on_device()

@@ -28,6 +28,7 @@ from accelcore.training.saving.saver import Saver
 from accelcore.training.schedule import Schedule
 from accelcore.training.stages.order import Preparation
 from accelcore.training.step import Step
+from accelcore.training.trial import with_trial
 from accelcore.training.window import Window
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Trainer:
     def __init__(
         self, backend: Backend, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
     ) -> None:
-        given = complete(options)
+        given = complete(with_trial(options))
         given["precision"] = preset_name(given["precision"], backend)
         given["fp32"] = fp32_mode(given["fp32"], backend)
         check_arguments(model, optimizer, given["loss"])

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["cast", "detached", "is_on", "moved", "rows"]
+__all__ = ["cast", "detached", "is_on", "moved", "rows", "tensors"]
 
 T = TypeVar("T")
 
@@ -46,6 +46,20 @@ def moved(value: T, device: torch.device) -> T:
         return part.to(device) if callable(getattr(part, "to", None)) else NotImplemented
 
     return _mapped(value, move)
+
+
+def tensors(value: object) -> list[Tensor]:
+    """Return the tensors in `value`, in its order."""
+    found: list[Tensor] = []
+
+    def keep(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            found.append(part)
+            return part
+        return NotImplemented
+
+    _mapped(value, keep)
+    return found
 
 
 def detached(value: T) -> T:

@@ -12,6 +12,7 @@ from torch import Tensor
 from accelcore.errors import ConfigurationError
 from accelcore.training.observers import Observer
 from accelcore.util.containers import rows
+from accelcore.util.trial import requested_trial
 
 if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer
@@ -32,7 +33,8 @@ class Meter(Observer):
         self._trainer, self._backend = trainer, trainer.backend
         self._accumulate = trainer.accumulate
         job = trainer.backend.collectives
-        self._is_main, self._ranks = job.rank == 0, job.world_size
+        # A trial of `accelcore advise` must not replace the log of a training.
+        self._is_main, self._ranks = job.rank == 0 and requested_trial() is None, job.world_size
         self._epoch: int | None = None
         self._total = trainer.total_steps
         self._rows, self._seconds = 0, 0.0

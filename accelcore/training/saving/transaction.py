@@ -27,6 +27,7 @@ from accelcore.training.agreement import Agreement
 from accelcore.training.saving.foreign import prepare_foreign
 from accelcore.training.saving.part import Part, Saved, as_dict
 from accelcore.util.text import is_number, is_whole
+from accelcore.util.trial import requested_trial
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
@@ -62,10 +63,15 @@ Trainings = Mapping[str, TrainingState]
 
 
 def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None, best: Any = None) -> Path:
-    """Write a new checkpoint; see `Trainer.save`. `run` identifies the checkpoints of this run."""
+    """Write a new checkpoint; see `Trainer.save`. `run` identifies the checkpoints of this run.
+
+    A trial of `accelcore advise` writes nothing: it must not replace what the user has trained.
+    """
     if keep is not None and not is_whole(keep, 1):
         raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
     metric = None if best is None else _metric(best)
+    if requested_trial() is not None:
+        return folder
     backend, agreement = _agreement(trainings)
     agreement.meet("trainer.save()")
     _agree_on_metric(metric, agreement)
@@ -125,6 +131,8 @@ def resume(
     trainings: Trainings, folder: Path, *, best: bool = False, must_exist: bool = False
 ) -> store.Checkpoint | None:
     """Restore a checkpoint and return it, or None if `folder` has none; see `Trainer.resume`."""
+    if requested_trial() is not None and not must_exist:
+        return None
     backend, agreement = _agreement(trainings)
     agreement.meet("trainer.resume()")
     rank, world_size = backend.collectives.rank, backend.collectives.world_size

@@ -1,0 +1,200 @@
+"""The rule by which `accelcore advise` recommends one of the variants that it tried.
+
+1. The reference is fp32, computed exactly. The *loss* of a trial is the mean over the last fifth of its steps. The
+   *noise* is the range of this loss over runs in fp32 that differ in their seed alone.
+2. A variant *agrees* if it did all its steps, no update in its last fifth was skipped for overflow, and its loss differs
+   from that of the reference by no more than the noise.
+3. Of those that agree, the one with the lowest median time of a step is the quickest. Another one *ties* with it if its
+   lower quartile is not above the upper quartile of the quickest.
+4. Of those that tie, the first one is recommended: variants are in the order of their simplicity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, quantiles
+from typing import Any
+
+from accelcore.parity.trials import Outcome, Script, Variant
+
+__all__ = ["Advice", "Row", "check_repeats", "choose", "judge", "measure_noise", "reason"]
+
+_SHARE = 5
+"""The loss is the mean over one part in so many at the end of a trial, and over 5 steps at least."""
+_WARM_UP = 3
+"""The first part in so many of a trial is not timed."""
+
+
+@dataclass
+class Row:
+    """A variant's results beside those of the reference.
+
+    Attributes:
+        variant: its name and options.
+        outcomes: one for each round.
+        loss: of the first round, by rule 1; NaN if there is none.
+        difference: of this loss from the reference's.
+        divergence: mean over all steps of the loss's distance from the reference's.
+        overflows: how many updates of the first round were skipped because a gradient overflowed.
+        seconds: lower quartile, median and upper quartile of a step, over all rounds; NaN if there are none.
+        memory: peak in bytes, the largest of all rounds.
+        agrees: whether the variant trains as fp32 does, by rule 2.
+        why: the reason if it does not agree, or was not tried.
+    """
+
+    variant: Variant
+    outcomes: list[Outcome] = field(default_factory=list)
+    loss: float = math.nan
+    difference: float = math.nan
+    divergence: float = math.nan
+    overflows: int = 0
+    seconds: tuple[float, float, float] = (math.nan, math.nan, math.nan)
+    memory: int = 0
+    agrees: bool = False
+    why: str = ""
+
+
+@dataclass
+class Advice:
+    """Result of `advise`.
+
+    Attributes:
+        script: what was tried.
+        about: facts of the first trial: the model, the device, its capabilities, overridden options.
+        rows: one for each variant, the reference first.
+        seeds: losses of the runs in fp32 with other seeds.
+        noise: range of the loss over all seeds; NaN if it is not known.
+        seed_divergence: mean distance, step by step, of another seed's loss from the reference's.
+        recommended: name of the recommended variant; empty if none can be recommended.
+        reason: why.
+        notes: what limits the comparison, in sentences.
+    """
+
+    script: Script
+    about: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    seeds: list[float] = field(default_factory=list)
+    noise: float = math.nan
+    seed_divergence: float = math.nan
+    recommended: str = ""
+    reason: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if a variant is recommended and the noise is known, else 1."""
+        return 0 if self.recommended and self.noise > 0 else 1
+
+
+def measure_noise(advice: Advice, reference: Outcome, others: Sequence[Outcome]) -> None:
+    """Set the noise of seeds, from a run in fp32 and runs that differ in their seed alone."""
+    for other in others:
+        if other.failure:
+            advice.notes.append(f"fp32 with another seed failed: {_last_line(other.failure)}")
+    others = [other for other in others if not other.failure]
+    advice.seeds = [_loss(other) for other in others]
+    losses = [_loss(reference), *advice.seeds]
+    advice.noise = max(losses) - min(losses) if all(map(math.isfinite, losses)) and others else math.nan
+    advice.seed_divergence = fmean([_divergence(other, reference) for other in others]) if others else math.nan
+    if advice.noise == 0:
+        advice.notes.append(
+            "other seeds change nothing, so that the noise is not known: seed the script by accel.runtime.seed(...), "
+            "and draw the order of the data from torch's own generator"
+        )
+    elif math.isnan(advice.noise):
+        advice.notes.append("the noise is not known: a loss in fp32 is not finite, or no other seed could be tried")
+
+
+def check_repeats(advice: Advice, first: Outcome, second: Outcome) -> None:
+    """Add a note if two runs with the same seed and options differ."""
+    if first.checksums != second.checksums:
+        advice.notes.append(
+            "the order of the data is random: two runs with one seed read other batches, so that each variant has noise "
+            "of its own. Seed the script, with accel.runtime.seed(...)"
+        )
+    elif first.losses != second.losses:
+        steps = min(len(first.losses), len(second.losses))
+        parts = next((step for step in range(steps) if first.losses[step] != second.losses[step]), steps) + 1
+        advice.notes.append(
+            f"two runs with one seed part at step {parts}: initial weights, random numbers or kernels are not repeatable"
+        )
+
+
+def judge(rows: Sequence[Row], advice: Advice, reference: Outcome) -> None:
+    """Set the results of rows, and whether they agree with the reference, by rules 1 and 2."""
+    for row in rows:
+        first = row.outcomes[0]
+        seconds = [each for outcome in row.outcomes for each in outcome.seconds[len(outcome.seconds) // _WARM_UP :]]
+        if len(seconds) > 1:
+            lower, middle, upper = quantiles(seconds, n=4, method="inclusive")
+            row.seconds = (lower, middle, upper)
+        row.memory = max(outcome.memory for outcome in row.outcomes)
+        row.overflows = sum(first.overflows)
+        row.loss, row.divergence = _loss(first), _divergence(first, reference)
+        row.difference = row.loss - _loss(reference)
+        failed = next((outcome.failure for outcome in row.outcomes if outcome.failure), "")
+        if failed:
+            row.why = _last_line(failed)
+        elif any(first.overflows[-_tail(first) :]):
+            row.why = "updates are still skipped for overflow at the end"
+        elif not math.isfinite(row.loss):
+            row.why = "the loss is not finite"
+        elif not (abs(row.difference) <= advice.noise or row.difference == 0):
+            row.why = "the loss differs from fp32 by more than the noise of seeds"
+            if row.overflows:
+                row.why += f"; it skipped {row.overflows} updates for overflow: try more steps, or a lower loss_scale"
+        row.agrees = not row.why
+        eager = first.about.get("eager", "")
+        if eager:
+            row.agrees, row.why = False, f"it ran eagerly, not compiled: {_last_line(eager)}"
+
+
+def choose(rows: Sequence[Row]) -> Row | None:
+    """Return the recommended row, by rules 3 and 4; None if no row agrees."""
+    agreeing = [row for row in rows if row.agrees and math.isfinite(row.seconds[1])]
+    if not agreeing:
+        return None
+    quickest = min(agreeing, key=lambda row: row.seconds[1])
+    return next(row for row in agreeing if row is quickest or row.seconds[0] <= quickest.seconds[2])
+
+
+def reason(best: Row, rows: Sequence[Row]) -> str:
+    """Return why a row was chosen among others."""
+    agreeing = [row for row in rows if row.agrees and row is not best]
+    text = f"it agrees with fp32 within the noise of seeds, and takes {best.seconds[1] * 1e3:.3g} ms a step"
+    if best.variant.name == "fp32":
+        text = f"it is the reference, and takes {best.seconds[1] * 1e3:.3g} ms a step"
+    quicker = [row.variant.name for row in agreeing if row.seconds[1] < best.seconds[1]]
+    slower = [row for row in agreeing if row.seconds[1] >= best.seconds[1]]
+    if quicker:
+        text += f"; {', '.join(quicker)}: not quicker by more than the spread of times, and less simple"
+    if slower:
+        next_best = min(slower, key=lambda row: row.seconds[1])
+        text += f"; next is {next_best.variant.name} with {next_best.seconds[1] * 1e3:.3g} ms"
+    if not agreeing:
+        text += "; no other variant agrees"
+    return text
+
+
+def _last_line(text: str) -> str:
+    """Return the line of an error that says what is wrong: the last one that begins at the left."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(" ")]
+    return lines[-1] if lines else text.strip()
+
+
+def _tail(outcome: Outcome) -> int:
+    return max(5, len(outcome.losses) // _SHARE)
+
+
+def _loss(outcome: Outcome) -> float:
+    tail = outcome.losses[-_tail(outcome) :]
+    return fmean([math.nan if loss is None else loss for loss in tail]) if tail else math.nan
+
+
+def _divergence(outcome: Outcome, reference: Outcome) -> float:
+    """Return the mean distance of two runs' losses over the steps that both did; NaN if a loss is not finite."""
+    pairs = list(zip(outcome.losses, reference.losses, strict=False))
+    distances = [math.nan if one is None or other is None else abs(one - other) for one, other in pairs]
+    return fmean(distances) if distances else math.nan

@@ -1,0 +1,183 @@
+"""Reports of `accelcore advise`: a table for the terminal, a page in one file, and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelcore.errors import ConfigurationError
+from accelcore.parity.advice import Advice, Row
+from accelcore.training.monitoring.records import replace_file
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["as_json", "print_table", "write_page"]
+
+_HEAD = ("", "loss", "from fp32", "each step", "overflows", "ms a step", "quartiles", "memory", "")
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><meta charset="utf-8"><title>accelcore advise: {title}</title>
+<style>body {{ font-family: sans-serif; max-width: 70em; margin: 2em auto }} td, th {{ padding: .2em .8em;
+text-align: right }} td:first-child, td:last-child {{ text-align: left }} tr.best {{ font-weight: bold }}
+svg {{ max-width: 100% }}</style>
+<h1>{title}</h1>
+{paragraphs}
+<table><tr>{head}</tr>
+{rows}
+</table>
+{plot}
+</html>
+"""
+_WIDTH, _HEIGHT, _MARGIN = 900, 320, 60
+
+
+def print_table(advice: Advice, console: Console) -> None:
+    """Print the variants side by side, and the recommendation with its reason."""
+    from rich.table import Table
+
+    table = Table(*_HEAD, box=None, header_style="bold")
+    for column in table.columns[1:-1]:
+        column.justify, column.no_wrap = "right", True
+    for row in advice.rows:
+        best = row.variant.name == advice.recommended
+        table.add_row(*_cells(row, advice), style="bold green" if best else "" if row.agrees else "dim")
+    console.print(table)
+    for line in _sentences(advice):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def as_json(advice: Advice) -> dict[str, Any]:
+    """Return the advice for JSON. What is not known is null."""
+    return {
+        "schema": 1,
+        "script": list(advice.script.command),
+        "steps": advice.script.steps,
+        "model": advice.about["name"],
+        "device": advice.about["device"],
+        "emulated": advice.about["emulated"],
+        "torch": advice.about["torch"],
+        "overridden": advice.about["overridden"],
+        "noise": _number(advice.noise),
+        "seed_losses": [_number(loss) for loss in advice.seeds],
+        "seed_divergence": _number(advice.seed_divergence),
+        "recommended": advice.recommended or None,
+        "reason": advice.reason,
+        "notes": advice.notes,
+        "exit_code": advice.exit_code,
+        "variants": [
+            {
+                "name": row.variant.name,
+                "options": dict(row.variant.options),
+                "agrees": row.agrees,
+                "why": row.why,
+                "loss": _number(row.loss),
+                "difference": _number(row.difference),
+                "divergence": _number(row.divergence),
+                "overflows": row.overflows,
+                "seconds": [_number(value) for value in row.seconds],
+                "memory": row.memory or None,
+                "losses": row.outcomes[0].losses if row.outcomes else [],
+            }
+            for row in advice.rows
+        ],
+    }
+
+
+def write_page(advice: Advice, path: Path) -> None:
+    """Write a page that loads nothing from elsewhere: the table, and the losses as curves.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    rows = "\n".join(
+        f"<tr{' class=best' if row.variant.name == advice.recommended else ''}>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(row, advice))
+        + "</tr>"
+        for row in advice.rows
+    )
+    page = _PAGE.format(
+        title=escape(" ".join(advice.script.command)),
+        paragraphs="\n".join(f"<p>{escape(line)}</p>" for line in _sentences(advice)),
+        head="".join(f"<th>{escape(name)}</th>" for name in _HEAD),
+        rows=rows,
+        plot=_plot(advice),
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, page.encode())
+    except OSError as error:
+        raise ConfigurationError(
+            f"the page cannot be written to {path}", why=str(error), remedy="name a file in a folder of yours"
+        ) from error
+
+
+def _cells(row: Row, advice: Advice) -> tuple[str, ...]:
+    lower, middle, upper = (each * 1e3 for each in row.seconds)
+    verdict = "recommended" if row.variant.name == advice.recommended else "agrees" if row.agrees else row.why
+    return (
+        row.variant.name,
+        _shown(row.loss, ".5g"),
+        _shown(row.difference, "+.1e"),
+        _shown(row.divergence, ".1e"),
+        str(row.overflows) if row.outcomes else "",
+        _shown(middle, ".3g"),
+        f"{lower:.3g} to {upper:.3g}" if math.isfinite(lower) else "",
+        f"{row.memory / 2**20:,.0f} MiB" if row.memory else "",
+        verdict,
+    )
+
+
+def _sentences(advice: Advice) -> Iterator[str]:
+    about = advice.about
+    if about["emulated"]:
+        yield f"EMULATED: {about['device']} is imitated on the host; its speed and numerics prove nothing."
+    yield (
+        f"{about['name']} on {about['device']}, {advice.script.steps} steps a trial. Seeds: the loss in fp32 varies by "
+        f"{_shown(advice.noise, '.1e') or 'an unknown amount'}, each step by "
+        f"{_shown(advice.seed_divergence, '.1e') or 'an unknown amount'} on average."
+    )
+    if about["overridden"]:
+        yield f"Overridden in each trial: {', '.join(about['overridden'])} of the script."
+    for note in advice.notes:
+        yield f"Note: {note}."
+    if advice.recommended:
+        yield f"Recommended: {advice.recommended}. {advice.reason[0].upper()}{advice.reason[1:]}."
+    else:
+        yield f"No recommendation: {advice.reason}."
+
+
+def _plot(advice: Advice) -> str:
+    """Return the losses of the variants as curves in SVG, on one scale."""
+    curves = {row.variant.name: row.outcomes[0].losses for row in advice.rows if row.outcomes}
+    known = [loss for losses in curves.values() for loss in losses if loss is not None]
+    if not known:
+        return ""
+    low, high, steps = min(known), max(known), max(map(len, curves.values()))
+
+    def place(step: int, loss: float) -> str:
+        x = _MARGIN + (_WIDTH - 3 * _MARGIN) * step / max(1, steps - 1)
+        y = _HEIGHT - _MARGIN / 2 - (_HEIGHT - _MARGIN) * (loss - low) / ((high - low) or 1.0)
+        return f"{x:.1f},{y:.1f}"
+
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-size="12">']
+    for value in (low, high):
+        parts.append(f'<text x="0" y="{place(0, value).partition(",")[2]}">{value:.4g}</text>')
+    parts.append(f'<text x="{_MARGIN}" y="{_HEIGHT}">loss, steps 1 to {steps}</text>')
+    for number, (name, losses) in enumerate(curves.items()):
+        colour = f"hsl({360 * number // len(curves)} 70% 45%)"
+        points = " ".join(place(step, loss) for step, loss in enumerate(losses) if loss is not None)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
+        parts.append(f'<text x="{_WIDTH - 2 * _MARGIN + 8}" y="{16 * number + 16}" fill="{colour}">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _shown(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else ""

@@ -1,0 +1,155 @@
+"""`accelcore advise`: try the unchanged script under each preset, then compiled and flat, and recommend one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from accelcore.errors import ConfigurationError, TrainingError
+from accelcore.parity.advice import Advice, Row, check_repeats, choose, judge, measure_noise, reason
+from accelcore.parity.trials import Outcome, Script, Variant, try_script
+
+__all__ = ["PRESETS", "advise"]
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "fp32": {"precision": "fp32", "fp32": "ieee"},
+    "fp32-fast": {"precision": "fp32", "fp32": "fast"},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "O1": {"precision": "O1 float16"},
+    "O1-bf16": {"precision": "O1 bfloat16"},
+    "O2": {"precision": "O2 float16"},
+    "O2-bf16": {"precision": "O2 bfloat16"},
+    "O3": {"precision": "O3 float16"},
+    "O3-bf16": {"precision": "O3 bfloat16"},
+}
+"""The options of each preset, the simplest first."""
+
+_SEEDS_APART = 1_000_003
+"""Distance of two seeds, so that ranks that seed with their number do not share one."""
+_FEWEST = 10
+"""Steps below which a script has ended too early to compare."""
+
+_Attempt = Callable[[Variant], Outcome]
+
+
+def advise(
+    script: Script,
+    *,
+    presets: Sequence[str] = (),
+    seeds: int = 3,
+    rounds: int = 2,
+    show: Callable[[str, int], None] = lambda trial, steps: None,
+    run: Callable[[Script, Variant, Callable[[int], None]], Outcome] = try_script,
+) -> Advice:
+    """Try a script and recommend a variant by the rule of `accelcore.parity.advice`.
+
+    Args:
+        presets: names of `PRESETS` to try beside `"fp32"`; empty for all that the device declares, with O1 to O3 in
+            float16 where it can.
+        seeds: how many other seeds measure the noise, 1 or more.
+        rounds: how often each variant is tried for its time, in turn with the others.
+        show: called with a trial's name and the steps that it has done.
+        run: runs one trial.
+
+    Raises:
+        ConfigurationError: an unknown preset.
+        TrainingError: the script fails in fp32, makes no trainer, or ends after a few steps.
+    """
+    for name in presets:
+        if name not in PRESETS:
+            raise ConfigurationError(f"there is no preset {name!r} to try", available=", ".join(PRESETS))
+
+    def attempt(variant: Variant) -> Outcome:
+        trial = f"{variant.name}, seed {variant.seed // _SEEDS_APART}" if variant.seed else variant.name
+        show(trial, 0)
+        return run(script, variant, lambda steps: show(trial, steps))
+
+    reference = Row(Variant("fp32", PRESETS["fp32"]))
+    first = attempt(reference.variant)
+    advice = Advice(script, first.about)
+    if first.failure:
+        script = advice.script = _shortened(script, first, advice.notes)
+    others = [attempt(replace(reference.variant, seed=_SEEDS_APART * number)) for number in range(1, seeds + 1)]
+    measure_noise(advice, first, others)
+    rows, refused = _rows(presets, first.about)
+    rows = [reference, *rows]
+    _take_turns(rows, rounds, attempt)
+    check_repeats(advice, first, reference.outcomes[0])
+    judge(rows, advice, first)
+    advice.rows = [*rows, *refused]
+    best = choose(rows)
+    if best is None:
+        advice.reason = "no variant did all its steps, without lasting overflows, with the loss of fp32"
+        return advice
+    # The times of the best one are taken again, in turn with those of its variants.
+    again = [Row(best.variant), *(Row(variant) for variant in _executions(best.variant, first.about))]
+    _take_turns(again, rounds, attempt)
+    judge(again, advice, first)
+    chosen = choose(again) or best
+    advice.rows += again[1:]
+    advice.recommended = chosen.variant.name
+    advice.reason = reason(best, rows)
+    if chosen.variant.name != best.variant.name:
+        advice.reason += f". {chosen.variant.name}: {reason(chosen, again)}"
+    if first.trainers > 1:
+        advice.notes.append(
+            f"the script makes {first.trainers} trainers: all have the options of the trial, and the first is compared"
+        )
+    return advice
+
+
+def _shortened(script: Script, first: Outcome, notes: list[str]) -> Script:
+    """Return a script for as many steps as it can do; raise TrainingError if those are too few."""
+    done = len(first.losses)
+    if done < _FEWEST or first.memory or not first.failure.startswith("it ended"):
+        raise TrainingError(
+            "the script cannot be tried: in fp32 it does not do its steps",
+            why=first.failure,
+            remedy=f"the script has to make accel.trainer(...) and to train for {_FEWEST} steps or more; see whether "
+            "`accelcore run` runs it",
+        )
+    notes.append(f"the script {first.failure.removeprefix('it ')}: all trials have {done} steps")
+    return replace(script, steps=done)
+
+
+def _rows(presets: Sequence[str], about: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
+    """Return rows for the presets that the device declares, and rows for the others with the reason."""
+    half = "float16" in about["autocast"] and "float16" in about["model_dtypes"]
+    doubled = {f"O{level}-bf16" if half else f"O{level}" for level in (1, 2, 3)}
+    rows, refused = [], []
+    for name, options in PRESETS.items():
+        if name == "fp32" or (name not in presets if presets else name in doubled):
+            continue
+        row = Row(Variant(name, options))
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(name, options["precision"].partition(" ")[2])
+        declared = about["model_dtypes"] if name.startswith(("O2", "O3")) else about["autocast"]
+        if dtype and dtype not in declared:
+            row.why = f"{about['device']} does not declare {dtype} for it"
+        elif options.get("fp32") == "fast" and about["fast_fp32"] is None:
+            row.why = f"{about['device']} has no faster fp32"
+        (refused if row.why else rows).append(row)
+    return rows, refused
+
+
+def _executions(best: Variant, about: Mapping[str, Any]) -> list[Variant]:
+    """Return other ways to run a variant: flat, not flat, and compiled if the script is not, or the reverse."""
+    found = [
+        Variant(f"{best.name} not flat", {**best.options, "flat": False}),
+        Variant(f"{best.name} flat", {**best.options, "flat": True}),
+    ]
+    if about["compiled"]:
+        found.insert(0, Variant(f"{best.name} not compiled", {**best.options, "compile": False}))
+    elif about["compilers"]:
+        found.append(Variant(f"{best.name} compiled", {**best.options, "compile": True}))
+    return found
+
+
+def _take_turns(rows: Sequence[Row], rounds: int, attempt: _Attempt) -> None:
+    """Try each row once a round, each round in another order. A row that failed is not tried again."""
+    for number in range(rounds):
+        start = number % len(rows)
+        for row in (*rows[start:], *rows[:start]):
+            if not any(outcome.failure for outcome in row.outcomes):
+                row.outcomes.append(attempt(row.variant))
