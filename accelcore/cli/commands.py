@@ -4,68 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from accelcore.cli import ROLES
 from accelcore.cli.brought import Commands
+from accelcore.cli.comparing import advise
+from accelcore.cli.options import (
+    SEVERAL_MACHINES,
+    common,
+    device_option,
+    devices,
+    json_option,
+    number,
+    several_machines,
+)
 
 __all__ = ["app"]
-
-F = TypeVar("F", bound=Callable[..., object])
-
-_SEVERAL_MACHINES = {
-    "--nnodes": ("N", "How many machines the job has; run the command on each."),
-    "--node-rank": ("K", "The number of this machine, counted from 0."),
-    "--rdzv-endpoint": ("HOST:PORT", "Where the machines meet: machine 0, and a port that is free there."),
-    "--rdzv-backend": ("NAME", "static, the default, or c10d, which can restart ranks on several machines."),
-    "--rdzv-id": ("ID", "The job's name, if several jobs meet at one endpoint."),
-    "--rdzv-conf": ("KEY=VALUE,...", "Further settings of the rendezvous."),
-    "--master-addr": ("HOST", "Machine 0, if --rdzv-endpoint is not given."),
-    "--master-port": ("PORT", "A port that is free there."),
-    "--local-addr": ("HOST", "The address of this machine, if torch does not find the right one."),
-}
-"""Options of torchrun that `accelcore run` passes through."""
-
-
-def _debug(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    context.obj.debug = context.obj.debug or value
-
-
-# Options that several commands have. `--debug` is eager: it is read before another option raises.
-common = click.option(
-    "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_debug, help="Show tracebacks of errors."
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-
-
-def number(name: str, metavar: str, default: int, help: str, *, least: int = 1) -> Callable[[F], F]:
-    """Add an option whose value is a whole number."""
-    kind = click.IntRange(min=least, max=86400)
-    kind.name = "whole number"  # for messages
-    return click.option(name, metavar=metavar, type=kind, default=default, show_default=True, help=help)
-
-
-def several_machines(command: F) -> F:
-    """Add torchrun's options for several machines."""
-    for name, (metavar, text) in reversed(_SEVERAL_MACHINES.items()):
-        command = click.option(name, metavar=metavar, help=f"{text} (torchrun's)")(command)
-    return command
-
-
-def devices(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the names of installed backends, from their metadata: no plugin is loaded."""
-    from accelcore.devices.plugins import BACKENDS, declared
-
-    names = {"auto", *(entry.name for entry in declared(BACKENDS))}
-    return sorted(name for name in names if name.startswith(incomplete.lower()))
-
-
-def device_option(name: str, metavar: str, help: str) -> Callable[[F], F]:
-    """Add an option whose value is a backend's name, which the shell completes."""
-    return click.option(name, metavar=metavar, shell_complete=devices, help=help)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -83,6 +39,7 @@ def app() -> None:
       accelcore precision --backend cpu         which operator runs in which dtype
       accelcore export outputs/a model.safetensors  the model of a checkpoint, in one file
       accelcore plot outputs/a outputs/b        the logs of two runs side by side
+      accelcore advise train.py                 which precision is quickest and still trains alike
       accelcore lint train.py                   what ties a script to one device, or is wrong on any
       accelcore completion bash                 completion for your shell
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
@@ -165,7 +122,7 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     from accelcore.cli.run import run
 
-    machines = {name: options.pop(name[2:].replace("-", "_")) for name in _SEVERAL_MACHINES}
+    machines = {name: options.pop(name[2:].replace("-", "_")) for name in SEVERAL_MACHINES}
     given = {name: value for name, value in machines.items() if value is not None}
     run(script, arguments, machines=given, **options)
 
@@ -315,3 +272,6 @@ def completion(shell: str) -> None:
     kind = get_completion_class(shell)
     assert kind is not None, "click knows each of the choices"
     sys.stdout.write(kind(app, {}, "accelcore", "_ACCELCORE_COMPLETE").source())
+
+
+app.add_command(advise)

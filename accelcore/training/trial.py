@@ -94,7 +94,9 @@ class _Recorder(Observer):
     def batch(self, batch: Any) -> None:
         if self._batches < _BATCHES:
             self._batches += 1
-            found = [crc32(each.detach().cpu().contiguous().view(torch.uint8).numpy()) for each in tensors(batch)]
+            found = [
+                crc32(each.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) for each in tensors(batch)
+            ]
             self._write(batch=self._batches, checksums=found)
 
     def loss(self, loss: Tensor) -> None:

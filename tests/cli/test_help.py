@@ -9,7 +9,18 @@ import pytest
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["doctor"], ["export"], ["run"], ["verify"], ["verify", "backend"], ["precision"], ["plot"], ["completion"]],
+    [
+        [],
+        ["doctor"],
+        ["export"],
+        ["run"],
+        ["verify"],
+        ["verify", "backend"],
+        ["precision"],
+        ["plot"],
+        ["advise"],
+        ["completion"],
+    ],
 )
 def test_help_shows_examples_and_no_escape_codes(machine, command):
     done = machine.run(*command, "--help")
@@ -48,7 +59,10 @@ def test_completion_prints_a_script_for_the_shell(machine, shell):
 @pytest.mark.parametrize(
     ("words", "offers"),
     [
-        ("accelcore ", {"completion", "doctor", "export", "lint", "plot", "port", "precision", "run", "verify"}),
+        (
+            "accelcore ",
+            {"advise", "completion", "doctor", "export", "lint", "plot", "port", "precision", "run", "verify"},
+        ),
         ("accelcore doctor --", {"--json", "--deep", "--timeout", "--debug", "--help"}),
         ("accelcore run --device c", {"cpu", "cuda"}),
     ],

@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelcore.advise.rule import Advice, Row
 from accelcore.errors import ConfigurationError
-from accelcore.parity.advice import Advice, Row
 from accelcore.training.monitoring.records import replace_file
 
 if TYPE_CHECKING:
@@ -171,7 +171,9 @@ def _plot(advice: Advice) -> str:
         colour = f"hsl({360 * number // len(curves)} 70% 45%)"
         points = " ".join(place(step, loss) for step, loss in enumerate(losses) if loss is not None)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
-        parts.append(f'<text x="{_WIDTH - 2 * _MARGIN + 8}" y="{16 * number + 16}" fill="{colour}">{escape(name)}</text>')
+        parts.append(
+            f'<text x="{_WIDTH - 2 * _MARGIN + 8}" y="{16 * number + 16}" fill="{colour}">{escape(name)}</text>'
+        )
     return "\n".join([*parts, "</svg>"])
 
 

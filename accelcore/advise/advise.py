@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from accelcore.advise.rule import Advice, Row, check_repeats, choose, judge, measure_noise, reason
+from accelcore.advise.trials import Outcome, Script, Variant, try_script
 from accelcore.errors import ConfigurationError, TrainingError
-from accelcore.parity.advice import Advice, Row, check_repeats, choose, judge, measure_noise, reason
-from accelcore.parity.trials import Outcome, Script, Variant, try_script
 
 __all__ = ["PRESETS", "advise"]
 
@@ -43,7 +43,7 @@ def advise(
     show: Callable[[str, int], None] = lambda trial, steps: None,
     run: Callable[[Script, Variant, Callable[[int], None]], Outcome] = try_script,
 ) -> Advice:
-    """Try a script and recommend a variant by the rule of `accelcore.parity.advice`.
+    """Try a script and recommend a variant by the rule of `accelcore.advise.rule`.
 
     Args:
         presets: names of `PRESETS` to try beside `"fp32"`; empty for all that the device declares, with O1 to O3 in
@@ -64,7 +64,7 @@ def advise(
     def attempt(variant: Variant) -> Outcome:
         trial = f"{variant.name}, seed {variant.seed // _SEEDS_APART}" if variant.seed else variant.name
         show(trial, 0)
-        return run(script, variant, lambda steps: show(trial, steps))
+        return run(script, variant, lambda steps: show(trial, steps) if steps else None)
 
     reference = Row(Variant("fp32", PRESETS["fp32"]))
     first = attempt(reference.variant)
@@ -83,16 +83,14 @@ def advise(
     if best is None:
         advice.reason = "no variant did all its steps, without lasting overflows, with the loss of fp32"
         return advice
-    # The times of the best one are taken again, in turn with those of its variants.
-    again = [Row(best.variant), *(Row(variant) for variant in _executions(best.variant, first.about))]
-    _take_turns(again, rounds, attempt)
-    judge(again, advice, first)
-    chosen = choose(again) or best
-    advice.rows += again[1:]
-    advice.recommended = chosen.variant.name
-    advice.reason = reason(best, rows)
-    if chosen.variant.name != best.variant.name:
-        advice.reason += f". {chosen.variant.name}: {reason(chosen, again)}"
+    executions = [Row(variant) for variant in _executions(best.variant, first.about)]
+    _take_turns([best, *executions], rounds, attempt)  # the best one again, so that its times are of the same minutes
+    judge([best, *executions], advice, first)
+    chosen = choose([best, *executions]) or best
+    advice.rows += executions
+    advice.recommended, advice.reason = chosen.variant.name, reason(best, rows)
+    if chosen is not best:
+        advice.reason += f". {chosen.variant.name}: {reason(chosen, [best, *executions])}"
     if first.trainers > 1:
         advice.notes.append(
             f"the script makes {first.trainers} trainers: all have the options of the trial, and the first is compared"
@@ -118,7 +116,8 @@ def _rows(presets: Sequence[str], about: Mapping[str, Any]) -> tuple[list[Row], 
     """Return rows for the presets that the device declares, and rows for the others with the reason."""
     half = "float16" in about["autocast"] and "float16" in about["model_dtypes"]
     doubled = {f"O{level}-bf16" if half else f"O{level}" for level in (1, 2, 3)}
-    rows, refused = [], []
+    rows: list[Row] = []
+    refused: list[Row] = []
     for name, options in PRESETS.items():
         if name == "fp32" or (name not in presets if presets else name in doubled):
             continue

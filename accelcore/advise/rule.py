@@ -2,8 +2,8 @@
 
 1. The reference is fp32, computed exactly. The *loss* of a trial is the mean over the last fifth of its steps. The
    *noise* is the range of this loss over runs in fp32 that differ in their seed alone.
-2. A variant *agrees* if it did all its steps, no update in its last fifth was skipped for overflow, and its loss differs
-   from that of the reference by no more than the noise.
+2. A variant *agrees* if it did all its steps, no update in its last fifth was skipped for overflow, and its loss
+   differs from that of the reference by no more than the noise.
 3. Of those that agree, the one with the lowest median time of a step is the quickest. Another one *ties* with it if its
    lower quartile is not above the upper quartile of the quickest.
 4. Of those that tie, the first one is recommended: variants are in the order of their simplicity.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, quantiles
 from typing import Any
 
-from accelcore.parity.trials import Outcome, Script, Variant
+from accelcore.advise.trials import Outcome, Script, Variant
 
 __all__ = ["Advice", "Row", "check_repeats", "choose", "judge", "measure_noise", "reason"]
 
@@ -111,14 +111,14 @@ def check_repeats(advice: Advice, first: Outcome, second: Outcome) -> None:
     """Add a note if two runs with the same seed and options differ."""
     if first.checksums != second.checksums:
         advice.notes.append(
-            "the order of the data is random: two runs with one seed read other batches, so that each variant has noise "
-            "of its own. Seed the script, with accel.runtime.seed(...)"
+            "the order of the data is random: two runs with one seed read other batches, so that each variant has "
+            "noise of its own. Seed the script, with accel.runtime.seed(...)"
         )
     elif first.losses != second.losses:
         steps = min(len(first.losses), len(second.losses))
         parts = next((step for step in range(steps) if first.losses[step] != second.losses[step]), steps) + 1
         advice.notes.append(
-            f"two runs with one seed part at step {parts}: initial weights, random numbers or kernels are not repeatable"
+            f"two runs with one seed part at step {parts}: weights, random numbers or kernels are not repeatable"
         )
 
 

@@ -1,0 +1,9 @@
+"""Which precision a script should train in, found by trials: `accelcore advise`.
+
+    advise    which trials to run, and in which order
+    trials    one trial: the unchanged script in a child process, and its record
+    rule      what is recommended, and why
+    report    a table, a page and JSON
+
+The script's side of a trial is `training/trial.py`. Training does not belong here.
+"""

@@ -1,0 +1,134 @@
+"""Commands that compare runs of a script. `commands.py` adds them to the others."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from accelcore.cli.options import common, device_option, json_option, number
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from accelcore.advise.rule import Advice
+
+__all__ = ["advise"]
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@number("--steps", "K", 50, "Updates of a trial.", least=10)
+@number("--seeds", "N", 3, "How many other seeds measure the noise of the loss.")
+@number("--rounds", "N", 2, "How often each variant is tried for its time, in turn with the others.")
+@number("--timeout", "SECONDS", 300, "How long the start of a trial, and each of its steps, may take.")
+@click.option(
+    "--preset", "presets", metavar="NAME", multiple=True, help="Try only this preset beside fp32; repeatable."
+)
+@device_option("--device", "DEVICE", "The device, as in accelcore run.")
+@number("--nproc", "N", 1, "How many ranks each trial has, as in accelcore run.")
+@device_option("--emulate", "NAME", "Run on an emulation of the backend NAME, as in accelcore run.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.option("--html", metavar="FILE", type=click.Path(path_type=Path), help="Also write a page in one file.")
+@json_option
+@click.argument("script", type=click.Path())
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@common
+def advise(
+    script: str,
+    arguments: tuple[str, ...],
+    *,
+    steps: int,
+    seeds: int,
+    rounds: int,
+    timeout: int,
+    presets: tuple[str, ...],
+    device: str | None,
+    nproc: int,
+    emulate: str | None,
+    module: bool,
+    html: Path | None,
+    as_json: bool,
+) -> int:
+    """Try a script in each precision, and recommend the quickest that trains as fp32 does.
+
+    The unchanged script, which has to use accel.trainer, runs for some steps in a process of its own for each trial.
+    Other seeds in fp32 tell how much its loss varies anyway. Trials save and resume no checkpoint, and write no
+    accelcore.Log; whatever else the script writes, it writes in each trial.
+
+    \b
+    Presets: fp32-fast, bf16, fp16, O1, O1-bf16, O2, O2-bf16, O3, O3-bf16. Without --preset, all that the device
+    declares, with O1 to O3 in fp16 where it can. The recommended one is then tried compiled, flat and not flat.
+
+    \b
+    Exit code:
+      0   a variant is recommended
+      1   none is recommended, or the noise of seeds is not known
+      64  the request is invalid, or the script cannot be tried
+
+    \b
+    Examples:
+      accelcore advise train.py
+      accelcore advise --steps 200 --html advice.html train.py --epochs 3
+      accelcore advise --preset bf16 --rounds 5 train.py
+      accelcore advise --json train.py > advice.json
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    from accelcore.advise import report
+    from accelcore.advise.advise import advise
+    from accelcore.advise.trials import Script
+
+    command = [*(["--device", device] if device else []), *(["--nproc", str(nproc)] if nproc > 1 else [])]
+    command += [*(["--emulate", emulate] if emulate else []), *(["-m"] if module else []), script, *arguments]
+    with _Progress(steps) as progress:
+        advice = advise(
+            Script(command, steps, timeout), presets=presets, seeds=seeds, rounds=rounds, show=progress.show
+        )
+    if html is not None:
+        report.write_page(advice, html)
+    _print(advice, as_json=as_json)
+    return advice.exit_code
+
+
+def _print(advice: Advice, *, as_json: bool) -> None:
+    from accelcore.advise import report
+
+    if as_json:
+        click.echo(json.dumps(report.as_json(advice), indent=2))
+        return
+    from rich.console import Console
+
+    # Not on a terminal, the table is as wide as it is: a file has no edge.
+    report.print_table(advice, Console(width=None if sys.stdout.isatty() else 200))
+
+
+class _Progress:
+    """The running trial and its steps on stderr: a bar on a terminal, else a line for each trial."""
+
+    def __init__(self, steps: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._steps, self._trials = steps, 0
+        self._console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=self._console, transient=True)
+        self._task = self._bar.add_task("", total=steps)
+
+    def __enter__(self) -> Self:
+        if self._console.is_interactive:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, trial: str, steps: int) -> None:
+        if steps == 0:
+            self._trials += 1
+        text = f"trial {self._trials}: {trial}"
+        if self._console.is_interactive:
+            self._bar.update(self._task, description=text, completed=steps)
+        elif steps == 0:
+            self._console.print(text, highlight=False, soft_wrap=True)

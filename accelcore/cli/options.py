@@ -1,0 +1,63 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import click
+
+__all__ = ["SEVERAL_MACHINES", "common", "device_option", "devices", "json_option", "number", "several_machines"]
+
+F = TypeVar("F", bound=Callable[..., object])
+
+SEVERAL_MACHINES = {
+    "--nnodes": ("N", "How many machines the job has; run the command on each."),
+    "--node-rank": ("K", "The number of this machine, counted from 0."),
+    "--rdzv-endpoint": ("HOST:PORT", "Where the machines meet: machine 0, and a port that is free there."),
+    "--rdzv-backend": ("NAME", "static, the default, or c10d, which can restart ranks on several machines."),
+    "--rdzv-id": ("ID", "The job's name, if several jobs meet at one endpoint."),
+    "--rdzv-conf": ("KEY=VALUE,...", "Further settings of the rendezvous."),
+    "--master-addr": ("HOST", "Machine 0, if --rdzv-endpoint is not given."),
+    "--master-port": ("PORT", "A port that is free there."),
+    "--local-addr": ("HOST", "The address of this machine, if torch does not find the right one."),
+}
+"""Options of torchrun that `accelcore run` passes through."""
+
+
+def _debug(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    context.obj.debug = context.obj.debug or value
+
+
+# `--debug` is eager: it is read before another option raises.
+common = click.option(
+    "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_debug, help="Show tracebacks of errors."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+
+
+def number(name: str, metavar: str, default: int, help: str, *, least: int = 1) -> Callable[[F], F]:
+    """Add an option whose value is a whole number."""
+    kind = click.IntRange(min=least, max=86400)
+    kind.name = "whole number"  # for messages
+    return click.option(name, metavar=metavar, type=kind, default=default, show_default=True, help=help)
+
+
+def several_machines(command: F) -> F:
+    """Add torchrun's options for several machines."""
+    for name, (metavar, text) in reversed(SEVERAL_MACHINES.items()):
+        command = click.option(name, metavar=metavar, help=f"{text} (torchrun's)")(command)
+    return command
+
+
+def devices(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the names of installed backends, from their metadata: no plugin is loaded."""
+    from accelcore.devices.plugins import BACKENDS, declared
+
+    names = {"auto", *(entry.name for entry in declared(BACKENDS))}
+    return sorted(name for name in names if name.startswith(incomplete.lower()))
+
+
+def device_option(name: str, metavar: str, help: str) -> Callable[[F], F]:
+    """Add an option whose value is a backend's name, which the shell completes."""
+    return click.option(name, metavar=metavar, shell_complete=devices, help=help)
