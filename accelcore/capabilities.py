@@ -7,7 +7,7 @@ from dataclasses import dataclass
 __all__ = ["SHARDED", "Capabilities"]
 
 SHARDED = ("fsdp", "zero2", "zero3")
-"""Strategies of `Capabilities.parallel` that divide the model; `select` removes them if torch is too old for them."""
+"""Strategies of `Capabilities.parallel` that divide the model."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ Operators such as `torch._foreach_mul_` and `torch._fused_adamw_` stay where the
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
-from pathlib import Path
+from inspect import signature
 from types import FunctionType
 from typing import Any
 
@@ -16,15 +17,19 @@ import torch
 import torch._functorch.config
 from torch import nn
 from torch._ops import OpOverload
+from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
 
+from accelcore.errors import UnsupportedError
+from accelcore.torch_features import BACKWARD_PASS_AUTOCAST, GET_KERNEL, RESET_ITER_STATE
+
 __all__ = [
-    "SHARDING_METHODS",
     "AnyBatchNorm",
     "OpOverload",
+    "after_backward",
     "backward_outside_autocast",
     "compiler_error",
     "device_dispatch_key",
@@ -38,14 +43,17 @@ __all__ = [
     "has_step_hooks",
     "in_backward",
     "inductor_generates_code",
+    "is_autocast_enabled",
     "is_fake_mode_active",
     "keyset_below",
-    "missing_to_shard",
     "never_compile",
     "operator_name",
     "operators_registered_at",
     "pytree",
+    "register_kernel",
     "remove_library",
+    "replaceable_kernel",
+    "reset_sharded_model",
     "shares_tensor_objects",
     "uncompiled",
     "unflatten",
@@ -55,10 +63,15 @@ __all__ = [
 AnyBatchNorm = _BatchNorm
 """Base class of BatchNorm of any number of dimensions and of SyncBatchNorm: `keep_batchnorm_fp32` finds all of them."""
 
-backward_outside_autocast = torch._functorch.config.patch({"backward_pass_autocast": "off"})
+backward_outside_autocast: Any = (
+    torch._functorch.config.patch({"backward_pass_autocast": "off"})
+    if BACKWARD_PASS_AUTOCAST.present
+    else contextlib.nullcontext()
+)
 """Context for calls of compiled modules, whose backward pass is then compiled as outside autocast.
 
-Without it, torch compiles the backward pass as under the autocast of the forward pass.
+Without it, torch compiles the backward pass as under the autocast of the forward pass. A torch that lacks the setting
+always does: see `BACKWARD_PASS_AUTOCAST`.
 """
 
 flatten, unflatten = torch._C._nn.flatten_dense_tensors, torch._C._nn.unflatten_dense_tensors
@@ -74,20 +87,7 @@ Without it, a kernel at such a key that calls its own operator never ends.
 `torch.autocast(enabled=False)` is much slower to enter.
 """
 
-SHARDING_METHODS = ("set_reduce_scatter_unused_params", "reset_iter_state")
-"""Methods of `FSDPModule` that `parallel="fsdp"` calls."""
-
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-
-
-def missing_to_shard() -> list[str]:
-    """Return the methods of `FSDPModule` that this torch lacks. Without it, fsdp is declared where it is refused.
-
-    The module's source is searched, because importing it takes seconds; if it is elsewhere, nothing counts as missing.
-    """
-    path = Path(torch.__file__).parent / "distributed/fsdp/_fully_shard/_fully_shard.py"
-    source = path.read_text(encoding="utf-8") if path.is_file() else None
-    return [name for name in SHARDING_METHODS if source is not None and f"def {name}(" not in source]
 
 
 def compiler_error() -> type[Exception]:
@@ -125,6 +125,47 @@ def inductor_generates_code(device_type: str) -> bool:
 
     common.init_backend_registration()
     return common.get_scheduling_for_device(device_type) is not None
+
+
+def is_autocast_enabled() -> bool:
+    """Return whether autocast is on for any kind of device.
+
+    Without it, a compiled module would have to know where it runs to find out.
+    """
+    return torch._C._is_any_autocast_enabled()
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call a function when the backward pass that runs now ends, after those that asked for it earlier.
+
+    Without it, a group of a sharded model whose inputs need no gradient reduces its gradients before accelcore can add
+    those of unused parameters.
+    """
+    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def reset_sharded_model(model: Any) -> None:
+    """Make a model that `fully_shard` divided forget a forward or backward pass that raised.
+
+    Without it, the next pass goes on in the middle of the last one.
+    """
+    if RESET_ITER_STATE.present:
+        model.reset_iter_state()
+        return
+    root = model._get_fsdp_state()
+    root._comm_ctx.all_gather_state = None
+    root._comm_ctx.reduce_scatter_state = None
+    root._comm_ctx.post_forward_order.clear()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+    for state in root._state_ctx.all_states:
+        idle = type(state._training_state).IDLE
+        state._training_state = idle
+        state._modules_to_run_forward.clear()
+        if (group := state._fsdp_param_group) is not None:
+            group.finalize_backward()  # waits for what is still being sent
+            group._training_state = idle
+            group._partial_reduce_output = None
 
 
 def is_fake_mode_active() -> bool:
@@ -217,6 +258,36 @@ def never_compile(function: Callable[..., Any]) -> None:
     skip = frames._FrameAction.SKIP
     if isinstance(function, FunctionType):
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+def replaceable_kernel(operator: OpOverload, dispatch_key: str) -> Callable[..., Any]:
+    """Return the kernel that an operator has at a dispatch key now; it takes a set of dispatch keys first.
+
+    Raises:
+        UnsupportedError: this torch cannot return it.
+    """
+    if not GET_KERNEL.present:
+        raise UnsupportedError(
+            f"torch's own kernel of {operator_name(operator)} cannot be called once it is replaced",
+            why=f"torch {torch.__version__} has no {GET_KERNEL}",
+            remedy="install torch 2.10 or later",
+        )
+    kernel: Callable[..., Any] = torch.library.get_kernel(operator, dispatch_key).call_boxed
+    return kernel
+
+
+def register_kernel(
+    library: torch.library.Library,
+    operator: OpOverload,
+    kernel: Callable[..., Any],
+    dispatch_key: str,
+    with_keyset: bool,
+) -> None:
+    """Register a kernel, also over one in Python. An older torch has no public way to do the latter."""
+    if "allow_override" in signature(library.impl).parameters:
+        library.impl(operator, kernel, dispatch_key, with_keyset=with_keyset, allow_override=True)
+    else:
+        library.m.impl(operator_name(operator).partition("::")[2], dispatch_key, kernel, with_keyset)
 
 
 def remove_library(library: torch.library.Library) -> None:

@@ -152,15 +152,6 @@ def test_torch_compile_stays_away_from_a_function_and_what_it_calls():
     assert not compiled
 
 
-def test_what_this_torch_lacks_to_shard_a_model_is_found_in_its_source(monkeypatch):
-    from torch.distributed.fsdp import FSDPModule
-
-    lacked = [name for name in internals.SHARDING_METHODS if not hasattr(FSDPModule, name)]
-    assert internals.missing_to_shard() == lacked
-    monkeypatch.setattr(internals, "SHARDING_METHODS", ("reshard", "no_such_method"))
-    assert internals.missing_to_shard() == ["no_such_method"]
-
-
 def test_a_compiled_module_names_the_module_it_was_made_of():
     module = nn.Linear(2, 2)
     assert internals.uncompiled(torch.compile(module, backend="eager")) is module

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 from accelcore.backend import Backend
-from accelcore.capabilities import SHARDED
 from accelcore.devices import plugins
 from accelcore.devices.plugins import AUTOLOAD, Candidate, autoload_enabled, autoloads, other_backends
 from accelcore.devices.request import probe_timeout
@@ -56,7 +55,7 @@ def create_backend(candidate: Candidate, index: int, request: str) -> Backend:
             f"{candidate.distribution} was asked for {candidate.name}:{index} and returned {returned}",
             remedy=f"report this to the authors of {candidate.distribution}",
         )
-    extended, failure = _extended(_without_missing_strategies(backend), candidate.hooks)
+    extended, failure = _extended(backend, candidate.hooks)
     if failure is not None:
         what = f"{request}: {candidate.distribution} could not register its optimizers"
         raise _broken(candidate, what, failure) from failure
@@ -68,16 +67,6 @@ def create_backend(candidate: Candidate, index: int, request: str) -> Backend:
                 extension.name, extension.distribution, candidate.name, plugins.describe(failure),
             )  # fmt: skip
     return extended
-
-
-def _without_missing_strategies(backend: Backend) -> Backend:
-    """Return the backend without the strategies that divide a model, if this torch is too old for them."""
-    from accelcore.torch_internals import missing_to_shard
-
-    if set(SHARDED).isdisjoint(backend.capabilities.parallel) or not missing_to_shard():
-        return backend
-    rest = tuple(name for name in backend.capabilities.parallel if name not in SHARDED)
-    return dataclasses.replace(backend, capabilities=dataclasses.replace(backend.capabilities, parallel=rest))
 
 
 def _broken(candidate: Candidate, what: str, error: BaseException) -> PluginError:

@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from accelcore.torch_internals import OpOverload, dispatch_keyset, forget_python_dispatch, never_compile, remove_library
+from accelcore.torch_internals import (
+    OpOverload,
+    dispatch_keyset,
+    forget_python_dispatch,
+    never_compile,
+    register_kernel,
+    remove_library,
+    replaceable_kernel,
+)
 
 __all__ = ["Kernel", "Maker", "Overrides", "overrides", "replace_kernels", "torch_kernel"]
 
@@ -25,6 +33,7 @@ class Overrides:
 
     def __init__(self) -> None:
         self._removals: dict[str, ExitStack] = {}  # by the names of the sets
+        self._kernels: dict[tuple[OpOverload, str], Kernel] = {}
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
@@ -56,14 +65,20 @@ class Overrides:
                     libraries[operator.namespace] = torch.library.Library(operator.namespace, "IMPL")  # type: ignore[no-untyped-call]
                     removal.callback(remove_library, libraries[operator.namespace])
                 # Another set may be installed at the same key.
-                libraries[operator.namespace].impl(operator, kernel, key, with_keyset=with_keyset, allow_override=True)
+                register_kernel(libraries[operator.namespace], operator, kernel, key, with_keyset)
             for operator, key in kernels:
                 forget_python_dispatch(operator, key)
             self._removals[name] = removal.pop_all()
+            self._kernels |= kernels
+
+    def kernel_at(self, operator: OpOverload, dispatch_key: str) -> Kernel | None:
+        """Return the kernel that was installed last for an operator at a dispatch key, as `make` returned it."""
+        return self._kernels.get((operator, dispatch_key))
 
     def remove(self) -> None:
         """Remove all sets, so that torch's own kernels are back."""
         with self._lock:
+            self._kernels.clear()
             while self._removals:
                 self._removals.popitem()[1].close()
 
@@ -82,6 +97,9 @@ def replace_kernels(name: str, makers: Mapping[OpOverload, Maker], dispatch_key:
         name: of these kernels together.
         makers: for each operator, what makes its kernel from torch's. Both have the operator's signature.
         dispatch_key: of the device, such as `"CPU"`.
+
+    Raises:
+        UnsupportedError: this torch cannot return the kernels that are replaced.
     """
 
     def make() -> dict[tuple[OpOverload, str], Kernel]:
@@ -93,5 +111,9 @@ def replace_kernels(name: str, makers: Mapping[OpOverload, Maker], dispatch_key:
 
 
 def torch_kernel(operator: OpOverload, dispatch_key: str) -> Kernel:
-    """Return the kernel that is registered at a dispatch key now, to be called directly, also after an override."""
-    return partial(torch.library.get_kernel(operator, dispatch_key).call_boxed, dispatch_keyset(dispatch_key))
+    """Return the kernel that is registered at a dispatch key now, to be called directly, also after an override.
+
+    Raises:
+        UnsupportedError: this torch cannot return it.
+    """
+    return partial(replaceable_kernel(operator, dispatch_key), dispatch_keyset(dispatch_key))

@@ -16,6 +16,7 @@ import torch
 from accelcore.errors import UnsupportedError
 from accelcore.precision.dispatcher import Kernel, Overrides, torch_kernel
 from accelcore.randomness.host_kernels import COMPOSED, argument_values, host_kernels
+from accelcore.torch_features import GET_KERNEL
 from accelcore.torch_internals import (
     OpOverload,
     device_dispatch_key,
@@ -23,6 +24,7 @@ from accelcore.torch_internals import (
     has_kernel,
     operator_name,
     operators_registered_at,
+    replaceable_kernel,
 )
 
 __all__ = ["draw_on_device", "draw_on_host", "draws_on_host"]
@@ -41,8 +43,18 @@ def draw_on_host(device_type: str) -> None:
 
     Forks, such as a data loader's workers, still draw as torch does. torch.compile's code runs eagerly, because
     compilers draw in code of their own.
+
+    Raises:
+        UnsupportedError: this torch cannot return the kernels that draw on the device.
     """
     global _eager
+    if not GET_KERNEL.present:
+        raise UnsupportedError(
+            'same="everywhere" is not available',
+            why=f"torch {torch.__version__} has no {GET_KERNEL}, so that its own kernels could not be called any more",
+            available="seeds without same, which are the same on devices of one kind",
+            remedy="leave same out, or install torch 2.10 or later",
+        )
     with _lock:
         for kind in ("cpu", device_type):
             _overrides.install(kind, partial(_kernels, kind))
@@ -110,7 +122,7 @@ def _draws(operator: OpOverload, arguments: Sequence[Any], options: Mapping[str,
 
 def _if_it_draws(operator: OpOverload, key: str, on_host: Kernel, device_type: str) -> Kernel:
     """Return a kernel that draws on the host, and does as before at this key if a call draws nothing."""
-    before = torch.library.get_kernel(operator, key).call_boxed if has_computed_kernel(operator, key) else None
+    before = replaceable_kernel(operator, key) if has_computed_kernel(operator, key) else None
     capturing = getattr(torch.get_device_module(device_type), "is_current_stream_capturing", bool)
     process = os.getpid()
 

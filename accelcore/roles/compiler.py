@@ -14,7 +14,8 @@ from torch import nn
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.known_faults import BACKWARD_UNDER_AUTOCAST, KnownFault
 from accelcore.randomness import draws_on_host
-from accelcore.torch_internals import backward_outside_autocast, compiler_error
+from accelcore.torch_features import BACKWARD_PASS_AUTOCAST
+from accelcore.torch_internals import backward_outside_autocast, compiler_error, is_autocast_enabled
 
 __all__ = ["Compiled", "Compiler", "NoCompiler", "TorchCompiler"]
 
@@ -123,6 +124,11 @@ class _Guarded:
         return getattr(self._eager, name)  # a loss function may call other methods of the model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._result.compiled and not BACKWARD_PASS_AUTOCAST.present and is_autocast_enabled():
+            self._run_eagerly(
+                f"torch {torch.__version__} has no {BACKWARD_PASS_AUTOCAST}, and would compile the whole backward pass "
+                "under autocast in low precision; torch 2.10 has it"
+            )
         # One part of the model may run before another fails to compile, and then runs again on the same batch.
         restore = None if self._has_run else _snapshot(self._eager)
         try:
@@ -131,15 +137,17 @@ class _Guarded:
         except compiler_error() as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             # Dynamo's first line names the backend, the second one its error.
-            reason = " ".join(line.strip() for line in lines[:2])
-            logger.warning("the model runs eagerly, the compiler failed: %s", reason)
-            self._result.compiled, self._result.reason, self._result.module = False, reason, self._eager
-            self._call, self._has_run = self._eager, True
+            self._run_eagerly(f"the compiler failed: {' '.join(line.strip() for line in lines[:2])}")
             if restore is not None:
                 restore()
             return self._eager(*args, **kwargs)
         self._has_run = True
         return output
+
+    def _run_eagerly(self, reason: str) -> None:
+        logger.warning("the model runs eagerly: %s", reason)
+        self._result.compiled, self._result.reason, self._result.module = False, reason, self._eager
+        self._call, self._has_run = self._eager, True
 
 
 def _snapshot(module: nn.Module) -> Callable[[], None]:

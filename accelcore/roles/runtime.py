@@ -70,6 +70,7 @@ class Runtime(ABC):
 
         Raises:
             ConfigurationError: `n` is not such a number, or `same` has another value.
+            UnsupportedError: `same="everywhere"`, and torch lacks what it needs.
         """
 
     @abstractmethod

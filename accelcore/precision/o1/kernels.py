@@ -12,8 +12,9 @@ from torch import Tensor
 from accelcore.errors import TrainingError
 from accelcore.precision.dispatcher import Kernel, overrides
 from accelcore.precision.o1.region import in_low_precision, is_o1_active, is_torch_table_active
-from accelcore.precision.o1.table import O1, PROMOTES_BY_ITSELF, TORCH_DIFFERS, Treatment
+from accelcore.precision.o1.table import O1, PROMOTES_BY_ITSELF, TORCH_DIFFERS, Treatment, torch_treatment
 from accelcore.precision.policy import LOW_PRECISION
+from accelcore.torch_features import GET_KERNEL
 from accelcore.torch_internals import (
     OpOverload,
     has_any_kernel,
@@ -21,6 +22,7 @@ from accelcore.torch_internals import (
     keyset_below,
     operator_name,
     operators_registered_at,
+    replaceable_kernel,
     without_autocast,
 )
 
@@ -50,7 +52,7 @@ def install_o1(device_type: str, dispatch_key: str) -> None:
         known = _torch_operators[dispatch_key] = operators_registered_at(dispatch_key)
         for operator, treatment in listed_operators():
             if _is_needed(operator, treatment, known):
-                outside = _covered(operator, dispatch_key, known)
+                outside = _covered(operator, dispatch_key, known, device_type)
                 yield (operator, dispatch_key), _kernel(_treated(operator, treatment, device_type), outside)
 
     overrides.install(dispatch_key, lambda: dict(make()))
@@ -64,11 +66,9 @@ def install_refusals(device_type: str, dispatch_key: str) -> None:
 
     def make() -> dict[tuple[OpOverload, str], Kernel]:
         known = operators_registered_at(dispatch_key)
-        return {
-            (operator, dispatch_key): _refusing(operator, device_type, _covered(operator, dispatch_key, known))
-            for operator, treatment in listed_operators()
-            if treatment is Treatment.REFUSED
-        }
+        refused = [operator for operator, treatment in listed_operators() if treatment is Treatment.REFUSED]
+        covered = {operator: _covered(operator, dispatch_key, known, device_type) for operator in refused}
+        return {(operator, dispatch_key): _refusing(operator, device_type, covered[operator]) for operator in refused}
 
     overrides.install(f"refused on {dispatch_key}", make)
 
@@ -156,13 +156,27 @@ def _is_needed(operator: OpOverload, treatment: Treatment, known: frozenset[str]
     return treatment is not Treatment.AS_IS and name not in PROMOTES_BY_ITSELF
 
 
-def _covered(operator: OpOverload, dispatch_key: str, known: frozenset[str]) -> Kernel:
+def _covered(operator: OpOverload, dispatch_key: str, known: frozenset[str], device_type: str) -> Kernel:
     """Return what the dispatcher called at this key before an O1 kernel."""
+    if (ours := overrides.kernel_at(operator, dispatch_key)) is not None:
+        return ours
     if operator_name(operator) in known:
-        before: Kernel = torch.library.get_kernel(operator, dispatch_key).call_boxed
-        return before
+        if GET_KERNEL.present:
+            return replaceable_kernel(operator, dispatch_key)
+        return _as_torch(operator, known, device_type)
     below = keyset_below(dispatch_key)
     return lambda keys, *arguments, **options: operator.redispatch(keys & below, *arguments, **options)
+
+
+def _as_torch(operator: OpOverload, known: frozenset[str], device_type: str) -> Kernel:
+    """Return a kernel that treats an operator as torch's autocast does, in place of one that torch cannot return."""
+    treated = _treated(operator, torch_treatment(operator._opname, known), device_type)
+
+    def kernel(keys: torch.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+        with without_autocast():
+            return treated(*arguments, **options)
+
+    return kernel
 
 
 def _kernel(treated: Kernel, outside: Kernel) -> Kernel:

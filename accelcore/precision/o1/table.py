@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
 
-__all__ = ["O1", "PROMOTES_BY_ITSELF", "TORCH_DIFFERS", "Treatment"]
+__all__ = ["O1", "PROMOTES_BY_ITSELF", "TORCH_DIFFERS", "Treatment", "torch_treatment"]
 
 
 class Treatment(Enum):
@@ -108,3 +108,19 @@ TORCH_DIFFERS = frozenset(f"{_RECURRENT} {_NEUTRAL} {_BANNED} dot grid_sampler l
 The kernels of recurrent cells do not differ. But they would cast the same weights again in each step of a sequence,
 because O1's regions switch torch's cache off.
 """
+
+
+def torch_treatment(name: str, registered: frozenset[str]) -> Treatment:
+    """Return the treatment by torch's own autocast of one of `TORCH_DIFFERS`.
+
+    It stands in for torch's kernel if a torch cannot return it. `registered` are the operators that torch intercepts
+    on the device. torch has two lists: a long one with pooling and padding, which are computed in fp32 like all that
+    differs, and a short one, in which operators of several tensors take the widest dtype.
+
+    Source: `aten/src/ATen/autocast_mode.h` and `autocast_mode.cpp` of torch 2.7.
+    """
+    if name in _RECURRENT.split() or name == "linalg_vecdot":
+        return Treatment.LOW
+    if "aten::max_pool3d" in registered:
+        return Treatment.FP32
+    return Treatment.REFUSED if name == _BANNED else Treatment.WIDEST

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.errors import ConfigurationError
 from accelcore.optim.shards import is_sharded
 from accelcore.precision.policy import LOW_PRECISION, Policy
-from accelcore.torch_internals import SHARDING_METHODS, AnyBatchNorm
+from accelcore.torch_features import UNUSED_SHARDS
+from accelcore.torch_internals import AnyBatchNorm, reset_sharded_model
 from accelcore.training.gradients import Gradients
 from accelcore.training.hooks import Hooks
 from accelcore.training.options import FSDP, TrainerOptions, chosen
@@ -24,6 +25,7 @@ from accelcore.training.parallel.strategy import (
     check_trainable,
     comm_dtype,
 )
+from accelcore.training.parallel.unused_shards import UnusedShards
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
@@ -34,8 +36,8 @@ __all__ = ["FullySharded"]
 class FullySharded(Strategy):
     """torch's fully_shard, group by group, and two things more.
 
-    1. A parameter may go unused on some ranks: torch then reduces zeros for it. `after_backward` exchanges which
-       parameters received a gradient on any rank, so that None stays None.
+    1. A parameter may go unused on some ranks: zeros are then reduced for it, by torch or through `UnusedShards`.
+       `after_backward` exchanges which parameters received a gradient on any rank, so that None stays None.
     2. After a forward pass without gradients all groups are freed, as after a backward pass. A script that freezes a
        parameter or reads a state_dict then finds the shards.
 
@@ -55,16 +57,11 @@ class FullySharded(Strategy):
         self._hooks = Hooks()
         self._arrived: set[int] = set()
         self._ran: set[bool] = set()
+        self._unused: UnusedShards | None = None
 
     def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        if missing := [name for name in SHARDING_METHODS if not hasattr(FSDPModule, name)]:
-            raise UnsupportedError(
-                "this torch is too old to shard a model",
-                why=f"torch {torch.__version__} has no FSDPModule.{missing[0]}",
-                remedy='install torch 2.13 or later, or choose parallel="ddp"',
-            )
         check_trainable(model)
         for name, parameter in model.named_parameters():
             if not is_sharded(parameter) and (parameter.dim() == 0 or not parameter.is_contiguous()):
@@ -108,8 +105,11 @@ class FullySharded(Strategy):
             )
         self._model = model
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        model.set_reduce_scatter_unused_params(True)
         self._hooks.close()
+        if UNUSED_SHARDS.present:
+            model.set_reduce_scatter_unused_params(True)
+        else:
+            self._unused = UnusedShards(self._groups, self._hooks)
         self._note_gradients()
         self._hooks.add(model.register_forward_pre_hook(partial(_note_forward, self._ran)))
         self._hooks.add(model.register_forward_hook(partial(_free_after_evaluation, self._groups)))
@@ -120,6 +120,8 @@ class FullySharded(Strategy):
 
     def before_backward(self) -> None:
         self._arrived.clear()
+        if self._unused is not None:
+            self._unused.begin()
         self._had = [parameter.grad is not None for parameter in self._parameters]
 
     def after_backward(self) -> None:
@@ -137,7 +139,7 @@ class FullySharded(Strategy):
 
     def reset(self) -> None:
         if self._ran:  # before its first forward pass torch has nothing to reset, and raises
-            self._model.reset_iter_state()
+            reset_sharded_model(self._model)
         for group in self._groups:
             group.reshard()
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from accelcore.capabilities import SHARDED
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.shards import as_shard, shard_of
-from accelcore.torch_internals import missing_to_shard
 from accelcore.training.options import FSDP, TrainerOptions
 from accelcore.training.parallel.combine_ddp import CombineDDP
 from accelcore.training.parallel.ddp import DDP
@@ -104,8 +102,6 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
     offered = [strategy for strategy in known if strategy in declared or world_size == 1]
     if name is not None and name not in offered:
         why = "the backend does not declare it" if name in known else "there is no strategy of that name"
-        if name in SHARDED and (missing := missing_to_shard()):
-            why = f"torch {torch.__version__} has no FSDPModule.{missing[0]}, which torch 2.13 has"
         raise UnsupportedError(
             f"parallel={name!r} is not available",
             why=why,

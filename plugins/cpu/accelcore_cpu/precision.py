@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 
@@ -12,6 +12,7 @@ import torch
 from accelcore.capabilities import Capabilities
 from accelcore.precision.o1.table import Treatment
 from accelcore.precision.role import TorchPrecision
+from accelcore.torch_features import GET_KERNEL
 from accelcore_cpu import fp16_products, processor
 from accelcore_cpu.attention import replace_attention
 
@@ -40,19 +41,34 @@ class CpuPrecision(TorchPrecision):
     def prepare(self, dtype: torch.dtype) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
             return
-        replace_attention()
+        _replace_kernels(replace_attention)
         if not self.has_units(dtype):
             if dtype is torch.float16:
-                fp16_products.install()
+                _replace_kernels(fp16_products.install)
             warn_without_units(dtype)
 
     def products(self, *, fast: bool) -> AbstractContextManager[None]:
         if fast:
-            replace_attention()
+            _replace_kernels(replace_attention)
         return super().products(fast=fast)
 
     def has_units(self, dtype: torch.dtype) -> bool:
         return processor.has_units(dtype)
+
+
+def _replace_kernels(install: Callable[[], None]) -> None:
+    if GET_KERNEL.present:
+        install()
+    else:
+        _warn_of_slow_kernels()
+
+
+@cache
+def _warn_of_slow_kernels() -> None:
+    logger.warning(
+        "torch %s has no %s: attention and fp16 products use torch's own kernels, which are right and slower",
+        torch.__version__, GET_KERNEL,
+    )  # fmt: skip
 
 
 @cache

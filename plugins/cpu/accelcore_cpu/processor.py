@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +19,8 @@ _UNITS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),  # the last is ARM's
     torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
 }
+_CPUINFO = Path("/proc/cpuinfo")
+_TORCH_NAMES = {"avx512f": "avx512_f", "asimdhp": "fp16_arith"}
 _set = torch._C._set_float32_matmul_precision
 
 
@@ -39,8 +44,17 @@ def fast_setting() -> str:
 
 @cache
 def _has(*names: str) -> bool:
-    found = torch.cpu.get_capabilities()
+    found = _capabilities()
     return any(found.get(name, False) for name in names)
+
+
+def _capabilities() -> Mapping[str, Any]:
+    """Return torch's answer, or the kernel's if torch is too old to answer."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        return torch.cpu.get_capabilities()
+    listed = _CPUINFO.read_text(encoding="utf-8") if _CPUINFO.is_file() else ""
+    flags = next((line.split() for line in listed.splitlines() if line.startswith(("flags", "Features"))), [])
+    return {_TORCH_NAMES.get(flag, flag): True for flag in flags}
 
 
 class with_setting:  # noqa: N801  # used as a function

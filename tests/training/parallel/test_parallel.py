@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
-import accelcore
-from accelcore import torch_internals
 from accelcore.checkpoint import store
 from accelcore.jobs.collectives import NoCollectives
 
@@ -139,23 +135,3 @@ class Two(NoCollectives):
     """Collectives of a rank that stands for a job of two."""
 
     world_size = 2
-
-
-@pytest.mark.parametrize("parallel", ["fsdp", "zero2", accelcore.FSDP()])
-def test_a_torch_that_cannot_shard_declares_no_strategy_that_does(monkeypatch, parallel):
-    monkeypatch.setattr(torch_internals, "SHARDING_METHODS", ("no_such_method",))
-    accel = dataclasses.replace(accelcore.select("cpu"), collectives=Two())
-    assert accel.capabilities.parallel == ("none", "ddp", "combine_ddp", "zero1")
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(accelcore.UnsupportedError, match="parallel=") as caught:
-        accel.trainer(model, torch.optim.SGD(model.parameters()), parallel=parallel)
-    assert "no FSDPModule.no_such_method" in caught.value.why
-    assert "zero1" in caught.value.available
-
-
-def test_a_shard_without_a_method_of_torch_is_refused_before_the_model_is_touched(monkeypatch, accel):
-    monkeypatch.delattr(FSDPModule, "reset_iter_state")
-    model, accel = torch.nn.Linear(2, 1), dataclasses.replace(accel, collectives=Two())
-    with pytest.raises(accelcore.UnsupportedError, match="too old") as caught:
-        accel.trainer(model, torch.optim.SGD(model.parameters()), parallel="fsdp")
-    assert "reset_iter_state" in caught.value.why

@@ -1,0 +1,107 @@
+"""Parts of torch that its older versions lack, each with what accelcore does without it.
+
+accelcore asks for these parts, never for a version. This module does not import torch, because `accelcore doctor` shows
+the table without it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from operator import attrgetter
+from pathlib import Path
+
+__all__ = [
+    "BACKWARD_PASS_AUTOCAST",
+    "GET_KERNEL",
+    "RESET_ITER_STATE",
+    "TORCH_FEATURES",
+    "UNUSED_SHARDS",
+    "TorchFeature",
+]
+
+
+@dataclass(frozen=True)
+class TorchFeature:
+    """Part of torch that some supported versions lack.
+
+    Attributes:
+        module: the module of torch that defines it.
+        attribute: its name in that module, or in a class of it (`"FSDPModule.reshard"`).
+        instead: what accelcore does without it, in one sentence without its full stop.
+    """
+
+    module: str
+    attribute: str
+    instead: str
+
+    @property
+    def name(self) -> str:
+        """Full name."""
+        return f"{self.module}.{self.attribute}"
+
+    @property
+    def present(self) -> bool:
+        """Whether the installed torch has it. Without torch nothing is missing."""
+        module = sys.modules.get(self.module)
+        if module is None:  # to import it may take seconds
+            return _defines(self.module, self.attribute.rpartition(".")[2])
+        try:
+            attrgetter(self.attribute)(module)
+        except AttributeError:
+            return False
+        return True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@cache
+def _defines(module: str, name: str) -> bool:
+    """Return whether the source of a module defines a name. If there is no source, nothing counts as missing."""
+    package, _, rest = module.partition(".")
+    spec = find_spec(package)
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    for folder in folders:
+        whole = Path(folder, *rest.split("."))
+        for path in (whole.with_suffix(".py"), whole / "__init__.py"):
+            if path.is_file():
+                source = path.read_text(encoding="utf-8")
+                return re.search(rf"^\s*(def|class) {name}\b|^{name}\b.*=", source, re.MULTILINE) is not None
+    return True
+
+
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fully_shard"
+
+GET_KERNEL = TorchFeature(
+    "torch.library",
+    "get_kernel",
+    'runtime.seed(n, same="everywhere") raises UnsupportedError; attention and fp16 products on the host use torch\'s '
+    "slower kernels; outside of O1's regions, operators that O1 treats differently follow a copy of torch's table",
+)
+"""Returns the kernel that an override replaces."""
+BACKWARD_PASS_AUTOCAST = TorchFeature(
+    "torch._functorch.config",
+    "backward_pass_autocast",
+    "a compiled model that is called under autocast runs eagerly, because torch would compile all of its backward pass "
+    "in low precision",
+)
+"""Setting of compilers: the autocast that the backward pass is compiled under."""
+UNUSED_SHARDS = TorchFeature(
+    _FULLY_SHARD,
+    "FSDPModule.set_reduce_scatter_unused_params",
+    "accelcore itself gives zero gradients to the parameters of a group that a rank did not use",
+)
+"""Method of sharded modules: ranks that did not use a parameter take part in reducing its gradient."""
+RESET_ITER_STATE = TorchFeature(
+    _FULLY_SHARD,
+    "FSDPModule.reset_iter_state",
+    "accelcore itself clears the state that a step leaves in a sharded model if it raises",
+)
+"""Method of sharded modules: forget a forward or backward pass that raised."""
+
+TORCH_FEATURES = (GET_KERNEL, BACKWARD_PASS_AUTOCAST, UNUSED_SHARDS, RESET_ITER_STATE)
+"""All of them."""
