@@ -141,7 +141,7 @@ def after_backward(call: Callable[[], None]) -> None:
     Without it, a group of a sharded model whose inputs need no gradient reduces its gradients before accelcore can add
     those of unused parameters.
     """
-    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(call)
 
 
 def reset_sharded_model(model: Any) -> None:
@@ -285,8 +285,11 @@ def register_kernel(
 ) -> None:
     """Register a kernel, also over one in Python. An older torch has no public way to do the latter."""
     if "allow_override" in signature(library.impl).parameters:
-        library.impl(operator, kernel, dispatch_key, with_keyset=with_keyset, allow_override=True)
+        library.impl(  # type: ignore[no-untyped-call]
+            operator, kernel, dispatch_key, with_keyset=with_keyset, allow_override=True
+        )
     else:
+        assert library.m is not None, "it is not removed yet"
         library.m.impl(operator_name(operator).partition("::")[2], dispatch_key, kernel, with_keyset)
 
 

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["FullySharded"]
 
 
+# torch asks reduce_scatter for an average of gradients in these dtypes. It adds up and divides others itself.
+_AVERAGED = (torch.float32, torch.bfloat16)
+
+
 class FullySharded(Strategy):
     """torch's fully_shard, group by group, and two things more.
 
@@ -58,6 +62,7 @@ class FullySharded(Strategy):
         self._arrived: set[int] = set()
         self._ran: set[bool] = set()
         self._unused: UnusedShards | None = None
+        self._sums = False
 
     def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -103,7 +108,7 @@ class FullySharded(Strategy):
                 "a part of the model is already sharded, and the model is not",
                 remedy="call fully_shard on the model too, or leave all of it to the trainer",
             )
-        self._model = model
+        self._model, self._sums = model, not _averages(self.device)
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._hooks.close()
         if UNUSED_SHARDS.present:
@@ -135,7 +140,11 @@ class FullySharded(Strategy):
                     parameter.grad = None
 
     def reduce(self, gradients: Gradients, *, full: bool) -> None:
-        pass  # torch reduced them in backward
+        """Do what torch left undone in backward: divide sums by the number of ranks."""
+        if self._sums:
+            for gradient in gradients.of_values():
+                if gradient is not None and (self._reduce_dtype or gradient.dtype) in _AVERAGED:
+                    gradient.div_(self.collectives.world_size)
 
     def reset(self) -> None:
         if self._ran:  # before its first forward pass torch has nothing to reset, and raises
@@ -167,10 +176,12 @@ class FullySharded(Strategy):
                     parameter.data = parameter.data.float()
         reduce_dtype = self._reduce_dtype or (None if low is None else torch.float32)
         assert dist.group.WORLD is not None
+        # torch's default frees all groups but the model's own after their forward pass.
+        kept: dict[str, Any] = {} if self._sharding.reshard_after_forward else {"reshard_after_forward": False}
         fully_shard(
             module,
             mesh=DeviceMesh.from_group(dist.group.WORLD, self.device.type),
-            reshard_after_forward=None if self._sharding.reshard_after_forward else False,
+            **kept,
             mp_policy=MixedPrecisionPolicy(low, reduce_dtype, cast_forward_inputs=False),
             offload_policy=CPUOffloadPolicy(pin_memory=self._pinned) if self._sharding.cpu_offload else OffloadPolicy(),
         )
@@ -208,6 +219,15 @@ def _free_after_evaluation(groups: list[Any], *_: Any) -> None:
     if not torch.is_grad_enabled():
         for group in groups:
             group.reshard()
+
+
+def _averages(device: torch.device) -> bool:
+    """Return whether this job's reduce_scatter can average: over gloo, torch 2.7 adds up instead."""
+    import torch.distributed as dist
+
+    ones, mean = torch.ones(dist.get_world_size(), device=device), torch.empty(1, device=device)
+    dist.reduce_scatter_tensor(mean, ones, op=dist.ReduceOp.AVG)
+    return mean.item() == 1
 
 
 def _shares(model: nn.Module, module: nn.Module) -> bool:

@@ -77,16 +77,16 @@ def _places(group: nn.Module, groups: Sequence[nn.Module]) -> list[tuple[nn.Modu
     ]
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _note_inputs(unused: UnusedShards, number: int, module: nn.Module, arguments: Any, options: Any) -> None:
     for tensor in _differentiable((arguments, options)):
-        tensor.register_hook(partial(unused.leave, number))
+        tensor.register_hook(partial(unused.leave, number))  # type: ignore[no-untyped-call]
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _note_outputs(unused: UnusedShards, number: int, module: nn.Module, arguments: Any, output: Any) -> None:
     for tensor in _differentiable(output):
-        tensor.register_hook(partial(unused.enter, number))
+        tensor.register_hook(partial(unused.enter, number))  # type: ignore[no-untyped-call]
 
 
 def _differentiable(tree: Any) -> list[Tensor]:
