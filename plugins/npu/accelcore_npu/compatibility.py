@@ -8,9 +8,10 @@ https://gitcode.com/Ascend/pytorch (final releases), and the README of the wheel
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["RELEASES", "Release", "cann_of", "fault", "release_for", "torch_of"]
+__all__ = ["RELEASES", "Release", "built_for_cuda", "cann_of", "fault", "release_for", "torch_of"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,14 @@ def release_for(torch: str, cann: str | None) -> str:
         if release.cann == cann:
             return release.torch_npu
     return fitting[0].torch_npu if fitting else f"{base}.*"
+
+
+def built_for_cuda(torch: str, requirements: Iterable[str]) -> bool:
+    """Return whether a torch is built for CUDA, by its version and by the packages that its metadata require."""
+    _, _, label = torch.partition("+")
+    if label:
+        return label.startswith("cu")
+    return any(requirement.startswith(("nvidia-", "cuda-")) for requirement in requirements)
 
 
 def fault(torch: str, torch_npu: str, cann: str | None) -> tuple[str, str] | None:

@@ -152,12 +152,7 @@ def _other_accelerator() -> list[tuple[str, str]]:
 
 def _cuda_build() -> bool:
     torch = _installed("torch")
-    if torch is None:
-        return False
-    _, _, label = torch.partition("+")
-    if label:
-        return label.startswith("cu")
-    return any(requirement.startswith(("nvidia-", "cuda-")) for requirement in requires("torch") or ())
+    return torch is not None and compatibility.built_for_cuda(torch, requires("torch") or ())
 
 
 def _works(visible: int) -> str:

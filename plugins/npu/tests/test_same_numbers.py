@@ -13,7 +13,7 @@ import accelcore
 from accelcore.errors import ConfigurationError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Cannot create tensor with internal format",
+    "ignore:Cannot create tensor with intern?al format",
     "ignore:AutoNonVariableTypeMode is deprecated",
 )
 

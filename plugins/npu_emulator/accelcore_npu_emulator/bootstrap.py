@@ -15,6 +15,7 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
+from accelcore.devices.plugins import AUTOLOAD, autoload_enabled
 from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationError
 from accelcore_npu_emulator import build, native, wheel
 from accelcore_npu_emulator.settings import Settings
@@ -34,7 +35,8 @@ def environment(settings: Settings | None = None) -> dict[str, str]:
 def activate(settings: Settings | None = None) -> None:
     """Emulate the NPU in this process and in the children that get its environment. Call it before torch_npu loads.
 
-    Without CANN, call it before `import torch`, which loads torch_npu. A second call changes nothing.
+    Without CANN, call it before `import torch`, which loads torch_npu. If torch is built for CUDA, this function
+    imports both of them. A second call changes nothing.
 
     Args:
         settings: the machine to emulate; what ACCEL_EMULATED_* say if None.
@@ -59,6 +61,9 @@ def activate(settings: Settings | None = None) -> None:
         )
     folder = build.libraries()
     variables = _variables(settings, folder)
+    import_early = "torch" not in sys.modules and wheel.cuda_build()
+    if import_early:
+        _import_torch_alone()
     for name in build.LIBRARIES:  # the loader finds a loaded library by its soname, in any folder
         ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
     if native.opened() is None:
@@ -70,6 +75,21 @@ def activate(settings: Settings | None = None) -> None:
     os.environ.update(variables)
     if entry := wheel.path_entry():
         sys.path.append(entry)
+    if import_early and autoload_enabled(os.environ):
+        import_module("torch_npu")
+
+
+def _import_torch_alone() -> None:
+    """Import torch without torch_npu. The emulated CANN has to be loaded between them (allocator_options.cpp)."""
+    before = os.environ.get(AUTOLOAD)
+    os.environ[AUTOLOAD] = "0"
+    try:
+        import_module("torch")
+    finally:
+        if before is None:
+            del os.environ[AUTOLOAD]
+        else:
+            os.environ[AUTOLOAD] = before
 
 
 def active() -> bool:

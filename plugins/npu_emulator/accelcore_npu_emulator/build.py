@@ -13,17 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accelcore.errors import BackendUnavailableError, ConfigurationError
-from accelcore_npu_emulator.wheel import TORCH_NPU, cache, torch_npu
+from accelcore_npu_emulator.wheel import cache, torch_npu
 
 __all__ = ["LIBRARIES", "libraries"]
 
 _SOURCES = Path(__file__).parent / "cann"
-_GRAPH_ENGINE = "graph_engine.cpp"
+_OWN_SOURCE = {"ge_runner": "graph_engine.cpp", "graph": "allocator_options.cpp"}
 # torch_npu looks for these libraries by name; here libascendcl contains all their functions.
 _NAMES_ONLY = (
     "hccl",
     "acl_op_compiler",
-    "graph",
     "fmk_parser",
     "ascend_protobuf",
     "acl_tdt_channel",
@@ -37,7 +36,7 @@ _NAMES_ONLY = (
     "ms_tools_ext",
     "mspti",
 )
-LIBRARIES = tuple(f"lib{name}.so" for name in ("ascendcl", "ge_runner", *_NAMES_ONLY))
+LIBRARIES = tuple(f"lib{name}.so" for name in ("ascendcl", *_OWN_SOURCE, *_NAMES_ONLY))
 """File names of the libraries, in an order in which they can be loaded."""
 
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra")
@@ -47,13 +46,14 @@ def libraries() -> Path:
     """Return the folder of the emulated CANN's libraries and its home, `cann`. Compile it if needed.
 
     Raises:
-        BackendUnavailableError: torch-npu or a C++ compiler is missing, torch-npu or torch has another version, or
-            the compiler fails.
+        BackendUnavailableError: torch-npu or a C++ compiler is missing, torch-npu does not fit torch, or the
+            compiler fails.
         ConfigurationError: the folder for cached files cannot be written.
     """
-    headers = Path(str(torch_npu().locate_file("torch_npu/include")))
+    found = torch_npu()
+    headers = Path(str(found.locate_file("torch_npu/include")))
     compiler = _compiler()
-    folder = cache() / _key(compiler)
+    folder = cache() / _key(found.version, compiler)
     if not folder.is_dir():
         _build(folder, compiler, headers)
     return folder
@@ -77,9 +77,9 @@ def _compiler() -> tuple[str, ...]:
     return (path, *command[1:])
 
 
-def _key(compiler: Sequence[str]) -> str:
+def _key(torch_npu_version: str, compiler: Sequence[str]) -> str:
     version = _run([*compiler, "--version"])
-    digest = hashlib.sha256(repr((TORCH_NPU, compiler, version, _FLAGS, LIBRARIES)).encode())
+    digest = hashlib.sha256(repr((torch_npu_version, compiler, version, _FLAGS, LIBRARIES)).encode())
     for source in sorted(_SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -103,10 +103,11 @@ def _build(folder: Path, compiler: Sequence[str], headers: Path) -> None:
 
 
 def _compile(folder: Path, compiler: Sequence[str], headers: Path) -> None:
-    sources = sorted(str(source) for source in _SOURCES.glob("*.cpp") if source.name != _GRAPH_ENGINE)
+    sources = sorted(str(source) for source in _SOURCES.glob("*.cpp") if source.name not in _OWN_SOURCE.values())
     include = f"-I{headers}"
     _run([*compiler, *_FLAGS, include, *_named("ascendcl", folder), *sources, "-lpthread", "-ldl"])
-    _run([*compiler, *_FLAGS, include, *_named("ge_runner", folder), str(_SOURCES / _GRAPH_ENGINE)])
+    for name, source in _OWN_SOURCE.items():
+        _run([*compiler, *_FLAGS, include, *_named(name, folder), str(_SOURCES / source)])
     empty = folder / "empty.cpp"
     empty.touch()
     refers = ["-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", f"-L{folder}", "-lascendcl"]

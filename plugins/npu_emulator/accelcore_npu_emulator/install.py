@@ -11,13 +11,13 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationError
-from accelcore_npu_emulator.wheel import INSTALL, TORCH_NPU, cache, check_torch, place, within
+from accelcore_npu_emulator.wheel import INSTALL, cache, fitting, place, within
 
 __all__ = ["install"]
 
 
 def install(options: Sequence[str] = ()) -> Path:
-    """Let pip install torch-npu into the cache, or do nothing if it is there; return the folder.
+    """Let pip install the torch-npu that fits torch into the cache, or do nothing if it is there; return the folder.
 
     An interrupted installation leaves no folder; the next one starts again.
 
@@ -25,28 +25,28 @@ def install(options: Sequence[str] = ()) -> Path:
         options: further options of `pip install`, such as `["--no-index", "--find-links", "wheels"]`.
 
     Raises:
-        BackendUnavailableError: torch does not fit, or pip fails.
+        BackendUnavailableError: the emulator does not work with the installed torch, or pip fails.
         ConfigurationError: pip is missing, or the cache cannot be written.
     """
-    check_torch()
+    wanted = fitting()
     folder, scratch = place(), cache() / ".installing-torch-npu"
     with open(cache() / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if within(folder) is None:
-            _report(f"pip gets torch-npu {TORCH_NPU}, 44 MB to download and 147 MB on disk, for emulated runs only")
+            _report(f"pip gets torch-npu {wanted}, 44 MB to download and 147 MB on disk, for emulated runs only")
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(mode=0o700)
             try:
-                _run_pip(scratch, options)
+                _run_pip(wanted, scratch, options)
                 shutil.rmtree(folder, ignore_errors=True)  # somebody deleted a part of it
                 scratch.rename(folder)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
-    _report(f"torch-npu {TORCH_NPU} is in {folder}")
+    _report(f"torch-npu {wanted} is in {folder}")
     return folder
 
 
-def _run_pip(folder: Path, options: Sequence[str]) -> None:
+def _run_pip(wanted: str, folder: Path, options: Sequence[str]) -> None:
     if PathFinder.find_spec("pip") is None:
         raise ConfigurationError(
             "torch-npu cannot be installed without pip",
@@ -56,10 +56,10 @@ def _run_pip(folder: Path, options: Sequence[str]) -> None:
     # Without dependencies: a second torch in that folder would hide the first.
     settings = ["--no-deps", "--no-compile", "--only-binary", ":all:", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "install", *settings, "--target", str(folder), *options]
-    code = subprocess.run([*command, f"torch-npu=={TORCH_NPU}"], check=False).returncode  # noqa: S603
+    code = subprocess.run([*command, f"torch-npu=={wanted}"], check=False).returncode  # noqa: S603
     if code or within(folder) is None:
         raise BackendUnavailableError(
-            f"pip could not install torch-npu {TORCH_NPU}",
+            f"pip could not install torch-npu {wanted}",
             why=f"it ended with exit code {code}; its output is above",
             remedy="check pip's package index and the network; "
             f"with the wheel in a folder: {INSTALL} --no-index --find-links FOLDER",

@@ -18,7 +18,7 @@ import pytest
 
 from accelcore.errors import AccelError
 from accelcore_npu_emulator import Settings, activate
-from accelcore_npu_emulator.wheel import TORCH_NPU
+from accelcore_npu_emulator.wheel import torch_npu
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +36,8 @@ def pytest_configure() -> None:
 
 def pytest_report_header() -> str:
     """Return the report's header, which marks the results as emulated."""
-    settings = Settings.from_environment()
-    return f"EMULATED npu: {settings.devices} x {settings.soc}, torch_npu {TORCH_NPU} on host memory, no real device"
+    settings, version = Settings.from_environment(), torch_npu().version
+    return f"EMULATED npu: {settings.devices} x {settings.soc}, torch_npu {version} on host memory, no real device"
 
 
 @pytest.fixture

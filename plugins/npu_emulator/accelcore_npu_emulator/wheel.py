@@ -12,12 +12,14 @@ import sys
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
+from accelcore_npu import compatibility
+
 from accelcore.errors import BackendUnavailableError, ConfigurationError
 
-__all__ = ["INSTALL", "TORCH_NPU", "cache", "check_torch", "path_entry", "place", "torch_npu", "within"]
+__all__ = ["INSTALL", "RELEASES", "cache", "cuda_build", "fitting", "path_entry", "place", "torch_npu", "within"]
 
-TORCH_NPU = "2.13.0"
-"""Version of torch-npu, and of torch, that the emulator works with."""
+RELEASES = {"2.7.1": "2.7.1.post11", "2.10.0": "2.10.0.post7", "2.13.0": "2.13.0", "2.14.0": "2.14.0"}
+"""Releases of torch that the emulator works with, and the torch-npu for each that it is tested with."""
 
 INSTALL = "python -m accelcore_npu_emulator.install"
 """Command that puts torch-npu into the cache."""
@@ -26,19 +28,23 @@ INSTALL = "python -m accelcore_npu_emulator.install"
 def torch_npu() -> Distribution:
     """Return the metadata of torch-npu: of an installed one, or of the one in the cache.
 
+    An installed one may be another release for the same torch than the one in `RELEASES`.
+
     Raises:
-        BackendUnavailableError: there is none, or its version or torch's does not fit.
+        BackendUnavailableError: there is none, or it does not fit torch, or the emulator does not work with this torch.
     """
-    check_torch()
+    wanted, torch = fitting(), distribution("torch").version
     found = _importable() or within(place())
     if found is None:
         raise BackendUnavailableError(
-            "the NPU cannot be emulated", why=f"torch-npu {TORCH_NPU} is not in {place()}", remedy=INSTALL
+            "the NPU cannot be emulated",
+            why=f"torch-npu {wanted}, which fits torch {torch}, is not in {place()}",
+            remedy=INSTALL,
         )
-    if found.version != TORCH_NPU:
+    if compatibility.torch_of(found.version) != compatibility.torch_of(torch):
         raise BackendUnavailableError(
             "the NPU cannot be emulated",
-            why=f"the emulator works with torch-npu {TORCH_NPU}, and {found.version} is installed",
+            why=f"torch {torch} needs torch-npu {wanted}, and {found.version} is installed",
             remedy=f"use a virtual environment without torch-npu, and there: {INSTALL}",
         )
     return found
@@ -76,8 +82,12 @@ def _cache() -> Path:
 
 
 def place() -> Path:
-    """Return torch-npu's folder. It names what the wheel was built for, because machines and Pythons share caches."""
-    return _cache() / f"torch-npu-{TORCH_NPU}-{sys.implementation.cache_tag}-{platform.machine()}"
+    """Return torch-npu's folder. It names what the wheel was built for, because machines and Pythons share caches.
+
+    Raises:
+        BackendUnavailableError: the emulator does not work with the installed torch.
+    """
+    return _cache() / f"torch-npu-{fitting()}-{sys.implementation.cache_tag}-{platform.machine()}"
 
 
 def _importable() -> Distribution | None:
@@ -92,17 +102,31 @@ def within(folder: Path) -> Distribution | None:
     return next(iter(Distribution.discover(name="torch-npu", path=[str(folder)])), None)
 
 
-def check_torch() -> None:
-    """Raise BackendUnavailableError if torch is missing or has another version."""
+def fitting() -> str:
+    """Return the version of torch-npu to install for the installed torch.
+
+    Raises:
+        BackendUnavailableError: torch is missing, or the emulator does not work with it.
+    """
+    *_, newest = RELEASES
     try:
-        version = distribution("torch").version
+        torch = distribution("torch").version
     except PackageNotFoundError as error:
         raise BackendUnavailableError(
-            "the NPU cannot be emulated", why="torch is not installed", remedy=f"pip install torch=={TORCH_NPU}"
+            "the NPU cannot be emulated", why="torch is not installed", remedy=f"pip install torch=={newest}"
         ) from error
-    if version.partition("+")[0] != TORCH_NPU:
+    release = compatibility.torch_of(torch)
+    if release not in RELEASES:
         raise BackendUnavailableError(
             "the NPU cannot be emulated",
-            why=f"torch-npu {TORCH_NPU} is built for torch {TORCH_NPU}, and torch {version} is installed",
-            remedy=f"pip install torch=={TORCH_NPU}, in a virtual environment of its own if others need {version}",
+            why=f"torch {torch} is installed, and the emulator works with no torch-npu for torch {release}",
+            available=", ".join(f"torch {torch} with torch-npu {npu}" for torch, npu in RELEASES.items()),
+            remedy=f"pip install torch=={newest}, in a virtual environment of its own if others need {torch}",
         )
+    return RELEASES[release]
+
+
+def cuda_build() -> bool:
+    """Return whether the installed torch is built for CUDA."""
+    torch = distribution("torch")
+    return compatibility.built_for_cuda(torch.version, torch.requires or ())

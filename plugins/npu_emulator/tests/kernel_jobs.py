@@ -11,7 +11,7 @@ from torch import nn
 from torch_npu.npu.utils import get_npu_overflow_flag, npu_check_overflow
 
 # torch_npu says this of every `empty_like(tensor, memory_format=torch.contiguous_format)`.
-warnings.filterwarnings("ignore", "Cannot create tensor with internal format")
+warnings.filterwarnings("ignore", "Cannot create tensor with intern?al format")
 
 
 def half(*values):

@@ -24,7 +24,7 @@ OF_FLOATS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format")
+@pytest.mark.filterwarnings("ignore:Cannot create tensor with intern?al format")
 @pytest.mark.parametrize("operator", OF_FLOATS.values(), ids=OF_FLOATS)
 def test_what_takes_floats_alone(emulated_npu, operator):
     floats = torch.rand(4, 4).to(emulated_npu)

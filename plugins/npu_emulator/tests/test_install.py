@@ -1,6 +1,7 @@
 """Installing torch-npu where only emulated processes find it. A stand-in for the wheel makes it quick to see."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -106,10 +107,25 @@ def test_versions_that_do_not_fit_are_refused_before_anything_is_installed(versi
     for call in (wheel.torch_npu, lambda: install(options)):
         with pytest.raises(BackendUnavailableError, match=r"torch 2\.13\.1 is installed") as raised:
             call()
-        assert "pip install torch==2.13.0" in raised.value.remedy
+        assert raised.value.available == ", ".join(
+            f"torch {torch} with torch-npu {torch_npu}" for torch, torch_npu in wheel.RELEASES.items()
+        )
+        assert "pip install torch==" in raised.value.remedy
     del versions["torch"]
     with pytest.raises(BackendUnavailableError, match="torch is not installed"):
         install(options)
     versions |= {"torch": "2.13.0", "torch-npu": "2.12.0"}
     with pytest.raises(BackendUnavailableError, match=r"torch-npu 2\.13\.0, and 2\.12\.0 is installed"):
         wheel.torch_npu()
+
+
+@pytest.mark.parametrize(("torch", "torch_npu"), wheel.RELEASES.items())
+@pytest.mark.parametrize("build", ["", "+cpu", "+cu130"])
+def test_each_torch_has_its_torch_npu(versions, torch, torch_npu, build):
+    versions["torch"] = torch + build
+    assert wheel.fitting() == torch_npu
+    assert torch_npu in wheel.place().name
+    with pytest.raises(BackendUnavailableError, match=re.escape(f"torch-npu {torch_npu}, which fits torch {torch}")):
+        wheel.torch_npu()
+    versions["torch-npu"] = f"{torch}.post1"  # another release that is built for the same torch
+    assert wheel.torch_npu().version == f"{torch}.post1"

@@ -11,7 +11,7 @@ from torch.nn import functional  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("emulated_npu"),
-    pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format"),
+    pytest.mark.filterwarnings("ignore:Cannot create tensor with intern?al format"),
 ]
 
 
@@ -119,6 +119,7 @@ def test_a_loss_of_several_steps_is_rounded_once(reduction):
     assert torch.equal(device[0].grad.cpu(), single[0].grad.half())
 
 
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="this torch has no LinearCrossEntropyLoss")
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_linear_cross_entropy_in_bfloat16_is_within_a_few_roundings(chunk):
     options = None if chunk is None else nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)

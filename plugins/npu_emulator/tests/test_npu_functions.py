@@ -10,7 +10,7 @@ from torch.nn import functional  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("emulated_npu"),
-    pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format"),
+    pytest.mark.filterwarnings("ignore:Cannot create tensor with intern?al format"),
 ]
 
 

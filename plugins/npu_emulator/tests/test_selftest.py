@@ -44,11 +44,12 @@ def test_nearly_all_operators_agree_with_the_cpu(swept, every):
     assert output.startswith("EMULATED")
     assert report["emulated"] is True
     assert report["share"] >= 0.98, output
-    slack = 1 if every == 1 else 1.4  # a part of the operators is not like all of them
+    # A part of the operators is not like all of them, and what is wrong is wrong in several dtypes.
+    slack, more = (1, 0) if every == 1 else (1.4, len(FLOATS))
     for form, least in LEAST.items():
         assert report["counts"][form]["values"] >= least / every / slack, output
     for verdict, most in MOST.items():
-        assert sum(counts[verdict] for counts in report["counts"].values()) <= most / every * slack, output
+        assert sum(counts[verdict] for counts in report["counts"].values()) <= most / every * slack + more, output
     assert [path.name for path in folder.iterdir()] == ["report.json"]
 
 

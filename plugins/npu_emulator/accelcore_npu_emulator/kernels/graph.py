@@ -46,6 +46,11 @@ class Tape:
         """Run every recorded kernel again."""
         # torch_npu has advanced the generators by all that the graph draws.
         begin = {generator: generator.get_offset() - drawn for generator, drawn in self._drawn.items()}
+        if min(begin.values(), default=0) < 0:
+            raise RuntimeError(
+                "EMULATED: a captured graph drew random numbers from a generator that is not registered with it: "
+                "call register_generator_state() of the graph before the capture"
+            )
         self._numbers = iter([(generator, begin[generator] + offset) for generator, offset in self._draws])
         for step in self._steps:
             step()
