@@ -99,6 +99,12 @@ def test_autocast_to_fp32_switches_autocast_off(accel, dtype):
         assert (one @ one).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_setting_of_torchs_scaler_suggests_ours(accel, dynamic):
+    with pytest.raises(ConfigurationError, match=r"'init_scale'(?s:.*)did you mean 'init'"):
+        accel.scaler.create(init_scale=8.0, dynamic=dynamic)
+
+
 def test_the_factory_of_scalers_says_how_one_is_made(accel):
     with pytest.raises(ConfigurationError, match=r"accel\.scaler\.create\(\)"):
         accel.scaler()

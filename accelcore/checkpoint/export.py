@@ -38,8 +38,18 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
     found = store.find(folder, best=best)
     if target.exists() and not target.is_file():  # such as /dev/null
         raise ConfigurationError(f"{target} is a folder or no regular file", remedy="name a file")
+    if target.suffix != ".safetensors":
+        raise ConfigurationError(
+            f"{target} does not end in .safetensors",
+            why="other programs choose the format by the name of a file",
+            remedy=f"write {target.with_suffix('.safetensors')}",
+        )
     if found is None:
-        raise CheckpointError(f"there is no checkpoint in {folder}", remedy="give the folder given to trainer.save")
+        raise CheckpointError(
+            f"there is no checkpoint in {folder}",
+            available=store.beneath(folder),
+            remedy="give the folder given to trainer.save",
+        )
     names = list(found.manifest["trainers"])
     if (trainer or "") not in names:
         raise CheckpointError(

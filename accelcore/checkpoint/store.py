@@ -54,6 +54,7 @@ __all__ = [
     "Checkpoint",
     "alone",
     "as_path",
+    "beneath",
     "checkpoints",
     "find",
     "finish",
@@ -89,6 +90,12 @@ def checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_order_of)
+
+
+def beneath(folder: Path) -> str:
+    """Return up to five folders in `folder` that have checkpoints, for a message."""
+    found = sorted(path for path in folder.glob("*/") if path.is_dir() and checkpoints(path))
+    return ", ".join(map(str, found[:5]))
 
 
 def _order_of(path: Path) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from accelcore.errors import ConfigurationError, PluginError
+from accelcore.util.text import nearest
 
 __all__ = ["COMMANDS", "Commands"]
 
@@ -38,6 +39,17 @@ class Commands(click.Group):
         if own is not None or cmd_name not in self.list_commands(ctx):
             return own
         return _Brought(cmd_name, short_help=_line(cmd_name))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            known = {name: name for name in self.list_commands(ctx)} | {"version": "--version", "help": "--help"}
+            near = nearest(args[0], known)
+            hint = f" Did you mean 'accelcore {known[near]}'?" if near else ""
+            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx) from error
 
 
 class _Brought(click.Command):

@@ -48,7 +48,7 @@ def app() -> None:
 @app.command()
 @json_option
 @click.option("--deep", is_flag=True, help="Also import torch and try each usable backend, in processes of their own.")
-@number("--timeout", "SECONDS", 60, "How long one trial of --deep may take.")
+@number("--timeout", "SECONDS", 60, "How long one trial of --deep may take.", most=86400)
 @common
 def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     """Report which backends work here, why the others do not, and what to do.
@@ -60,7 +60,7 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     \b
     Exit code:
       0   every plugin answered, and at least one backend is usable
-      1   something installed is broken: import torch, a plugin, versions that do not fit, or a trial of --deep
+      1   something is broken: import torch, a plugin, versions that do not fit, a trial of --deep; or select() raises
       2   no backend is usable, broken or not, and import torch was not seen to fail
       64  the request is invalid
 
@@ -107,7 +107,8 @@ _AFTER_THE_SCRIPT = {"allow_interspersed_args": False}  # options after the scri
 def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Run a script, or with -m a module, on the device of your choice.
 
-    Options of accelcore go before SCRIPT, the script's own after it. With one rank this process becomes the script,
+    Options of accelcore go before SCRIPT, the script's own after it: in `accelcore run train.py --device cpu` the
+    script gets --device. With one rank this process becomes the script,
     with its exit code and its signals. If one of several ranks fails, all end, and the last line names the first.
 
     \b
@@ -149,7 +150,7 @@ def verify() -> None:
     help="Test only this part: backend, operators, training, or one of the six roles. May be given several times.",
 )
 @click.option("--deep", is_flag=True, help="Compare all of torch's operators with the CPU; takes minutes.")
-@number("--timeout", "SECONDS", 300, "How long one test may take.")
+@number("--timeout", "SECONDS", 300, "How long one test may take.", most=86400)
 @common
 def verify_backend(name: str, as_json: bool, only: tuple[str, ...], deep: bool, timeout: int) -> int:
     """Run the conformance suite on the backend NAME, and print its scorecard.
@@ -232,10 +233,15 @@ def export(trainer: str | None, checkpoint: str, file: str, *, best: bool) -> No
 
 
 @app.command()
-@click.option("-o", "--output", metavar="FILE", default="plot.png", show_default=True, help="PNG, SVG, PDF or HTML.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="PNG, SVG, PDF or HTML. Default: plot.png in the folder of one run; for several runs, a new plot.png here.",
+)
 @click.argument("folders", nargs=-1, required=True, type=click.Path())
 @common
-def plot(folders: tuple[str, ...], output: str) -> None:
+def plot(folders: tuple[str, ...], output: str | None) -> None:
     """Plot the logs of runs side by side: loss, learning rate, and what else they have.
 
     FOLDERS are folders of accelcore.Log. An HTML page holds everything in one file. Needs matplotlib: pip
@@ -248,11 +254,13 @@ def plot(folders: tuple[str, ...], output: str) -> None:
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     from pathlib import Path
 
-    from accelcore.training.monitoring.plot import draw
+    from accelcore.training.monitoring.plot import draw, file_for
     from accelcore.training.monitoring.records import read_records
 
-    draw({folder: read_records(Path(folder)) for folder in folders}, Path(output))
-    click.echo(f"{output}: {len(folders)} run{'s' if len(folders) > 1 else ''}")
+    runs = {folder: read_records(Path(folder)) for folder in folders}
+    file = file_for(list(map(Path, folders))) if output is None else Path(output)
+    draw(runs, file)
+    click.echo(f"{file}: {len(folders)} run{'s' if len(folders) > 1 else ''}")
 
 
 @app.command()

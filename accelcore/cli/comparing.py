@@ -23,7 +23,7 @@ __all__ = ["advise"]
 @number("--steps", "K", 50, "Updates of a trial.", least=10)
 @number("--seeds", "N", 3, "How many other seeds measure the noise of the loss.")
 @number("--rounds", "N", 2, "How often each variant is tried for its time, in turn with the others.")
-@number("--timeout", "SECONDS", 300, "How long the start of a trial, and each of its steps, may take.")
+@number("--timeout", "SECONDS", 300, "How long the start of a trial, and each of its steps, may take.", most=86400)
 @click.option(
     "--preset", "presets", metavar="NAME", multiple=True, help="Try only this preset beside fp32; repeatable."
 )

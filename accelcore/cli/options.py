@@ -36,9 +36,11 @@ common = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 
-def number(name: str, metavar: str, default: int, help: str, *, least: int = 1) -> Callable[[F], F]:
+def number(
+    name: str, metavar: str, default: int, help: str, *, least: int = 1, most: int | None = None
+) -> Callable[[F], F]:
     """Add an option whose value is a whole number."""
-    kind = click.IntRange(min=least, max=86400)
+    kind = click.IntRange(min=least, max=most)
     kind.name = "whole number"  # for messages
     return click.option(name, metavar=metavar, type=kind, default=default, show_default=True, help=help)
 

@@ -120,7 +120,10 @@ class Optimizers:
         return tuple(sorted(self._routes))
 
     def explain(self, name: str | type[torch.optim.Optimizer], **options: Any) -> tuple[ExplainedRoute, ...]:
-        """Return every route to `name`, best first, and whether `create` takes it for these options, or why not."""
+        """Return every route to `name`, best first, and whether `create` takes it for these options, or why not.
+
+        The tuple prints as a line for each route.
+        """
         return self._explain(Request(_name(name), options))
 
     def create(
@@ -153,7 +156,9 @@ class Optimizers:
             groups = _listed(params)
         except TypeError as error:
             raise ConfigurationError(
-                f"optimizer {name!r} cannot be made of these parameters", why=str(error)
+                f"optimizer {name!r} cannot be made of these parameters",
+                why=str(error),
+                remedy="give model.parameters(), or groups: [{'params': model.parameters(), 'lr': 0.1}]",
             ) from error
         if lr is not None:
             options["lr"] = lr
@@ -244,6 +249,8 @@ def _name(asked: str | type[torch.optim.Optimizer]) -> str:
 
 def _listed(params: Parameters) -> list[dict[str, Any]]:
     """Return parameter groups whose parameters are lists, because reading a generator exhausts it."""
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(f"a {type(params).__name__} is a module")
     groups = list(params)
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]

@@ -69,6 +69,13 @@ class ExplainedRoute:
     reason: str = ""
 
 
+class _Explanation(tuple[ExplainedRoute, ...]):
+    """Routes to an optimizer, best first, which print as a line each."""
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{one.route}: {'chosen' if one.chosen else one.reason}" for one in self)
+
+
 @dataclass(frozen=True)
 class Route:
     """One implementation of an optimizer; see `Optimizers.register`."""
@@ -150,7 +157,7 @@ def choose(routes: Sequence[Route], request: Request) -> tuple[ExplainedRoute, .
                 reason = "it needs whole parameters, and this rank has shards"
             taken = reason is None
             choices.append(ExplainedRoute(route.name, taken, reason or ""))
-    return tuple(choices)
+    return _Explanation(choices)
 
 
 def formula_routes() -> dict[str, list[Route]]:

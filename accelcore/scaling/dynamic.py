@@ -41,6 +41,8 @@ __all__ = ["GradScaler", "Scalers"]
 
 logger = logging.getLogger("accelcore")
 
+_HOW = "it makes scalers: write scaler = accel.scaler.create() before the loop"
+
 _OF_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 _LARGEST = 2**31 - 1
@@ -334,12 +336,15 @@ class Scalers:
         min: float = 1.0,
         max: float = 2.0**24,
         dynamic: bool = True,
+        **unknown: Any,
     ) -> LossScaler:
         """Return a scaler. A dynamic one starts at `init`; a static one (`dynamic=False`) keeps `init`.
 
         Raises:
-            ConfigurationError: a scale, factor or interval cannot work.
+            ConfigurationError: a setting is `unknown`, or a scale, factor or interval cannot work.
         """
+        if unknown:
+            LossScale(**unknown)  # raises, and names the known settings
         if not dynamic:
             if not 0 < init <= torch.finfo(torch.float32).max:
                 raise ConfigurationError(f"{init} is not a static loss scale", remedy="give a finite number > 0")
@@ -353,15 +358,7 @@ class Scalers:
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         """Raise ConfigurationError: this is no class of scalers, as torch's `GradScaler` is."""
-        raise _not_a_scaler()
+        raise ConfigurationError("accel.scaler is not a class of loss scalers", remedy=_HOW)
 
     def __getattr__(self, name: str) -> NoReturn:
-        what = f"{type(self).__name__!r} object has no attribute {name!r}"
-        raise AttributeError(str(_not_a_scaler()) if hasattr(LossScaler, name) else what)  # as `hasattr` expects
-
-
-def _not_a_scaler() -> ConfigurationError:
-    return ConfigurationError(
-        "accel.scaler is not a loss scaler, it makes them",
-        remedy="write scaler = accel.scaler.create() before the loop; accel.scaler.none() makes one that does nothing",
-    )
+        raise AttributeError(f"Scalers has no attribute {name!r}" + f": {_HOW}" * hasattr(LossScaler, name))

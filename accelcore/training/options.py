@@ -19,6 +19,7 @@ from accelcore.scaling.contract import LossScale
 from accelcore.torch_internals import OpOverload, uncompiled
 from accelcore.training.observers import Observer
 from accelcore.training.schedule import ScheduleBy
+from accelcore.training.words import OPTIONS
 from accelcore.util.text import Settings, did_you_mean, is_number, is_whole, kind_of
 
 __all__ = [
@@ -191,17 +192,6 @@ _DEFAULTS = {
 """Defaults that are not None."""
 
 
-_WORDS_OF_OTHERS = {
-    "mixed_precision": "precision", "autocast": "precision", "dtype": "precision", "use_amp": "precision",
-    "accumulate_grad_batches": "accumulate", "gradient_accumulation_steps": "accumulate", "grad_clip": "clip_norm",
-    "gradient_clip_val": "clip_norm", "max_grad_norm": "clip_norm", "strategy": "parallel", "lr_scheduler": "scheduler",
-    "criterion": "loss", "loss_fn": "loss", "callbacks": "observers", "gradient_checkpointing": "checkpoint",
-    "torch_compile": "compile",
-    "amp": "fp16", "mixed": "bf16", "DistributedDataParallel": "ddp", "dp": "ddp", "FullyShardedDataParallel": "fsdp",
-}  # fmt: skip
-"""Options of other libraries, then values of `precision` and `parallel`, each with the word for it here."""
-
-
 def complete(given: Mapping[str, Any]) -> TrainerOptions:
     """Return all options: those given, and the defaults of the others."""
     known = TrainerOptions.__annotations__
@@ -210,13 +200,11 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
             raise ConfigurationError(
                 f"a trainer has no option {name!r}",
                 available=", ".join(known),
-                remedy=did_you_mean(_WORDS_OF_OTHERS.get(name, name), known),
+                remedy=did_you_mean(OPTIONS.get(name, name), known),
             )
         word = value.__name__ if isinstance(value, type) else value
-        if name in ("precision", "parallel") and isinstance(word, str) and word in _WORDS_OF_OTHERS:
-            raise ConfigurationError(
-                f"{name}={word!r} is unknown", remedy=f"did you mean {name}={_WORDS_OF_OTHERS[word]!r}?"
-            )
+        if name in ("precision", "parallel") and isinstance(word, str) and word in OPTIONS:
+            raise ConfigurationError(f"{name}={word!r} is unknown", remedy=f"did you mean {name}={OPTIONS[word]!r}?")
     return cast("TrainerOptions", {**dict.fromkeys(known), **_DEFAULTS, **given})
 
 

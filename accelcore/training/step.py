@@ -121,12 +121,20 @@ class Step:
             raise
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, *, retain_graph: bool) -> None:
-        """Add the gradients of a loss. They outlast the next forward pass."""
+        """Add the gradients of a loss, and call its observers. The gradients outlast the next forward pass."""
+        if weight is None and self._weight is not None:
+            raise TrainingError(
+                "backward was called without a weight, and this trainer was made with weight=",
+                remedy="call trainer.backward(loss, weight=...), or leave weight= out of accel.trainer(...)",
+            )
         try:
             self._add(loss, weight, outlast=True, retain_graph=retain_graph)
         except BaseException as error:
             self.drop(error)
             raise
+        loss = loss.detach()
+        self.finite.losses.append((self._window.steps + 1, loss, loss._version))
+        self.observe_loss(loss)
 
     def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -30,6 +30,7 @@ from accelcore.training.stages.order import Preparation
 from accelcore.training.step import Step
 from accelcore.training.trial import with_trial
 from accelcore.training.window import Window
+from accelcore.training.words import refuse_arguments, refuse_attribute
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,6 +84,7 @@ class Trainer:
     optimizer: Fixed[Optimizer] = Fixed(lambda trainer: trainer._plan.optimizer)
     scheduler: Fixed[LRScheduler | None] = Fixed(lambda trainer: trainer._schedule.scheduler)
     scaler: Fixed[LossScaler] = Fixed(lambda trainer: trainer._scaler)
+    __getattr__ = refuse_attribute
 
     def __init__(
         self, backend: Backend, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
@@ -127,10 +129,7 @@ class Trainer:
 
     @property
     def total_steps(self) -> int | None:
-        """Number of windows of the whole training: as given, else from `epochs(n)` and the length of the last loader.
-
-        None as long as one of these is unknown.
-        """
+        """Number of windows of the whole training: as given, or from `epochs(n)` and the last loader; or None."""
         given = self._options["total_steps"]
         return self._streams.total_steps(self.accumulate) if given is None else given
 
@@ -175,14 +174,13 @@ class Trainer:
         return self._streams.epochs(total)
 
     def batches(self, loader: Iterable[Any], *, name: str = "train", shard: bool = True) -> Batches:
-        """Return the batches of one epoch: on the device, this rank's share. At the end a short window is flushed.
+        """Return the batches of one epoch: on the device, this rank's share. Their `len()` is their number.
 
-        `len(trainer.batches(loader))` is the number of batches, for a progress bar or a schedule.
-
-        After a `resume` in mid-epoch the first call yields the rest of that epoch. It loads the earlier batches again
-        and drops them, so that random augmentation stays exact. A loader with `state_dict` and `load_state_dict`, such
-        as torchdata's StatefulDataLoader, restores its own state instead. An epoch that is left early, by `break` or an
-        exception, has ended: to resume within an epoch, save inside the loop, after training on a batch.
+        At the end a short window is flushed. After a `resume` in mid-epoch the first call yields the rest of that
+        epoch. It loads the earlier batches again and drops them, so that random augmentation stays exact. A loader with
+        `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader, restores its own state instead. An
+        epoch that is left early, by `break` or an exception, has ended: to resume within an epoch, save inside the
+        loop, after training on a batch.
 
         Args:
             loader: a DataLoader over a map-style or iterable dataset, or any iterable of batches. In a job of several
@@ -209,9 +207,9 @@ class Trainer:
 
         `trainer.evaluate(loader).mean(function)` is the mean of `function(batch)` over all rows of all ranks.
 
-        In the loop the model is in evaluation mode, under `no_grad` and autocast. After the loop its modes are
-        restored. Ranks may have different numbers of rows: in a loop of your own, combine results by `job.gather`, or
-        add up sums. If the loader does not shuffle, gathered results are in the order of its rows.
+        In the loop, and only there, the model is in evaluation mode, under `no_grad` and autocast. Ranks may differ in
+        the number of rows: in a loop of your own, combine results by `job.gather`, or add up sums. If the loader does
+        not shuffle, gathered results are in the order of its rows.
 
         Args:
             loader: every rank must call this. A DataLoader is divided by rows, whatever its sampler, into the same
@@ -221,19 +219,18 @@ class Trainer:
         self._step.check_failure()
         return evaluate(self.backend, self.model, self._plan.contexts.make_region, loader)
 
-    def __call__(self, batch: Any) -> Tensor:
+    def __call__(self, batch: Any, *more: Any) -> Tensor:
         """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device.
 
-        Tensors of the batch that are elsewhere are moved to the device first.
+        Tensors of the batch that are elsewhere are moved to the device first. There must be no `more`.
         """
+        if more:
+            refuse_arguments(1 + len(more))
         self._check_step(begins=self._window.micro == 0)
-        captured = self._plan.captured
-        if captured is None:
-            loss, self.aux = self._step.forward_backward(batch)
-        else:
-            loss, self.aux = self._step.launch(captured, batch)
-        self._step.finite.losses.append((self._window.steps + 1, loss, loss._version))
-        self._step.end_micro_batch(loss, updated=captured is not None)
+        captured, step = self._plan.captured, self._step
+        loss, self.aux = step.forward_backward(batch) if captured is None else step.launch(captured, batch)
+        step.finite.losses.append((self._window.steps + 1, loss, loss._version))
+        step.end_micro_batch(loss, updated=captured is not None)
         return loss
 
     @property
@@ -258,20 +255,10 @@ class Trainer:
             retain_graph: whether another loss of the same forward pass follows.
 
         Raises:
-            TrainingError: `loss` is not a scalar tensor that depends on the parameters; or, in a job of several ranks,
-                it was not computed by `trainer.forward`.
+            TrainingError: `loss` is not a scalar of the parameters, or in a job not computed by `trainer.forward`.
         """
         self._check_step(begins=not self._step.is_open)  # the forward pass may have bypassed `forward`
-        if weight is None and self._options["weight"] is not None:
-            raise TrainingError(
-                "backward was called without a weight, and this trainer was made with weight=",
-                remedy="call trainer.backward(loss, weight=...), or leave weight= out of accel.trainer(...)",
-            )
         self._step.backward(loss, weight, retain_graph=retain_graph)
-        loss = loss.detach()
-        self._step.finite.losses.append((self._window.steps + 1, loss, loss._version))
-        if self._plan.listeners.loss:
-            self._step.observe_loss(loss)
 
     def update(self) -> bool:
         """Count a micro-batch; at the end of a window, update the parameters. Return whether a window was closed."""
@@ -301,19 +288,7 @@ class Trainer:
             DistributedError: the ranks of the job have made different changes. The trainer can no longer train.
         """
         self._step.check()
-        may_differ = self.backend.collectives.world_size > 1  # another rank may have passed checks that this one fails
-        try:
-            self._preparation.check("trainer.refresh()", self._check_refreshable)
-            may_differ = True
-            self._preparation.apply()
-        except BaseException as error:
-            if may_differ:
-                self._step.give_up(
-                    "trainer.refresh() failed, and its changes may be incomplete or differ between ranks",
-                    "make the same change on all ranks before it; start the job again, from a checkpoint",
-                    error,
-                )
-            raise
+        self._preparation.repeat(self._check_refreshable, self._step.give_up)
         self._prepared()
 
     def save(

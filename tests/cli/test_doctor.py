@@ -11,7 +11,6 @@ import pytest
 import accelcore
 from accelcore.cli.child import Ended
 from accelcore.cli.doctor import deep
-from accelcore.cli.doctor.diagnosis import diagnose
 from accelcore.devices.plugins import AUTOLOAD, Declared
 
 TORCH_FREE = """
@@ -183,44 +182,6 @@ def test_what_a_plugin_says_can_neither_break_lines_nor_send_escape_codes(machin
     done = machine.run("doctor")
     assert done.returncode == 0, done.stderr
     assert r"why: no \x1b[31mcard\r\n\t\xc4" in done.stdout
-
-
-# What select() would choose is what it does choose.
-
-
-REQUESTS = ["auto", "cpu", "cpu:0", "cpu:3", "cuda", "nowhere", "nowhere,CPU ", "cpu:9,nowhere", "?", "", "twin,cpu"]
-
-
-@pytest.mark.parametrize("request_", REQUESTS)
-def test_what_select_would_choose_is_what_it_chooses(machine, monkeypatch, request_):
-    for distribution in ("red", "blue"):
-        machine.fakes.install("", backends=["twin"], distribution=distribution)
-    monkeypatch.setenv("ACCEL_DEVICE", request_)
-    foreseen = diagnose().selection
-    assert foreseen["request"] == (request_ or "auto")
-    try:
-        backend, error = accelcore.select(), None
-    except accelcore.AccelError as raised:
-        backend, error = None, raised
-    if backend is not None:
-        assert (foreseen["chosen"], foreseen["error"]) == (f"{backend.name}:{backend.index}", None)
-        over = [(probe.name, probe.reason, probe.remedy) for probe in backend.passed_over]
-        assert [tuple(passed.values()) for passed in foreseen["passed_over"]] == over
-    else:
-        assert foreseen["chosen"] is None
-        told = (type(error).__name__, error.what, error.why, error.available, error.remedy)
-        assert tuple(foreseen["error"].values()) == told
-
-
-def test_a_rank_foresees_its_own_device(machine, monkeypatch):
-    machine.fakes.backend("toaster", priority=9, count=2)
-    for name, value in {
-        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    assert diagnose().selection["chosen"] == "toaster:1"
-    monkeypatch.setenv("RANK", "2")
-    assert "RANK" in diagnose().selection["error"]["what"]
 
 
 def test_an_invalid_variable_of_accelcore_is_an_error_without_traceback(machine):
@@ -396,13 +357,6 @@ def test_an_import_of_torch_that_fails_is_reported_first(machine):
     assert "broken: import torch" in done.stdout
     machine.variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     assert machine.run("doctor").returncode == 0
-
-
-def test_a_device_variable_that_is_empty_is_not_set(machine):
-    machine.variables["ACCEL_DEVICE"] = ""
-    _, report = machine.doctor()
-    assert (report["selection"]["request"], report["selection"]["source"]) == ("auto", "default")
-    assert report["selection"]["chosen"] == "cpu:0"
 
 
 def test_it_tells_which_package_answers_for_a_device_of_torch(machine):

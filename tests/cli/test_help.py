@@ -42,6 +42,13 @@ def test_version(machine):
     assert machine.run("--version").stdout.startswith("accelcore 0.")
 
 
+@pytest.mark.parametrize(("word", "meant"), [("version", "--version"), ("doktor", "doctor"), ("rum", "run")])
+def test_an_unknown_command_suggests_one(machine, word, meant):
+    done = machine.run(word)
+    assert done.returncode == 64
+    assert f"Did you mean 'accelcore {meant}'?" in done.stderr
+
+
 def test_the_console_script_is_the_same_program(machine):
     script = shutil.which("accelcore", path=sys.executable.rpartition("/")[0])
     assert script is not None

@@ -166,6 +166,25 @@ def test_a_log_that_cannot_be_plotted_is_an_error_that_says_why(tmp_path, capsys
     assert ".svg" in capsys.readouterr().err
 
 
+def test_a_plot_lies_beside_its_log_and_one_of_several_runs_replaces_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.jsonl").write_text('{"step": 1, "memory_peak": 4194304}\n')
+    assert main(["plot", "a"]) == main(["plot", "b/log.jsonl"]) == main(["plot", "a", "b"]) == 0
+    assert all((tmp_path / name).is_file() for name in ("a/plot.png", "b/plot.png", "plot.png"))
+    before = (tmp_path / "plot.png").read_bytes()
+    assert main(["plot", "b", "a"]) == 64
+    assert "-o plot.png" in capsys.readouterr().err
+    assert (tmp_path / "plot.png").read_bytes() == before
+    assert main(["plot", "b", "a", "-o", "plot.svg"]) == 0
+    assert "memory peak, MiB" in (tmp_path / "plot.svg").read_text()
+    assert main(["plot", "nowhere"]) == 64
+    told = capsys.readouterr().err
+    assert "No such file or directory" in told
+    assert "Errno" not in told
+
+
 def test_figures_go_to_tensorboard_and_wandb_and_a_resumed_run_is_the_same_one(accel, tmp_path, monkeypatch):
     told = []
 

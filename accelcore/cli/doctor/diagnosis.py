@@ -138,6 +138,8 @@ class Diagnosis:
         if self.deep is not None:
             trials = (trial for trial in self.deep.backends if trial.outcome not in ("works", "not tried"))
             names += [f"backend {trial.name} (--deep)" for trial in trials]
+        if not names and self.selection["error"] is not None:
+            names = ["select()"]
         return names
 
     @property

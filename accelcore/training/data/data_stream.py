@@ -240,8 +240,8 @@ class DataStreams:
         self._total_epochs, done = total, self["train"].epoch
         if 0 < total <= done and self._collectives.rank == 0:
             logger.warning(
-                "this training is finished: %d of %d epochs are done; to continue, ask for more epochs; to start over, "
-                "save to another folder, or delete this one",
+                "this training is finished: %d epochs are done, and %d wanted; to continue, ask for more; to start "
+                "over, save to another folder, or delete this one",
                 done,
                 total,
             )

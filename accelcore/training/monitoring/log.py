@@ -18,14 +18,13 @@ from accelcore.errors import ConfigurationError
 from accelcore.training.monitoring.meter import Meter
 from accelcore.training.monitoring.plot import check_matplotlib, draw
 from accelcore.training.monitoring.records import FILE, line_of, read_records, replace_file
-from accelcore.training.monitoring.sinks import Sink, TensorBoard, WandB
+from accelcore.training.monitoring.sinks import TensorBoard, WandB
 from accelcore.util.text import is_number, is_whole
 
 __all__ = ["Log"]
 
 logger = logging.getLogger("accelcore")
 
-_PLOT_EVERY = 60.0
 _OLD = "log-before.jsonl"
 
 
@@ -34,13 +33,12 @@ class Log(Meter):
 
     Give it to a trainer: `accel.trainer(..., observers=[accelcore.Log("outputs/run")])`. The main rank writes a line
     each few steps, a JSON object: `step`; `epoch`, counted from 0; `loss`, the mean over this rank's micro-batches
-    since the last line; `lr` of the first group, for the next update; `gradient_norm` of the step; `rows_per_second` of
-    all ranks within epochs; `memory_peak` in bytes; `seconds` since the log was made. A value that is not finite is
-    null. A step does not wait for the device: a line is written one step later.
+    since the last line or a resume; `lr` of the first group, for the next update; `gradient_norm` of the step;
+    `rows_per_second` of all ranks within epochs; `memory_peak` in bytes; `seconds` since the log was made. A value that
+    is not finite is null. A step does not wait for the device: a line is written one step later.
 
     After a resume, lines after the resumed step are dropped, and the log goes on. A run from the start renames an older
-    log to `log-before.jsonl`. `accelcore plot FOLDER` draws the plot at any time; the log draws it at exit, by
-    `close()`, and at most once a minute between epochs.
+    log to `log-before.jsonl`. The log draws its plot at exit and by `close()`; `accelcore plot FOLDER` at any time.
 
     Args:
         folder: made if it does not exist; one for each run.
@@ -85,8 +83,8 @@ class Log(Meter):
         self._line: dict[str, Any] = {}
         self._next = self._last = -1
         self._file: TextIO | None = None
-        self._sinks: list[Sink] = []
-        self._start = self._drawn = perf_counter()
+        self._sinks: list[TensorBoard | WandB] = []
+        self._start = perf_counter()
         atexit.register(self.close)
 
     def loss(self, loss: Tensor) -> None:
@@ -109,15 +107,9 @@ class Log(Meter):
 
     def epoch_end(self, epoch: int) -> None:
         super().epoch_end(epoch)
-        now = perf_counter()
-        if not self._is_main:
-            return
-        if self._last == self._total:
+        if self._is_main and self._last == self._total:
             self._report()
             self._flush()
-        elif self._plot is not False and now >= self._drawn + _PLOT_EVERY:
-            self._draw()
-            self._drawn = now + 100 * (perf_counter() - now)  # it takes a hundredth of the time at most
 
     def write(self, **values: float) -> None:
         """Write a line of figures of your own, such as `accuracy=0.9`, at the present step. Any rank may call it.

@@ -11,7 +11,9 @@ from pathlib import Path
 from accelcore.errors import ConfigurationError
 from accelcore.training.monitoring.records import Record, columns, replace_file
 
-__all__ = ["check_matplotlib", "draw"]
+__all__ = ["check_matplotlib", "draw", "file_for"]
+
+_BYTES, _FILE = "memory_peak", "plot.png"
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title><style>svg {{ max-width: 100%; height: auto }}</style>
@@ -26,6 +28,19 @@ def check_matplotlib() -> None:
         raise ConfigurationError(
             "a plot needs matplotlib, which is not installed", remedy="pip install 'accelcore[plot]'"
         )
+
+
+def file_for(folders: Sequence[Path]) -> Path:
+    """Return the file for a plot of these logs: beside the log of one run; of several, a new one here.
+
+    Raises:
+        ConfigurationError: there is such a file here.
+    """
+    if len(folders) == 1:
+        return (folders[0].parent if folders[0].is_file() else folders[0]) / _FILE
+    if Path(_FILE).exists():
+        raise ConfigurationError(f"there is a {_FILE} here", remedy=f"name another file, or replace it: -o {_FILE}")
+    return Path(_FILE)
 
 
 def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
@@ -53,9 +68,11 @@ def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
     for axes, name in zip(figure.subplots(height, 2, squeeze=False).flat, figures, strict=False):
         for number, (run, found) in enumerate(of_runs.items()):
             steps, values = found.get(name, ([], []))
+            if name == _BYTES:
+                values = [value / 2**20 for value in values]
             marker = "." if len(steps) < 50 else None
             axes.plot(steps, values, color=f"C{number}", marker=marker, linewidth=1, label=run)
-        axes.set(title=name.replace("_", " "), xlabel="step")
+        axes.set(title=name.replace("_", " ") + ", MiB" * (name == _BYTES), xlabel="step")
         axes.grid(alpha=0.3)
         if len(runs) > 1:
             axes.legend(fontsize="small")

@@ -21,7 +21,7 @@ _REDRAW = 0.25
 
 
 class Progress(Meter):
-    """Progress bar on stderr: epoch, step, loss, learning rate, rows a second and time left.
+    """Progress bar on stderr: epoch, counted from 0, step, loss, learning rate, rows a second and time left.
 
     Give it to a trainer: `accel.trainer(..., observers=[accelcore.Progress()])`. Only the main rank shows it. The loss
     is the last one of this rank; rows a second count all ranks. The time left needs `trainer.total_steps`. A step does
@@ -72,7 +72,7 @@ class Progress(Meter):
         if total is not None and steps > done:
             left = timedelta(seconds=round((now - began) / (steps - done) * max(0, total - steps)))
         parts = (
-            None if self._epoch is None else f"epoch {self._epoch + 1}",
+            None if self._epoch is None else f"epoch {self._epoch}",
             f"step {steps}" + ("" if total is None else f"/{total}"),
             f"loss {read['loss']:.4g}" if "loss" in read else None,
             f"lr {read['lr']:.3g}",

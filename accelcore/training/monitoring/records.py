@@ -20,19 +20,19 @@ Record = Mapping[str, Any]
 
 
 def read_records(folder: Path) -> list[Record]:
-    """Return the lines of a folder's log. A last line that a kill has cut off is left out.
+    """Return the lines of a log, by its folder or its file. A last line that a kill has cut off is left out.
 
     Raises:
         ConfigurationError: there is no log, or a line is damaged.
     """
-    path = folder / FILE
+    path = folder if folder.is_file() else folder / FILE
     try:
         *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         logs = sorted(str(found.parent) for found in folder.glob(f"*/{FILE}"))
         raise ConfigurationError(
             f"there is no log in {folder}",
-            why=str(error),
+            why=error.strerror or str(error),
             available=", ".join(logs[:5]),
             remedy="give the folder that accelcore.Log(folder) was given",
         ) from error

@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["Sink", "TensorBoard", "WandB"]
+__all__ = ["TensorBoard", "WandB"]
 
 _ID = "wandb-id"
-
-
-class Sink(Protocol):
-    """A place that figures are written to."""
-
-    def write(self, values: dict[str, Any]) -> None:
-        """Write the figures of a line, of which one is the step."""
-
-    def close(self) -> None:
-        """Write what waits, and release the files."""
 
 
 class TensorBoard:

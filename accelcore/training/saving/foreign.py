@@ -76,6 +76,12 @@ def _read_foreign(path: Path, names: Collection[str]) -> tuple[dict[str, Any], d
 
     Prefixes of wrappers (`module.`, `_orig_mod.`, the attribute of a LightningModule) are removed from the saved names.
     """
+    if not path.exists():
+        raise CheckpointError(
+            f"there is no file {path}",
+            why=f"seen from {Path.cwd()}",
+            remedy="correct the path; trainer.resume(folder) reads what trainer.save(folder) saved",
+        )
     tree = _of_folder(path) if path.is_dir() else _read(path)
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"{path} holds a {type(tree).__name__}", remedy="give a file with a state_dict in it")

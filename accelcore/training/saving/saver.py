@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
+from torch import Tensor
+
 from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError
 from accelcore.scaling.contract import LossScaler
@@ -65,6 +67,11 @@ class Saver:
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a file of another program; see `Trainer.load`."""
         return load(self.state(), as_path(path))
+
+    @property
+    def position(self) -> str:
+        """Where the training is, for messages."""
+        return f"step {self._window.steps}, epoch {self._streams['train'].epoch}"
 
     def state(self, extra: dict[str, Any] | None = None) -> TrainingState:
         """Return the state of this trainer: to write it with `extra`, or without `extra` to restore it."""
@@ -176,22 +183,29 @@ class Together:
         self._run = uuid4().hex
         self.extra: dict[str, Any] = {}
 
-    def save(self, folder: str | Path, *, keep: int | None = None, extra: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        keep: int | None = None,
+        best: float | Tensor | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Save all trainers as one new checkpoint, named by the largest number of steps; see `Trainer.save`.
 
         `extra` is saved beside the trainers' own `extra`, and becomes `extra` of this object.
         """
         new = _extra(extra, self.extra)
         states = {name: saver.state(saver.extra) for name, saver in self._savers.items()}
-        path = save(_with_extra(states, new), as_path(folder), run=self._run, keep=keep)
+        path = save(_with_extra(states, new), as_path(folder), run=self._run, keep=keep, best=best)
         self.extra = new
         return path
 
-    def resume(self, folder: str | Path, *, must_exist: bool = False) -> Path | None:
+    def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
         """Resume all trainers from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
 
         Args:
-            folder, must_exist: as for `Trainer.resume`.
+            folder, best, must_exist: as for `Trainer.resume`.
 
         Returns:
             The checkpoint, or None if there is none.
@@ -202,7 +216,7 @@ class Together:
                 yours raises while the state is restored, none of the trainers can train any more.
         """
         states = {name: saver.state() for name, saver in self._savers.items()}
-        found = resume(_with_extra(states, self.extra), as_path(folder), must_exist=must_exist)
+        found = resume(_with_extra(states, self.extra), as_path(folder), best=best, must_exist=must_exist)
         if found is None:
             return None
         self._run = found.manifest["run"]

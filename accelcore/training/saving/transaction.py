@@ -152,9 +152,14 @@ def resume(
         )
     if checkpoint is not None:
         _commit(trainings, commits, checkpoint.manifest["trainers"], agreement)
+        if rank == 0:
+            at = "; ".join(f"{name} {training.saver.position}".lstrip() for name, training in trainings.items())
+            logger.warning("resumed from %s: %s", checkpoint.path, at)
     elif must_exist:
         raise CheckpointError(
-            f"there is no checkpoint in {folder}", remedy="give the folder of an earlier save, or leave must_exist out"
+            f"there is no checkpoint in {folder}",
+            available=store.beneath(folder),
+            remedy="give the folder of an earlier save, or leave must_exist out",
         )
     elif rank == 0:
         logger.warning("there is no checkpoint in %s: training starts at the beginning", folder.absolute())

@@ -53,6 +53,22 @@ class Preparation:
         if job.world_size > 1:
             agreement.train_alike(describe(self._plan))
 
+    def repeat(self, first: Callable[[], None], give_up: Callable[[str, str, BaseException], None]) -> None:
+        """Check and apply every stage again; `give_up` is called if this fails when another rank may have done it."""
+        may_differ = self._plan.backend.collectives.world_size > 1  # another rank may have passed a check that failed
+        try:
+            self.check("trainer.refresh()", first)
+            may_differ = True
+            self.apply()
+        except BaseException as error:
+            if may_differ:
+                give_up(
+                    "trainer.refresh() failed, and its changes may be incomplete or differ between ranks",
+                    "make the same change on all ranks before it; start the job again, from a checkpoint",
+                    error,
+                )
+            raise
+
     def apply(self) -> None:
         """Apply every stage."""
         for stage in self._stages:

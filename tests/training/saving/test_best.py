@@ -64,6 +64,18 @@ def test_after_a_resume_the_best_is_remembered_and_can_be_resumed_and_exported(a
     assert steps(tmp_path) == [6]
 
 
+def test_trainers_that_are_saved_together_have_a_best_checkpoint(accel, tmp_path, caplog):
+    one, two = make(accel), make(accel)
+    both = accelcore.Together(one=one, two=two)
+    for metric in (2.0, 1.0, 3.0, 4.0):
+        one(data(1)[0])
+        both.save(tmp_path, keep=1, best=metric)
+    assert steps(tmp_path) == [2, 4]
+    assert both.resume(tmp_path, best=True).name == "step-00000002"
+    assert (one.steps, two.steps) == (2, 0)
+    assert f"resumed from {tmp_path / 'step-00000002'}: one step 2, epoch 0; two step 0, epoch 0" in caplog.text
+
+
 def test_without_a_metric_there_is_no_best(accel, tmp_path, caplog):
     trainer = make(accel)
     assert trainer.resume(tmp_path, best=True) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from unittest.mock import patch
 
 import pytest
@@ -81,13 +82,29 @@ def test_a_file_that_cannot_be_exported_to_is_refused_and_left(accel, tmp_path, 
         with pytest.raises(ConfigurationError, match=says):
             export(checkpoint, target)
     with pytest.raises(CheckpointError, match="written to file/below/it"):
-        export(checkpoint, "file/below/it")
+        export(checkpoint, "file/below/it.safetensors")
+    with pytest.raises(ConfigurationError, match=r"model\.bin does not end(.|\n)*model\.safetensors"):
+        export(checkpoint, "model.bin")
     with (
         patch.object(store, "save_file", side_effect=OSError("full")),
         pytest.raises(CheckpointError, match="written to"),
     ):
         export(checkpoint, "model.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "kept", "pipe"]
+
+
+def test_a_folder_of_folders_names_those_with_checkpoints(accel, tmp_path):
+    trainer = make(accel)
+    trainer.save(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    for attempt in (
+        lambda: export(tmp_path, "model.safetensors"),
+        lambda: trainer.resume(tmp_path, must_exist=True),
+    ):
+        with pytest.raises(
+            CheckpointError, match=rf"no checkpoint in(.|\n)*available: {re.escape(str(tmp_path / 'a'))}\n"
+        ):
+            attempt()
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

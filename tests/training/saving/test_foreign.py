@@ -164,3 +164,10 @@ def test_a_file_is_no_checkpoint_to_resume_from(accel, tmp_path):
     with pytest.raises(CheckpointError, match=r"trainer\.load"):
         make(accel).resume(tmp_path / "file.pth")
     assert isinstance(accelcore.CheckpointError("x"), RuntimeError)
+
+
+def test_a_file_that_is_not_there(accel, tmp_path):
+    model = nn.Linear(2, 2)
+    trainer = accel.trainer(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(accelcore.CheckpointError, match=r"no file .*missing\.pt(.|\n)*correct the path"):
+        trainer.load(tmp_path / "missing.pt")
