@@ -24,7 +24,7 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except click.UsageError as error:
+        except click.ClickException as error:
             if ctx.resilient_parsing:
                 raise
             error.show()

@@ -1,0 +1,98 @@
+"""A host that waits for the loss in each training step."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from accelcore_lint.flow import BACKWARD, STEP, Event, Flow
+from accelcore_lint.rule import Mark, Rule
+from accelcore_lint.script import Script
+
+__all__ = ["RULE"]
+
+
+def _check(script: Script) -> Iterator[Mark]:
+    for flow in script.flows:
+        marked: set[ast.AST] = set()
+        for backward in flow.of(BACKWARD):
+            loop = backward.loop
+            if loop is not None and loop not in marked and _trains(flow, backward):
+                waits = [call for call in _waits(script, loop, backward) if not _guarded(script, call, loop)]
+                if waits:
+                    marked.add(loop)
+                    yield Mark(
+                        waits[0],
+                        "The host waits for the device in each step to read the loss: the next step is not prepared "
+                        "meanwhile.",
+                        "Add up loss.detach() and read it every so many steps, or after the epoch.",
+                    )
+
+
+def _trains(flow: Flow, backward: Event) -> bool:
+    return any(step.loop is backward.loop for step in flow.of(STEP))
+
+
+def _waits(script: Script, loop: ast.stmt, backward: Event) -> Iterator[ast.Call]:
+    """Yield where the value of the loss of backward is read: `.item()`, `float()`."""
+    if not isinstance(backward.loss, ast.Name):
+        return
+    for call in (node for node in ast.walk(loop) if isinstance(node, ast.Call)):
+        read: ast.AST | None = None
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "item":
+            read = call.func.value
+        elif script.names.resolve(call.func) == "float" and len(call.args) == 1:
+            read = call.args[0]
+        while isinstance(read, ast.Call) and isinstance(read.func, ast.Attribute):  # loss.detach().cpu().item()
+            read = read.func.value
+        if isinstance(read, ast.Attribute) and read.attr == "data":
+            read = read.value
+        if isinstance(read, ast.Name) and read.id == backward.loss.id:
+            yield call
+
+
+def _guarded(script: Script, call: ast.Call, loop: ast.stmt) -> bool:
+    """Return whether the loss is read under a condition, in an inner loop, or in a function called later."""
+    for above in script.names.ancestors(call):
+        if above is loop:
+            return False
+        if isinstance(above, ast.If | ast.IfExp | ast.For | ast.While | ast.Lambda | ast.FunctionDef | ast.BoolOp):
+            return True
+    return True
+
+
+RULE = Rule(
+    code="ACC314",
+    name="item-each-step",
+    about="`loss.item()` or `float(loss)` in each training step. The host waits until the device has computed the "
+    "loss, and launches nothing meanwhile. Small models lose much by it. Reads under a condition are not found.",
+    check=_check,
+    found=(
+        """
+        import torch
+
+        def train(model, optimizer, loader):
+            total = 0.0
+            for batch in loader:
+                optimizer.zero_grad()
+                loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                total += loss.item()
+        """,
+    ),
+    clean=(
+        """
+        import torch
+
+        def train(model, optimizer, loader):
+            for i, batch in enumerate(loader):
+                optimizer.zero_grad()
+                loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                if i % 100 == 0:
+                    print(loss.item())
+        """,
+    ),
+)

@@ -1,0 +1,86 @@
+"""A DistributedSampler that draws the same order in each epoch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from accelcore_lint.rule import Mark, Rule
+from accelcore_lint.script import Script, argument, last_name
+
+__all__ = ["RULE"]
+
+_CLASSES = ("torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler")
+
+
+def _check(script: Script) -> Iterator[Mark]:
+    # Whoever gets the sampler, or its loader, may call it; in a script that trains no epochs, another module does.
+    if "set_epoch" in script.text or not any(_trains_epochs(loop) for loop in script.all(ast.For)):
+        return
+    samplers = [call for call, _ in script.calls(lambda name: name in _CLASSES) if _shuffles(call)]
+    evaluates = [call for call in samplers if _evaluates(script, call)]
+    for call in samplers:
+        if call not in evaluates:
+            yield Mark(
+                call,
+                "Nothing calls set_epoch: each epoch has the same order, and each rank the same share of the data.",
+                "Call sampler.set_epoch(epoch) before each epoch; trainer.batches(loader) does.",
+            )
+
+
+def _trains_epochs(loop: ast.For) -> bool:
+    """Return whether a loop is over epochs, with training in it or in what it calls."""
+    counts = "epoch" in ast.unparse(loop.target).lower()
+    return counts and any(isinstance(node, ast.Call) for node in ast.walk(loop))
+
+
+def _shuffles(call: ast.Call) -> bool:
+    shuffle = argument(call, "shuffle", 3)
+    return shuffle is None or (isinstance(shuffle, ast.Constant) and shuffle.value is True)
+
+
+def _evaluates(script: Script, call: ast.Call) -> bool:
+    """Return whether a sampler is for evaluation, by the names around it."""
+    statement = next(above for above in script.names.ancestors(call) if isinstance(above, ast.stmt))
+    text = ast.unparse(statement).lower() if isinstance(statement, ast.Assign | ast.Expr) else last_name(call.func)
+    return any(word in text for word in ("val", "test", "eval"))
+
+
+RULE = Rule(
+    code="ACC309",
+    name="set-epoch",
+    about="A `DistributedSampler` shuffles by its seed and its epoch. If nothing calls `set_epoch`, all epochs have "
+    "the same order. Only scripts that contain the loop over epochs are looked at.",
+    check=_check,
+    found=(
+        """
+        import torch
+        from torch.utils.data.distributed import DistributedSampler
+
+        def main(data, train):
+            sampler = DistributedSampler(data)
+            loader = torch.utils.data.DataLoader(data, sampler=sampler)
+            for epoch in range(3):
+                train(loader)
+        """,
+    ),
+    clean=(
+        """
+        import torch
+        from torch.utils.data.distributed import DistributedSampler
+
+        def main(data, train):
+            sampler = DistributedSampler(data)
+            loader = torch.utils.data.DataLoader(data, sampler=sampler)
+            for epoch in range(3):
+                sampler.set_epoch(epoch)
+                train(loader)
+        """,
+        """
+        from torch.utils.data.distributed import DistributedSampler
+
+        def sampler(data):
+            return DistributedSampler(data)
+        """,
+    ),
+)

@@ -1,0 +1,121 @@
+"""A last window of micro-batches that is shorter than the others."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from accelcore_lint.flow import STEP, Flow, Window
+from accelcore_lint.rule import Mark, Rule
+from accelcore_lint.rules.divided_loss import divisions
+from accelcore_lint.script import Script, last_name
+
+__all__ = ["RULE"]
+
+
+def _check(script: Script) -> Iterator[Mark]:
+    for flow in script.flows:
+        for window in () if flow.foreign else flow.windows:
+            if not _counts_batches(script, window):
+                continue
+            count = ast.unparse(window.count)
+            if window.flushes and divisions(window):
+                yield Mark(
+                    window.guard.test,
+                    f"The last window may have fewer than {count} micro-batches, and its losses are divided by "
+                    f"{count}: its gradient is too small.",
+                    "Divide by the number of micro-batches that the window has; accel.trainer(accumulate=...) does.",
+                )
+            elif not window.flushes and not _steps_elsewhere(flow, window):
+                yield Mark(
+                    window.guard.test,
+                    f"If {count} does not divide the number of batches, the gradients of the last ones go into the "
+                    "next epoch's first step, or are lost.",
+                    "Step after the last batch, too, divided by what the window has; accel.trainer(accumulate=...) "
+                    "does.",
+                )
+
+
+def _counts_batches(script: Script, window: Window) -> bool:
+    """Return whether the counter starts again with each run through a loader."""
+    loop, count = window.loop, window.count
+    if isinstance(count, ast.Constant) and count.value == 1:
+        return False
+    if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call):
+        return False
+    enumerated = loop.iter
+    while (
+        last_name(enumerated.func) in {"tqdm", "trange"}
+        and enumerated.args
+        and isinstance(enumerated.args[0], ast.Call)
+    ):
+        enumerated = enumerated.args[0]
+    if script.names.resolve(enumerated.func) != "enumerate" or not isinstance(loop.target, ast.Tuple):
+        return False
+    source = enumerated.args[0] if enumerated.args else None
+    endless = source is None or any(word in ast.unparse(source) for word in ("range", "cycle", "count", "infinite"))
+    return not endless and ast.unparse(loop.target.elts[0]) == window.counter
+
+
+def _steps_elsewhere(flow: Flow, window: Window) -> bool:
+    """Return whether the optimizer, or one of unknown name, steps at another place of the function."""
+    return any(event.node is not window.step.node for event in flow.of(STEP) if window.guard not in event.guards(None))
+
+
+RULE = Rule(
+    code="ACC306",
+    name="short-window",
+    about="Gradient accumulation with `(i + 1) % n == 0`, where `i` counts the batches of an epoch. If `n` does not "
+    "divide their number, the last window is short. Without a further condition its gradients stay until the next "
+    "epoch's first step, or are lost. With one such as `or i + 1 == len(loader)` its losses are still divided by "
+    "`n`.",
+    check=_check,
+    found=(
+        """
+        import torch
+
+        def train(model, optimizer, loader, n):
+            for i, batch in enumerate(loader):
+                (model(batch) / n).backward()
+                if (i + 1) % n == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        """
+        import torch
+
+        def train(model, optimizer, loader, n):
+            for i, batch in enumerate(loader):
+                (model(batch) / n).backward()
+                if (i + 1) % n == 0 or i + 1 == len(loader):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+    ),
+    clean=(
+        """
+        import torch
+
+        def train(model, optimizer, loader, n):
+            for i, batch in enumerate(loader):
+                (model(batch) / n).backward()
+                if (i + 1) % n == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        """
+        import torch
+
+        def train(model, optimizer, batches, n):
+            step = 0
+            for batch in batches:
+                (model(batch) / n).backward()
+                step += 1
+                if step % n == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+    ),
+)

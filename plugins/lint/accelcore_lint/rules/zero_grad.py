@@ -1,0 +1,130 @@
+"""Gradients that are cleared before they are used, or never."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from accelcore_lint.flow import BACKWARD, STEP, ZERO, Flow
+from accelcore_lint.rule import Mark, Rule
+from accelcore_lint.script import Script
+
+__all__ = ["RULE"]
+
+
+def _check(script: Script) -> Iterator[Mark]:
+    # Gradients may be cleared in many ways, of which each has one of these words.
+    never = not any(word in script.text for word in ("zero_grad", ".grad", "zero_()", "autograd", "clear_grad"))
+    for flow in script.flows:
+        if not flow.foreign:
+            yield from _between(flow)
+            if never:
+                yield from _never(flow)
+
+
+def _between(flow: Flow) -> Iterator[Mark]:
+    for step in flow.of(STEP):
+        for zero in flow.of(ZERO):
+            if zero.key != step.key or zero.loop is not step.loop or zero.guards(step.loop) != step.guards(step.loop):
+                continue
+            earlier = [event for event in flow.of(BACKWARD) if flow.order(event) < flow.order(zero)]
+            same = [event for event in earlier if event.loop is step.loop and not event.excludes(step)]
+            order = flow.order(zero) < flow.order(step)
+            if (
+                order
+                and same
+                and not flow.between(zero, step, BACKWARD, STEP)
+                and not flow.between(same[-1], zero, STEP)
+            ):
+                yield Mark(
+                    zero.node,
+                    f"The gradients are cleared between backward and {step.key}.step(): the step uses none.",
+                    "Clear them before backward, or after the step.",
+                )
+
+
+def _never(flow: Flow) -> Iterator[Mark]:
+    for step in flow.of(STEP):
+        assert isinstance(step.node, ast.Call)
+        backward = [event for event in flow.of(BACKWARD) if event.loop is step.loop and not event.excludes(step)]
+        made = _made_here(flow, step.node)
+        if step.loop is not None and backward and made and flow.order(backward[0]) < flow.order(step):
+            yield Mark(
+                step.node,
+                "Nothing in this script clears the gradients: each step uses the sum of all batches so far.",
+                f"Call {step.key}.zero_grad() after it, or before backward; accel.trainer() does.",
+            )
+            return
+
+
+def _made_here(flow: Flow, call: ast.Call) -> bool:
+    of = call.func.value if isinstance(call.func, ast.Attribute) else call
+    names = flow.script.names
+    made = {names.made_by(of), *(names.made_by(argument) for argument in call.args)}
+    return any(name.startswith("torch.optim.") for name in made)
+
+
+RULE = Rule(
+    code="ACC304",
+    name="zero-grad",
+    about="`optimizer.zero_grad()` between `loss.backward()` and `optimizer.step()` makes a step without gradients. "
+    "A script that never clears them adds up the gradients of all batches. The second is found only if the script "
+    "makes the optimizer itself.",
+    check=_check,
+    found=(
+        """
+        import torch
+
+        def train(model, optimizer, loader):
+            for batch in loader:
+                model(batch).backward()
+                optimizer.zero_grad()
+                optimizer.step()
+        """,
+        """
+        import torch
+
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(10):
+            loss = model(torch.randn(4, 2)).mean()
+            loss.backward()
+            optimizer.step()
+        """,
+    ),
+    clean=(
+        """
+        import torch
+
+        def train(model, optimizer, loader):
+            for batch in loader:
+                loss = model(batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        """,
+        """
+        import torch
+
+        def train(generator, critic, optimizer_g, optimizer_d, loader):
+            for batch in loader:
+                optimizer_d.zero_grad()
+                critic(batch).mean().backward()
+                optimizer_d.step()
+                optimizer_g.zero_grad()
+                critic(generator(batch)).mean().backward()
+                optimizer_g.step()
+        """,
+        """
+        import torch
+
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(10):
+            for parameter in model.parameters():
+                parameter.grad = None
+            model(torch.randn(4, 2)).mean().backward()
+            optimizer.step()
+        """,
+    ),
+)
