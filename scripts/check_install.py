@@ -1,7 +1,8 @@
 """Type what README says under "Install" into a new virtual environment, and see that scripts still run in it.
 
 Run by `tox run -e package` with the Python of the environment `tests`, whose torch it borrows: no package index is
-asked. What the commands require, and is not there, is an error.
+asked. What the commands require, and is not there, is an error. The argument is a folder with other packages that the
+scripts import.
 """
 
 from __future__ import annotations
@@ -23,8 +24,16 @@ accel = accelcore.select()
 with accel.distributed() as job:
     print(f"{accel.name}: rank {job.rank} of {job.world_size}", torch.ones(2, device=accel.device).sum().item())
 """
+# It looks for devices' packages when it is imported.
+TRANSFORMERS = """
+import torch, transformers
+sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9}
+model = transformers.BertModel(transformers.BertConfig(**sizes))
+assert model(torch.ones(1, 3, dtype=torch.long)).last_hidden_state.shape == (1, 3, 8)
+"""
 AFTERWARDS = """
 python train.py
+python transform.py
 python -m torch.distributed.run --standalone --nproc-per-node 2 train.py
 accelcore run --nproc 2 train.py
 python -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch_npu') and 'torch_npu is importable')"
@@ -38,8 +47,8 @@ def block(heading: str) -> str:
     return found[1]
 
 
-def borrow(folder: Path) -> None:
-    """Let the new environment import what this one has installed, but for accelcore and pip."""
+def borrow(folder: Path, others: str) -> None:
+    """Let the new environment import what this one has installed, but for accelcore and pip; and what `others` has."""
     site = Path(sysconfig.get_path("purelib"))
     links = folder / "borrowed"
     links.mkdir()
@@ -50,7 +59,7 @@ def borrow(folder: Path) -> None:
     for old in new.glob("setuptools*"):  # that Python 3.10 and 3.11 put there, too old to build accelcore
         shutil.rmtree(old)
     # A path, not a part of the environment: pip changes nothing in it.
-    (new / "borrowed.pth").write_text(f"{links}\n")
+    (new / "borrowed.pth").write_text(f"{links}\n{others}\n")
 
 
 def main() -> None:
@@ -61,8 +70,9 @@ def main() -> None:
         # A copy, because building leaves files beside the sources.
         shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "build", "dist", "outputs"))
         venv.create(folder / "venv", with_pip=True)
-        borrow(folder / "venv")
+        borrow(folder / "venv", sys.argv[1])
         (clone / "train.py").write_text(SCRIPT)
+        (clone / "transform.py").write_text(TRANSFORMERS)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON", "TORCH_"))}
         programs = os.pathsep.join([str(folder / "venv" / "bin"), os.environ["PATH"]])
         # pip reads the last one as "build isolation: no".

@@ -197,9 +197,13 @@ def _unnamed(member: Any) -> Any:
 
 
 def _in_place_of(name: str, known: list[str]) -> str:
-    """Return a hint for an unknown option, such as `lr` for `learning_rate`."""
-    initials = "".join(word[:1] for word in name.split("_"))
-    return f"did you mean {initials!r}?" if initials in known else did_you_mean(name, known)
+    """Return a hint for an unknown option, such as `lr` for `learning_rate`, or `weight_decay` for `wd`."""
+    meant = next((option for option in known if _initials(name) == option or _initials(option) == name), None)
+    return f"did you mean {meant!r}?" if meant else did_you_mean(name, known)
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.split("_"))
 
 
 def _formula_route(name: str, kind: type[Formula]) -> Route:

@@ -81,6 +81,7 @@ def test_an_invalid_option_is_refused_in_torchs_words(accel, route, options, say
     ("name", "option", "meant"),
     [
         ("adamw", "learning_rate", "did you mean 'lr'?"),
+        ("adamw", "wd", "did you mean 'weight_decay'?"),
         ("sgd", "momentun", "did you mean 'momentum'?"),
         ("sgd", "x", ""),
     ],

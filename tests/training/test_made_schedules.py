@@ -117,8 +117,9 @@ def test_nothing_is_trained_as_long_as_the_number_of_updates_is_unknown(accel, t
     ):
         with pytest.raises(accelcore.ConfigurationError, match=unknown):
             attempt()
-    with pytest.raises(accelcore.ConfigurationError, match="not batches"):
-        train(trainer, 2, TensorDataset(ROWS))
+    for loader, says in ((TensorDataset(ROWS), "rows, not batches"), (ROWS, "rows, not batches"), (5, "no loader")):
+        with pytest.raises(accelcore.ConfigurationError, match=says):
+            train(trainer, 2, loader)
     assert trainer.total_steps is None
     assert torch.equal(trainer.model.weight, weight)
     trainer.save(tmp_path)

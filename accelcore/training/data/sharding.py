@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -125,11 +126,11 @@ _COPIED = (
 
 
 def check_loader(loader: object) -> None:
-    """Raise ConfigurationError for a dataset of rows, which is not a loader of batches."""
-    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-        raise ConfigurationError(
-            f"{kind_of(loader)} yields rows, not batches", remedy="pass DataLoader(dataset, batch_size=...)"
-        )
+    """Raise ConfigurationError for a dataset or a tensor of rows, or another value that is no loader of batches."""
+    of_rows = isinstance(loader, Tensor) or (isinstance(loader, Dataset) and not isinstance(loader, IterableDataset))
+    if of_rows or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        what = "yields rows, not batches" if of_rows else "is no loader of batches"
+        raise ConfigurationError(f"{kind_of(loader)} {what}", remedy="pass DataLoader(dataset, batch_size=...)")
 
 
 def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accelcore.devices.hookspecs import Probe, hookimpl
+from accelcore_cpu.kernels import store
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
@@ -16,7 +17,9 @@ __all__ = ["accelcore_create_backend", "accelcore_known_faults", "accelcore_prob
 @hookimpl
 def accelcore_probe() -> Probe:
     """Return that a CPU is available: the last choice of `auto`, shared by all ranks of a host."""
-    return Probe("cpu", available=True, reason="every machine has one", priority=0, count=1, exclusive=False)
+    ahead = store.newest()
+    kernels = "" if ahead is None else f"; the optimizers' kernels are built, and prefetch {ahead} bytes ahead"
+    return Probe("cpu", available=True, reason=f"every machine has one{kernels}", count=1, exclusive=False)
 
 
 @hookimpl
