@@ -31,7 +31,10 @@ sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "in
 model = transformers.BertModel(transformers.BertConfig(**sizes))
 assert model(torch.ones(1, 3, dtype=torch.long)).last_hidden_state.shape == (1, 3, 8)
 """
-AFTERWARDS = """
+KEPT = "python -m pip wheel --no-deps --wheel-dir kept tests/plugins_kept/wheel && pip install --no-deps kept/*.whl"
+AFTERWARDS = f"""
+{KEPT}
+accelcore verify backend kept --only backend --only scaler --only compiler
 python train.py
 python transform.py
 python -m torch.distributed.run --standalone --nproc-per-node 2 train.py

@@ -1,7 +1,7 @@
 """Plugins that worked once, kept as they were: version 1 of the plugin interface must not change under them.
 
-If one of these tests fails, keep what it uses, or raise `accelcore.API` and refuse the old version: do not change the
-folder `plugins_kept`.
+`wheel` is a whole package, which `scripts/check_install.py` installs as a wheel and verifies. If one of these tests
+fails, keep what it uses, or raise `accelcore.API` and refuse the old version: do not change the folder `plugins_kept`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ FILES = {
     "accelcore_hostchip/__init__.py": "4cbd7a8c7fec937c",
     "accelcore_hostchip/backend.py": "c550e7919a9d784c",
     "kept_lion.py": "84e25c4cbb41351d",
+    "wheel/pyproject.toml": "964290a5d199acba",
+    "wheel/accelcore_kept/__init__.py": "97a84cecd126aad7",
+    "wheel/accelcore_kept/backend.py": "f8c64133fa81aeff",
+    "wheel/accelcore_kept/optimizers.py": "6478565a706057dc",
 }
 
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """Installs the kept plugins for this test."""
-    shutil.copytree(KEPT, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (KEPT, KEPT / "wheel"):
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name, group, point in (
         ("accelcore_hostchip", "backends", "hostchip = accelcore_hostchip"),
+        ("accelcore_kept", "backends", "kept = accelcore_kept"),
         ("kept_lion", "extensions", "lion = kept_lion"),
     ):
         metadata = tmp_path / f"{name}-1.0.dist-info"
@@ -55,7 +61,7 @@ def test_they_are_as_they_were(name):
 def test_a_kept_backend_trains_as_the_cpu(name, precision, tmp_path):
     policy = accelcore.Policy.preset(precision, dtype="bfloat16") if precision == "O2" else precision
     losses = {}
-    for device in ("cpu", "hostchip"):
+    for device in ("cpu", "hostchip", "kept"):
         accel = accelcore.select(device)
         accel.runtime.seed(1)
         model = torch.nn.Linear(4, 2)
@@ -66,7 +72,7 @@ def test_a_kept_backend_trains_as_the_cpu(name, precision, tmp_path):
         losses[device] = [float(trainer(torch.ones(3, 4) * number)) for number in range(6)]
         trainer.save(tmp_path / device)
         trainer.resume(tmp_path / device)
-    assert losses["hostchip"] == pytest.approx(losses["cpu"], rel=1e-3)
+    assert losses["hostchip"] == losses["kept"] == pytest.approx(losses["cpu"], rel=1e-3)
     assert losses["cpu"][-1] != losses["cpu"][0]
 
 

@@ -36,6 +36,7 @@ def app() -> None:
       accelcore run train.py --epochs 3         on the best device that works here
       accelcore run --nproc 2 train.py          two ranks of one job
       accelcore verify backend cpu              a backend against what it promises
+      accelcore new-backend mychip              the package of a backend, to start your own from
       accelcore precision --backend cpu         which operator runs in which dtype
       accelcore export outputs/a model.safetensors  the model of a checkpoint, in one file
       accelcore plot outputs/a outputs/b        the logs of two runs side by side
@@ -261,6 +262,31 @@ def plot(folders: tuple[str, ...], output: str | None) -> None:
     file = file_for(list(map(Path, folders))) if output is None else Path(output)
     draw(runs, file)
     click.echo(f"{file}: {len(folders)} run{'s' if len(folders) > 1 else ''}")
+
+
+@app.command("new-backend")
+@click.argument("name", metavar="NAME")
+@click.option("--folder", metavar="FOLDER", help="Where to write; must not exist. By default accelcore-NAME.")
+@click.option(
+    "--torch-device", metavar="DEVICE", default="cpu", help="torch's name of the device; the host by default."
+)
+@common
+def new_backend(name: str, folder: str | None, torch_device: str) -> None:
+    """Write the package of a backend NAME: entry point, backend, an optimizer kernel, and tests.
+
+    It passes its tests as written, on the host or on --torch-device. Then replace what your device does differently.
+
+    \b
+    Examples:
+      accelcore new-backend mychip
+      accelcore new-backend mychip --torch-device xpu --folder plugins/mychip
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    from pathlib import Path
+
+    from accelcore.cli.new_backend import write_backend
+
+    written = write_backend(name, None if folder is None else Path(folder), torch_device=torch_device)
+    click.echo(f"{written}: pip install --no-deps -e {written}, then accelcore verify backend {name}")
 
 
 @app.command()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, get_origin, get_type_hints
 
 import pluggy
@@ -62,8 +63,8 @@ class Probe:
         priority: `auto` takes the available backend with the highest priority. A host CPU has 0, an accelerator 100.
         count: how many devices of this kind this process may use; at least 1 if `available`.
         exclusive: whether each rank of a job needs a device of its own. False for a CPU, which all ranks share.
-        api: the version of the plugin interface that the plugin was written for, as a number. The default never
-            changes, because old plugins rely on it.
+        api: the version of the plugin interface that the plugin was written for, as a number. None counts as 1, which
+            is the only version that plugins could leave out.
         environment: names of the environment variables that this backend reads, for `accelcore doctor`.
         distributions: names of the distributions of the vendor's runtime. `accelcore doctor` shows them, and
             `accelcore run` keeps torch from loading the runtime of an unusable backend.
@@ -79,12 +80,13 @@ class Probe:
     priority: int = 0
     count: int = 0
     exclusive: bool = True
-    api: int = 1
+    api: int | None = None
     environment: tuple[str, ...] = ()
     distributions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field, kind in get_type_hints(Probe).items():
+        hints = get_type_hints(Probe) | {"api": NoneType if self.api is None else int}
+        for field, kind in hints.items():
             value, of_names = getattr(self, field), get_origin(kind) is tuple
             if type(value) is not (get_origin(kind) or kind) or (of_names and not {str}.issuperset(map(type, value))):
                 what = "tuple of str" if of_names else kind.__name__

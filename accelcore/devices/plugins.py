@@ -332,12 +332,12 @@ def _ask(offers: Sequence[Declared], deadline: float) -> tuple[Any, Probe, tuple
     probe = answers[0]
     if probe.name != point.name:
         raise PluginError(f"{point.value} is installed as {point.name!r} but calls itself {probe.name!r}")
-    oldest = max(1, hookspecs.API - 1)
-    if not oldest <= probe.api <= hookspecs.API:
+    oldest, written_for = max(1, hookspecs.API - 1), 1 if probe.api is None else probe.api
+    if not oldest <= written_for <= hookspecs.API:
         works = f"interface {oldest}" if oldest == hookspecs.API else f"interfaces {oldest} and {hookspecs.API}"
-        newer = "accelcore" if probe.api > hookspecs.API else entry.label
+        newer = "accelcore" if written_for > hookspecs.API else entry.label
         raise PluginError(
-            f"{point.value} is written for plugin interface {probe.api}, and this accelcore works with {works}",
+            f"{point.value} is written for plugin interface {written_for}, and this accelcore works with {works}",
             remedy=f"install a newer {newer}",
         )
     return hooks, probe, tuple(_known_faults(point, hooks.accelcore_known_faults()))

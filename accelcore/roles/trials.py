@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from accelcore.capabilities import SHARDED, Capabilities
 from accelcore.optim.torch_fused import FUSED
+from accelcore.precision.o1.kernels import torch_operators
+from accelcore.precision.o1.table import O1
 from accelcore.precision.role import TorchPrecision
 from accelcore.roles.runtime import AcceleratorRuntime
 from accelcore.torch_internals import device_dispatch_key, has_kernel, inductor_generates_code
@@ -140,9 +142,12 @@ def _try_autocast(device: torch.device, name: str) -> None:
 
 
 def _try_o1(device: torch.device, names: tuple[str, ...]) -> None:
-    precision = TorchPrecision(
-        device.type, Capabilities(autocast_dtypes=names, autocast_tables=("O1",)), autocast_key(device.type)
-    )
+    """Require a treatment for each operator that the device's autocast intercepts, and try two of them."""
+    key = autocast_key(device.type)
+    intercepted = {name.partition("::")[2].partition(".")[0] for name in torch_operators(key)}
+    unknown = ", ".join(sorted(intercepted - O1.keys()))
+    _require(not unknown, f"Precision.treatments() must say what becomes of {unknown}")
+    precision = TorchPrecision(device.type, Capabilities(autocast_dtypes=names, autocast_tables=("O1",)), key)
     dtype, matrix = getattr(torch, names[0]), _ramp(4, 4).to(device)
     with precision.autocast(dtype, table="O1"):
         product = matrix @ matrix

@@ -19,6 +19,7 @@ import pytest
         ["precision"],
         ["plot"],
         ["advise"],
+        ["new-backend"],
         ["completion"],
     ],
 )
@@ -68,7 +69,19 @@ def test_completion_prints_a_script_for_the_shell(machine, shell):
     [
         (
             "accelcore ",
-            {"advise", "completion", "doctor", "export", "lint", "plot", "port", "precision", "run", "verify"},
+            {
+                "advise",
+                "completion",
+                "doctor",
+                "export",
+                "lint",
+                "new-backend",
+                "plot",
+                "port",
+                "precision",
+                "run",
+                "verify",
+            },
         ),
         ("accelcore doctor --", {"--json", "--deep", "--timeout", "--debug", "--help"}),
         ("accelcore run --device c", {"cpu", "cuda"}),

@@ -14,7 +14,7 @@ GONE = {"name": "widget", "available": False, "reason": "no card", "remedy": "bu
 def test_a_probe_says_what_it_was_given_and_sensible_things_of_the_rest():
     probe = Probe("widget", available=True, count=2)
     assert (probe.name, probe.available, probe.count) == ("widget", True, 2)
-    assert (probe.reason, probe.remedy, probe.priority, probe.exclusive, probe.api) == ("", "", 0, True, 1)
+    assert (probe.reason, probe.remedy, probe.priority, probe.exclusive, probe.api) == ("", "", 0, True, None)
     assert accelcore.API == 1
     assert Probe(**GONE).count == 0
 

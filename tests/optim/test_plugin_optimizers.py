@@ -28,6 +28,15 @@ REGISTER = """
         {before}
         registry.register({name!r}, "theirs", torch.optim.SGD, priority=50)
 """
+LION = """
+    from accelcore import hookimpl
+
+    @hookimpl
+    def accelcore_register_optimizers(backend, registry):
+        from accelcore_hostchip.lion import Lion
+
+        registry.register("lion", "foreach", Lion, priority=10, memory="any")
+"""
 
 
 def parameter():
@@ -88,9 +97,8 @@ def test_an_extension_adds_a_faster_route_to_somebody_elses_backend(fakes):
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_the_kernel_of_a_third_party_trains_skips_and_is_resumed(fakes, monkeypatch, tmp_path, flat, precision):
-    package = EXAMPLES / "third_party_lion"
-    monkeypatch.syspath_prepend(package)
-    fakes.install((package / "accelcore_lion" / "__init__.py").read_text(), extensions=["lion"])
+    monkeypatch.syspath_prepend(EXAMPLES / "third_party")
+    fakes.install(LION, extensions=["lion"])
     accel = accelcore.select("cpu")
 
     options = {"loss_scale": accelcore.LossScale(init=16.0)} if precision == "fp16" else {}

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import accelcore
@@ -44,6 +45,13 @@ class TestBackend:
             [sys.executable, "-c", _PROBE, accel.name], capture_output=True, text=True, timeout=120
         )
         assert result.returncode == 0, result.stderr
+
+    def test_probe_states_its_interface(self, accel: Backend) -> None:
+        """The probe states the version of the plugin interface that it was written for."""
+        api = accelcore.installed()[accel.name].api
+        if api is None:
+            pytest.skip("the probe does not state api=, which counts as version 1: write the number")
+        assert max(1, accelcore.API - 1) <= api <= accelcore.API
 
     def test_selected_by_name(self, accel: Backend) -> None:
         """`select("name:index")` gives this backend, and a second one does not disturb the first."""

@@ -1,4 +1,4 @@
-"""An imaginary accelerator, played by the host. This module must be light."""
+"""accelcore on hostchip. This module must be light: no torch, no driver."""
 
 import os
 
@@ -7,8 +7,8 @@ from accelcore import Probe, hookimpl
 
 @hookimpl
 def accelcore_probe():
-    present = os.path.exists("/proc/self/statm")  # find your driver, do not load it
-    return Probe("hostchip", present, "needs /proc", remedy="use Linux", count=1)
+    present = os.path.exists("/dev/null")  # your driver's file: find it, load nothing
+    return Probe("hostchip", present, "no /dev/null", remedy="load it", count=1, api=1)
 
 
 @hookimpl
@@ -18,3 +18,11 @@ def accelcore_create_backend(name, index):
     from accelcore_hostchip.backend import create  # only now is torch imported
 
     return create(index)
+
+
+@hookimpl
+def accelcore_register_optimizers(backend, registry):
+    if backend.name == "hostchip":
+        from accelcore_hostchip.lion import Lion
+
+        registry.register("lion", "foreach", Lion, priority=10, memory="any")

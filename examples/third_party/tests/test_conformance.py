@@ -1,3 +1,5 @@
+"""The conformance suite on hostchip."""
+
 import pytest
 
 import accelcore

@@ -19,7 +19,8 @@ def accelcore_probe() -> Probe:
     """Return that a CPU is available: the last choice of `auto`, shared by all ranks of a host."""
     ahead = store.newest()
     kernels = "" if ahead is None else f"; the optimizers' kernels are built, and prefetch {ahead} bytes ahead"
-    return Probe("cpu", available=True, reason=f"every machine has one{kernels}", count=1, exclusive=False)
+    reason = f"every machine has one{kernels}"
+    return Probe("cpu", available=True, reason=reason, count=1, exclusive=False, api=1)
 
 
 @hookimpl

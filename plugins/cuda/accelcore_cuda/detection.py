@@ -61,6 +61,7 @@ def _probe(reason: str, remedy: str = "", count: int = 0) -> Probe:
         remedy=remedy,
         priority=100,
         count=count,
+        api=1,
         environment=_ENVIRONMENT,
         distributions=_DISTRIBUTIONS,
     )

@@ -1,0 +1,132 @@
+"""The interface of plugins as a promise: what plugins of this interface version were written against still fits.
+
+`plugins_kept/interface.json` records every public callable that docs/stability.md promises. An entry may gain
+parameters with defaults and methods with bodies. It loses nothing while `accelcore.API` stays the same. To record
+additions: `python tests/test_plugin_interface.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+RECORD = Path(__file__).parent / "plugins_kept" / "interface.json"
+PROMISED = """
+    accelcore: Backend Capabilities KnownFault LossScale Probe hookimpl
+    accelcore.devices.hookspecs: accelcore_probe accelcore_create_backend accelcore_register_optimizers
+    accelcore.devices.hookspecs: accelcore_emulate accelcore_known_faults
+    accelcore.precision.role: Precision TorchPrecision
+    accelcore.scaling.contract: LossScaler NoScaler StaticScaler
+    accelcore.scaling.dynamic: GradScaler Scalers
+    accelcore.optim.registry: Optimizers
+    accelcore.optim.route: Request
+    accelcore.optim.engine: Engine
+    accelcore.optim.torch_routes: register_torch_optimizers
+    accelcore.jobs.collectives: Collectives NoCollectives TorchCollectives
+    accelcore.jobs.launchers: Launch
+    accelcore.roles: from_torch
+    accelcore.roles.compiler: Compiled Compiler NoCompiler TorchCompiler
+    accelcore.roles.runtime: AcceleratorRuntime Memory Runtime TorchRuntime
+"""
+
+
+def promised():
+    for line in PROMISED.strip().splitlines():
+        module, _, names = line.strip().partition(": ")
+        for name in names.split():
+            yield f"{module}.{name}", getattr(import_module(module), name)
+
+
+def parameters(function):
+    """Return name, kind and whether there is a default, of each parameter but `self`."""
+    found = inspect.signature(function).parameters.values()
+    return [[one.name, one.kind.name, one.default is not one.empty] for one in found if one.name != "self"]
+
+
+def described(thing):
+    if not inspect.isclass(thing):
+        return {"call": parameters(thing)}
+    methods, attributes = {}, []
+    for name in dir(thing):
+        value = inspect.getattr_static(thing, name)
+        owners = [base for base in thing.__mro__ if name in vars(base)]
+        if name.startswith("_") or not owners[0].__module__.startswith("accelcore"):
+            continue
+        if inspect.isfunction(value):
+            methods[name] = parameters(value)
+        else:
+            attributes.append(name)
+    fields = [field.name for field in dataclasses.fields(thing)] if dataclasses.is_dataclass(thing) else []
+    return {
+        "call": parameters(thing.__init__),
+        "methods": methods,
+        "attributes": sorted({*attributes, *fields}),
+        "abstract": sorted(getattr(thing, "__abstractmethods__", ())),
+    }
+
+
+def check_call(recorded, now, what):
+    """Require that each call that was right is right, and that each override that was right can be called."""
+    by_name = {name: (kind, has_default) for name, kind, has_default in now}
+    for name, kind, has_default in recorded:
+        assert name in by_name, f"{what} lost {name}="
+        assert by_name[name][0] == kind, f"{name} of {what} is given in another way"
+        assert by_name[name][1] >= has_default, f"{name} of {what} lost its default"
+    positional = [name for name, kind, _ in recorded if kind.startswith("POSITIONAL")]
+    assert [name for name, kind, _ in now if kind.startswith("POSITIONAL")][: len(positional)] == positional, what
+    added = [one for one in now if one[0] not in {name for name, _, _ in recorded}]
+    assert all(has_default or kind.startswith("VAR") for _, kind, has_default in added), f"{what} needs more: {added}"
+
+
+def check(recorded, now, what):
+    check_call(recorded["call"], now["call"], what)
+    for name, method in recorded.get("methods", {}).items():
+        assert name in now["methods"], f"{what} lost {name}"
+        check_call(method, now["methods"][name], f"{what}.{name}")
+    assert set(recorded.get("attributes", ())) <= set(now.get("attributes", ())), what
+    assert set(now.get("abstract", ())) <= set(recorded.get("abstract", ())), (
+        f"{what} has a new method without a default"
+    )
+
+
+KEPT = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+
+
+def test_the_record_is_complete():
+    assert set(KEPT) == {name for name, _ in promised()}
+
+
+@pytest.mark.parametrize(("name", "thing"), list(promised()), ids=lambda one: one if isinstance(one, str) else "")
+def test_what_plugins_use_still_fits(name, thing):
+    check(KEPT[name], described(thing), name)
+
+
+ONE = {"call": [["a", "POSITIONAL_OR_KEYWORD", False]], "methods": {"run": []}, "attributes": ["x"], "abstract": []}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"call": []},
+        {"call": [["a", "KEYWORD_ONLY", False]]},
+        {"call": [["b", "POSITIONAL_OR_KEYWORD", True], *ONE["call"]]},
+        {"call": [*ONE["call"], ["b", "KEYWORD_ONLY", False]]},
+        {"methods": {}},
+        {"methods": {"run": [["b", "KEYWORD_ONLY", False]]}},
+        {"attributes": []},
+        {"abstract": ["run"]},
+    ],
+)
+def test_a_change_that_breaks_a_plugin_is_noticed(change):
+    check(ONE, ONE | {"call": [*ONE["call"], ["b", "KEYWORD_ONLY", True]]}, "it")
+    with pytest.raises(AssertionError):
+        check(ONE, ONE | change, "it")
+
+
+if __name__ == "__main__":
+    RECORD.write_text(json.dumps({name: described(thing) for name, thing in promised()}, indent=1) + "\n", "utf-8")
