@@ -20,7 +20,7 @@ from accelcore import Probe, hookimpl
 
 @hookimpl
 def accelcore_probe():
-    return Probe("{name}", available=True, priority=50, count=1, api=1)  # how many there are
+    return Probe("{name}", available=True, priority=50, count=1, api=1)
 
 
 @hookimpl

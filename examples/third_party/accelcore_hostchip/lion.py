@@ -1,4 +1,4 @@
-"""Lion for hostchip. Put a kernel of your own here, or delete this module and its hook."""
+"""Lion for hostchip. Put your own kernel here, or delete this and its hook."""
 
 import torch
 

@@ -18,13 +18,15 @@ def test_lion_steps_as_its_formula():
         step = (0.9 * mean + 0.1 * gradient).sign()
         expected = expected * (1 - 0.1 * 0.01) - 0.1 * step
         mean = 0.99 * mean + 0.01 * gradient
-    torch.testing.assert_close(value.detach().cpu().double(), expected, rtol=1e-5, atol=1e-6)
+    found = value.detach().cpu().double()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_trainer_takes_it():
     accel = accelcore.select("hostchip")
     model = torch.nn.Linear(3, 1, bias=False)
-    optimizer = accel.optimizers.create("lion", model.parameters(), lr=0.01)
-    trainer = accel.trainer(model, optimizer, loss=lambda model, batch: model(batch).square().mean())
+    values = model.parameters()
+    optimizer = accel.optimizers.create("lion", values, lr=0.01)
+    trainer = accel.trainer(model, optimizer, loss=lambda m, x: m(x).square().mean())
     losses = [float(trainer(torch.ones(2, 3))) for _ in range(5)]
     assert losses[-1] < losses[0]
