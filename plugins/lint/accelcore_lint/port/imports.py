@@ -1,0 +1,180 @@
+"""Imports of a rewritten file: those of vendors' packages, and those that nothing uses any more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from accelcore_lint.port.facts import dotted, text_of
+from accelcore_lint.port.model import TODO, Level, Note
+from accelcore_lint.port.removed import removed
+from accelcore_lint.port.vendors import DEVICES, MODULES
+
+__all__ = ["APEX", "Imports", "names_used"]
+
+APEX: Mapping[str, frozenset[str]] = {
+    "apex.amp": frozenset(
+        "disable_casts float_function half_function initialize load_state_dict master_params promote_function"
+        " register_float_function register_half_function register_promote_function scale_loss state_dict".split()
+    ),
+    "apex.parallel": frozenset({"DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"}),
+    "apex.optimizers": frozenset({"FusedAdam", "FusedSGD", "FusedAdagrad", "Lamb"})
+    | {f"NpuFused{kind}" for kind in ("Adadelta", "Adam", "AdamP", "AdamW", "Lamb", "RMSprop", "SGD")},
+}
+"""What `accelcore.apex` has. NpuFusedBertAdam and NpuFusedRMSpropTF of Ascend's apex compute something else there."""
+
+_VENDOR = (*MODULES, *(f"torch.{device}" for device in DEVICES))
+_IMPOSTOR = "transfer_to_npu"
+
+
+def _is_vendor(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in _VENDOR)
+
+
+def names_used(module: cst.Module) -> Counter[str]:
+    """Count the names that a module uses, without those in import statements, attributes and keywords."""
+    visitor = _Names()
+    module.visit(visitor)
+    return visitor.found
+
+
+class _Names(cst.CSTVisitor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self.texts: list[str] = []
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        return False
+
+    def visit_Attribute_attr(self, node: cst.Attribute) -> None:
+        self.found[node.attr.value] -= 1
+
+    def visit_Arg(self, node: cst.Arg) -> None:
+        if node.keyword is not None:
+            self.found[node.keyword.value] -= 1
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self.found[node.value] += 1
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        value = node.evaluated_value
+        if isinstance(value, str) and value.isidentifier():
+            self.found[value] += 1  # `__all__`, `getattr`, annotations
+
+
+@dataclass
+class Imports:
+    """Pass over a file whose other parts are rewritten.
+
+    Attributes:
+        level: what the file is rewritten to.
+        before: names that the file used.
+        after: names that it uses now.
+        lines: numbers of the lines of the import statements in the source, by their text.
+        complete: whether no vendor's word was left.
+        rewritten, left: notes for the report.
+    """
+
+    level: Level
+    before: Counter[str]
+    after: Counter[str]
+    lines: Mapping[str, int]
+    complete: bool
+    rewritten: list[Note] = field(default_factory=list)
+    left: list[Note] = field(default_factory=list)
+
+    def apply(self, module: cst.Module) -> cst.Module:
+        """Return the module with other import statements; those that are not needed are marked as removed."""
+        return module.visit(_Replace(self))
+
+    def replacement(self, statement: cst.SimpleStatementLine) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        """Return what becomes of one statement."""
+        if len(statement.body) != 1:
+            return statement
+        part = statement.body[0]
+        if isinstance(part, cst.ImportFrom) and not part.relative and part.module and not isinstance(part.names, cst.ImportStar):
+            return self._from(statement, part, dotted(part.module), part.names)
+        if isinstance(part, cst.Import) and len(part.names) == 1:
+            return self._plain(statement, part, part.names[0])
+        return statement
+
+    def _from(
+        self, statement: cst.SimpleStatementLine, part: cst.ImportFrom, module: str, names: Sequence[cst.ImportAlias]
+    ) -> cst.BaseStatement:
+        vendor = _is_vendor(module) or (module == "torch" and all(dotted(each.name) in DEVICES for each in names))
+        if any(dotted(each.name) == _IMPOSTOR for each in names):
+            if self.complete:
+                return self._gone(statement)
+            return self._kept(statement, "transfer_to_npu: remove it when the lines that are left are done")
+        kept = [each for each in names if self._is_needed(each, vendor=vendor)]
+        if not kept:
+            return self._gone(statement)
+        if module.split(".")[0] == "apex":
+            known = module == "apex" or all(dotted(each.name) in APEX.get(module, ()) for each in names)
+            known = known and (module != "apex" or all(f"apex.{dotted(each.name)}" in APEX for each in names))
+            if self.level is Level.TORCH or not known:
+                why = "apex: level roles has accelcore.apex" if known else "apex: accelcore.apex does not have this"
+                return self._kept(statement, why)
+            new = cst.parse_expression(f"accelcore.{module}")
+            return self._changed(statement, part.with_changes(module=new))
+        if len(kept) == len(names):
+            return self._kept(statement, f"{module}: one vendor's module") if vendor else statement
+        kept[-1] = kept[-1].with_changes(comma=names[-1].comma)
+        return self._changed(statement, part.with_changes(names=kept))
+
+    def _plain(self, statement: cst.SimpleStatementLine, part: cst.Import, alias: cst.ImportAlias) -> cst.BaseStatement:
+        module = dotted(alias.name)
+        if not _is_vendor(module):
+            unused = alias.asname is not None and not self._is_needed(alias, vendor=False)
+            return self._gone(statement) if unused else statement
+        if module.startswith("torch.") and alias.asname is None:
+            return self._changed(statement, cst.Import([cst.ImportAlias(cst.Name("torch"))]))
+        if not self._is_needed(alias, vendor=True):
+            return self._gone(statement)
+        if module.split(".")[0] == "apex" and self.level is not Level.TORCH:
+            bound = text_of(alias.asname.name) if alias.asname else "apex"
+            parent, _, name = f"accelcore.{module if alias.asname else 'apex'}".rpartition(".")
+            source = f"from {parent} import {name}" + (f" as {bound}" if bound != name else "")
+            if module == "apex" or module in APEX:
+                return self._changed(statement, cst.ensure_type(cst.parse_statement(source), cst.SimpleStatementLine).body[0])
+        return self._kept(statement, f"{module}: one vendor's module")
+
+    def _is_needed(self, alias: cst.ImportAlias, *, vendor: bool) -> bool:
+        bound = text_of(alias.asname.name) if alias.asname else dotted(alias.name).split(".")[0]
+        return self.after[bound] > 0 or (not vendor and self.before[bound] <= 0)
+
+    def _gone(self, statement: cst.SimpleStatementLine) -> cst.BaseStatement:
+        self._note(self.rewritten, statement, text_of(statement.body[0]))
+        return removed(statement)
+
+    def _changed(self, statement: cst.SimpleStatementLine, part: cst.BaseSmallStatement) -> cst.BaseStatement:
+        self._note(self.rewritten, statement, text_of(statement.body[0]))
+        return statement.with_changes(body=[part])
+
+    def _kept(self, statement: cst.SimpleStatementLine, reason: str) -> cst.BaseStatement:
+        self._note(self.left, statement, reason)
+        if any(line.comment and line.comment.value == TODO + reason for line in statement.leading_lines):
+            return statement
+        comment = cst.EmptyLine(comment=cst.Comment(TODO + reason))
+        return statement.with_changes(leading_lines=[*statement.leading_lines, comment])
+
+    def _note(self, notes: list[Note], statement: cst.SimpleStatementLine, text: str) -> None:
+        notes.append(Note(self.lines.get(text_of(statement.body[0]), 0), "import", text))
+
+
+class _Replace(cst.CSTTransformer):
+    def __init__(self, imports: Imports) -> None:
+        super().__init__()
+        self._imports = imports
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        return self._imports.replacement(updated_node)

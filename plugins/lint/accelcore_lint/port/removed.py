@@ -1,0 +1,80 @@
+"""Removal of statements without their comments: those move to the next statement, or to the end of the block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+import libcst as cst
+
+__all__ = ["is_removed", "removed", "sweep"]
+
+_MARK = "__accelcore_removed__"
+
+Block = TypeVar("Block", cst.Module, cst.IndentedBlock)
+
+
+def removed(statement: cst.SimpleStatementLine) -> cst.SimpleStatementLine:
+    """Return what stands for a removed statement until `sweep`."""
+    return statement.with_changes(body=[cst.Expr(cst.Name(_MARK))])
+
+
+def is_removed(statement: cst.CSTNode) -> bool:
+    """Return whether a statement was removed."""
+    return (
+        isinstance(statement, cst.SimpleStatementLine)
+        and len(statement.body) == 1
+        and isinstance(statement.body[0], cst.Expr)
+        and isinstance(statement.body[0].value, cst.Name)
+        and statement.body[0].value.value == _MARK
+    )
+
+
+def sweep(module: cst.Module) -> cst.Module:
+    """Delete the removed statements of a module. A block that becomes empty gets `pass`."""
+    return cast("cst.Module", module.visit(_Sweep()))
+
+
+class _Sweep(cst.CSTTransformer):
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        return _swept(updated_node)
+
+    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
+        return _swept(updated_node)
+
+
+def _swept(block: Block) -> Block:
+    if not any(is_removed(statement) for statement in block.body):
+        return block
+    kept: list[cst.CSTNode] = []
+    waiting: list[cst.EmptyLine] = []
+    for statement in block.body:
+        if is_removed(statement):
+            gone = cast("cst.SimpleStatementLine", statement)
+            comment = gone.trailing_whitespace.comment
+            has_comment = any(line.comment for line in gone.leading_lines)
+            waiting += gone.leading_lines if has_comment or not kept else _blank(gone.leading_lines)
+            if comment is not None:
+                waiting.append(cst.EmptyLine(comment=comment))
+        elif waiting:
+            own = cast("cst.SimpleStatementLine", statement)
+            lines = _merged(waiting, own.leading_lines)
+            kept.append(own.with_changes(leading_lines=lines))
+            waiting = []
+        else:
+            kept.append(statement)
+    if not kept and isinstance(block, cst.IndentedBlock):
+        kept.append(cst.SimpleStatementLine([cst.Pass()]))
+    footer = [*(line for line in waiting if line.comment), *block.footer]
+    return cast("Block", block.with_changes(body=kept, footer=footer))
+
+
+def _blank(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
+    return [line for line in lines if line.comment is None]
+
+
+def _merged(waiting: Sequence[cst.EmptyLine], own: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
+    """Join the lines above two statements, without blank lines twice."""
+    if any(line.comment for line in waiting):
+        return [*waiting, *own]
+    return list(max(waiting, own, key=len))

@@ -1,0 +1,243 @@
+"""Rewrite one file: let the rules decide about each node, then apply what they decided."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import cast
+
+import libcst as cst
+from libcst import metadata
+
+from accelcore_lint.port.facts import Facts, text_of
+from accelcore_lint.port.imports import Imports, names_used
+from accelcore_lint.port.model import TODO, Left, Level, Note, Rewrite, Rule
+from accelcore_lint.port.place import UnplacedError
+from accelcore_lint.port.removed import sweep
+from accelcore_lint.port.rules import RULES
+from accelcore_lint.port.vendors import may_concern, vendor_lines
+
+__all__ = ["Outcome", "port_source"]
+
+_COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
+
+
+@dataclass
+class Outcome:
+    """A rewritten file.
+
+    Attributes:
+        source: the new source; the old one, to the last byte, if nothing is to be done.
+        rewritten: what was done.
+        left: what a comment above the line now says.
+        harmless: what was left without a comment, because other devices ignore it.
+        before, after: number of lines that work on one vendor's devices only.
+        loops: training loops at level TRAINER, and whether each was replaced, or why not.
+    """
+
+    source: str
+    rewritten: list[Note] = field(default_factory=list)
+    left: list[Note] = field(default_factory=list)
+    harmless: list[Note] = field(default_factory=list)
+    loops: list[Note] = field(default_factory=list)
+    before: int = 0
+    after: int = 0
+
+
+def port_source(source: str, level: Level) -> Outcome:
+    """Rewrite the source of a script or module.
+
+    Args:
+        source: Python source, with the line ends of the file.
+        level: what to rewrite it to.
+
+    Raises:
+        libcst.ParserSyntaxError: it is not Python of a version that libcst reads.
+        UnfaithfulError: libcst does not reproduce this source to the last byte.
+    """
+    if not may_concern(source.encode("utf-8", "surrogatepass")):
+        return Outcome(source)
+    module = cst.parse_module(source)
+    if module.code != source:
+        raise UnfaithfulError
+    wrapper = metadata.MetadataWrapper(module, unsafe_skip_copy=True)
+    facts = Facts(wrapper, level)
+    decisions = _Decisions(facts)
+    module.visit(decisions)
+    outcome = Outcome(source, decisions.rewritten, decisions.left, decisions.harmless, before=len(vendor_lines(source)))
+    rewritten = cast("cst.Module", module.visit(_Apply(facts, decisions)))
+    imports = Imports(
+        level, names_used(module), names_used(rewritten), facts.import_lines(), complete=not decisions.left
+    )
+    outcome.source = sweep(imports.apply(rewritten)).code
+    outcome.rewritten += imports.rewritten
+    outcome.left += imports.left
+    for notes in (outcome.rewritten, outcome.left):
+        notes.sort(key=attrgetter("line"))
+    outcome.after = len(vendor_lines(outcome.source))
+    return outcome
+
+
+class UnfaithfulError(Exception):
+    """A source that libcst cannot reproduce, and that is therefore not rewritten."""
+
+    def __init__(self) -> None:
+        super().__init__("libcst does not reproduce this file to the last byte")
+
+
+class _Decisions(cst.CSTVisitor):
+    """Asks the rules about each node, from the outside to the inside."""
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__()
+        self._facts = facts
+        self._rules: dict[type[cst.CSTNode], list[Rule]] = defaultdict(list)
+        for rule in RULES:
+            for kind in rule.nodes:
+                self._rules[kind].append(rule)
+        self._claimed: set[int] = set()
+        self._waiting: dict[cst.CSTNode, list[tuple[Rule, cst.CSTNode, Left]]] = defaultdict(list)
+        self._marks: dict[cst.CSTNode, tuple[int, int]] = {}
+        self.rewrites: dict[cst.CSTNode, Rewrite] = {}
+        self.comments: dict[cst.CSTNode, list[str]] = defaultdict(list)
+        self.imports: set[str] = set()
+        self.rewritten: list[Note] = []
+        self.left: list[Note] = []
+        self.harmless: list[Note] = []
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if id(node) in self._claimed:
+            return False
+        for rule in self._rules.get(type(node), ()):
+            decision = self._decide(rule, node)
+            if decision is None:
+                continue
+            self._claimed.update(map(id, decision.claims))
+            if isinstance(decision, Rewrite):
+                self._rewrite(rule, node, decision)
+                return True
+            guard = self._guard_of(node) if decision.retry is not None else None
+            if guard is None:
+                self._leave(rule, node, decision)
+            else:
+                self._waiting[guard].append((rule, node, decision))
+            return False
+        if isinstance(node, cst.If):
+            self._marks[node] = (len(self.rewritten), len(self.left) + len(self.harmless))
+        return True
+
+    def on_leave(self, original_node: cst.CSTNode) -> None:
+        for rule, node, decision in self._waiting.pop(original_node, ()):
+            rewritten, left = self._marks[original_node]
+            done = len(self.rewritten) > rewritten and len(self.left) + len(self.harmless) == left
+            if done and decision.retry is not None:
+                self._rewrite(rule, node, decision.retry)
+            else:
+                self._leave(rule, node, decision)
+
+    def _guard_of(self, node: cst.CSTNode) -> cst.If | None:
+        """Return the `if` of whose condition a node is a part."""
+        inner = node
+        for outer in self._facts.parents(node):
+            if isinstance(outer, cst.If):
+                return outer if inner is outer.test else None
+            if not isinstance(outer, (cst.BooleanOperation, cst.UnaryOperation)):
+                return None
+            inner = outer
+        return None
+
+    def _rewrite(self, rule: Rule, node: cst.CSTNode, decision: Rewrite) -> None:
+        self.rewrites[node] = decision
+        self.imports.update(decision.imports)
+        self.rewritten.append(Note(self._facts.line(node), rule.name, text_of(node).split("\n", 1)[0]))
+
+    def _leave(self, rule: Rule, node: cst.CSTNode, decision: Left) -> None:
+        note = Note(self._facts.line(node), rule.name, decision.reason)
+        if decision.harmless:
+            self.harmless.append(note)
+            return
+        self.left.append(note)
+        comments = self.comments[self._statement(node)]
+        if decision.reason not in comments:
+            comments.append(decision.reason)
+
+    def _decide(self, rule: Rule, node: cst.CSTNode) -> Rewrite | Left | None:
+        try:
+            return rule.decide(node, self._facts)
+        except UnplacedError as unplaced:
+            return Left(str(unplaced))
+
+    def _statement(self, node: cst.CSTNode) -> cst.CSTNode:
+        """Return the statement above which a comment about a node goes."""
+        around = [node, *self._facts.parents(node)]
+        return next(outer for outer in around if isinstance(outer, _COMPOUND))
+
+
+class _Apply(cst.CSTTransformer):
+    """Replaces nodes, and adds comments, imports and the line that chooses the device."""
+
+    def __init__(self, facts: Facts, decisions: _Decisions) -> None:
+        super().__init__()
+        self._decisions = decisions
+        self._before: dict[cst.CSTNode, str] = facts.place.lines()
+        imports = decisions.imports | facts.place.imports()
+        self._after = _import_anchor(facts, {line for line in imports if not _has_import(facts, line)})
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
+        result: object = super().on_leave(original_node, updated_node)
+        rewrite = self._decisions.rewrites.get(original_node)
+        if rewrite is not None:
+            result = rewrite.build(result)
+        comments = self._decisions.comments.get(original_node)
+        if comments:
+            result = _commented(cast("cst.SimpleStatementLine", result), comments)
+        before, after = self._before.get(original_node), self._after.get(original_node)
+        if before is None and after is None:
+            return result
+        statements = list(result) if isinstance(result, cst.FlattenSentinel) else [result]
+        if before is not None:
+            added = cst.parse_statement(before)
+            has_blank = any(line.comment is None for line in getattr(original_node, "leading_lines", ()))
+            statements = [added.with_changes(leading_lines=[cst.EmptyLine(indent=False)] if has_blank else []), *statements]
+        if after is not None:
+            statements += [cst.parse_statement(line) for line in sorted(after)]
+        return cst.FlattenSentinel(cast("list[cst.CSTNode]", statements))
+
+
+def _commented(statement: cst.SimpleStatementLine, reasons: list[str]) -> cst.CSTNode:
+    lines = list(statement.leading_lines)
+    present = {line.comment.value for line in lines if line.comment}
+    new = [TODO + reason for reason in reasons if TODO + reason not in present]
+    return statement.with_changes(
+        leading_lines=[*lines, *(cst.EmptyLine(comment=cst.Comment(text)) for text in new)]
+    )
+
+
+def _has_import(facts: Facts, line: str) -> bool:
+    if line == "import torch":
+        return facts.has_torch_name
+    return any(
+        isinstance(statement, cst.SimpleStatementLine) and any(text_of(part) == line for part in statement.body)
+        for statement in facts.module.body
+    )
+
+
+def _import_anchor(facts: Facts, imports: set[str]) -> dict[cst.CSTNode, set[str]]:
+    """Return the statement after which imports are added: the last of the imports that follow the first of torch."""
+    if not imports:
+        return {}
+    anchor: cst.CSTNode | None = None
+    fallback: cst.CSTNode | None = None
+    for statement in facts.module.body:
+        is_import = isinstance(statement, cst.SimpleStatementLine) and all(
+            isinstance(part, (cst.Import, cst.ImportFrom)) for part in statement.body
+        )
+        if is_import:
+            fallback = fallback or statement
+            if anchor is not None or "torch" in text_of(statement):
+                anchor = statement
+        elif anchor is not None:
+            break
+    chosen = anchor or fallback
+    return {} if chosen is None else {chosen: imports}

@@ -1,0 +1,25 @@
+"""The rules of a port, in the order in which they are asked about a node. One idea a file."""
+
+from accelcore_lint.port.model import Rule
+from accelcore_lint.port.rules.amp import AUTOCAST, CUSTOM
+from accelcore_lint.port.rules.availability import AVAILABILITY
+from accelcore_lint.port.rules.device_strings import CHOICES, STRINGS
+from accelcore_lint.port.rules.guards import GUARDS, IS_CUDA
+from accelcore_lint.port.rules.leftovers import LEFTOVERS
+from accelcore_lint.port.rules.loading import MAPS, PINS
+from accelcore_lint.port.rules.memory import MEMORY
+from accelcore_lint.port.rules.moves import MOVES
+from accelcore_lint.port.rules.optimizers import OPTIMIZERS
+from accelcore_lint.port.rules.process_group import BACKEND_NAMES, PROCESS_GROUP
+from accelcore_lint.port.rules.replicas import REPLICAS
+from accelcore_lint.port.rules.scaler import SCALER
+from accelcore_lint.port.rules.seeds import SEEDS, TORCH_SEED
+from accelcore_lint.port.rules.statements import ALONE
+
+__all__ = ["RULES"]
+
+RULES: tuple[Rule, ...] = (
+    ALONE, SEEDS, TORCH_SEED, PROCESS_GROUP, CHOICES, AVAILABILITY, MOVES, AUTOCAST, CUSTOM, SCALER, MEMORY, OPTIMIZERS,
+    REPLICAS, PINS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, *LEFTOVERS,
+)  # fmt: skip
+"""Rules for every vendor's word. The last two claim what the others leave."""

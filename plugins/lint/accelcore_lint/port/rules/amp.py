@@ -1,0 +1,102 @@
+"""Mixed precision: autocast, `custom_fwd` and `custom_bwd`."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from accelcore_lint.port.facts import Facts, arguments, text_of
+from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rules.device_strings import index_of
+from accelcore_lint.port.vendors import DEVICES
+
+__all__ = ["AUTOCAST", "CUSTOM"]
+
+_OF_DEVICE = {f"torch.{device}.amp.{module}autocast" for device in DEVICES for module in ("", "autocast_mode.")}
+_GENERIC = {"torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast"}
+_CUSTOM = {
+    f"torch.{device}.amp.{module}{name}": name
+    for device in DEVICES
+    for module in ("", "autocast_mode.")
+    for name in ("custom_fwd", "custom_bwd")
+}
+
+
+def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
+    name = facts.name(node.func)
+    if name in _OF_DEVICE:
+        given = arguments(node, "enabled", "dtype", "cache_enabled")
+    elif name in _GENERIC:
+        given = arguments(node, "device_type", "dtype", "enabled", "cache_enabled")
+        if given is not None and ("device_type" not in given or not index_of(given.pop("device_type").value)[0]):
+            return None
+    else:
+        return None
+    if given is None:
+        return Left("arguments of autocast that are not known")
+    keeps = {key: node.args.index(arg) for key, arg in given.items()}
+    with_backend = facts.level is not Level.TORCH and "cache_enabled" not in given
+    if with_backend:
+        func = f"{facts.place.backend(node)}.autocast"
+        first = []
+    else:
+        func = f"{facts.torch}.autocast"
+        first = [facts.place.kind(node)]
+
+    def build(updated: cst.Call) -> cst.Call:
+        values = {key: text_of(updated.args[position].value) for key, position in keeps.items()}
+        # A vendor's autocast means float16; other devices' own may have another default.
+        dtype = values.pop("dtype", f"{facts.torch}.float16")
+        parts = [*first, dtype if with_backend else f"dtype={dtype}", *(f"{key}={text}" for key, text in values.items())]
+        made = cst.ensure_type(cst.parse_expression(f"{func}({', '.join(parts)})"), cst.Call)
+        return made.with_changes(lpar=updated.lpar, rpar=updated.rpar)
+
+    gone = [node.func, *(arg for arg in node.args if arg not in given.values())]
+    return Rewrite(build, claims=gone, imports=() if facts.has_torch_name else ("import torch",))
+
+
+def _decide_custom(node: cst.Decorator, facts: Facts) -> Rewrite | Left | None:
+    call = node.decorator
+    name = _CUSTOM.get(facts.name(call.func if isinstance(call, cst.Call) else call) or "")
+    if name is None:
+        return None
+    given = arguments(call, "cast_inputs") if isinstance(call, cst.Call) else {}
+    if given is None:
+        return Left(f"arguments of {name} that are not known")
+    parts = [f"device_type={facts.place.kind(node)}", *(f"{key}={text_of(arg.value)}" for key, arg in given.items())]
+    made = cst.parse_expression(f"{facts.torch}.amp.{name}({', '.join(parts)})")
+    imports = () if facts.has_torch_name else ("import torch",)
+    return Rewrite(lambda updated: updated.with_changes(decorator=made), claims=[call], imports=imports)
+
+
+AUTOCAST = Rule(
+    "autocast",
+    "autocast of a vendor's device",
+    (cst.Call,),
+    _decide_autocast,
+    (
+        Example(
+            Level.TORCH,
+            "with torch.cuda.amp.autocast():\n    loss = model(x)",
+            "with torch.autocast(device.type, dtype=torch.float16):\n    loss = model(x)",
+        ),
+        Example(
+            Level.ROLES,
+            'with torch.autocast("cuda", torch.bfloat16, enabled=args.amp):\n    loss = model(x)',
+            "with accel.autocast(torch.bfloat16, enabled=args.amp):\n    loss = model(x)",
+        ),
+    ),
+)
+
+CUSTOM = Rule(
+    "custom function",
+    "`custom_fwd` and `custom_bwd` of a vendor's device",
+    (cst.Decorator,),
+    _decide_custom,
+    (
+        Example(
+            Level.TORCH,
+            "@torch.cuda.amp.custom_fwd(cast_inputs=torch.float32)\ndef forward(ctx, x):\n    return x",
+            "@torch.amp.custom_fwd(device_type=device.type, cast_inputs=torch.float32)\ndef forward(ctx, x):\n    return x",
+        ),
+    ),
+)

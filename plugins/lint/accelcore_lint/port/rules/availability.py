@@ -1,0 +1,58 @@
+"""Questions about devices: `torch.cuda.is_available()`, `device_count()`, `current_device()`."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.model import Example, Level, Rewrite, Rule
+from accelcore_lint.port.place import UnplacedError
+from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
+from accelcore_lint.port.vendors import DEVICES
+
+__all__ = ["AVAILABILITY"]
+
+_SAME = {"device_count": "device_count", "current_device": "current_device_index"}
+
+
+def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
+    name = facts.name(node.func)
+    if name is None or node.args:
+        return None
+    if name in AVAILABLE:
+        source = _available(facts, node)
+        parent = facts.parent(node)
+        if " " in source and isinstance(parent, (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation)):
+            source = f"({source})"
+        return whole(node, source)
+    for old, new in _SAME.items():
+        if name in {f"torch.{device}.{old}" for device in DEVICES}:
+            imports = () if facts.has_torch_name else ("import torch",)
+            return Rewrite(whole(node, f"{facts.torch}.accelerator.{new}()").build, node.children, imports)
+    return None
+
+
+def _available(facts: Facts, node: cst.Call) -> str:
+    if facts.level is not Level.TORCH:
+        try:
+            return f'{facts.place.kind(node)} != "cpu"'
+        except UnplacedError:
+            pass
+    return f"{facts.torch}.accelerator.is_available()"
+
+
+AVAILABILITY = Rule(
+    "question",
+    "questions whether and how many devices there are",
+    (cst.Call,),
+    _decide,
+    (
+        Example(Level.TORCH, "use_cuda = torch.cuda.is_available()", "use_cuda = torch.accelerator.is_available()"),
+        Example(
+            Level.ROLES,
+            "use_cuda = not args.no_cuda and torch.cuda.is_available()",
+            'use_cuda = not args.no_cuda and accel.device.type != "cpu"',
+        ),
+        Example(Level.ROLES, "n = torch.cuda.device_count()", "n = torch.accelerator.device_count()"),
+    ),
+)

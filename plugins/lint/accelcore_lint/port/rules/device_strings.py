@@ -1,0 +1,257 @@
+"""Strings that name a device: `"cuda"`, `"cuda:0"`, `f"cuda:{rank}"`, and where a device is chosen between them."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from accelcore_lint.port.facts import Facts, argument, text_of
+from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.vendors import DEVICES, device_text
+
+__all__ = ["AVAILABLE", "CHOICES", "STRINGS", "device_source", "index_of", "is_device_name", "kind_source", "whole"]
+
+_NAME = re.compile(r"(.*[._])?(device|dev|device_type|device_name|default_device)", re.IGNORECASE)
+_PREFIX = tuple(f"{name}:" for name in DEVICES)
+AVAILABLE = tuple(f"torch.{name}.is_available" for name in DEVICES)
+_OTHERS = ("torch.backends.mps.is_available", "torch.xpu.is_available", "torch.mps.is_available")
+_OTHER_DEVICES = ("mps", "xpu", "cpu")
+
+
+def is_device_name(text: str) -> bool:
+    """Return whether a name, an attribute or an option is called a device."""
+    return _NAME.fullmatch(text) is not None
+
+
+def whole(node: cst.BaseExpression, text: str) -> Rewrite:
+    """Return the decision to replace an expression by another source; the parts are gone."""
+    new = cst.parse_expression(text)
+    return Rewrite(lambda updated: new.with_changes(lpar=updated.lpar, rpar=updated.rpar), claims=node.children)
+
+
+def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:
+    """Return whether an expression is a string that names a vendor's device, and its index if it has one."""
+    if isinstance(node, cst.SimpleString) and isinstance(node.evaluated_value, str):
+        value = node.evaluated_value
+        if not device_text(value) or "{" in value or "%" in value:
+            return False, None
+        _, _, index = value.partition(":")
+        return True, cst.Integer(index) if index else None
+    if isinstance(node, cst.FormattedString) and len(node.parts) == 2:
+        head, value = node.parts
+        if isinstance(head, cst.FormattedStringText) and head.value in _PREFIX and isinstance(value, cst.FormattedStringExpression):
+            plain = value.format_spec is None and value.conversion is None
+            return plain, value.expression if plain else None
+    if isinstance(node, cst.BinaryOperation) and isinstance(node.left, cst.SimpleString):
+        value = str(node.left.evaluated_value)
+        if isinstance(node.operator, cst.Modulo) and value in {f"{name}:%d" for name in DEVICES}:
+            right = node.right
+            if isinstance(right, cst.Tuple) and len(right.elements) == 1:
+                right = right.elements[0].value
+            return not isinstance(right, cst.Tuple), right
+        if isinstance(node.operator, cst.Add) and value in _PREFIX and isinstance(node.right, cst.Call):
+            is_text = text_of(node.right.func) == "str" and len(node.right.args) == 1
+            return is_text, node.right.args[0].value if is_text else None
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "format":
+        form = node.func.value
+        if isinstance(form, cst.SimpleString) and str(form.evaluated_value) in {f"{name}:{{}}" for name in DEVICES}:
+            return len(node.args) == 1 and node.args[0].keyword is None, node.args[0].value if node.args else None
+    return False, None
+
+
+def _own_device(facts: Facts, index: cst.BaseExpression | None) -> bool:
+    """Return whether an index is that of the process's only device."""
+    if index is None or text_of(index) == "None" or facts.is_local_rank(index):
+        return True
+    name = facts.name(index.func) if isinstance(index, cst.Call) else None
+    if name is not None and name.endswith(".current_device"):
+        return True
+    one = facts.indexes <= {"0"} and not any(facts.name(call.func) == "torch.cuda.set_device" for call in facts.calls)
+    return text_of(index) == "0" and one
+
+
+def _refused(index: cst.BaseExpression) -> Left:
+    return Left(f"device index {text_of(index)}: a process has one device here, which ACCEL_DEVICE or the launcher chooses")
+
+
+def _index_source(index: cst.BaseExpression) -> str:
+    return re.sub(r"\btorch\.(cuda|npu)\.device_count\b", "torch.accelerator.device_count", text_of(index))
+
+
+def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
+    """Return the source of the `torch.device` for an index, or the reason why it is not certain."""
+    if _own_device(facts, index) and (facts.level is not Level.TORCH or index is None or not facts.is_local_rank(index)):
+        return facts.place.device(site)
+    assert index is not None, "the device without an index is the process's own"
+    if facts.level is not Level.TORCH:
+        return _refused(index)
+    if facts.is_whole(index) or facts.is_local_rank(index):
+        return f"{facts.torch}.device({facts.place.kind(site)}, {_index_source(index)})"
+    if facts.sets_device(index):
+        return facts.place.device(site)
+    return Left(f"device index {text_of(index)}: it is not certain that this is a whole number")
+
+
+def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
+    """Return the source of the device's name as a string, or the reason why it is not certain."""
+    if facts.level is Level.TORCH:
+        kind = facts.place.kind(site)
+        if index is None or (text_of(index) == "0" and _own_device(facts, index)):
+            return kind
+        text = _index_source(index)
+        return f'f"{{{kind}}}:{{{text}}}"' if '"' not in text else _refused(index)
+    if not _own_device(facts, index):
+        assert index is not None, "the device without an index is the process's own"
+        return _refused(index)
+    return facts.place.kind(site) if index is None or text_of(index) == "0" else f"str({facts.place.device(site)})"
+
+
+def _chosen(facts: Facts, node: cst.BaseExpression) -> list[cst.BaseExpression] | None:
+    """Return the vendor's names in `"cuda" if torch.cuda.is_available() else "cpu"`, also with `"mps"`; None if other."""
+    if isinstance(node, cst.SimpleString) and node.evaluated_value in _OTHER_DEVICES:
+        return []
+    if index_of(node)[0]:
+        return [node]
+    if isinstance(node, cst.IfExp) and isinstance(node.test, cst.Call) and facts.name(node.test.func) in (*AVAILABLE, *_OTHERS):
+        body, other = _chosen(facts, node.body), _chosen(facts, node.orelse)
+        return None if body is None or other is None else body + other
+    return None
+
+
+def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left | None:
+    """Replace a whole choice, or a `torch.device` of a vendor's name."""
+    choice: cst.BaseExpression = node
+    if isinstance(node, cst.Call):
+        if facts.name(node.func) != "torch.device" or not node.args or node.args[0].keyword is not None:
+            return None
+        choice = node.args[0].value
+        if len(node.args) == 2 and index_of(choice) == (True, None):
+            source = device_source(facts, node, node.args[1].value)
+            return source if isinstance(source, Left) else whole(node, source)
+        if len(node.args) != 1:
+            return None
+    elif isinstance(facts.parent(node), cst.IfExp):
+        return None
+    names = _chosen(facts, choice)
+    if not names:
+        return None
+    index = index_of(names[0])[1]
+    if len(names) != 1:
+        return None
+    if isinstance(node, cst.Call):
+        source = device_source(facts, node, index) if not isinstance(choice, cst.IfExp) else _inline(facts, node, index)
+    elif facts.level is Level.TORCH and index is not None and text_of(index) != "0":
+        return None  # the string is rewritten, and the choice stays
+    else:
+        source = _inline(facts, node, index)
+        if not isinstance(source, Left):
+            source = f"({source}).type" if " or " in source else f"{source}.type"
+    return source if isinstance(source, Left) else whole(node, source)
+
+
+def _inline(facts: Facts, node: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
+    """Return the source of the accelerator's device, or of the CPU's; at level TORCH as the script's own choice."""
+    if facts.level is not Level.TORCH or index is not None:
+        return device_source(facts, node, index)
+    if isinstance(facts.parent(node), (cst.Assign, cst.AnnAssign, cst.Return)):
+        return f'{facts.torch}.accelerator.current_accelerator(check_available=True) or {facts.torch}.device("cpu")'
+    return facts.place.device(node)
+
+
+def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | None:
+    """Replace a string where its place says that it is a device."""
+    named, index = index_of(node)
+    if not named:
+        return None
+    wanted = _wanted(facts, node)
+    if wanted is None:
+        return None
+    if isinstance(wanted, Left):
+        return wanted
+    source = device_source(facts, node, index) if wanted == "device" else kind_source(facts, node, index)
+    return source if isinstance(source, Left) else whole(node, source)
+
+
+def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
+    """Return whether a `"device"` or its `"kind"`, a string, belongs at a node; None in a docstring or a comparison."""
+    unknown = Left("a device's name in a place where it is not certain that it chooses a device")
+    holder = facts.parent(node)
+    nested = False
+    while isinstance(holder, (cst.IfExp, cst.BooleanOperation)):
+        nested = True
+        if isinstance(holder, cst.IfExp) and holder.test is node:
+            return None
+        node, holder = holder, facts.parent(holder)
+    if isinstance(holder, (cst.Expr, cst.Comparison, cst.ComparisonTarget, cst.ConcatenatedString)):
+        return None
+    if isinstance(holder, cst.Arg):
+        return _wanted_argument(facts, holder, nested=nested) or unknown
+    name = None
+    if isinstance(holder, cst.Assign) and len(holder.targets) == 1:
+        name = text_of(holder.targets[0].target)
+    elif isinstance(holder, cst.AnnAssign):
+        name = text_of(holder.target)
+    elif isinstance(holder, cst.Param):
+        name = holder.name.value
+    elif isinstance(holder, cst.DictElement) and isinstance(holder.key, cst.SimpleString):
+        name = str(holder.key.evaluated_value)
+    return "kind" if name is not None and is_device_name(name) else unknown
+
+
+def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left | None:
+    call = facts.parent(arg)
+    if not isinstance(call, cst.Call):
+        return None
+    keyword = arg.keyword.value if arg.keyword else None
+    first = call.args[0] is arg
+    name = facts.name(call.func) or ""
+    method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+    if name == "torch.device" or keyword == "device_type" or (name in ("torch.autocast", "torch.amp.GradScaler") and first):
+        return "kind"
+    if method == "add_argument" and keyword == "default":
+        options = [text_of(other.value).strip("\"'").lstrip("-").replace("-", "_") for other in call.args if not other.keyword]
+        if not any(map(is_device_name, options)):
+            return None
+        if argument(call, "choices") is not None:
+            return Left("the default of an option whose choices are devices")
+        return "kind"
+    is_torchs = name.startswith("torch.") or (method == "to" and (first or keyword == "device"))
+    if name == "torch.load" and (keyword == "map_location" or call.args.index(arg) == 1):
+        return "device"
+    if (keyword == "device" or (method == "to" and first and keyword is None)) and is_torchs and not nested:
+        return "device"
+    return "kind" if keyword in ("device", "map_location") or (method == "to" and first) else None
+
+
+CHOICES = Rule(
+    "device",
+    "choice of a device",
+    (cst.Call, cst.IfExp),
+    _decide_choice,
+    (
+        Example(
+            Level.TORCH,
+            'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")',
+            'device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")',
+        ),
+        Example(
+            Level.ROLES, 'device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")', "device = accel.device"
+        ),
+        Example(Level.ROLES, 'device = "cuda" if torch.cuda.is_available() else "cpu"', "device = accel.device.type"),
+    ),
+)
+
+STRINGS = Rule(
+    "device string",
+    "the name of a device where a device is expected",
+    (cst.SimpleString, cst.FormattedString, cst.BinaryOperation, cst.Call),
+    _decide_string,
+    (
+        Example(Level.TORCH, 'x = torch.zeros(2, device="cuda")', "x = torch.zeros(2, device=device)"),
+        Example(Level.ROLES, 'x = torch.zeros(2, device="cuda")', "x = torch.zeros(2, device=accel.device)"),
+        Example(Level.ROLES, 'model.to(f"cuda:{local_rank}")', "model.to(accel.device)"),
+        Example(Level.ROLES, 'state = torch.load(path, map_location="cuda:0")', "state = torch.load(path, map_location=accel.device)"),
+        Example(Level.ROLES, 'train(model, device="cuda")', "train(model, device=accel.device.type)"),
+    ),
+)

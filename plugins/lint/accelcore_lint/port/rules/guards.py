@@ -1,0 +1,79 @@
+"""Conditions on a vendor's device: `if device.type == "cuda":`, `if x.is_cuda:`."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from accelcore_lint.port.facts import Facts, text_of
+from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rules.device_strings import is_device_name
+from accelcore_lint.port.vendors import DEVICES
+
+__all__ = ["GUARDS", "IS_CUDA"]
+
+_SKIPS = "a condition on one vendor's device: other accelerators skip what follows"
+_TYPE = re.compile(r".*(\.type|device_type|device)")
+
+
+def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
+    if len(node.comparisons) != 1:
+        return _left(node) if _mentions(node) else None
+    target = node.comparisons[0]
+    left, right = node.left, target.comparator
+    if isinstance(target.operator, (cst.Equal, cst.NotEqual)) and _is_vendor(right) and _TYPE.fullmatch(text_of(left)):
+        is_text = isinstance(left, cst.Attribute) and left.attr.value == "type"
+        is_text = is_text or is_device_name(text_of(left))
+        operator = "!=" if isinstance(target.operator, cst.Equal) else "=="
+        new = cst.parse_expression(f'{text_of(left)} {operator} "cpu"')
+        rewrite = Rewrite(lambda updated: new.with_changes(lpar=updated.lpar, rpar=updated.rpar), node.children)
+        return Left(_SKIPS, node.children, retry=rewrite if is_text else None)
+    return _left(node) if _mentions(node) else None
+
+
+def _decide_flag(node: cst.Attribute, facts: Facts) -> Rewrite | Left | None:
+    if node.attr.value not in ("is_cuda", "is_npu") or facts.name(node) is not None:
+        return None
+    new = cst.parse_expression(f'{text_of(node.value)}.device.type != "cpu"')
+    return Left(_SKIPS, node.children, retry=Rewrite(lambda updated: new, node.children))
+
+
+def _left(node: cst.Comparison) -> Left:
+    return Left(_SKIPS, node.children)
+
+
+def _is_vendor(node: cst.BaseExpression) -> bool:
+    return isinstance(node, cst.SimpleString) and node.evaluated_value in DEVICES
+
+
+def _mentions(node: cst.Comparison) -> bool:
+    sides = [node.left, *(target.comparator for target in node.comparisons)]
+    parts = [
+        element.value
+        for side in sides
+        for element in (side.elements if isinstance(side, (cst.List, cst.Tuple, cst.Set)) else [cst.Element(side)])
+    ]
+    return any(_is_vendor(part) for part in parts)
+
+
+GUARDS = Rule(
+    "condition",
+    "conditions on a vendor's device, if all that they guard is rewritten",
+    (cst.Comparison,),
+    _decide,
+    (
+        Example(
+            Level.ROLES,
+            'if device.type == "cuda":\n    torch.cuda.synchronize()',
+            'if device.type != "cpu":\n    accel.runtime.synchronize()',
+        ),
+        Example(
+            Level.ROLES,
+            'fused = device.type == "cuda"',
+            f'# TODO(accelcore): {_SKIPS}\nfused = device.type == "cuda"',
+        ),
+    ),
+)
+
+IS_CUDA = Rule("is_cuda", "`x.is_cuda`, if all that it guards is rewritten", (cst.Attribute,), _decide_flag, ())

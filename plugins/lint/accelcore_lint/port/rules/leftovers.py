@@ -1,0 +1,97 @@
+"""What no other rule knows: it is left, with a reason."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.imports import APEX
+from accelcore_lint.port.model import Example, Left, Level, Rule
+from accelcore_lint.port.rules.device_strings import index_of
+from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES
+
+__all__ = ["LEFTOVERS"]
+
+_REASONS = {
+    "Stream": "streams are each device's own; accel.runtime.side_stream() is for simple cases",
+    "stream": "streams are each device's own; accel.runtime.side_stream() is for simple cases",
+    "current_stream": "streams are each device's own; torch.accelerator.current_stream() returns the current one",
+    "Event": "events are each device's own; torch.Event(device) where the device has them",
+    "CUDAGraph": "graphs are each device's own; a trainer has graph=True where the backend declares them",
+    "FloatTensor": "a type of tensor of one device: write torch.zeros(..., device=...) or .to(device, dtype)",
+    "get_device_name": "the name of the device: torch has no generic function",
+    "get_device_properties": "properties of the device: torch has no generic function",
+    "get_device_capability": "the generation of a vendor's chips: torch has no generic function",
+    "device": "a context of one vendor's device: a process has one device here",
+    "amp": "mixed precision of one vendor, in a form that is not known",
+}
+_SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda")
+_DEFAULT = "one vendor's function, without a generic one"
+
+
+def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | None:
+    parent = facts.parent(node)
+    if isinstance(parent, (cst.ImportAlias, cst.ImportFrom, cst.AsName)):
+        return None
+    if isinstance(parent, cst.Attribute) and (parent.attr is node or facts.name(parent) is not None):
+        return None
+    name = facts.name(node)
+    if name is None:
+        return _unresolved(node, facts)
+    if name.startswith(_SWITCHES):
+        return Left(f"{name}: other devices ignore it", node.children, harmless=True)
+    if facts.level is not Level.TORCH and _is_known_apex(name):
+        return None
+    parts = name.split(".")
+    if parts[0] in MODULES or (parts[0] == "torch" and len(parts) > 2 and parts[1] in DEVICES):
+        return Left(_reason(parts), node.children)
+    return None
+
+
+def _is_known_apex(name: str) -> bool:
+    """Return whether `accelcore.apex` has a function; the import is rewritten."""
+    module, _, function = name.rpartition(".")
+    return name in APEX or function in APEX.get(module, ())
+
+
+def _unresolved(node: cst.Attribute | cst.Name, facts: Facts) -> Left | None:
+    """Report `x.cuda` that is not called, and `torch.cuda` where `torch` has several meanings."""
+    if isinstance(node, cst.Attribute) and node.attr.value in DEVICES:
+        return Left(f"{node.attr.value} of an object that is not known", node.children)
+    return None
+
+
+def _reason(parts: list[str]) -> str:
+    for part in reversed(parts):
+        if part in _REASONS:
+            return _REASONS[part]
+        if part.endswith("Tensor"):
+            return _REASONS["FloatTensor"]
+    return _DEFAULT
+
+
+def _decide_string(node: cst.SimpleString, facts: Facts) -> Left | None:
+    parent = facts.parent(node)
+    if isinstance(parent, (cst.Expr, cst.ConcatenatedString)):
+        return None
+    if index_of(node)[0] or node.evaluated_value in GROUPS:
+        return Left("a vendor's name in a place where it is not certain what it is for")
+    return None
+
+
+LEFTOVERS = (
+    Rule(
+        "unknown function",
+        "functions of one vendor that nothing replaces",
+        (cst.Attribute, cst.Name),
+        _decide_attribute,
+        (
+            Example(
+                Level.ROLES,
+                "stream = torch.cuda.Stream()",
+                f"# TODO(accelcore): {_REASONS['Stream']}\nstream = torch.cuda.Stream()",
+            ),
+        ),
+    ),
+    Rule("unknown name", "other strings that name a vendor", (cst.SimpleString,), _decide_string, ()),
+)

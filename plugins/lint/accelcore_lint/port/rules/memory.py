@@ -1,0 +1,63 @@
+"""Memory figures of the device."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from accelcore_lint.port.facts import Facts, argument, text_of
+from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rules.device_strings import is_device_name, whole
+from accelcore_lint.port.vendors import DEVICES
+
+__all__ = ["MEMORY"]
+
+_FIGURES = {"max_memory_allocated": "peak", "memory_allocated": "used"}
+_ACCELERATOR = {
+    "max_memory_allocated": "max_memory_allocated",
+    "memory_allocated": "memory_allocated",
+    "max_memory_reserved": "max_memory_reserved",
+    "memory_reserved": "memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+    "memory_cached": "memory_reserved",
+}
+_KNOWN = {f"torch.{device}{part}.{name}": name for device in DEVICES for part in ("", ".memory") for name in _ACCELERATOR}
+
+
+def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
+    name = _KNOWN.get(facts.name(node.func) or "")
+    if name is None:
+        return None
+    device = argument(node, "device", 0)
+    own = device is None or facts.is_local_rank(device) or is_device_name(text_of(device)) or text_of(device) == "0"
+    if len(node.args) > 1 or not own:
+        return Left(f"{name} of a device of its own")
+    resets = any(attribute.startswith("reset_") and "memory" in attribute for attribute in facts.attributes)
+    if facts.level is not Level.TORCH and name in _FIGURES and not resets:
+        return whole(node, f"{facts.place.backend(node)}.runtime.memory().{_FIGURES[name]}")
+    module = f"{facts.torch}.accelerator"
+    source = f"{module}.{_ACCELERATOR[name]}()"
+    if not facts.guards(node):
+        source = f"({source} if {module}.is_available() else 0)"
+    imports = () if facts.has_torch_name else ("import torch",)
+    return Rewrite(whole(node, source).build if facts.guards(node) else _parenthesised(source), node.children, imports)
+
+
+def _parenthesised(source: str):  # type: ignore[no-untyped-def]
+    new = cst.parse_expression(source)
+    return lambda updated: new
+
+
+MEMORY = Rule(
+    "memory",
+    "memory in use, and its peak",
+    (cst.Call,),
+    _decide,
+    (
+        Example(
+            Level.TORCH,
+            "peak = torch.cuda.max_memory_allocated()",
+            "peak = (torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0)",
+        ),
+        Example(Level.ROLES, "peak = torch.cuda.max_memory_allocated()", "peak = accel.runtime.memory().peak"),
+    ),
+)

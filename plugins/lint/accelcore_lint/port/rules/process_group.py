@@ -1,0 +1,127 @@
+"""Process groups: `init_process_group("nccl")`, and the option that names the backend."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from accelcore_lint.port.facts import Facts, argument, arguments, text_of
+from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.place import UnplacedError
+from accelcore_lint.port.rules.device_strings import whole
+from accelcore_lint.port.vendors import GROUPS
+
+__all__ = ["BACKEND_NAMES", "PROCESS_GROUP"]
+
+_INIT = ("torch.distributed.init_process_group", "torch.distributed.distributed_c10d.init_process_group")
+
+
+def _is_group(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.SimpleString) and node.evaluated_value in GROUPS
+
+
+def _decide_init(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:
+    """Join the job through the backend, if the script says no more than a launcher or its own ranks do."""
+    if facts.level is Level.TORCH or len(node.body) != 1 or not isinstance(node.body[0], cst.Expr):
+        return None
+    call = node.body[0].value
+    if not isinstance(call, cst.Call) or facts.name(call.func) not in _INIT:
+        return None
+    given = arguments(call, "backend", "init_method", "timeout", "world_size", "rank")
+    if given is None or not _is_group(given["backend"].value if "backend" in given else call):
+        return None
+    address = given.get("init_method")
+    fixed = address is None or isinstance(address.value, cst.SimpleString)
+    if not fixed or ("rank" in given) != ("world_size" in given) or "destroy_process_group" in facts.attributes:
+        return None
+    parts = [f"{key}={text_of(given[key].value)}" for key in ("rank", "world_size", "init_method", "timeout") if key in given]
+    if address is not None and text_of(address.value).strip("\"'") == "env://":
+        parts = [part for part in parts if not part.startswith("init_method")]
+    if "rank" in given and not _rank_is_local(facts, given["rank"].value, node):
+        return None
+    new = cst.parse_expression(f"{facts.place.backend(node)}.join({', '.join(parts)})")
+    return Rewrite(lambda updated: updated.with_changes(body=[cst.Expr(new)]), node.body)
+
+
+def _rank_is_local(facts: Facts, rank: cst.BaseExpression, node: cst.CSTNode) -> bool:
+    """Return whether a script's own ranks are all on one host, so that a rank is its number there."""
+    function = facts.function_of(node)
+    return function is not None and facts.spawned().get(function.name.value) == text_of(rank)
+
+
+def _decide_name(node: cst.SimpleString, facts: Facts) -> Rewrite | Left | None:
+    """Replace a backend's name by torch's default for the device."""
+    if not _is_group(node):
+        return None
+    parent = facts.parent(node)
+    if isinstance(parent, (cst.Expr, cst.Comparison, cst.ComparisonTarget)):
+        return None
+    call = facts.parent(parent) if isinstance(parent, cst.Arg) else None
+    if isinstance(parent, cst.Arg) and isinstance(call, cst.Call):
+        keyword = parent.keyword.value if parent.keyword else None
+        name = facts.name(call.func) or ""
+        first = call.args[0] is parent and keyword is None
+        if (name in _INIT and first) or (name.startswith("torch.distributed.") and keyword == "backend"):
+            return _default(facts, node)
+        options = [text_of(other.value).strip("\"'") for other in call.args if not other.keyword]
+        is_option = isinstance(call.func, cst.Attribute) and call.func.attr.value == "add_argument"
+        if is_option and keyword == "default" and any("backend" in option for option in options):
+            if argument(call, "choices") is None:
+                return _default(facts, node)
+            return Left("the default of an option whose choices are process-group backends")
+    is_backend = (
+        (isinstance(parent, cst.Assign) and len(parent.targets) == 1 and "backend" in text_of(parent.targets[0].target).lower())
+        or (isinstance(parent, cst.Param) and "backend" in parent.name.value)
+        or (isinstance(parent, cst.IfExp) and _is_argument_of_init(facts, parent))
+    )
+    if is_backend:
+        return _default(facts, node)
+    return Left("a process-group backend's name in a place where it is not certain what it is for")
+
+
+def _is_argument_of_init(facts: Facts, node: cst.CSTNode) -> bool:
+    arg = facts.parent(node)
+    call = facts.parent(arg) if isinstance(arg, cst.Arg) else None
+    return isinstance(call, cst.Call) and facts.name(call.func) in _INIT
+
+
+def _default(facts: Facts, node: cst.SimpleString) -> Rewrite:
+    imports = () if facts.has_torch_name else ("import torch",)
+    try:
+        device = facts.place.device(node)
+    except UnplacedError:
+        # Which process asks does not matter here: the kind of device is the same in all of them.
+        device = f'({facts.torch}.accelerator.current_accelerator(check_available=True) or "cpu")'
+    source = f"{facts.torch}.distributed.get_default_backend_for_device({device})"
+    return Rewrite(whole(node, source).build, (), imports)
+
+
+PROCESS_GROUP = Rule(
+    "process group",
+    "joining a job",
+    (cst.SimpleStatementLine,),
+    _decide_init,
+    (
+        Example(
+            Level.ROLES, 'torch.distributed.init_process_group("nccl", init_method="env://")', "accel.join()"
+        ),
+    ),
+)
+
+BACKEND_NAMES = Rule(
+    "backend name",
+    "names of process-group backends",
+    (cst.SimpleString,),
+    _decide_name,
+    (
+        Example(
+            Level.TORCH,
+            'torch.distributed.init_process_group("nccl", rank=rank, world_size=n)',
+            "torch.distributed.init_process_group(torch.distributed.get_default_backend_for_device(device), rank=rank, world_size=n)",
+        ),
+        Example(
+            Level.ROLES,
+            'parser.add_argument("--dist-backend", default="nccl")',
+            'parser.add_argument("--dist-backend", default=torch.distributed.get_default_backend_for_device(accel.device))',
+        ),
+    ),
+)

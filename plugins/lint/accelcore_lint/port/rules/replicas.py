@@ -1,0 +1,97 @@
+"""Replicas of a model: `DistributedDataParallel(model, device_ids=[rank])`."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from accelcore_lint.port.facts import Facts, argument, text_of
+from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rules.device_strings import device_source
+
+__all__ = ["REPLICAS"]
+
+_DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
+_DEVICES = ("device_ids", "output_device")
+
+
+def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
+    if facts.name(node.func) not in _DDP:
+        return None
+    given = [arg for arg in node.args if arg.keyword is not None and arg.keyword.value in _DEVICES]
+    ids = argument(node, "device_ids")
+    if any(arg.star for arg in node.args) or len([arg for arg in node.args if arg.keyword is None]) != 1:
+        return Left("the devices of DistributedDataParallel, given by position") if len(node.args) > 1 else None
+    if ids is None or text_of(ids) == "None":
+        return None
+    if not isinstance(ids, (cst.List, cst.Tuple)) or len(ids.elements) != 1:
+        return Left("device_ids that are not one device")
+    index = ids.elements[0].value
+    if facts.level is Level.TORCH:
+        return _where_there_is_one(facts, node, given)
+    source = device_source(facts, node, index)
+    if isinstance(source, Left) and text_of(index) not in ("device", "args.device"):
+        return source
+    if "module" in facts.attributes:
+        # `net.module` is only there if the model is wrapped, also in a job of one rank.
+        device = facts.place.device(node)
+        return _replaced(node, given, f'[{device}] if {device}.type != "cpu" else None', facts)
+    gone = [position for position, arg in enumerate(node.args) if arg in given]
+    func = cst.parse_expression(f"{facts.place.backend(node)}.replicate")
+
+    def build(updated: cst.Call) -> cst.Call:
+        return updated.with_changes(func=func, args=_without(updated.args, gone))
+
+    return Rewrite(build, [node.func, *given])
+
+
+def _where_there_is_one(facts: Facts, node: cst.Call, given: list[cst.Arg]) -> Rewrite | Left:
+    """Keep the devices where there is an accelerator. For models on the CPU, torch wants None."""
+    available = f"{facts.torch}.accelerator.is_available()"
+    return _replaced(node, given, f"{{}} if {available} else None", facts)
+
+
+def _replaced(node: cst.Call, given: list[cst.Arg], form: str, facts: Facts) -> Rewrite | Left:
+    positions = [position for position, arg in enumerate(node.args) if arg in given]
+    if any(isinstance(arg.value, cst.IfExp) for arg in given):
+        return Left("device_ids that are chosen by a condition")
+    lists = {position: text_of(node.args[position].value) for position in positions}
+    if any("cuda" in text or "npu" in text for text in lists.values()) and "{}" in form:
+        return Left("device_ids that are read from a vendor's module")
+    keep = next(position for position in positions if node.args[position].keyword.value == "device_ids")  # type: ignore[union-attr]
+    gone = [position for position in positions if position != keep]
+
+    def build(updated: cst.Call) -> cst.Call:
+        value = cst.parse_expression(form.format(lists[keep]) if "{}" in form else form)
+        args = [arg.with_changes(value=value) if at == keep else arg for at, arg in enumerate(updated.args)]
+        return updated.with_changes(args=_without(args, gone))
+
+    imports = () if facts.has_torch_name else ("import torch",)
+    return Rewrite(build, given, imports)
+
+
+def _without(args: list[cst.Arg] | tuple[cst.Arg, ...], gone: list[int]) -> list[cst.Arg]:
+    kept = [arg for position, arg in enumerate(args) if position not in gone]
+    last = args[-1]
+    kept[-1] = kept[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
+    return kept
+
+
+REPLICAS = Rule(
+    "replicas",
+    "`DistributedDataParallel` with `device_ids`",
+    (cst.Call,),
+    _decide,
+    (
+        Example(
+            Level.TORCH,
+            "from torch.nn.parallel import DistributedDataParallel as DDP\nnet = DDP(model, device_ids=[rank])",
+            "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+            "net = DDP(model, device_ids=[rank] if torch.accelerator.is_available() else None)",
+        ),
+        Example(
+            Level.ROLES,
+            "net = torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank])",
+            "net = accel.replicate(model)",
+        ),
+    ),
+)

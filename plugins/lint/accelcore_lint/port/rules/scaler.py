@@ -1,0 +1,71 @@
+"""Loss scalers: `torch.cuda.amp.GradScaler`."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from accelcore_lint.port.facts import Facts, arguments, text_of
+from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rules.device_strings import index_of
+from accelcore_lint.port.vendors import DEVICES
+
+__all__ = ["SCALER"]
+
+_OF_DEVICE = {f"torch.{device}.amp.{module}GradScaler" for device in DEVICES for module in ("", "grad_scaler.")}
+_GENERIC = ("torch.amp.GradScaler", "torch.GradScaler")
+_SETTINGS = {"init_scale": "init", "growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
+_ONLY_TORCHS = {
+    "get_scale", "is_enabled", "get_growth_factor", "get_backoff_factor", "get_growth_interval", "set_growth_factor",
+    "set_backoff_factor", "set_growth_interval", "_scale", "_enabled", "_per_optimizer_states", "_check_inf_per_device",
+}  # fmt: skip
+
+
+def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
+    name = facts.name(node.func)
+    names = (*_SETTINGS, "enabled")
+    if name in _OF_DEVICE:
+        given = arguments(node, *names)
+    elif name in _GENERIC:
+        given = arguments(node, "device", *names)
+        if given is not None and "device" in given and not index_of(given.pop("device").value)[0]:
+            return None
+    else:
+        return None
+    if given is None:
+        return Left("arguments of GradScaler that are not known")
+    keeps = {key: node.args.index(arg) for key, arg in given.items()}
+    with_backend = facts.level is not Level.TORCH and not facts.attributes & _ONLY_TORCHS
+    prefix = facts.place.backend(node) if with_backend else facts.place.kind(node)
+
+    def build(updated: cst.Call) -> cst.BaseExpression:
+        values = {key: text_of(updated.args[position].value) for key, position in keeps.items()}
+        if not with_backend:
+            parts = ", ".join([prefix, *(f"{key}={text}" for key, text in values.items())])
+            return cst.parse_expression(f"{facts.torch}.amp.GradScaler({parts})")
+        enabled = values.pop("enabled", "True")
+        made = f"{prefix}.scaler.create({', '.join(f'{_SETTINGS[key]}={text}' for key, text in values.items())})"
+        if enabled == "True":
+            return cst.parse_expression(made)
+        if enabled == "False":
+            return cst.parse_expression(f"{prefix}.scaler.none()")
+        choice = f"{made} if {enabled} else {prefix}.scaler.none()"
+        return cst.parse_expression(choice if isinstance(facts.parent(node), cst.Assign) else f"({choice})")
+
+    gone = [node.func, *(arg for arg in node.args if arg not in given.values())]
+    return Rewrite(build, claims=gone, imports=() if facts.has_torch_name or with_backend else ("import torch",))
+
+
+SCALER = Rule(
+    "scaler",
+    "the loss scaler of a vendor's device",
+    (cst.Call,),
+    _decide,
+    (
+        Example(Level.TORCH, "scaler = torch.cuda.amp.GradScaler()", "scaler = torch.amp.GradScaler(device.type)"),
+        Example(
+            Level.ROLES,
+            "scaler = torch.cuda.amp.GradScaler(init_scale=1024.0, enabled=args.amp)",
+            "scaler = accel.scaler.create(init=1024.0) if args.amp else accel.scaler.none()",
+        ),
+    ),
+)

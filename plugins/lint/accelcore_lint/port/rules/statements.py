@@ -1,0 +1,114 @@
+"""Calls that stand alone on a line: waiting for the device, choosing it, emptying its cache."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from accelcore_lint.port.facts import Facts, argument, text_of
+from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.place import UnplacedError
+from accelcore_lint.port.removed import removed
+from accelcore_lint.port.rules.device_strings import index_of
+from accelcore_lint.port.vendors import DEVICES
+
+__all__ = ["ALONE", "alone", "called", "guarded"]
+
+_RESETS = ("reset_peak_memory_stats", "reset_accumulated_memory_stats")
+_CALLS = ("synchronize", "set_device", "empty_cache", *_RESETS, "reset_max_memory_allocated", "ipc_collect")
+
+
+def called(node: cst.SimpleStatementLine, facts: Facts) -> tuple[str, cst.Call] | None:
+    """Return the function of a vendor's module that a line calls, and the call; None for anything else."""
+    if len(node.body) != 1 or not isinstance(node.body[0], cst.Expr) or not isinstance(node.body[0].value, cst.Call):
+        return None
+    call = node.body[0].value
+    name = facts.name(call.func) or ""
+    module, _, function = name.rpartition(".")
+    known = {f"torch.{device}{part}" for device in DEVICES for part in ("", ".memory", ".random")}
+    return (function, call) if module in known else None
+
+
+def alone(node: cst.SimpleStatementLine) -> bool:
+    """Return whether a line stands in a block of its own lines, so that a block can replace it."""
+    return len(node.body) == 1
+
+
+def guarded(facts: Facts, node: cst.SimpleStatementLine, source: str) -> Rewrite:
+    """Return the decision to run a line only if there is an accelerator; `torch.accelerator` raises otherwise."""
+    imports = () if facts.has_torch_name else ("import torch",)
+    line = cst.ensure_type(cst.parse_statement(source), cst.SimpleStatementLine)
+
+    def build(updated: cst.SimpleStatementLine) -> cst.BaseStatement:
+        inner = line.with_changes(trailing_whitespace=updated.trailing_whitespace)
+        if facts.guards(node):
+            return inner.with_changes(leading_lines=updated.leading_lines)
+        test = cst.parse_expression(f"{facts.torch}.accelerator.is_available()")
+        return cst.If(test, cst.IndentedBlock([inner]), leading_lines=updated.leading_lines)
+
+    return Rewrite(build, node.body, imports)
+
+
+def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:
+    found = called(node, facts)
+    if found is None or found[0] not in _CALLS:
+        return None
+    name, call = found
+    module = f"{facts.torch}.accelerator"
+    device = argument(call, "device", 0)
+    if len(call.args) > 1:
+        return Left(f"arguments of {name} that are not known")
+    if name == "ipc_collect":
+        return Left("ipc_collect: other devices have nothing like it")
+    text = "" if device is None else text_of(device)
+    own = device is None or facts.is_local_rank(device) or text_of(device) == "0" or index_of(device)[0]
+    if facts.level is not Level.TORCH:
+        if name == "synchronize" and own:
+            try:
+                source = f"{facts.place.backend(node)}.runtime.synchronize()"
+            except UnplacedError:
+                source = f"{module}.synchronize()"
+                return guarded(facts, node, source)
+            call_node = cst.parse_expression(source)
+            return Rewrite(lambda updated: updated.with_changes(body=[cst.Expr(call_node)]), node.body)
+        if name == "set_device":
+            return _set_device(facts, node, device)
+    if device is not None and index_of(device)[0]:
+        return Left(f"{name} of the device {text}") if text.strip("\"'") not in DEVICES else guarded(facts, node, f"{module}.{name}()")
+    new = {"set_device": "set_device_index", "reset_max_memory_allocated": "reset_peak_memory_stats"}.get(name, name)
+    return guarded(facts, node, f"{module}.{new}({text if new not in ('empty_cache',) else ''})")
+
+
+def _set_device(facts: Facts, node: cst.SimpleStatementLine, device: cst.BaseExpression | None) -> Rewrite | Left:
+    """Remove the choice of the device, which `accelcore.select` has made; or report one that it does not make."""
+    if device is not None and (facts.is_local_rank(device) or text_of(device) == "0" or _is_chosen(facts, device)):
+        facts.place.device(node)
+        return Rewrite(removed, node.body)
+    return Left("set_device: ACCEL_DEVICE or the launcher's local rank chooses the device; remove this if they do")
+
+
+def _is_chosen(facts: Facts, device: cst.BaseExpression) -> bool:
+    """Return whether an expression is a `torch.device` of this rank's index, in the script itself."""
+    named, index = index_of(device)
+    return named and index is not None and facts.is_local_rank(index)
+
+
+ALONE = Rule(
+    "device call",
+    "lines that wait for the device, choose it, or free its memory",
+    (cst.SimpleStatementLine,),
+    _decide,
+    (
+        Example(
+            Level.TORCH,
+            "torch.cuda.synchronize()",
+            "if torch.accelerator.is_available():\n    torch.accelerator.synchronize()",
+        ),
+        Example(
+            Level.TORCH,
+            "torch.cuda.set_device(rank)",
+            "if torch.accelerator.is_available():\n    torch.accelerator.set_device_index(rank)",
+        ),
+        Example(Level.ROLES, "torch.cuda.synchronize()", "accel.runtime.synchronize()"),
+        Example(Level.ROLES, "torch.cuda.set_device(local_rank)\nprint(local_rank)", "print(local_rank)"),
+    ),
+)

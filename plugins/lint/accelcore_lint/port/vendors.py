@@ -1,0 +1,69 @@
+"""Words that tie a line to one vendor, and the count of such lines."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+
+__all__ = ["DEVICES", "GROUPS", "MODULES", "device_text", "may_concern", "vendor_lines"]
+
+DEVICES = ("cuda", "npu")
+"""Names of devices that scripts are ported from."""
+
+GROUPS = ("nccl", "hccl")
+"""Process-group backends of those devices."""
+
+MODULES = ("apex", "torch_npu")
+"""Packages that only work on those devices."""
+
+_WORDS = {*DEVICES, *MODULES, "cudnn", "device_ids", "output_device", "npu_fusion_attention"}
+_OPTION = re.compile(r"NpuFused\w+")
+_TEXT = re.compile(rf"({'|'.join(DEVICES)})(:(\d+|%d|\{{.*\}}|\{{\}}))?")
+_MENTIONS = re.compile(rb"cuda|npu|Npu|apex|nccl|hccl|cudnn|torch")
+_OUR_APEX = re.compile(r"(?m)^\s*from accelcore import (.*, *)?apex\b")
+_STRING = re.compile(r"(?s)[a-zA-Z]*('''|\"\"\"|'|\")(.*)\1")
+
+
+def device_text(text: str) -> bool:
+    """Return whether the value of a string is the name of a device: `cuda`, `cuda:0`, `cuda:{rank}`."""
+    return _TEXT.fullmatch(text) is not None
+
+
+def may_concern(source: bytes) -> bool:
+    """Return whether a file may have anything to port, without parsing it."""
+    return _MENTIONS.search(source) is not None and b"torch" in source
+
+
+def vendor_lines(source: str) -> set[int]:
+    """Return the numbers of the lines that work on one vendor's devices only.
+
+    These are lines with the name of a device or of a vendor's package: `cuda`, `torch_npu`, `cudnn`, `device_ids`,
+    `NpuFusedSGD`, or a string such as "cuda:0" or "nccl". Names that only contain such a word, as `use_cuda`, comments
+    and docstrings do not count, and neither does `accelcore.apex`.
+    """
+    found: set[int] = set()
+    statement_begins = True
+    before = ""
+    in_accelcore = False
+    words = _WORDS - {"apex"} if _OUR_APEX.search(source) else _WORDS
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind, text, (line, _) = token.type, token.string, token.start
+        if kind in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            statement_begins, in_accelcore = True, False
+            continue
+        if kind in (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING):
+            continue
+        if kind == tokenize.NAME:
+            in_accelcore = in_accelcore or (text == "accelcore" and before in ("from", "import"))
+            if (text in words and not in_accelcore) or (_OPTION.fullmatch(text) and not in_accelcore):
+                found.add(line)
+        elif kind == tokenize.STRING and not statement_begins:
+            match = _STRING.fullmatch(text)
+            value = match[2] if match else ""
+            if device_text(value) or value in GROUPS:
+                found.add(line)
+        elif tokenize.tok_name[kind] == "FSTRING_MIDDLE" and text.rstrip(":") in DEVICES:
+            found.add(line)
+        statement_begins, before = False, text
+    return found
