@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, cast
 
 import libcst as cst
@@ -16,11 +17,13 @@ from accelcore_lint.port.place import Place
 
 __all__ = ["Facts", "argument", "arguments", "dotted", "text_of"]
 
-_LOCAL_RANK = re.compile(r"(\w+\.)?_?local_?rank|int\(os\.environ\[.LOCAL_RANK.\]\)|int\(os\.getenv\(.LOCAL_RANK.[^)]*\)\)")
+_LOCAL_RANK = re.compile(
+    r"(\w+\.)?_?local_?rank|int\(os\.environ\[.LOCAL_RANK.\]\)|int\(os\.getenv\(.LOCAL_RANK.[^)]*\)\)"
+)
 _RANK_PER_HOST = re.compile(r"[\w.()\[\]\"' ]*rank[\w.()\[\]\"']* ?% ?([\w.]*device_count\(\)|\w*(gpus|devices)\w*)")
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn")
 
-_Scope = metadata.Scope
+_HIDE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
 class Facts:
@@ -46,6 +49,7 @@ class Facts:
         self.attributes = survey.attributes
         self.defined_methods = survey.methods
         self._assigned = survey.assigned
+        self.hidden_by = survey.hidden_by
         self._imports = survey.imports
         self.calls = survey.calls
         self.indexes = survey.indexes
@@ -57,7 +61,10 @@ class Facts:
 
     def name(self, node: cst.CSTNode) -> str | None:
         """Return the full name of an imported object, such as `"torch.cuda.synchronize"`; None unless it is certain."""
-        if not isinstance(node, (cst.Name, cst.Attribute)):
+        base = node
+        while isinstance(base, cst.Attribute):
+            base = base.value
+        if not isinstance(base, cst.Name):  # such as `nn.Linear(2, 2).cuda`, which libcst names, too
             return None
         found = self._names.get(node, ())
         found = found() if callable(found) else found
@@ -88,8 +95,9 @@ class Facts:
         found = [each for each in self.parents(node) if isinstance(each, cst.FunctionDef)]
         return found[-1] if found else None
 
+    @cached_property
     def spawned(self) -> dict[str, str]:
-        """Return the functions that the script starts in processes of their own, with the name of their first parameter."""
+        """Return the functions that the script starts as processes, with the name of their first parameter."""
         names = {text_of(call.args[0].value) for call in self.calls if self.name(call.func) in _SPAWNS and call.args}
         return {
             name: function.params.params[0].name.value
@@ -97,6 +105,7 @@ class Facts:
             if (function := self.functions.get(name)) is not None and function.params.params
         }
 
+    @cached_property
     def spawns(self) -> bool:
         """Return whether the script starts processes that train."""
         return any(
@@ -117,7 +126,7 @@ class Facts:
         if _LOCAL_RANK.fullmatch(text) or _RANK_PER_HOST.fullmatch(text):
             return True
         function = self.function_of(node)
-        if function is not None and self.spawned().get(function.name.value) == text:
+        if function is not None and self.spawned.get(function.name.value) == text:
             return text not in self._assigned
         values = self._assigned.get(text, [])
         if not values or text in seen:
@@ -139,17 +148,19 @@ class Facts:
         if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, (cst.Add, cst.Modulo, cst.Multiply)):
             return self._is_whole(node.left, seen) and self._is_whole(node.right, seen)
         function = self.function_of(node)
-        if function is not None and self.spawned().get(function.name.value) == text:
+        if function is not None and self.spawned.get(function.name.value) == text:
             return True
         if isinstance(node, cst.Attribute) and node.attr.value in self.whole_options:
-            return all(self._is_whole(value, (*seen, text)) for value in self._assigned.get(text, ()) if text not in seen)
+            return all(
+                self._is_whole(value, (*seen, text)) for value in self._assigned.get(text, ()) if text not in seen
+            )
         values = self._assigned.get(text, [])
         return bool(values) and text not in seen and all(self._is_whole(value, (*seen, text)) for value in values)
 
-    @property
+    @cached_property
     def whole_options(self) -> set[str]:
         """Options of argparse that are whole numbers, and never None."""
-        found = set()
+        found: set[str] = set()
         for call in self.calls:
             if isinstance(call.func, cst.Attribute) and call.func.attr.value == "add_argument":
                 kind, default = argument(call, "type"), argument(call, "default")
@@ -159,10 +170,16 @@ class Facts:
                     found.update(_option_names(call))
         return found
 
+    def values(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+        """Return what the file assigns to a name."""
+        return self._assigned.get(text_of(node), []) if isinstance(node, (cst.Name, cst.Attribute)) else []
+
     def sets_device(self, index: cst.BaseExpression) -> bool:
         """Return whether the script makes this index the current device somewhere."""
         return any(
-            (self.name(call.func) or "").endswith(".set_device") and call.args and text_of(call.args[0].value) == text_of(index)
+            (self.name(call.func) or "").endswith(".set_device")
+            and call.args
+            and text_of(call.args[0].value) == text_of(index)
             for call in self.calls
         )
 
@@ -196,6 +213,7 @@ class _Survey(cst.CSTVisitor):
         self.methods: set[str] = set()
         self.assigned: dict[str, list[cst.BaseExpression]] = defaultdict(list)
         self.imports: list[cst.CSTNode] = []
+        self.hidden_by: list[cst.CSTNode] = []
         self.calls: list[cst.Call] = []
         self.indexes: set[str] = set()
         self.seeds: list[cst.Call] = []
@@ -205,7 +223,10 @@ class _Survey(cst.CSTVisitor):
         self._depth = 0
 
     def visit_Name(self, node: cst.Name) -> None:
-        self.identifiers.add(node.value)
+        parent = self._facts.parent(node)
+        is_attribute = isinstance(parent, cst.Attribute) and parent.attr is node
+        if not is_attribute and not (isinstance(parent, cst.Arg) and parent.keyword is node):
+            self.identifiers.add(node.value)
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
         self.attributes.add(node.attr.value)
@@ -236,6 +257,10 @@ class _Survey(cst.CSTVisitor):
         if name in ("torch.manual_seed", "random.seed", "numpy.random.seed") or "cuda.manual_seed" in name:
             self.seeds.append(node)
 
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+        if isinstance(node.target, cst.Subscript) and any(name in text_of(node.target) for name in _HIDE):
+            self.hidden_by.append(node)
+
     def visit_Assign(self, node: cst.Assign) -> None:
         for target in node.targets:
             self._assign(target.target, node.value)
@@ -249,7 +274,7 @@ class _Survey(cst.CSTVisitor):
     def _assign(self, target: cst.CSTNode, value: cst.BaseExpression) -> None:
         if isinstance(target, (cst.Tuple, cst.List)):
             values = value.elements if isinstance(value, (cst.Tuple, cst.List)) else []
-            pairs = zip(target.elements, values) if len(values) == len(target.elements) else []
+            pairs = zip(target.elements, values, strict=False) if len(values) == len(target.elements) else []
             for each, item in pairs:
                 self._assign(each.value, item.value)
             if not values:
@@ -313,6 +338,10 @@ def _option_names(call: cst.Call) -> Iterator[str]:
         yield str(dest.raw_value)
         return
     for arg in call.args:
-        if arg.keyword is None and isinstance(arg.value, cst.SimpleString) and str(arg.value.raw_value).startswith("--"):
+        if (
+            arg.keyword is None
+            and isinstance(arg.value, cst.SimpleString)
+            and str(arg.value.raw_value).startswith("--")
+        ):
             yield str(arg.value.raw_value)[2:].replace("-", "_")
             return

@@ -17,8 +17,20 @@ __all__ = ["APEX", "Imports", "names_used"]
 
 APEX: Mapping[str, frozenset[str]] = {
     "apex.amp": frozenset(
-        "disable_casts float_function half_function initialize load_state_dict master_params promote_function"
-        " register_float_function register_half_function register_promote_function scale_loss state_dict".split()
+        [
+            "disable_casts",
+            "float_function",
+            "half_function",
+            "initialize",
+            "load_state_dict",
+            "master_params",
+            "promote_function",
+            "register_float_function",
+            "register_half_function",
+            "register_promote_function",
+            "scale_loss",
+            "state_dict",
+        ]
     ),
     "apex.parallel": frozenset({"DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"}),
     "apex.optimizers": frozenset({"FusedAdam", "FusedSGD", "FusedAdagrad", "Lamb"})
@@ -94,12 +106,19 @@ class Imports:
         """Return the module with other import statements; those that are not needed are marked as removed."""
         return module.visit(_Replace(self))
 
-    def replacement(self, statement: cst.SimpleStatementLine) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+    def replacement(
+        self, statement: cst.SimpleStatementLine
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
         """Return what becomes of one statement."""
         if len(statement.body) != 1:
             return statement
         part = statement.body[0]
-        if isinstance(part, cst.ImportFrom) and not part.relative and part.module and not isinstance(part.names, cst.ImportStar):
+        if (
+            isinstance(part, cst.ImportFrom)
+            and not part.relative
+            and part.module
+            and not isinstance(part.names, cst.ImportStar)
+        ):
             return self._from(statement, part, dotted(part.module), part.names)
         if isinstance(part, cst.Import) and len(part.names) == 1:
             return self._plain(statement, part, part.names[0])
@@ -124,10 +143,11 @@ class Imports:
                 return self._kept(statement, why)
             new = cst.parse_expression(f"accelcore.{module}")
             return self._changed(statement, part.with_changes(module=new))
-        if len(kept) == len(names):
-            return self._kept(statement, f"{module}: one vendor's module") if vendor else statement
-        kept[-1] = kept[-1].with_changes(comma=names[-1].comma)
-        return self._changed(statement, part.with_changes(names=kept))
+        if len(kept) < len(names):
+            kept[-1] = kept[-1].with_changes(comma=names[-1].comma)
+            self._note(self.rewritten, statement, text_of(part))
+            statement = statement.with_changes(body=[part.with_changes(names=kept)])
+        return self._kept(statement, f"{module}: one vendor's module") if vendor else statement
 
     def _plain(self, statement: cst.SimpleStatementLine, part: cst.Import, alias: cst.ImportAlias) -> cst.BaseStatement:
         module = dotted(alias.name)
@@ -143,7 +163,9 @@ class Imports:
             parent, _, name = f"accelcore.{module if alias.asname else 'apex'}".rpartition(".")
             source = f"from {parent} import {name}" + (f" as {bound}" if bound != name else "")
             if module == "apex" or module in APEX:
-                return self._changed(statement, cst.ensure_type(cst.parse_statement(source), cst.SimpleStatementLine).body[0])
+                return self._changed(
+                    statement, cst.ensure_type(cst.parse_statement(source), cst.SimpleStatementLine).body[0]
+                )
         return self._kept(statement, f"{module}: one vendor's module")
 
     def _is_needed(self, alias: cst.ImportAlias, *, vendor: bool) -> bool:

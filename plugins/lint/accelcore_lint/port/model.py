@@ -101,6 +101,7 @@ class Rule:
         nodes: types of the nodes that it looks at.
         decide: function of a node and the facts of its file. Returns None if the node is not this rule's.
         examples: tested, and printed in the documentation.
+        optional: whether the lines also work on other devices as they are. Nothing is reported if one is left.
     """
 
     name: str
@@ -108,3 +109,4 @@ class Rule:
     nodes: tuple[type[cst.CSTNode], ...]
     decide: Callable[[Any, Facts], Rewrite | Left | None]
     examples: Sequence[Example] = field(default=())
+    optional: bool = False

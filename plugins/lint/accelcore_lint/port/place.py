@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Place", "UnplacedError"]
 
-_NAMES = {Level.TORCH: ("device", "accelerator", "accelerator_device"), Level.ROLES: ("accel", "accelerator", "backend")}
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+_NAMES = {
+    Level.TORCH: ("device", "accelerator", "accelerator_device"),
+    Level.ROLES: ("accel", "accelerator", "backend"),
+}
+_CURRENT = ("current_device", "current_accelerator", *(f"current_device_{n}" for n in range(2, 99)))
 
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 
@@ -31,6 +34,9 @@ class Place:
     The line that makes it goes into the one function that needs it, if the script calls that function once. Otherwise
     it goes before the first statement of the module that needs it.
 
+    A script that starts its own ranks chooses the backend in the function that they run. Its other functions take the
+    current device, which that choice has set.
+
     Args:
         facts: those of the file.
         taken: all identifiers of the file.
@@ -40,17 +46,18 @@ class Place:
     def __init__(self, facts: Facts, taken: set[str], made: Mapping[str, str]) -> None:
         self._facts = facts
         self._torch_level = facts.level is Level.TORCH
-        self._value = (
-            f'{facts.torch}.accelerator.current_accelerator(check_available=True) or {facts.torch}.device("cpu")'
-            if self._torch_level
-            else "accelcore.select()"
-        )
+        torch = facts.torch
+        self._current_value = f'{torch}.accelerator.current_accelerator(check_available=True) or {torch}.device("cpu")'
+        self._value = self._current_value if self._torch_level else "accelcore.select()"
         candidates = _NAMES[Level.TORCH if self._torch_level else Level.ROLES]
         existing = made.get(self._value)
         free = (name for name in (*candidates, *(f"{candidates[-1]}_{n}" for n in range(2, 99))) if name not in taken)
         self.name = existing or next(free)
         self._existing = existing is not None
         self._sites: list[cst.CSTNode] = []
+        self._current = made.get(self._current_value) or next(name for name in _CURRENT if name not in taken)
+        self._has_current = self._current_value in made
+        self._current_sites: list[cst.CSTNode] = []
 
     def device(self, site: cst.CSTNode) -> str:
         """Return the source of the `torch.device` for an expression.
@@ -58,6 +65,9 @@ class Place:
         Raises:
             UnplacedError: the device cannot be chosen before this expression.
         """
+        if not self._torch_level and not self._hides(site) and self.is_apart(site):
+            self._current_sites.append(site)
+            return self._current
         self._use(site)
         return self.name if self._torch_level else f"{self.name}.device"
 
@@ -76,28 +86,51 @@ class Place:
         self._sites.append(site)
 
     def _obstacle(self, site: cst.CSTNode) -> str:
-        facts = self._facts
-        if self._torch_level or self._existing:
+        if self._existing:
             return ""
-        function = self._scope(site)
-        if facts.spawns() and (function is None or function.name.value not in facts.spawned()):
-            return "this runs in processes that the script starts itself: pass the device or the backend to it"
-        for call in _visible_devices(facts):
-            setter = facts.function_of(call)
-            if setter is not None and (setter is not function or facts.line(site) < facts.line(call)):
-                return "the devices are restricted by an environment variable after this line is set up: use ACCEL_DEVICE"
+        if self._hides(site):
+            return "an environment variable hides devices after this file would choose one: use ACCEL_DEVICE instead"
+        if not self._torch_level and self.is_apart(site):
+            return "this runs in processes that the script starts itself: pass the backend to it"
         return ""
+
+    def is_apart(self, site: cst.CSTNode) -> bool:
+        """Return whether a site runs in a process that the script starts, but not in the function that it starts."""
+        function = self._scope(site)
+        return self._facts.spawns and (function is None or function.name.value not in self._facts.spawned)
+
+    def _hides(self, site: cst.CSTNode) -> bool:
+        """Return whether devices are hidden after a device would be chosen for a site."""
+        facts, function = self._facts, self._scope(site)
+        for target in facts.hidden_by:
+            setter = self._scope(target)
+            if setter is None:
+                first = [site, *facts.parents(site)][-2]  # the module's statement
+                if facts.line(first) < facts.line(target):
+                    return True
+            elif setter is not function or facts.line(site) < facts.line(target) or not self._called_once(setter):
+                return True
+        return False
 
     def lines(self) -> dict[cst.CSTNode, str]:
         """Return the lines to add, by the statement before which each is added."""
+        facts = self._facts
+        current: dict[cst.CSTNode, str] = {}
+        if self._current_sites and not self._has_current:
+            current = {self._first(facts.module, self._current_sites): f"{self._current} = {self._current_value}"}
         if self._existing or not self._sites:
-            return {}
+            return current
+        return {**current, **self._backend_lines()}
+
+    def _backend_lines(self) -> dict[cst.CSTNode, str]:
         facts = self._facts
         scopes = {self._scope(site) for site in self._sites}
-        spawned = facts.spawned()
-        if not self._torch_level and facts.spawns():
+        spawned = facts.spawned
+        if not self._torch_level and facts.spawns:
             return {
-                self._first(scope.body, self._sites): f"{self.name} = accelcore.select(local_rank={spawned[scope.name.value]})"
+                self._first(
+                    scope.body, self._sites
+                ): f"{self.name} = accelcore.select(local_rank={spawned[scope.name.value]})"
                 for scope in scopes
                 if scope is not None
             }
@@ -111,9 +144,10 @@ class Place:
 
     def imports(self) -> set[str]:
         """Return the import statements that those lines need."""
-        if not self._sites:
-            return set()
-        return {"import torch"} if self._torch_level else {"import accelcore"}
+        needed = {"import torch"} if self._current_sites else set()
+        if self._sites:
+            needed.add("import torch" if self._torch_level else "import accelcore")
+        return needed
 
     def _scope(self, site: cst.CSTNode) -> cst.FunctionDef | None:
         """Return the outermost function whose body holds a site."""
@@ -136,7 +170,7 @@ class Place:
 
     def _common_guard(self) -> cst.If | None:
         """Return the module's `if __name__ == "__main__":` if all sites are in its body."""
-        found = set()
+        found: set[cst.CSTNode] = set()
         for site in self._sites:
             inner = site
             for outer in self._facts.parents(site):
@@ -146,9 +180,10 @@ class Place:
         if len(found) != 1:
             return None
         (guard,) = found
+        if not isinstance(guard, cst.If):
+            return None
         is_guard = (
-            isinstance(guard, cst.If)
-            and isinstance(guard.test, cst.Comparison)
+            isinstance(guard.test, cst.Comparison)
             and isinstance(guard.test.left, cst.Name)
             and guard.test.left.value == "__name__"
             and isinstance(guard.body, cst.IndentedBlock)
@@ -160,16 +195,3 @@ class Place:
         """Return the first statement of a block that holds one of the sites."""
         around = {id(outer) for site in sites for outer in (site, *self._facts.parents(site))}
         return next(statement for statement in block.body if id(statement) in around)
-
-
-def _visible_devices(facts: Facts) -> list[cst.CSTNode]:
-    """Return the places that assign the variables by which a vendor's runtime hides devices."""
-    found: list[cst.CSTNode] = []
-
-    class Find(cst.CSTVisitor):
-        def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-            if any(name in cst.Module([]).code_for_node(node) for name in _VISIBLE):
-                found.append(node)
-
-    facts.module.visit(Find())
-    return found

@@ -32,7 +32,7 @@ def is_removed(statement: cst.CSTNode) -> bool:
 
 def sweep(module: cst.Module) -> cst.Module:
     """Delete the removed statements of a module. A block that becomes empty gets `pass`."""
-    return cast("cst.Module", module.visit(_Sweep()))
+    return module.visit(_Sweep())
 
 
 class _Sweep(cst.CSTTransformer):
@@ -66,7 +66,7 @@ def _swept(block: Block) -> Block:
     if not kept and isinstance(block, cst.IndentedBlock):
         kept.append(cst.SimpleStatementLine([cst.Pass()]))
     footer = [*(line for line in waiting if line.comment), *block.footer]
-    return cast("Block", block.with_changes(body=kept, footer=footer))
+    return block.with_changes(body=kept, footer=footer)
 
 
 def _blank(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
@@ -77,4 +77,4 @@ def _merged(waiting: Sequence[cst.EmptyLine], own: Sequence[cst.EmptyLine]) -> l
     """Join the lines above two statements, without blank lines twice."""
     if any(line.comment for line in waiting):
         return [*waiting, *own]
-    return list(max(waiting, own, key=len))
+    return list(waiting if len(waiting) > len(own) else own)

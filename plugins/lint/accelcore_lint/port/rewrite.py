@@ -18,9 +18,16 @@ from accelcore_lint.port.removed import sweep
 from accelcore_lint.port.rules import RULES
 from accelcore_lint.port.vendors import may_concern, vendor_lines
 
-__all__ = ["Outcome", "port_source"]
+__all__ = ["Outcome", "UnfaithfulError", "port_source"]
 
 _COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
+
+
+class UnfaithfulError(Exception):
+    """A source that libcst cannot reproduce, and that is therefore not rewritten."""
+
+    def __init__(self) -> None:
+        super().__init__("libcst does not reproduce this file to the last byte")
 
 
 @dataclass
@@ -66,7 +73,7 @@ def port_source(source: str, level: Level) -> Outcome:
     decisions = _Decisions(facts)
     module.visit(decisions)
     outcome = Outcome(source, decisions.rewritten, decisions.left, decisions.harmless, before=len(vendor_lines(source)))
-    rewritten = cast("cst.Module", module.visit(_Apply(facts, decisions)))
+    rewritten = module.visit(_Apply(facts, decisions))
     imports = Imports(
         level, names_used(module), names_used(rewritten), facts.import_lines(), complete=not decisions.left
     )
@@ -77,13 +84,6 @@ def port_source(source: str, level: Level) -> Outcome:
         notes.sort(key=attrgetter("line"))
     outcome.after = len(vendor_lines(outcome.source))
     return outcome
-
-
-class UnfaithfulError(Exception):
-    """A source that libcst cannot reproduce, and that is therefore not rewritten."""
-
-    def __init__(self) -> None:
-        super().__init__("libcst does not reproduce this file to the last byte")
 
 
 class _Decisions(cst.CSTVisitor):
@@ -107,7 +107,7 @@ class _Decisions(cst.CSTVisitor):
         self.harmless: list[Note] = []
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        if id(node) in self._claimed:
+        if id(node) in self._claimed or isinstance(node, (cst.Import, cst.ImportFrom)):
             return False
         for rule in self._rules.get(type(node), ()):
             decision = self._decide(rule, node)
@@ -123,24 +123,25 @@ class _Decisions(cst.CSTVisitor):
             else:
                 self._waiting[guard].append((rule, node, decision))
             return False
-        if isinstance(node, cst.If):
+        if isinstance(node, (cst.If, cst.IfExp)):
             self._marks[node] = (len(self.rewritten), len(self.left) + len(self.harmless))
         return True
 
     def on_leave(self, original_node: cst.CSTNode) -> None:
         for rule, node, decision in self._waiting.pop(original_node, ()):
             rewritten, left = self._marks[original_node]
-            done = len(self.rewritten) > rewritten and len(self.left) + len(self.harmless) == left
+            done = len(self.rewritten) > rewritten or _moves_batches(original_node)
+            done = done and len(self.left) + len(self.harmless) == left
             if done and decision.retry is not None:
                 self._rewrite(rule, node, decision.retry)
             else:
                 self._leave(rule, node, decision)
 
-    def _guard_of(self, node: cst.CSTNode) -> cst.If | None:
-        """Return the `if` of whose condition a node is a part."""
+    def _guard_of(self, node: cst.CSTNode) -> cst.If | cst.IfExp | None:
+        """Return the `if`, or the choice, of whose condition a node is a part."""
         inner = node
         for outer in self._facts.parents(node):
-            if isinstance(outer, cst.If):
+            if isinstance(outer, (cst.If, cst.IfExp)):
                 return outer if inner is outer.test else None
             if not isinstance(outer, (cst.BooleanOperation, cst.UnaryOperation)):
                 return None
@@ -166,12 +167,21 @@ class _Decisions(cst.CSTVisitor):
         try:
             return rule.decide(node, self._facts)
         except UnplacedError as unplaced:
-            return Left(str(unplaced))
+            return None if rule.optional else Left(str(unplaced))
 
     def _statement(self, node: cst.CSTNode) -> cst.CSTNode:
         """Return the statement above which a comment about a node goes."""
         around = [node, *self._facts.parents(node)]
         return next(outer for outer in around if isinstance(outer, _COMPOUND))
+
+
+def _moves_batches(node: cst.CSTNode) -> bool:
+    """Return whether an `if` guards nothing but what every accelerator can do: pinned memory, and copies from it."""
+    if not isinstance(node, cst.If):
+        return False
+    words = ("pin_memory", "non_blocking")
+    lines = node.body.body if isinstance(node.body, cst.IndentedBlock) else ()
+    return bool(lines) and all(any(word in text_of(line) for word in words) for line in lines)
 
 
 class _Apply(cst.CSTTransformer):
@@ -199,7 +209,10 @@ class _Apply(cst.CSTTransformer):
         if before is not None:
             added = cst.parse_statement(before)
             has_blank = any(line.comment is None for line in getattr(original_node, "leading_lines", ()))
-            statements = [added.with_changes(leading_lines=[cst.EmptyLine(indent=False)] if has_blank else []), *statements]
+            statements = [
+                added.with_changes(leading_lines=[cst.EmptyLine(indent=False)] if has_blank else []),
+                *statements,
+            ]
         if after is not None:
             statements += [cst.parse_statement(line) for line in sorted(after)]
         return cst.FlattenSentinel(cast("list[cst.CSTNode]", statements))
@@ -209,9 +222,7 @@ def _commented(statement: cst.SimpleStatementLine, reasons: list[str]) -> cst.CS
     lines = list(statement.leading_lines)
     present = {line.comment.value for line in lines if line.comment}
     new = [TODO + reason for reason in reasons if TODO + reason not in present]
-    return statement.with_changes(
-        leading_lines=[*lines, *(cst.EmptyLine(comment=cst.Comment(text)) for text in new)]
-    )
+    return statement.with_changes(leading_lines=[*lines, *(cst.EmptyLine(comment=cst.Comment(text)) for text in new)])
 
 
 def _has_import(facts: Facts, line: str) -> bool:

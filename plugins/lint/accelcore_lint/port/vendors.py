@@ -56,6 +56,8 @@ def vendor_lines(source: str) -> set[int]:
             continue
         if kind == tokenize.NAME:
             in_accelcore = in_accelcore or (text == "accelcore" and before in ("from", "import"))
+            if text in ("device_ids", "output_device") and " else None" in token.line:
+                continue  # chosen by a condition, so that it is None elsewhere
             if (text in words and not in_accelcore) or (_OPTION.fullmatch(text) and not in_accelcore):
                 found.add(line)
         elif kind == tokenize.STRING and not statement_begins:

@@ -14,12 +14,12 @@ from accelcore_lint.port.rules.process_group import BACKEND_NAMES, PROCESS_GROUP
 from accelcore_lint.port.rules.replicas import REPLICAS
 from accelcore_lint.port.rules.scaler import SCALER
 from accelcore_lint.port.rules.seeds import SEEDS, TORCH_SEED
-from accelcore_lint.port.rules.statements import ALONE
+from accelcore_lint.port.rules.statements import ALONE, WAIT
 
 __all__ = ["RULES"]
 
 RULES: tuple[Rule, ...] = (
-    ALONE, SEEDS, TORCH_SEED, PROCESS_GROUP, CHOICES, AVAILABILITY, MOVES, AUTOCAST, CUSTOM, SCALER, MEMORY, OPTIMIZERS,
-    REPLICAS, PINS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, *LEFTOVERS,
+    ALONE, WAIT, SEEDS, TORCH_SEED, PROCESS_GROUP, CHOICES, AVAILABILITY, MOVES, AUTOCAST, CUSTOM, SCALER, MEMORY,
+    OPTIMIZERS, REPLICAS, PINS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, *LEFTOVERS,
 )  # fmt: skip
 """Rules for every vendor's word. The last two claim what the others leave."""

@@ -46,7 +46,11 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         values = {key: text_of(updated.args[position].value) for key, position in keeps.items()}
         # A vendor's autocast means float16; other devices' own may have another default.
         dtype = values.pop("dtype", f"{facts.torch}.float16")
-        parts = [*first, dtype if with_backend else f"dtype={dtype}", *(f"{key}={text}" for key, text in values.items())]
+        parts = [
+            *first,
+            dtype if with_backend else f"dtype={dtype}",
+            *(f"{key}={text}" for key, text in values.items()),
+        ]
         made = cst.ensure_type(cst.parse_expression(f"{func}({', '.join(parts)})"), cst.Call)
         return made.with_changes(lpar=updated.lpar, rpar=updated.rpar)
 
@@ -96,7 +100,8 @@ CUSTOM = Rule(
         Example(
             Level.TORCH,
             "@torch.cuda.amp.custom_fwd(cast_inputs=torch.float32)\ndef forward(ctx, x):\n    return x",
-            "@torch.amp.custom_fwd(device_type=device.type, cast_inputs=torch.float32)\ndef forward(ctx, x):\n    return x",
+            "@torch.amp.custom_fwd(device_type=device.type, cast_inputs=torch.float32)\n"
+            "def forward(ctx, x):\n    return x",
         ),
     ),
 )

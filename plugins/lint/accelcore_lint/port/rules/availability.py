@@ -14,6 +14,8 @@ __all__ = ["AVAILABILITY"]
 
 _SAME = {"device_count": "device_count", "current_device": "current_device_index"}
 
+_BF16 = tuple(f"torch.{device}.is_bf16_supported" for device in DEVICES)
+
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
     name = facts.name(node.func)
@@ -22,9 +24,13 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
     if name in AVAILABLE:
         source = _available(facts, node)
         parent = facts.parent(node)
-        if " " in source and isinstance(parent, (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation)):
+        if " " in source and isinstance(
+            parent, (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation)
+        ):
             source = f"({source})"
         return whole(node, source)
+    if name in _BF16 and facts.level is not Level.TORCH:
+        return whole(node, f'("bfloat16" in {facts.place.backend(node)}.capabilities.autocast_dtypes)')
     for old, new in _SAME.items():
         if name in {f"torch.{device}.{old}" for device in DEVICES}:
             imports = () if facts.has_torch_name else ("import torch",)

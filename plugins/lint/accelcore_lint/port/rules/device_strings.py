@@ -12,8 +12,11 @@ from accelcore_lint.port.vendors import DEVICES, device_text
 
 __all__ = ["AVAILABLE", "CHOICES", "STRINGS", "device_source", "index_of", "is_device_name", "kind_source", "whole"]
 
-_NAME = re.compile(r"(.*[._])?(device|dev|device_type|device_name|default_device)", re.IGNORECASE)
+_NAME = re.compile(
+    r"(.*[._])?(device|dev|device_type|device_name|default_device|map_location|map_loc|loc)", re.IGNORECASE
+)
 _PREFIX = tuple(f"{name}:" for name in DEVICES)
+_LOCATION = re.compile(r"(^|[._])(loc|map_loc|map_location)$")
 AVAILABLE = tuple(f"torch.{name}.is_available" for name in DEVICES)
 _OTHERS = ("torch.backends.mps.is_available", "torch.xpu.is_available", "torch.mps.is_available")
 _OTHER_DEVICES = ("mps", "xpu", "cpu")
@@ -39,10 +42,14 @@ def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]
         _, _, index = value.partition(":")
         return True, cst.Integer(index) if index else None
     if isinstance(node, cst.FormattedString) and len(node.parts) == 2:
-        head, value = node.parts
-        if isinstance(head, cst.FormattedStringText) and head.value in _PREFIX and isinstance(value, cst.FormattedStringExpression):
-            plain = value.format_spec is None and value.conversion is None
-            return plain, value.expression if plain else None
+        head, part = node.parts
+        if (
+            isinstance(head, cst.FormattedStringText)
+            and head.value in _PREFIX
+            and isinstance(part, cst.FormattedStringExpression)
+        ):
+            plain = part.format_spec is None and part.conversion is None
+            return plain, part.expression if plain else None
     if isinstance(node, cst.BinaryOperation) and isinstance(node.left, cst.SimpleString):
         value = str(node.left.evaluated_value)
         if isinstance(node.operator, cst.Modulo) and value in {f"{name}:%d" for name in DEVICES}:
@@ -72,7 +79,9 @@ def _own_device(facts: Facts, index: cst.BaseExpression | None) -> bool:
 
 
 def _refused(index: cst.BaseExpression) -> Left:
-    return Left(f"device index {text_of(index)}: a process has one device here, which ACCEL_DEVICE or the launcher chooses")
+    return Left(
+        f"device index {text_of(index)}: a process has one device here, which ACCEL_DEVICE or the launcher chooses"
+    )
 
 
 def _index_source(index: cst.BaseExpression) -> str:
@@ -81,7 +90,9 @@ def _index_source(index: cst.BaseExpression) -> str:
 
 def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
     """Return the source of the `torch.device` for an index, or the reason why it is not certain."""
-    if _own_device(facts, index) and (facts.level is not Level.TORCH or index is None or not facts.is_local_rank(index)):
+    if _own_device(facts, index) and (
+        facts.level is not Level.TORCH or index is None or not facts.is_local_rank(index)
+    ):
         return facts.place.device(site)
     assert index is not None, "the device without an index is the process's own"
     if facts.level is not Level.TORCH:
@@ -108,12 +119,16 @@ def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | Non
 
 
 def _chosen(facts: Facts, node: cst.BaseExpression) -> list[cst.BaseExpression] | None:
-    """Return the vendor's names in `"cuda" if torch.cuda.is_available() else "cpu"`, also with `"mps"`; None if other."""
+    """Return the vendor's names in a choice such as `"cuda" if torch.cuda.is_available() else "cpu"`; None if other."""
     if isinstance(node, cst.SimpleString) and node.evaluated_value in _OTHER_DEVICES:
         return []
     if index_of(node)[0]:
         return [node]
-    if isinstance(node, cst.IfExp) and isinstance(node.test, cst.Call) and facts.name(node.test.func) in (*AVAILABLE, *_OTHERS):
+    if (
+        isinstance(node, cst.IfExp)
+        and isinstance(node.test, cst.Call)
+        and facts.name(node.test.func) in (*AVAILABLE, *_OTHERS)
+    ):
         body, other = _chosen(facts, node.body), _chosen(facts, node.orelse)
         return None if body is None or other is None else body + other
     return None
@@ -169,12 +184,22 @@ def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | N
         return None
     if isinstance(wanted, Left):
         return wanted
-    source = device_source(facts, node, index) if wanted == "device" else kind_source(facts, node, index)
+    plain = index is None or (text_of(index) == "0" and _own_device(facts, index))
+    if wanted == "location" and facts.level is Level.TORCH and index is not None and not plain:
+        # torch.load refuses "cpu:0", so that an index must not appear where there may be no accelerator.
+        source = facts.place.device(node) if facts.sets_device(index) else _refused(index)
+    elif wanted == "kind":
+        source = kind_source(facts, node, index)
+    else:
+        source = device_source(facts, node, index)
     return source if isinstance(source, Left) else whole(node, source)
 
 
 def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
-    """Return whether a `"device"` or its `"kind"`, a string, belongs at a node; None in a docstring or a comparison."""
+    """Return whether a `"device"`, the `"location"` of `torch.load`, or the `"kind"`, a string, belongs at a node.
+
+    None: the string is a docstring, a key, or a side of a comparison.
+    """
     unknown = Left("a device's name in a place where it is not certain that it chooses a device")
     holder = facts.parent(node)
     nested = False
@@ -183,7 +208,9 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
         if isinstance(holder, cst.IfExp) and holder.test is node:
             return None
         node, holder = holder, facts.parent(holder)
-    if isinstance(holder, (cst.Expr, cst.Comparison, cst.ComparisonTarget, cst.ConcatenatedString)):
+    if isinstance(holder, (cst.Expr, cst.Comparison, cst.ComparisonTarget, cst.ConcatenatedString, cst.Index)):
+        return None
+    if isinstance(holder, cst.DictElement) and holder.key is node:
         return None
     if isinstance(holder, cst.Arg):
         return _wanted_argument(facts, holder, nested=nested) or unknown
@@ -196,7 +223,9 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
         name = holder.name.value
     elif isinstance(holder, cst.DictElement) and isinstance(holder.key, cst.SimpleString):
         name = str(holder.key.evaluated_value)
-    return "kind" if name is not None and is_device_name(name) else unknown
+    if name is not None and is_device_name(name):
+        return "location" if _LOCATION.search(name) else "kind"
+    return unknown
 
 
 def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left | None:
@@ -207,10 +236,16 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
     first = call.args[0] is arg
     name = facts.name(call.func) or ""
     method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
-    if name == "torch.device" or keyword == "device_type" or (name in ("torch.autocast", "torch.amp.GradScaler") and first):
+    if (
+        name == "torch.device"
+        or keyword == "device_type"
+        or (name in ("torch.autocast", "torch.amp.GradScaler") and first)
+    ):
         return "kind"
     if method == "add_argument" and keyword == "default":
-        options = [text_of(other.value).strip("\"'").lstrip("-").replace("-", "_") for other in call.args if not other.keyword]
+        options = [
+            text_of(other.value).strip("\"'").lstrip("-").replace("-", "_") for other in call.args if not other.keyword
+        ]
         if not any(map(is_device_name, options)):
             return None
         if argument(call, "choices") is not None:
@@ -218,10 +253,12 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
         return "kind"
     is_torchs = name.startswith("torch.") or (method == "to" and (first or keyword == "device"))
     if name == "torch.load" and (keyword == "map_location" or call.args.index(arg) == 1):
-        return "device"
+        return "location"
     if (keyword == "device" or (method == "to" and first and keyword is None)) and is_torchs and not nested:
         return "device"
-    return "kind" if keyword in ("device", "map_location") or (method == "to" and first) else None
+    if keyword == "map_location":
+        return "location"
+    return "kind" if keyword == "device" or (method == "to" and first) else None
 
 
 CHOICES = Rule(
@@ -236,7 +273,9 @@ CHOICES = Rule(
             'device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")',
         ),
         Example(
-            Level.ROLES, 'device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")', "device = accel.device"
+            Level.ROLES,
+            'device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")',
+            "device = accel.device",
         ),
         Example(Level.ROLES, 'device = "cuda" if torch.cuda.is_available() else "cpu"', "device = accel.device.type"),
     ),
@@ -251,7 +290,11 @@ STRINGS = Rule(
         Example(Level.TORCH, 'x = torch.zeros(2, device="cuda")', "x = torch.zeros(2, device=device)"),
         Example(Level.ROLES, 'x = torch.zeros(2, device="cuda")', "x = torch.zeros(2, device=accel.device)"),
         Example(Level.ROLES, 'model.to(f"cuda:{local_rank}")', "model.to(accel.device)"),
-        Example(Level.ROLES, 'state = torch.load(path, map_location="cuda:0")', "state = torch.load(path, map_location=accel.device)"),
+        Example(
+            Level.ROLES,
+            'state = torch.load(path, map_location="cuda:0")',
+            "state = torch.load(path, map_location=accel.device)",
+        ),
         Example(Level.ROLES, 'train(model, device="cuda")', "train(model, device=accel.device.type)"),
     ),
 )

@@ -29,6 +29,13 @@ def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
         new = cst.parse_expression(f'{text_of(left)} {operator} "cpu"')
         rewrite = Rewrite(lambda updated: new.with_changes(lpar=updated.lpar, rpar=updated.rpar), node.children)
         return Left(_SKIPS, node.children, retry=rewrite if is_text else None)
+    if isinstance(target.operator, cst.In) and _is_vendor(left) and is_device_name(text_of(right)):
+        new = cst.parse_expression(f'"cpu" not in {text_of(right)}')
+        return Left(
+            _SKIPS,
+            node.children,
+            retry=Rewrite(lambda updated: new.with_changes(lpar=updated.lpar, rpar=updated.rpar), node.children),
+        )
     return _left(node) if _mentions(node) else None
 
 

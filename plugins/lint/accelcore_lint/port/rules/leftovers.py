@@ -56,7 +56,9 @@ def _is_known_apex(name: str) -> bool:
 
 def _unresolved(node: cst.Attribute | cst.Name, facts: Facts) -> Left | None:
     """Report `x.cuda` that is not called, and `torch.cuda` where `torch` has several meanings."""
-    if isinstance(node, cst.Attribute) and node.attr.value in DEVICES:
+    parent = facts.parent(node)
+    is_called = isinstance(parent, cst.Call) and parent.func is node  # the rule for moves has decided
+    if isinstance(node, cst.Attribute) and node.attr.value in DEVICES and not is_called:
         return Left(f"{node.attr.value} of an object that is not known", node.children)
     return None
 
@@ -72,7 +74,9 @@ def _reason(parts: list[str]) -> str:
 
 def _decide_string(node: cst.SimpleString, facts: Facts) -> Left | None:
     parent = facts.parent(node)
-    if isinstance(parent, (cst.Expr, cst.ConcatenatedString)):
+    if isinstance(parent, (cst.Expr, cst.ConcatenatedString, cst.Index)):
+        return None
+    if isinstance(parent, cst.DictElement) and parent.key is node:
         return None
     if index_of(node)[0] or node.evaluated_value in GROUPS:
         return Left("a vendor's name in a place where it is not certain what it is for")

@@ -49,7 +49,10 @@ def _decide_map(node: cst.Lambda, facts: Facts) -> Rewrite | Left | None:
         or len(body.args) > 1
     ):
         return None
-    source = device_source(facts, node, argument(body, "device", 0))
+    index = argument(body, "device", 0)
+    if facts.level is Level.TORCH and index is not None and text_of(index) != "0":
+        return Left(f"map_location of the index {text_of(index)}: torch.load knows no index of the CPU")
+    source = device_source(facts, node, index)
     if isinstance(source, Left):
         return source
     new = cst.parse_expression(source)
@@ -73,6 +76,7 @@ PINS = Rule(
             "loader = torch.utils.data.DataLoader(data, 8, **accel.loading())",
         ),
     ),
+    optional=True,
 )
 
 MAPS = Rule(

@@ -20,7 +20,9 @@ _ACCELERATOR = {
     "max_memory_cached": "max_memory_reserved",
     "memory_cached": "memory_reserved",
 }
-_KNOWN = {f"torch.{device}{part}.{name}": name for device in DEVICES for part in ("", ".memory") for name in _ACCELERATOR}
+_KNOWN = {
+    f"torch.{device}{part}.{name}": name for device in DEVICES for part in ("", ".memory") for name in _ACCELERATOR
+}
 
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
@@ -39,12 +41,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if not facts.guards(node):
         source = f"({source} if {module}.is_available() else 0)"
     imports = () if facts.has_torch_name else ("import torch",)
-    return Rewrite(whole(node, source).build if facts.guards(node) else _parenthesised(source), node.children, imports)
-
-
-def _parenthesised(source: str):  # type: ignore[no-untyped-def]
     new = cst.parse_expression(source)
-    return lambda updated: new
+    return Rewrite(lambda updated: new, node.children, imports)
 
 
 MEMORY = Rule(

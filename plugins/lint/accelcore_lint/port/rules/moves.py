@@ -16,6 +16,8 @@ __all__ = ["MOVES"]
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     func = node.func
+    if isinstance(func, cst.Attribute) and func.attr.value == "to" and node.args:
+        return _decide_to(node, facts)
     if not isinstance(func, cst.Attribute) or func.attr.value not in DEVICES or facts.name(func) is not None:
         return None
     method = func.attr.value
@@ -46,6 +48,21 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     return Rewrite(build, claims=[func.attr, *(arg for arg in node.args if arg not in given.values())])
 
 
+def _decide_to(node: cst.Call, facts: Facts) -> Rewrite | None:
+    """Replace `x.to(local_rank)`, which needs an accelerator."""
+    first = node.args[0]
+    if first.keyword is not None or first.star or not facts.is_local_rank(first.value):
+        return None
+    source = device_source(facts, node, first.value)
+    if isinstance(source, Left):
+        return None
+    device = cst.parse_expression(source)
+    return Rewrite(
+        lambda updated: updated.with_changes(args=[updated.args[0].with_changes(value=device), *updated.args[1:]]),
+        [first],
+    )
+
+
 MOVES = Rule(
     "move",
     "`.cuda()` and `.npu()`",
@@ -55,5 +72,6 @@ MOVES = Rule(
         Example(Level.TORCH, "x = x.cuda(non_blocking=True)", "x = x.to(device, non_blocking=True)"),
         Example(Level.ROLES, "model = Net().cuda()", "model = Net().to(accel.device)"),
         Example(Level.ROLES, "model.cuda(local_rank)", "model.to(accel.device)"),
+        Example(Level.ROLES, "x = x.to(local_rank)", "x = x.to(accel.device)"),
     ),
 )

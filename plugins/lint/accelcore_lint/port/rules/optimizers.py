@@ -6,6 +6,7 @@ import libcst as cst
 
 from accelcore_lint.port.facts import Facts, arguments
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.place import UnplacedError
 
 __all__ = ["OPTIMIZERS"]
 
@@ -34,7 +35,12 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if module.startswith("torch.optim") and kind in _TORCHS and facts.level is not Level.TORCH:
         given = arguments(node, *_TORCHS[kind])
         # A generator of groups, `**options` and the choice of a kernel stay torch's.
-        return None if given is None or "params" not in given else _created(node, facts, kind, given)
+        if given is None or "params" not in given:
+            return None
+        try:
+            return _created(node, facts, kind, given)
+        except UnplacedError:
+            return None
     return None
 
 
@@ -69,8 +75,6 @@ def _named(arg: cst.Arg, key: str) -> cst.Arg:
         return arg
     equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
     return arg.with_changes(keyword=cst.Name(key), equal=equal)
-
-
 
 
 OPTIMIZERS = Rule(

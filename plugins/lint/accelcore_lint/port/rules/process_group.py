@@ -33,7 +33,9 @@ def _decide_init(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left 
     fixed = address is None or isinstance(address.value, cst.SimpleString)
     if not fixed or ("rank" in given) != ("world_size" in given) or "destroy_process_group" in facts.attributes:
         return None
-    parts = [f"{key}={text_of(given[key].value)}" for key in ("rank", "world_size", "init_method", "timeout") if key in given]
+    parts = [
+        f"{key}={text_of(given[key].value)}" for key in ("rank", "world_size", "init_method", "timeout") if key in given
+    ]
     if address is not None and text_of(address.value).strip("\"'") == "env://":
         parts = [part for part in parts if not part.startswith("init_method")]
     if "rank" in given and not _rank_is_local(facts, given["rank"].value, node):
@@ -45,7 +47,7 @@ def _decide_init(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left 
 def _rank_is_local(facts: Facts, rank: cst.BaseExpression, node: cst.CSTNode) -> bool:
     """Return whether a script's own ranks are all on one host, so that a rank is its number there."""
     function = facts.function_of(node)
-    return function is not None and facts.spawned().get(function.name.value) == text_of(rank)
+    return function is not None and facts.spawned.get(function.name.value) == text_of(rank)
 
 
 def _decide_name(node: cst.SimpleString, facts: Facts) -> Rewrite | Left | None:
@@ -69,7 +71,11 @@ def _decide_name(node: cst.SimpleString, facts: Facts) -> Rewrite | Left | None:
                 return _default(facts, node)
             return Left("the default of an option whose choices are process-group backends")
     is_backend = (
-        (isinstance(parent, cst.Assign) and len(parent.targets) == 1 and "backend" in text_of(parent.targets[0].target).lower())
+        (
+            isinstance(parent, cst.Assign)
+            and len(parent.targets) == 1
+            and "backend" in text_of(parent.targets[0].target).lower()
+        )
         or (isinstance(parent, cst.Param) and "backend" in parent.name.value)
         or (isinstance(parent, cst.IfExp) and _is_argument_of_init(facts, parent))
     )
@@ -100,11 +106,7 @@ PROCESS_GROUP = Rule(
     "joining a job",
     (cst.SimpleStatementLine,),
     _decide_init,
-    (
-        Example(
-            Level.ROLES, 'torch.distributed.init_process_group("nccl", init_method="env://")', "accel.join()"
-        ),
-    ),
+    (Example(Level.ROLES, 'torch.distributed.init_process_group("nccl", init_method="env://")', "accel.join()"),),
 )
 
 BACKEND_NAMES = Rule(
@@ -116,12 +118,13 @@ BACKEND_NAMES = Rule(
         Example(
             Level.TORCH,
             'torch.distributed.init_process_group("nccl", rank=rank, world_size=n)',
-            "torch.distributed.init_process_group(torch.distributed.get_default_backend_for_device(device), rank=rank, world_size=n)",
+            "torch.distributed.init_process_group("
+            "torch.distributed.get_default_backend_for_device(device), rank=rank, world_size=n)",
         ),
         Example(
             Level.ROLES,
-            'parser.add_argument("--dist-backend", default="nccl")',
-            'parser.add_argument("--dist-backend", default=torch.distributed.get_default_backend_for_device(accel.device))',
+            'parser.add_argument("--backend", default="nccl")',
+            'parser.add_argument("--backend", default=torch.distributed.get_default_backend_for_device(accel.device))',
         ),
     ),
 )

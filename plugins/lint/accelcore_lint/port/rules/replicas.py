@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts, argument, text_of
@@ -21,7 +23,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     ids = argument(node, "device_ids")
     if any(arg.star for arg in node.args) or len([arg for arg in node.args if arg.keyword is None]) != 1:
         return Left("the devices of DistributedDataParallel, given by position") if len(node.args) > 1 else None
-    if ids is None or text_of(ids) == "None":
+    if ids is None or text_of(ids) == "None" or isinstance(ids, cst.IfExp):
         return None
     if not isinstance(ids, (cst.List, cst.Tuple)) or len(ids.elements) != 1:
         return Left("device_ids that are not one device")
@@ -69,7 +71,7 @@ def _replaced(node: cst.Call, given: list[cst.Arg], form: str, facts: Facts) -> 
     return Rewrite(build, given, imports)
 
 
-def _without(args: list[cst.Arg] | tuple[cst.Arg, ...], gone: list[int]) -> list[cst.Arg]:
+def _without(args: Sequence[cst.Arg], gone: list[int]) -> list[cst.Arg]:
     kept = [arg for position, arg in enumerate(args) if position not in gone]
     last = args[-1]
     kept[-1] = kept[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)

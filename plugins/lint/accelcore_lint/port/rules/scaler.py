@@ -13,7 +13,12 @@ __all__ = ["SCALER"]
 
 _OF_DEVICE = {f"torch.{device}.amp.{module}GradScaler" for device in DEVICES for module in ("", "grad_scaler.")}
 _GENERIC = ("torch.amp.GradScaler", "torch.GradScaler")
-_SETTINGS = {"init_scale": "init", "growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
+_SETTINGS = {
+    "init_scale": "init",
+    "growth_factor": "growth",
+    "backoff_factor": "backoff",
+    "growth_interval": "interval",
+}
 _ONLY_TORCHS = {
     "get_scale", "is_enabled", "get_growth_factor", "get_backoff_factor", "get_growth_interval", "set_growth_factor",
     "set_backoff_factor", "set_growth_interval", "_scale", "_enabled", "_per_optimizer_states", "_check_inf_per_device",

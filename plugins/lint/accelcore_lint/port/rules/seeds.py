@@ -74,9 +74,7 @@ SEEDS = Rule(
     (cst.SimpleStatementLine,),
     _decide,
     (
-        Example(
-            Level.TORCH, "torch.manual_seed(seed)\ntorch.cuda.manual_seed_all(seed)", "torch.manual_seed(seed)"
-        ),
+        Example(Level.TORCH, "torch.manual_seed(seed)\ntorch.cuda.manual_seed_all(seed)", "torch.manual_seed(seed)"),
         Example(Level.ROLES, "torch.cuda.manual_seed(0)", "accel.runtime.seed(0)"),
     ),
 )
@@ -87,4 +85,5 @@ TORCH_SEED = Rule(
     (cst.SimpleStatementLine,),
     _decide_torch,
     (Example(Level.ROLES, "torch.manual_seed(1)", "accel.runtime.seed(1)"),),
+    optional=True,
 )

@@ -6,13 +6,13 @@ import libcst as cst
 
 from accelcore_lint.port.facts import Facts, argument, text_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.removed import removed
-from accelcore_lint.port.rules.device_strings import index_of
+from accelcore_lint.port.rules.device_strings import index_of, whole
 from accelcore_lint.port.vendors import DEVICES
 
-__all__ = ["ALONE", "alone", "called", "guarded"]
+__all__ = ["ALONE", "WAIT", "called"]
 
+_MODULES = {f"torch.{device}{part}" for device in DEVICES for part in ("", ".memory", ".random")}
 _RESETS = ("reset_peak_memory_stats", "reset_accumulated_memory_stats")
 _CALLS = ("synchronize", "set_device", "empty_cache", *_RESETS, "reset_max_memory_allocated", "ipc_collect")
 
@@ -24,16 +24,10 @@ def called(node: cst.SimpleStatementLine, facts: Facts) -> tuple[str, cst.Call] 
     call = node.body[0].value
     name = facts.name(call.func) or ""
     module, _, function = name.rpartition(".")
-    known = {f"torch.{device}{part}" for device in DEVICES for part in ("", ".memory", ".random")}
-    return (function, call) if module in known else None
+    return (function, call) if module in _MODULES else None
 
 
-def alone(node: cst.SimpleStatementLine) -> bool:
-    """Return whether a line stands in a block of its own lines, so that a block can replace it."""
-    return len(node.body) == 1
-
-
-def guarded(facts: Facts, node: cst.SimpleStatementLine, source: str) -> Rewrite:
+def _guarded(facts: Facts, node: cst.SimpleStatementLine, source: str) -> Rewrite:
     """Return the decision to run a line only if there is an accelerator; `torch.accelerator` raises otherwise."""
     imports = () if facts.has_torch_name else ("import torch",)
     line = cst.ensure_type(cst.parse_statement(source), cst.SimpleStatementLine)
@@ -62,20 +56,30 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
     text = "" if device is None else text_of(device)
     own = device is None or facts.is_local_rank(device) or text_of(device) == "0" or index_of(device)[0]
     if facts.level is not Level.TORCH:
-        if name == "synchronize" and own:
-            try:
-                source = f"{facts.place.backend(node)}.runtime.synchronize()"
-            except UnplacedError:
-                source = f"{module}.synchronize()"
-                return guarded(facts, node, source)
-            call_node = cst.parse_expression(source)
-            return Rewrite(lambda updated: updated.with_changes(body=[cst.Expr(call_node)]), node.body)
+        if name == "synchronize" and own and not facts.place.is_apart(node):
+            return None  # an expression, wherever it stands
         if name == "set_device":
             return _set_device(facts, node, device)
     if device is not None and index_of(device)[0]:
-        return Left(f"{name} of the device {text}") if text.strip("\"'") not in DEVICES else guarded(facts, node, f"{module}.{name}()")
+        return (
+            Left(f"{name} of the device {text}")
+            if text.strip("\"'") not in DEVICES
+            else _guarded(facts, node, f"{module}.{name}()")
+        )
     new = {"set_device": "set_device_index", "reset_max_memory_allocated": "reset_peak_memory_stats"}.get(name, name)
-    return guarded(facts, node, f"{module}.{new}({text if new not in ('empty_cache',) else ''})")
+    return _guarded(facts, node, f"{module}.{new}({text if new not in ('empty_cache',) else ''})")
+
+
+def _decide_wait(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
+    """Wait through the backend, also in the middle of a line; report other calls there."""
+    module, _, function = (facts.name(node.func) or "").rpartition(".")
+    if module not in _MODULES or function not in _CALLS:
+        return None
+    device = argument(node, "device", 0)
+    own = device is None or facts.is_local_rank(device) or text_of(device) == "0"
+    if facts.level is not Level.TORCH and function == "synchronize" and own and len(node.args) < 2:
+        return whole(node, f"{facts.place.backend(node)}.runtime.synchronize()")
+    return Left(f"{function} in the middle of a line: give it a line of its own", node.children)
 
 
 def _set_device(facts: Facts, node: cst.SimpleStatementLine, device: cst.BaseExpression | None) -> Rewrite | Left:
@@ -88,8 +92,11 @@ def _set_device(facts: Facts, node: cst.SimpleStatementLine, device: cst.BaseExp
 
 def _is_chosen(facts: Facts, device: cst.BaseExpression) -> bool:
     """Return whether an expression is a `torch.device` of this rank's index, in the script itself."""
-    named, index = index_of(device)
-    return named and index is not None and facts.is_local_rank(index)
+    for value in [device, *facts.values(device)]:
+        named, index = index_of(value)
+        if named and index is not None and facts.is_local_rank(index):
+            return True
+    return False
 
 
 ALONE = Rule(
@@ -108,7 +115,14 @@ ALONE = Rule(
             "torch.cuda.set_device(rank)",
             "if torch.accelerator.is_available():\n    torch.accelerator.set_device_index(rank)",
         ),
-        Example(Level.ROLES, "torch.cuda.synchronize()", "accel.runtime.synchronize()"),
         Example(Level.ROLES, "torch.cuda.set_device(local_rank)\nprint(local_rank)", "print(local_rank)"),
     ),
+)
+
+WAIT = Rule(
+    "wait",
+    "`synchronize`",
+    (cst.Call,),
+    _decide_wait,
+    (Example(Level.ROLES, "torch.cuda.synchronize()", "accel.runtime.synchronize()"),),
 )

@@ -1,0 +1,111 @@
+"""Report of a port: the diff, a summary for people, and the same as JSON."""
+
+from __future__ import annotations
+
+import difflib
+import io
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from accelcore_lint.port.model import Level, Note
+from accelcore_lint.port.rewrite import Outcome
+
+__all__ = ["Ported", "as_json", "diff", "show"]
+
+
+@dataclass(frozen=True)
+class Ported:
+    """One file of a run.
+
+    Attributes:
+        path: of the script.
+        before: its source.
+        outcome: what became of it; None if it could not be ported.
+        error: why it could not.
+    """
+
+    path: Path
+    before: str = ""
+    outcome: Outcome | None = None
+    error: str = ""
+
+
+def diff(ported: Ported) -> str:
+    """Return the changes as a unified diff, which `patch -p1` and `git apply` take."""
+    if ported.outcome is None or ported.outcome.source == ported.before:
+        return ""
+    lines = difflib.unified_diff(
+        list(io.StringIO(ported.before, newline="")),
+        list(io.StringIO(ported.outcome.source, newline="")),
+        f"a/{ported.path}",
+        f"b/{ported.path}",
+    )
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def as_json(files: Sequence[Ported], level: Level) -> dict[str, Any]:
+    """Return the report as plain values: counts of lines for one vendor, rewrites by rule, and what is left."""
+    return {
+        "level": level.value,
+        "vendor_lines": dict(zip(("before", "after"), _lines(files), strict=True)),
+        "files": [
+            {"path": str(ported.path), "error": ported.error or None}
+            | ({} if ported.outcome is None else _values(ported, ported.outcome))
+            for ported in files
+        ],
+    }
+
+
+def _values(ported: Ported, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "changed": outcome.source != ported.before,
+        "vendor_lines": {"before": outcome.before, "after": outcome.after},
+        "rewrites": dict(Counter(note.rule for note in outcome.rewritten)),
+        "left": [asdict(note) for note in outcome.left],
+        "harmless": [asdict(note) for note in outcome.harmless],
+        "loops": [asdict(note) for note in outcome.loops],
+    }
+
+
+def show(files: Sequence[Ported], level: Level, console: Console) -> None:
+    """Print the summary: for each file the lines for one vendor, the rewrites by rule, and what is left and why."""
+    for ported in files:
+        outcome = ported.outcome
+        if outcome is None:
+            console.print(Text(f"{ported.path}: {ported.error}", "red"))
+            continue
+        if not (outcome.rewritten or outcome.left or outcome.harmless or outcome.loops):
+            continue
+        console.print(
+            Text(str(ported.path), "bold"), f"vendor lines {outcome.before} -> {outcome.after}", highlight=False
+        )
+        rules = Counter(note.rule for note in outcome.rewritten)
+        if rules:
+            console.print(Text("  rewritten: " + ", ".join(f"{rule} {count}" for rule, count in rules.most_common())))
+        for title, style, notes in (
+            ("left", "yellow", outcome.left),
+            ("harmless", "dim", outcome.harmless),
+            ("loop", "cyan", outcome.loops),
+        ):
+            for note in notes:
+                console.print(Text(f"  {title} {ported.path}:{note.line}: {_sentence(note)}", style))
+    before, after = _lines(files)
+    errors = sum(ported.outcome is None for ported in files)
+    left = sum(len(ported.outcome.left) for ported in files if ported.outcome)
+    text = f"level {level.value}: {len(files)} files, vendor lines {before} -> {after}, {left} left for you"
+    console.print(Text(text + (f", {errors} not ported" if errors else "")))
+
+
+def _sentence(note: Note) -> str:
+    return f"{note.text} [{note.rule}]"
+
+
+def _lines(files: Sequence[Ported]) -> tuple[int, int]:
+    outcomes = [ported.outcome for ported in files if ported.outcome is not None]
+    return sum(outcome.before for outcome in outcomes), sum(outcome.after for outcome in outcomes)

@@ -1,0 +1,36 @@
+import os
+import tempfile
+
+import torch
+from torch import nn
+
+
+def save(path, model, optimizer, epoch):
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, path)
+
+
+def resume(path, model, optimizer):
+    checkpoint = torch.load(path, map_location=lambda storage, loc: storage.cuda(0))
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    return checkpoint["epoch"] + 1
+
+
+def fit(path, epochs):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).cuda(0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    start = resume(path, model, optimizer) if os.path.isfile(path) else 0
+    for epoch in range(start, epochs):
+        x = torch.full((2, 4), 1.0 + epoch, device="cuda:0")
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        save(path, model, optimizer, epoch)
+        print("loss", loss.item())
+
+
+with tempfile.TemporaryDirectory() as folder:
+    fit(os.path.join(folder, "last.pth"), 2)
+    fit(os.path.join(folder, "last.pth"), 4)  # goes on

@@ -1,0 +1,34 @@
+import argparse
+
+import torch
+from torch import nn
+import accelcore
+
+try:
+    from accelcore.apex import amp
+except ImportError:
+    raise ImportError("Please install apex from https://www.github.com/nvidia/apex to run this example.")
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--opt-level", type=str, default="O0")
+parser.add_argument("--loss-scale", type=float, default=None)
+args = parser.parse_args()
+
+accel = accelcore.select()
+
+accel.runtime.seed(2)
+model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).to(accel.device)
+optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1, momentum=0.9)
+model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, loss_scale=args.loss_scale)
+criterion = nn.CrossEntropyLoss()
+
+for step in range(4):
+    inputs = torch.randn(16, 8).to(accel.device)
+    labels = torch.randint(4, (16,)).to(accel.device)
+    loss = criterion(model(inputs), labels)
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+    print("loss", loss.item())

@@ -1,0 +1,33 @@
+import contextlib
+
+import torch
+from torch import nn
+import accelcore
+
+accel = accelcore.select()
+
+device = accel.device
+accel.runtime.seed(0)
+model = nn.Linear(3, 1).to(device)
+# TODO(accelcore): a condition on one vendor's device: other accelerators skip what follows
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=device.type == "cuda")
+context = accel.autocast(torch.bfloat16) if device.type != "cpu" else contextlib.nullcontext()
+
+for step in range(3):
+    x = torch.ones(4, 3)
+    if device.type != "cpu":
+        x = x.pin_memory().to(device, non_blocking=True)
+    else:
+        x = x.to(device)
+    with context:
+        loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if loss.device.type != "cpu":
+        accel.runtime.synchronize()
+    # TODO(accelcore): a condition on one vendor's device: other accelerators skip what follows
+    if device.type == "cuda":
+        # TODO(accelcore): the name of the device: torch has no generic function
+        print(torch.cuda.get_device_name())
+    print("loss", loss.item())

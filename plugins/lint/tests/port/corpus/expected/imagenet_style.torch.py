@@ -1,0 +1,94 @@
+import argparse
+import os
+import random
+import tempfile
+
+import torch
+import torch.backends.cudnn as cudnn
+import torch.distributed as dist
+import torch.nn as nn
+import torch.utils.data
+
+parser = argparse.ArgumentParser(description="image classifier")
+parser.add_argument("-j", "--workers", default=0, type=int)
+parser.add_argument("--lr", default=0.05, type=float)
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+parser.add_argument("--dist-backend", default=torch.distributed.get_default_backend_for_device(device), type=str, help="distributed backend")
+parser.add_argument("--gpu", default=None, type=int, help="GPU id to use.")
+parser.add_argument("--local_rank", default=0, type=int)
+parser.add_argument("--seed", default=0, type=int)
+args = parser.parse_args()
+
+
+def main():
+    random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    cudnn.deterministic = True
+    args.distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if args.distributed:
+        args.gpu = args.local_rank
+        if torch.accelerator.is_available():
+            torch.accelerator.set_device_index(args.local_rank)
+        dist.init_process_group(backend=args.dist_backend, init_method="env://")
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    if args.distributed:
+        model.to(torch.device(device.type, args.local_rank))
+        model = nn.parallel.DistributedDataParallel(model, device_ids=[args.local_rank] if torch.accelerator.is_available() else None)
+    else:
+        model = model.to(device)
+
+    # define loss function (criterion) and optimizer
+    criterion = nn.CrossEntropyLoss().to(torch.device(device.type, args.local_rank))
+    optimizer = torch.optim.SGD(model.parameters(), args.lr,
+                                momentum=0.9,
+                                weight_decay=1e-4)
+
+    images = torch.randn(24, 3, 8, 8)
+    dataset = torch.utils.data.TensorDataset(images, torch.randint(10, (24,)))
+    sampler = torch.utils.data.distributed.DistributedSampler(dataset) if args.distributed else None
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=8, shuffle=False,
+        num_workers=args.workers, pin_memory=torch.accelerator.is_available(), sampler=sampler)
+
+    for epoch in range(2):
+        train(loader, model, criterion, optimizer, epoch)
+        acc1 = validate(loader, model, criterion)
+        assert 0 <= acc1 <= 100
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "checkpoint.pth.tar")
+            torch.save({"epoch": epoch, "state_dict": model.state_dict()}, path)
+            checkpoint = torch.load(path, map_location=device)
+            model.load_state_dict(checkpoint["state_dict"])
+
+
+def train(loader, model, criterion, optimizer, epoch):
+    model.train()
+    for i, (images, target) in enumerate(loader):
+        images = images.to(torch.device(device.type, args.local_rank), non_blocking=True)
+        target = target.to(torch.device(device.type, args.local_rank), non_blocking=True)
+
+        output = model(images)
+        loss = criterion(output, target)
+
+        # compute gradient and do SGD step
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print("loss", loss.item())
+
+
+def validate(loader, model, criterion):
+    model.eval()
+    correct = 0
+    with torch.no_grad():
+        for images, target in loader:
+            if torch.accelerator.is_available():
+                images = images.to(device, non_blocking=True)
+                target = target.to(device, non_blocking=True)
+            correct += (model(images).argmax(1) == target).sum().item()
+    return 100.0 * correct / len(loader.dataset)
+
+
+if __name__ == "__main__":
+    main()

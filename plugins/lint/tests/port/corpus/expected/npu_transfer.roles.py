@@ -1,0 +1,19 @@
+import torch
+from torch import nn
+# cuda means npu from here on
+import accelcore
+
+accel = accelcore.select()
+
+accel.runtime.seed(0)
+data = [(torch.randn(8, 8), torch.randn(8, 1)) for _ in range(4)]
+model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).to(accel.device)
+optimizer = accel.optimizers.create("adamw", model.parameters(), lr=1e-2)
+
+for x, y in data:
+    x, y = x.to(accel.device, non_blocking=True), y.to(accel.device, non_blocking=True)
+    loss = nn.functional.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print("loss", loss.item())

@@ -1,0 +1,53 @@
+"""A script that knows nothing but CUDA."""
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+import torch.backends.cudnn as cudnn
+import accelcore
+
+cudnn.benchmark = True  # fixed sizes
+accel = accelcore.select()
+accel.runtime.seed(1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(10, 20)
+        self.fc2 = nn.Linear(20, 5)
+
+    def forward(self, x):
+        return self.fc2(F.relu(self.fc1(x)))
+
+
+def make_batch(n):
+    return torch.randn(n, 10), torch.randint(5, (n,))
+
+
+def main():
+    net = Net().to(accel.device)
+    criterion = nn.CrossEntropyLoss().to(accel.device)
+    optimizer = accel.optimizers.create("sgd", net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    batches = [make_batch(8) for _ in range(4)]
+
+    start = time.time()
+    for i, (data, target) in enumerate(batches):
+        data = data.to(accel.device, non_blocking=True)
+        target = target.to(accel.device, non_blocking=True)
+        optimizer.zero_grad()
+        loss = criterion(net(data), target)
+        loss.backward()
+        optimizer.step()
+        print("loss", loss.item())
+    accel.runtime.synchronize()  # before the clock is read
+    assert time.time() >= start
+
+    weights = torch.ones(5, device=accel.device)
+    print("loss", F.cross_entropy(net(data), target, weight=weights).item())
+    print("memory", accel.runtime.memory().peak >= 0)
+
+
+if __name__ == "__main__":
+    main()

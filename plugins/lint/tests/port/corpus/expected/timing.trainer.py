@@ -1,0 +1,31 @@
+import time
+
+import torch
+from torch import nn
+import accelcore
+
+accel = accelcore.select()
+
+accel.runtime.seed(0)
+if torch.accelerator.is_available():
+    torch.accelerator.reset_peak_memory_stats()
+layer = nn.Linear(32, 32).to(accel.device)
+optimizer = accel.optimizers.create("sgd", layer.parameters(), lr=0.1)
+timers = []
+for _ in range(3):
+    accel.runtime.synchronize()
+    start = time.perf_counter()
+    with accel.autocast(torch.float16, enabled=False):
+        loss = layer(torch.randn(8, 32, device=accel.device)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    timers.append(time.perf_counter() - start)
+    print("loss", loss.item())
+peak = (torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0) / 2**20
+print("peak", peak >= 0)
+if peak > 1e9:
+    # TODO(accelcore): events are each device's own; torch.Event(device) where the device has them
+    start_event = torch.cuda.Event(enable_timing=True)
+    # TODO(accelcore): streams are each device's own; accel.runtime.side_stream() is for simple cases
+    stream = torch.cuda.Stream()

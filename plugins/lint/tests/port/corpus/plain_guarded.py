@@ -1,0 +1,30 @@
+import torch
+import torch.nn as nn
+from torch.utils.data import DataLoader, TensorDataset
+
+device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+print("running on", device.type)
+
+torch.manual_seed(0)
+if torch.cuda.is_available():
+    torch.cuda.manual_seed_all(0)
+
+inputs = torch.randn(64, 8)
+dataset = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
+loader = DataLoader(dataset, batch_size=16, shuffle=True, pin_memory=True)
+
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+model = model.to(device)
+criterion = nn.MSELoss()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+for epoch in range(2):
+    for x, y in loader:
+        x, y = x.to(device), y.to(device)
+        # forward, backward, update
+        optimizer.zero_grad()
+        output = model(x)
+        loss = criterion(output, y)
+        loss.backward()
+        optimizer.step()
+        print("loss", loss.item())
