@@ -18,19 +18,19 @@ parser.add_argument("--sync_bn", action="store_true")
 args = parser.parse_args()
 args.distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
 
-accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 if args.distributed:
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(args.local_rank)
-    torch.distributed.init_process_group(backend=torch.distributed.get_default_backend_for_device(accelerator), init_method="env://")
+    torch.distributed.init_process_group(backend=torch.distributed.get_default_backend_for_device(device), init_method="env://")
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
 if args.sync_bn:
     # TODO(accelcore): one vendor's function, without a generic one
     model = apex.parallel.convert_syncbn_model(model)
-model = model.to(accelerator)
+model = model.to(device)
 # TODO(accelcore): one vendor's function, without a generic one
 optimizer = FusedAdam(model.parameters(), lr=1e-2)
 # TODO(accelcore): mixed precision of one vendor, in a form that is not known
@@ -40,7 +40,7 @@ if args.distributed:
     model = DDP(model, delay_allreduce=True)
 
 for _ in range(3):
-    x = torch.randn(8, 4, device=accelerator)
+    x = torch.randn(8, 4, device=device)
     loss = model(x).pow(2).mean()
     optimizer.zero_grad()
     # TODO(accelcore): mixed precision of one vendor, in a form that is not known

@@ -8,11 +8,11 @@ from torch import nn
 def save(path, model, optimizer, epoch):
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, path)
 
-accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def resume(path, model, optimizer):
-    checkpoint = torch.load(path, map_location=accelerator)
+    checkpoint = torch.load(path, map_location=device)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     return checkpoint["epoch"] + 1
@@ -20,11 +20,11 @@ def resume(path, model, optimizer):
 
 def fit(path, epochs):
     torch.manual_seed(0)
-    model = nn.Linear(4, 1).to(accelerator)
+    model = nn.Linear(4, 1).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     start = resume(path, model, optimizer) if os.path.isfile(path) else 0
     for epoch in range(start, epochs):
-        x = torch.full((2, 4), 1.0 + epoch, device=accelerator)
+        x = torch.full((2, 4), 1.0 + epoch, device=device)
         loss = model(x).square().mean()
         optimizer.zero_grad()
         loss.backward()

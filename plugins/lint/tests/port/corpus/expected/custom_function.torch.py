@@ -1,24 +1,24 @@
 import torch
 
-accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 class Square(torch.autograd.Function):
     @staticmethod
-    @torch.amp.custom_fwd(device_type=accelerator.type, cast_inputs=torch.float32)
+    @torch.amp.custom_fwd(device_type=device.type, cast_inputs=torch.float32)
     def forward(ctx, x):
         ctx.save_for_backward(x)
         return x * x
 
     @staticmethod
-    @torch.amp.custom_bwd(device_type=accelerator.type)
+    @torch.amp.custom_bwd(device_type=device.type)
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         return 2 * x * grad
 
 
 torch.manual_seed(0)
-weight = torch.randn(4, device=accelerator, requires_grad=True)
+weight = torch.randn(4, device=device, requires_grad=True)
 optimizer = torch.optim.SGD([weight], lr=0.1, maximize=False)
 for _ in range(3):
     loss = Square.apply(weight).sum()

@@ -25,16 +25,16 @@ def make_batch(n):
 
 
 def main():
-    accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    net = Net().to(accelerator)
-    criterion = nn.CrossEntropyLoss().to(accelerator)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    net = Net().to(device)
+    criterion = nn.CrossEntropyLoss().to(device)
     optimizer = optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
     batches = [make_batch(8) for _ in range(4)]
 
     start = time.time()
     for i, (data, target) in enumerate(batches):
-        data = data.to(accelerator, non_blocking=True)
-        target = target.to(accelerator, non_blocking=True)
+        data = data.to(device, non_blocking=True)
+        target = target.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss = criterion(net(data), target)
         loss.backward()
@@ -44,7 +44,7 @@ def main():
         torch.accelerator.synchronize()  # before the clock is read
     assert time.time() >= start
 
-    weights = torch.ones(5, device=accelerator)
+    weights = torch.ones(5, device=device)
     print("loss", F.cross_entropy(net(data), target, weight=weights).item())
     print("memory", (torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0) >= 0)
 

@@ -6,16 +6,16 @@ from torch import nn
 torch.manual_seed(0)
 if torch.accelerator.is_available():
     torch.accelerator.reset_peak_memory_stats()
-accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-layer = nn.Linear(32, 32).to(accelerator)
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+layer = nn.Linear(32, 32).to(device)
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 timers = []
 for _ in range(3):
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     start = time.perf_counter()
-    with torch.autocast(accelerator.type, dtype=torch.float16, enabled=False):
-        loss = layer(torch.randn(8, 32, device=accelerator)).square().mean()
+    with torch.autocast(device.type, dtype=torch.float16, enabled=False):
+        loss = layer(torch.randn(8, 32, device=device)).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

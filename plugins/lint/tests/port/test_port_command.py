@@ -1,0 +1,89 @@
+"""The command: what it prints, writes, refuses and returns."""
+
+import codecs
+import json
+
+import pytest
+from accelcore_lint.port.port_command import port
+from click.testing import CliRunner
+
+SCRIPT = 'import torch\nx = torch.zeros(2, device="cuda")\n'
+PORTED = "import torch\nimport accelcore\n\n"
+
+
+def run(*arguments):
+    return CliRunner().invoke(port, [str(argument) for argument in arguments], standalone_mode=False)
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_nothing_is_written_without_being_asked(script):
+    result = run(script)
+    assert result.return_value == 0
+    assert "vendor lines 1 -> 0" in result.output
+    assert "device string 1" in result.output
+    assert script.read_text() == SCRIPT
+
+
+def test_the_diff_is_a_patch(script):
+    result = run(script, "--diff")
+    assert '-x = torch.zeros(2, device="cuda")\n' in result.stdout
+    assert "+x = torch.zeros(2, device=accel.device)\n" in result.stdout
+
+
+def test_a_file_is_replaced_with_its_mark_and_permissions(script):
+    script.write_bytes(codecs.BOM_UTF8 + SCRIPT.replace("\n", "\r\n").encode())
+    script.chmod(0o750)
+    assert run(script, "--write", "--level", "torch").return_value == 0
+    content = script.read_bytes()
+    assert content.startswith(codecs.BOM_UTF8 + b"import torch\r\n")
+    assert content.count(b"\n") == content.count(b"\r\n") == 3
+    assert script.stat().st_mode & 0o777 == 0o750
+    assert [path.name for path in script.parent.iterdir()] == ["train.py"]
+
+
+def test_json_has_what_is_left_with_lines(script):
+    script.write_text(SCRIPT + "s = torch.cuda.Stream()\n")
+    result = run(script, "--json")
+    report = json.loads(result.stdout)
+    assert result.return_value == 1
+    assert report["vendor_lines"] == {"before": 2, "after": 1}
+    (left,) = report["files"][0]["left"]
+    assert (left["line"], "stream" in left["text"]) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"import torch\nx = (\n", "not Python"),
+        (b"import torch\n# \xff\n", "UTF-8"),
+        (b"# coding: latin-1\nimport torch\n", "latin-1"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_and_other_files_go_on(script, content, words):
+    other = script.with_name("other.py")
+    other.write_bytes(content)
+    result = run(script.parent, "--write")
+    assert result.return_value == 2
+    assert words in result.output.replace("\n", " ")
+    assert other.read_bytes() == content
+    assert "accelcore" in script.read_text()
+
+
+def test_a_link_out_of_the_folder_is_refused(script, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "link.py").symlink_to(script)
+    result = run(folder, "--write")
+    assert result.return_value == 2
+    assert "link" in result.output
+    assert script.read_text() == SCRIPT
+
+
+def test_a_path_that_does_not_exist_is_an_error(tmp_path):
+    assert run(tmp_path / "none.py").return_value == 2 or "does not exist" in run(tmp_path / "none.py").output
