@@ -20,7 +20,7 @@ MODULES = ("apex", "torch_npu")
 _WORDS = {*DEVICES, *MODULES, "cudnn", "device_ids", "output_device", "npu_fusion_attention"}
 _OPTION = re.compile(r"NpuFused\w+")
 _TEXT = re.compile(rf"({'|'.join(DEVICES)})(:(\d+|%d|\{{.*\}}|\{{\}}))?")
-_MENTIONS = re.compile(rb"cuda|npu|Npu|apex|nccl|hccl|cudnn|torch")
+_IMPORTS = re.compile(rb"(?m)^[ \t\f]*(from|import)\b[^\n#]*\b(torch|torch_npu|torchvision|apex)\b")
 _OUR_APEX = re.compile(r"(?m)^\s*from accelcore import (.*, *)?apex\b")
 _STRING = re.compile(r"(?s)[a-zA-Z]*('''|\"\"\"|'|\")(.*)\1")
 
@@ -31,8 +31,8 @@ def device_text(text: str) -> bool:
 
 
 def may_concern(source: bytes) -> bool:
-    """Return whether a file may have anything to port, without parsing it."""
-    return _MENTIONS.search(source) is not None and b"torch" in source
+    """Return whether a file imports what may have to be ported, without parsing it."""
+    return _IMPORTS.search(source) is not None
 
 
 def vendor_lines(source: str) -> set[int]:
