@@ -27,11 +27,14 @@ if TYPE_CHECKING:
         ConfigurationError,
         DistributedError,
         PluginError,
+        RecordingError,
         TrainingError,
         UnknownBackendError,
         UnsupportedError,
     )
     from accelcore.known_faults import KnownFault
+    from accelcore.parity.record import Record
+    from accelcore.parity.replay import Replay
     from accelcore.precision.policy import Policy
     from accelcore.scaling.contract import LossScale
     from accelcore.training.data.sharding import ShardedStream
@@ -64,6 +67,9 @@ __all__ = [
     "Probe",
     "Progress",
     "Recompute",
+    "Record",
+    "RecordingError",
+    "Replay",
     "ShardedStream",
     "Together",
     "Trainer",
@@ -89,6 +95,8 @@ _HOMES = {
     "Probe": "devices.hookspecs",
     "Progress": "training.monitoring.progress",
     "Recompute": "training.options",
+    "Record": "parity.record",
+    "Replay": "parity.replay",
     "ShardedStream": "training.data.sharding",
     "Together": "training.saving.saver",
     "Trainer": "training.trainer",

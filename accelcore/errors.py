@@ -14,6 +14,7 @@ __all__ = [
     "ConfigurationError",
     "DistributedError",
     "PluginError",
+    "RecordingError",
     "TrainingError",
     "UnknownBackendError",
     "UnsupportedError",
@@ -84,3 +85,7 @@ class TrainingError(AccelError, RuntimeError):
 
 class CheckpointError(AccelError, RuntimeError):
     """A checkpoint is damaged, does not fit this training, or would contain values of an unsupported type."""
+
+
+class RecordingError(AccelError, RuntimeError):
+    """A recording of a run is damaged, is no recording, or does not fit the run that is compared with it."""

@@ -30,6 +30,7 @@ __all__ = [
     "AnyBatchNorm",
     "OpOverload",
     "after_backward",
+    "backward_number",
     "backward_outside_autocast",
     "compiler_error",
     "device_dispatch_key",
@@ -37,6 +38,7 @@ __all__ = [
     "flatten",
     "flight_records",
     "forget_python_dispatch",
+    "forward_number",
     "has_any_kernel",
     "has_computed_kernel",
     "has_kernel",
@@ -166,6 +168,24 @@ def reset_sharded_model(model: Any) -> None:
             group.finalize_backward()  # waits for what is still being sent
             group._training_state = idle
             group._partial_reduce_output = None
+
+
+def forward_number() -> int:
+    """Return the number that the next node of autograd's graph gets in this thread.
+
+    Without it, an operator of the backward pass cannot be told to belong to a module.
+    """
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def backward_number() -> int | None:
+    """Return the number of the node of autograd's graph that runs now; None outside of a backward pass.
+
+    Without it, see `forward_number`.
+    """
+    node = torch._C._current_autograd_node() if in_backward() else None
+    return None if node is None else node._sequence_nr()
 
 
 def is_fake_mode_active() -> bool:

@@ -18,6 +18,7 @@ ANCESTORS = {
     "ConfigurationError": ValueError,
     "DistributedError": RuntimeError,
     "PluginError": RuntimeError,
+    "RecordingError": RuntimeError,
     "TrainingError": RuntimeError,
     "UnknownBackendError": LookupError,
     "UnsupportedError": NotImplementedError,

@@ -26,6 +26,28 @@ def test_a_recomputed_forward_pass_knows_that_it_runs_in_backward():
     assert seen == [False, True]
 
 
+def test_a_node_of_the_backward_pass_has_the_number_it_got_in_the_forward_pass():
+    seen = []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(internals.backward_number())
+            return gradient
+
+    x = torch.ones(2, requires_grad=True)
+    first = internals.forward_number()
+    y = Noting.apply(x * 2)
+    last = internals.forward_number()
+    assert internals.backward_number() is None
+    y.sum().backward()
+    assert first <= seen[0] < last
+
+
 def test_tracing_is_seen_by_its_fake_tensors():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -20,6 +20,7 @@ from accelcore.cli.options import (
     number,
     several_machines,
 )
+from accelcore.cli.parity import record, replay
 
 __all__ = ["app"]
 
@@ -40,6 +41,8 @@ def app() -> None:
       accelcore precision --backend cpu         which operator runs in which dtype
       accelcore export outputs/a model.safetensors  the model of a checkpoint, in one file
       accelcore plot outputs/a outputs/b        the logs of two runs side by side
+      accelcore record --out ref train.py       a run to compare others with
+      accelcore replay ref train.py             where a run elsewhere parts from it
       accelcore advise train.py                 which precision is quickest and still trains alike
       accelcore lint train.py                   what ties a script to one device, or is wrong on any
       accelcore completion bash                 completion for your shell
@@ -309,3 +312,5 @@ def completion(shell: str) -> None:
 
 
 app.add_command(advise)
+app.add_command(record)
+app.add_command(replay)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,7 +11,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer
 
-__all__ = ["Listeners", "Observer", "observed"]
+__all__ = ["Listeners", "Observer", "observed", "observing"]
+
+_everywhere: list[Observer] = []
+"""Observers of every trainer that is made, while their contexts are open."""
 
 
 class Observer:
@@ -57,10 +60,21 @@ class Observer:
         """Receive the output of a module in a forward pass, with the module's name."""
 
 
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Give an observer to each trainer that is made in this context: for a program that runs a script of others."""
+    _everywhere.append(observer)
+    try:
+        yield
+    finally:
+        _everywhere.remove(observer)
+
+
 class Listeners:
     """For each event, the methods of the observers that override it."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
+        observers = [*observers, *(each for each in _everywhere if each not in observers)]
         self.begin = _listeners(observers, "begin")
         self.epoch_begin = _listeners(observers, "epoch_begin")
         self.batch = _listeners(observers, "batch")

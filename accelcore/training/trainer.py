@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
@@ -132,6 +133,11 @@ class Trainer:
         """Number of windows of the whole training: as given, or from `epochs(n)` and the last loader; or None."""
         given = self._options["total_steps"]
         return self._streams.total_steps(self.accumulate) if given is None else given
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Options that this trainer was made with, defaults included; see `TrainerOptions`."""
+        return MappingProxyType(self._options)
 
     @property
     def accumulate(self) -> int:

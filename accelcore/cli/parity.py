@@ -1,0 +1,184 @@
+"""The commands `record` and `replay`. The script runs in a process of its own, started as `accelcore run` starts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accelcore.cli.options import common, device_option, json_option, number
+from accelcore.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from accelcore.parity.result import Result
+
+__all__ = ["record", "replay"]
+
+_MAIN = "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from accelcore.cli import main; sys.exit(main())"
+_RUNNER = Path(__file__).parents[1] / "parity" / "script.py"  # not imported: it imports torch
+_AFTER_THE_SCRIPT = {"allow_interspersed_args": False}
+_NOTHING = 2
+
+_device = device_option("--device", "DEVICE", "What select() chooses in the script, as ACCEL_DEVICE does.")
+_emulate = device_option("--emulate", "NAME", "Run on an emulation of the backend NAME, on this host.")
+_nproc = number("--nproc", "N", 1, "How many ranks to start on this machine.")
+_steps = number("--steps", "N", 0, "End the script after so many steps; 0 for all.", least=0)
+
+
+@click.command(context_settings=_AFTER_THE_SCRIPT)
+@click.option("--out", metavar="FOLDER", required=True, type=click.Path(), help="Where the recording goes.")
+@click.option("--operators", metavar="STEPS", default="", help="Steps whose operators are recorded, too: 1 or 1,5.")
+@click.option("--same-random", is_flag=True, help="Draw random numbers on the host, the same for every device.")
+@_steps
+@_device
+@_emulate
+@_nproc
+@click.argument("script", type=click.Path())
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@common
+def record(
+    out: str, operators: str, script: str, arguments: tuple[str, ...], *, same_random: bool, steps: int, **places: Any
+) -> int:
+    """Record what becomes of a training, to compare other runs with it.
+
+    The script is unchanged, with a trainer of accelcore or a loop of its own. Options of accelcore go before SCRIPT,
+    the script's own after it. The recorded run has the bits of an unrecorded one; with --same-random it draws others.
+
+    \b
+    Exit code: that of the script; 64 if the request is invalid.
+
+    \b
+    Examples:
+      accelcore record --out ref train.py --epochs 1
+      accelcore record --out ref --steps 20 --same-random train.py
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    options = {
+        "operators": _numbers(operators),
+        "random": "everywhere" if same_random else None,
+        "steps": steps or None,
+    }
+    return _run("record", out, options, places, script, arguments)
+
+
+@click.command(context_settings=_AFTER_THE_SCRIPT)
+@click.option("--self", "itself", is_flag=True, help="Record and replay here: is this device deterministic?")
+@click.option("--out", metavar="FOLDER", type=click.Path(), help="Where the replay is recorded; REF-replay by default.")
+@click.option("--report", metavar="FILE", type=click.Path(), help="Also write a page: one HTML file with plots.")
+@click.option("--take-weights", is_flag=True, help="Accept that the script begins with other weights.")
+@_steps
+@_device
+@_emulate
+@_nproc
+@json_option
+@click.argument("reference", type=click.Path())
+@click.argument("script", type=click.Path())
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@common
+def replay(
+    reference: str, script: str, arguments: tuple[str, ...], *, itself: bool, out: str | None, report: str | None,
+    take_weights: bool, steps: int, as_json: bool, **places: Any,
+) -> int:  # fmt: skip
+    """Run a recorded script again, and name the first place where the two runs part.
+
+    REFERENCE is a recording; with --self it is made first. The replay begins with the recorded weights and random
+    numbers. If the runs part in a forward or backward pass, that step is run again, and each of its operators is
+    compared with the host's float64 result for the same inputs.
+
+    \b
+    Exit code:
+      0   the runs agree
+      1   they part
+      2   nothing could be compared: the script failed, or made no step
+      64  the request is invalid, or the recording is damaged
+
+    \b
+    Examples:
+      accelcore replay ref train.py --epochs 1
+      accelcore replay --emulate npu --device npu --report ref.html ref train.py
+      accelcore replay --self ref train.py
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    folder = Path(out) if out else Path(reference).with_name(f"{Path(reference).name}-replay")
+    options: dict[str, Any] = {"steps": steps or None}
+    if itself and _run("record", reference, options, places, script, arguments):
+        return _NOTHING
+    options |= {"out": str(folder), "weights": "take" if take_weights else "compare"}
+    if _run("replay", reference, options, places, script, arguments):
+        return _NOTHING
+    from accelcore.parity.compare import compare
+
+    found = compare(reference, folder)
+    if _can_be_closer(found):
+        click.echo(f"accelcore: step {found.step} runs again, operator by operator", err=True)
+        closer = {"operators": [found.step], "steps": found.step, "checks": True}
+        if itself:
+            _run(
+                "record", reference, {"operators": closer["operators"], "steps": found.step}, places, script, arguments
+            )
+        if _run("replay", reference, {**options, **closer}, places, script, arguments) == 0:
+            closest = compare(reference, folder)
+            found = found if closest.agrees else closest
+    if report:
+        from accelcore.parity.page import write_page
+
+        write_page(Path(report), found, Path(reference), folder)
+    if as_json:
+        click.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        _show(found)
+    return 0 if found.agrees else 1
+
+
+def _can_be_closer(found: Result) -> bool:
+    return found.phase in ("forward", "backward") and found.operator is None
+
+
+def _run(
+    mode: str, folder: str, options: dict[str, Any], places: dict[str, Any], script: str, arguments: Sequence[str]
+) -> int:
+    """Run a script in a process of its own, and return its exit code."""
+    if not Path(script).is_file():
+        raise ConfigurationError(f"there is no script {script!r}", remedy="correct the path")
+    given = [word for name, value in places.items() if value is not None for word in (f"--{name}", str(value))]
+    program = [str(_RUNNER), mode, folder, json.dumps(options), script, *arguments]
+    done = subprocess.run([sys.executable, "-c", _MAIN, "\n".join(sys.path), "run", *given, *program], check=False)  # noqa: S603  # this Python
+    return done.returncode
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",") if word]
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--operators {text!r} is not a list of steps", remedy="give numbers, such as 1,5"
+        ) from error
+
+
+def _show(found: Result) -> None:
+    """Print a result as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if found.settings:
+        table = Table("setting", "recorded", "replayed", title="settings that differ", title_justify="left")
+        for each in found.settings:
+            table.add_row(each.name, each.recorded, each.replayed)
+        console.print(table)
+    if not found.agrees:
+        table = Table(title="the first difference", title_justify="left", show_header=False)
+        for name in ("step", "rank", "phase", "module", "item", "operator"):
+            value = getattr(found, name)
+            if value is not None:
+                table.add_row(name, str(value) or "(the model itself)")
+        table.add_row("size", f"{found.ratio:.3g} units of the expected rounding")
+        table.add_row("begins here", "yes" if found.is_cause else "not known: it was first seen here")
+        table.add_row("next", found.next)
+        console.print(table)
+    for note in found.notes:
+        console.print(f"note: {note}", highlight=False)
+    console.print(str(found), highlight=False)

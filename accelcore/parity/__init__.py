@@ -1,0 +1,18 @@
+"""Record a training run, replay it elsewhere, and name the first place where the two part.
+
+`accelcore.Record` and `accelcore.Replay` are the public names; `accelcore record` and `accelcore replay` are the same
+for a script. Nothing else in accelcore imports this package. One file has one idea:
+
+    record     what becomes of a training that is recorded: `Record`
+    replay     a recording, weights and random numbers given to another run: `Replay`
+    collector  hooks on modules, parameters and optimizers, and the events that they see
+    operators  the operators of some steps: what they returned, and whether that is right
+    events     one event: what was seen where, and a sample of it
+    recording  files of a recording
+    settings   what of the environment, the model and the optimizer can change numbers
+    compare    two recordings: the first event that parts
+    rounding   how far two values may be apart
+    result     what a comparison found
+    page       the result as a page with plots
+    script     the program that records or replays a script
+"""

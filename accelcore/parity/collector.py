@@ -1,0 +1,322 @@
+"""Collect the events of each step by hooks on modules, parameters and optimizers.
+
+The hooks change no number. They read with `no_grad`, keep no tensor of the model alive, and never read a value on the
+host. No full backward hook is used, because it changes the order in which gradients are added up. While a compiler
+traces, a hook does nothing, so that the compiled code is the same; the modules inside are then not seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelcore.parity.events import Event, Seen, Step, fetch, sample, tensors_in
+from accelcore.parity.operators import Operators
+from accelcore.torch_internals import forward_number, in_backward, is_fake_mode_active, uncompiled
+from accelcore.training.hooks import Hooks
+
+__all__ = ["Collector", "Watched"]
+
+_FLOATS_PER_STEP = 250_000  # 1 MB
+_LEAST = 16
+
+
+@dataclass
+class Watched:
+    """A model that is watched.
+
+    Attributes:
+        prefix: before the names of its modules: empty for the first model, `"model2."` for the second.
+        compiled: whether it is called through a compiler, so that its modules are not seen.
+    """
+
+    model: nn.Module
+    prefix: str
+    compiled: bool
+    entered: int = 0  # the step in which it was last called
+    names: dict[int, str] = field(default_factory=dict)  # of its parameters, by id
+
+
+class Collector:
+    """Collects events. The owner calls `watch` for each model and `end_step` after each update.
+
+    Args:
+        counts: how many elements a sample has: in step 1, and later, or None for what fits into 1 MB a step.
+        operators: the steps in which operators are recorded, too.
+        begin: called before the first forward pass of each model in a step, and whether it is the model's first.
+        checks: whether operators are compared with the host's in float64 in these steps.
+    """
+
+    def __init__(
+        self,
+        counts: tuple[int, int | None],
+        operators: Sequence[int],
+        begin: Callable[[Watched, bool], None],
+        *,
+        checks: bool,
+    ) -> None:
+        self.counts, self._begin = counts, begin
+        self.models: list[Watched] = []
+        self.step = 1
+        self.is_done = False
+        self.operators = Operators(self._saw_operator, checks=checks)
+        self._steps_of_operators = frozenset(operators)
+        self._hooks = Hooks()
+        self._known: dict[int, ReferenceType[nn.Module]] = {}
+        self._of_optimizers: dict[int, ReferenceType[Optimizer]] = {}
+        self._last: tuple[int, Callable[[], list[Seen]]] | None = None
+        self._clear()
+        self._is_open = False
+
+    def _clear(self) -> None:
+        self._events: list[tuple[Event, str, tuple[int, ...], Tensor]] = []
+        self._numbers: Counter[tuple[str, str, str]] = Counter()
+        # The tensors that were seen, by id: the tensor, its version, and the module that made it.
+        self._made: dict[int, tuple[ReferenceType[Tensor], int, str]] = {}
+        self._users: dict[str, str] = {}  # for each module, the module that uses its output
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self.operators.stop()
+        self._hooks.close()
+        self.is_done = True
+
+    def knows(self, module: nn.Module) -> bool:
+        """Return whether a module belongs to a model that is watched."""
+        found = self._known.get(id(module))
+        return found is not None and found() is module
+
+    def watch(self, inner: nn.Module, called: nn.Module | None = None) -> Watched:
+        """Register hooks on a model and its parameters; `called` is a wrapper around it, such as a compiled module."""
+        compiled = called is not None and uncompiled(called) is not called
+        prefix = f"model{len(self.models) + 1}." if self.models else ""
+        watched = Watched(inner, prefix, compiled)
+        self.models.append(watched)
+        for module in (*inner.modules(), *(() if called is None else called.modules())):
+            self._known[id(module)] = ref(module)
+        if compiled:
+            assert called is not None
+            enter = partial(self._enter_by_hook, watched)
+            self._hooks.add(called.register_forward_pre_hook(enter, with_kwargs=True))
+        for name, module in inner.named_modules():
+            full = (prefix + name).rstrip(".")
+            self._hooks.add(
+                module.register_forward_pre_hook(
+                    self._entering(full, watched if module is inner else None), with_kwargs=True
+                ),
+                module.register_forward_hook(self._leaving(full)),
+            )
+            for item, parameter in module.named_parameters(recurse=False):
+                watched.names.setdefault(id(parameter), f"{full}.{item}".lstrip("."))
+                if parameter.requires_grad and parameter.is_leaf:
+                    seen = self._accumulated(full, item)
+                    self._hooks.add(parameter.register_post_accumulate_grad_hook(seen))
+        return watched
+
+    def watch_optimizer(self, optimizer: Optimizer, end_step: Callable[[], None] | None) -> None:
+        """Register hooks on an optimizer; `end_step` is called after each of its steps."""
+        if id(optimizer) in self._of_optimizers:
+            return
+        self._of_optimizers[id(optimizer)] = ref(optimizer)
+        self._hooks.add(
+            optimizer.register_step_pre_hook(lambda optimizer, *_: self.before_update(optimizer)),
+            optimizer.register_step_post_hook(lambda optimizer, *_: self.after_update(optimizer, end_step)),
+        )
+
+    def enter(self, watched: Watched, arguments: Any, options: Any) -> None:
+        """Open a step before the first forward pass of a model in it; look at its weights and at the batch."""
+        if self.is_done or self._is_quiet():
+            return
+        if not self._is_open:
+            self._is_open = True
+            if self.step in self._steps_of_operators and not watched.compiled:
+                self.operators.start()
+        if watched.entered < self.step:
+            first, watched.entered = watched.entered == 0, self.step
+            with self.operators.paused(), torch.no_grad():
+                self._begin(watched, first)
+                self._saw("random", "", "host generator", _digest(torch.get_rng_state()))
+                self._look_at(watched, "weight")
+        with self.operators.paused(), torch.no_grad():
+            for number, tensor in enumerate(tensors_in([arguments, options])):
+                self._saw("batch", watched.prefix.rstrip("."), str(number), tensor)
+                self._made.setdefault(id(tensor), (ref(tensor), tensor._version, ""))
+
+    def _enter_by_hook(self, watched: Watched, module: nn.Module, arguments: Any, options: Any) -> None:
+        self.enter(watched, arguments, options)
+
+    def see(self, kind: str, item: str, tensor: Tensor) -> None:
+        """Add an event that belongs to no module, such as the loss."""
+        if self._is_open and not self._is_quiet():
+            with self.operators.paused(), torch.no_grad():
+                self._saw(kind, "", item, tensor)
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Look at the gradients that an optimizer is about to use."""
+        self.operators.stop()
+        if self._is_open and not torch.compiler.is_compiling():
+            for name, parameter in self._parameters_of(optimizer):
+                if parameter.grad is not None:
+                    self._saw_named("reduced", name, parameter.grad)
+
+    def after_update(self, optimizer: Optimizer, end_step: Callable[[], None] | None) -> None:
+        """Look at the state of an optimizer and the parameters after its step."""
+        if not self._is_open or torch.compiler.is_compiling():
+            return
+        with torch.no_grad():
+            for name, parameter in self._parameters_of(optimizer):
+                state = optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        self._saw_named("state", name, value, beside=key)
+                self._saw_named("parameter", name, parameter)
+        if end_step is not None:
+            end_step()
+
+    def end_step(self) -> Step | None:
+        """End a step. Return the step before it, whose samples have arrived; None after the first."""
+        self.operators.stop()
+        if not self._is_open:
+            return None
+        with torch.no_grad():
+            for watched in self.models:
+                for name, buffer in watched.model.named_buffers():
+                    self._saw_named("buffer", watched.prefix + name, buffer)
+        if self.counts[1] is None:
+            fits = _FLOATS_PER_STEP // max(1, len(self._events))
+            self.counts = (self.counts[0], max(_LEAST, min(self.counts[0], fits)))
+        finished, self._last = self._waiting(), (self.step, self._begin_to_read())
+        self._clear()
+        self._is_open = False
+        self.step += 1
+        return finished
+
+    def last(self) -> Step | None:
+        """Return the last step that ended, if it was not returned yet."""
+        finished, self._last = self._waiting(), None
+        return finished
+
+    def _waiting(self) -> Step | None:
+        return None if self._last is None else Step(self._last[0], self._last[1]())
+
+    def _begin_to_read(self) -> Callable[[], list[Seen]]:
+        """Join the samples of a step by dtype, and begin to copy them: one copy for each dtype and device."""
+        events, joined = self._events, defaultdict(list)
+        for *_, values in events:
+            joined[values.dtype, values.device].append(values)
+        arriving = {key: fetch(torch.cat(parts)) for key, parts in joined.items()}
+
+        def read() -> list[Seen]:
+            arrived = {
+                key: iter(torch.split(ready(), [len(part) for part in joined[key]])) for key, ready in arriving.items()
+            }
+            return [
+                Seen(
+                    event,
+                    str(values.dtype).removeprefix("torch."),
+                    shape,
+                    source,
+                    next(arrived[values.dtype, values.device]),
+                )
+                for event, source, shape, values in events
+            ]
+
+        return read
+
+    def _is_quiet(self) -> bool:
+        """Return whether nothing is to be seen now: an evaluation, a recomputation, or a trace of a compiler."""
+        return torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward() or is_fake_mode_active()
+
+    def _entering(self, name: str, root: Watched | None) -> Callable[..., None]:
+        def before_forward(module: nn.Module, arguments: Any, options: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            if root is not None:
+                self.enter(root, arguments, options)
+            if self._is_open and not self._is_quiet():
+                self.operators.enter(name, forward_number())
+                parent = name.rpartition(".")[0]
+                with self.operators.paused(), torch.no_grad():
+                    for number, tensor in enumerate(tensors_in([arguments, options])):
+                        made = self._made.get(id(tensor))
+                        if made is None or made[0]() is not tensor or made[1] != tensor._version:
+                            self._saw("input", name, str(number), tensor, source=parent)
+                            self._made[id(tensor)] = (ref(tensor), tensor._version, parent)
+                        elif made[2]:
+                            self._users[made[2]] = name
+
+        return before_forward
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            if self._is_open and not self._is_quiet():
+                self.operators.leave(name, forward_number())
+                with self.operators.paused(), torch.no_grad():
+                    for number, tensor in enumerate(tensors_in(output)):
+                        made = self._made.get(id(tensor))
+                        if made is not None and made[0]() is tensor and made[1] == tensor._version:
+                            continue  # a container returns what its last module returned
+                        self._saw("output", name, str(number), tensor)
+                        self._made[id(tensor)] = (ref(tensor), tensor._version, name)
+                        if tensor.requires_grad:
+                            tensor.register_hook(self._gradient_of(name, str(number)))  # type: ignore[no-untyped-call]
+
+        return after_forward
+
+    def _gradient_of(self, name: str, item: str) -> Callable[[Tensor], None]:
+        def seen(gradient: Tensor) -> None:
+            if self._is_open and not torch.compiler.is_compiling():
+                with self.operators.paused(), torch.no_grad():
+                    self._saw("grad", name, item, gradient, source=self._users.get(name, name.rpartition(".")[0]))
+
+        return seen
+
+    def _accumulated(self, name: str, item: str) -> Callable[[Tensor], None]:
+        def seen(parameter: Tensor) -> None:
+            if self._is_open and not torch.compiler.is_compiling() and parameter.grad is not None:
+                with self.operators.paused(), torch.no_grad():
+                    self._saw("gradient", name, item, parameter.grad)
+
+        return seen
+
+    def _look_at(self, watched: Watched, kind: str) -> None:
+        for name, tensor in (*watched.model.named_parameters(), *watched.model.named_buffers()):
+            self._saw_named(kind, watched.prefix + name, tensor)
+
+    def _parameters_of(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+        names = {key: watched.prefix + name for watched in self.models for key, name in watched.names.items()}
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [(names.get(id(each), f"(parameter {number})"), each) for number, each in enumerate(held)]
+
+    def _saw_named(self, kind: str, name: str, tensor: Tensor, *, beside: str = "") -> None:
+        module, _, item = name.rpartition(".")
+        self._saw(kind, module, f"{beside} of {item}" if beside else item, tensor)
+
+    def _saw_operator(self, name: str, module: str, backward: bool, results: Any) -> None:
+        with torch.no_grad():
+            for number, tensor in enumerate(tensors_in(results)):
+                self._saw("operator of backward" if backward else "operator", module, f"{name} {number}", tensor)
+
+    def _saw(self, kind: str, module: str, item: str, tensor: Tensor, *, source: str = "") -> None:
+        key = (kind, module, item)
+        count = self.counts[0] if self.step == 1 else self.counts[1] or self.counts[0]
+        taken = sample(tensor, count)
+        self._events.append((Event(*key, self._numbers[key]), source, tuple(tensor.shape), taken))
+        self._numbers[key] += 1
+
+
+def _digest(state: Tensor) -> Tensor:
+    """Return a number for the state of a generator."""
+    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest()
+    return torch.tensor([int.from_bytes(digest, "big")])

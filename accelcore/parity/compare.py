@@ -1,0 +1,237 @@
+"""Compare two recordings: the first event that parts, in the order of the recording."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accelcore.errors import RecordingError
+from accelcore.parity.events import PHASE_OF, Event, Seen, Step
+from accelcore.parity.recording import Reader, ranks_of
+from accelcore.parity.result import Result
+from accelcore.parity.rounding import Distance, distance, unit_of
+from accelcore.parity.settings import arithmetic, differences
+
+__all__ = ["compare"]
+
+_FREE = 256.0
+"""Units of rounding by which one event may be off if all before it agree."""
+_FREE_BACKWARD = 4096.0
+"""The same in backward, where terms cancel."""
+_SHARE = 0.05
+"""Share of an update by which it may differ, where rounding differs: adaptive optimizers amplify small gradients."""
+_HIDDEN = 0.02
+"""Relative difference of the weights at the start of a step from which on nothing can be told any more."""
+_SAME_IN_EVERY_JOB = ("weight", "reduced", "norm", "state", "parameter", "buffer")
+"""Kinds of events that do not depend on how a batch is divided among ranks."""
+
+
+@dataclass(frozen=True)
+class _Parted:
+    seen: Seen
+    apart: Distance
+    ratio: float
+
+
+def compare(reference: Path | str, other: Path | str, *, rank: int | None = None) -> Result:
+    """Compare two recordings, and return where they part first.
+
+    Args:
+        reference, other: the folders of the recordings.
+        rank: the rank to compare; None for all that both have.
+
+    Raises:
+        RecordingError: a folder has no recording, one is damaged, or they have no step or module in common.
+    """
+    recorded, replayed = ranks_of(Path(reference)), ranks_of(Path(other))
+    ranks = sorted(replayed) if rank is None else [rank]
+    # A rank that was not recorded is compared with rank 0: gradients and weights do not depend on the rank.
+    results = [
+        _of_rank(each, Reader(recorded.get(each, recorded[min(recorded)])), Reader(replayed[each])) for each in ranks
+    ]
+    parted = [result for result in results if not result.agrees]
+    return min(parted, key=lambda each: (each.step or 0, _order(each.phase), each.rank or 0)) if parted else results[0]
+
+
+def _order(phase: str | None) -> int:
+    order = list(dict.fromkeys(("settings", *PHASE_OF.values())))
+    return order.index(phase) if phase in order else 0
+
+
+def _of_rank(rank: int, recorded: Reader, replayed: Reader) -> Result:
+    settings = differences(recorded.facts["settings"], replayed.facts["settings"])
+    same = all(each.name != "ranks" for each in settings)
+    exact = not arithmetic(settings)
+    steps = sorted(set(recorded.steps) & set(replayed.steps))
+    if not steps:
+        raise RecordingError("the two recordings have no step in common", remedy="let the replay run one step at least")
+    notes, before = [], dict[Event, tuple[Seen, Seen]]()
+    if len(replayed.steps) < len(recorded.steps):
+        notes.append(f"the replay has {len(replayed.steps)} of {len(recorded.steps)} steps")
+    for count, number in enumerate(steps, start=1):
+        pairs = _pairs(recorded.step(number), replayed.step(number), same=same)
+        if not pairs:
+            raise RecordingError(
+                f"step {number} of the two recordings has nothing in common",
+                why="no module or parameter has the same name, or the ranks divide the batch otherwise",
+                remedy="replay the script that was recorded",
+            )
+        if number == 1 and (others := replayed.facts.get("other_weights")):
+            return _told(_other_weights(others, rank, exact=exact, settings=settings, notes=tuple(notes)))
+        parted = _exactly(pairs) if exact else _by_rounding(pairs, before)
+        if parted is not None:
+            return _told(
+                replace(
+                    _result(parted, number, rank, pairs, exact=exact),
+                    steps=count,
+                    settings=settings,
+                    notes=tuple(notes),
+                )
+            )
+        before = {mine.event: (mine, theirs) for mine, theirs in pairs}
+        if not exact and _is_hidden(pairs):
+            notes.append(f"after step {number} rounding has grown so far that nothing smaller can be seen")
+            steps = steps[:count]
+            break
+    return Result(agrees=True, steps=len(steps), exact=exact, settings=settings, notes=tuple(notes))
+
+
+def _pairs(recorded: Step, replayed: Step, *, same: bool) -> list[tuple[Seen, Seen]]:
+    """Return the events that both steps have, in the recording's order."""
+    theirs = {seen.event: seen for seen in replayed.seen}
+    kinds = None if same else _SAME_IN_EVERY_JOB
+    return [
+        (seen, theirs[seen.event])
+        for seen in recorded.seen
+        if seen.event in theirs and (kinds is None or seen.event.kind in kinds)
+    ]
+
+
+def _exactly(pairs: Sequence[tuple[Seen, Seen]]) -> _Parted | None:
+    for mine, theirs in pairs:
+        apart = distance(mine.values, theirs.values)
+        if not apart.equal:
+            return _Parted(mine, apart, apart.ratio(unit_of(mine) or 1.0))
+    return None
+
+
+def _by_rounding(pairs: Sequence[tuple[Seen, Seen]], before: Mapping[Event, tuple[Seen, Seen]]) -> _Parted | None:
+    """Return the first event that is further apart than what it was computed from explains."""
+    carried, unit = 1.0, 2.0**-23
+    scales = _scales(pairs)
+    noisy: set[tuple[str, str]] = set()
+    entered = {
+        (mine.event.module, mine.event.item): (mine, theirs) for mine, theirs in pairs if mine.event.kind == "weight"
+    }
+    for mine, theirs in pairs:
+        kind, apart = mine.event.kind, distance(mine.values, theirs.values)
+        unit = max(unit, unit_of(mine), unit_of(theirs))
+        if kind in ("random",) or unit_of(mine) == 0:
+            if apart.error > 0:
+                return _Parted(mine, apart, apart.ratio(1.0))
+            continue
+        if kind == "weight":
+            after = before.get(replace(mine.event, kind="parameter")) or before.get(replace(mine.event, kind="buffer"))
+            if after is not None:
+                moved = distance(
+                    mine.values.double() - after[0].values.double(), theirs.values.double() - after[1].values.double()
+                )
+                if moved.error > _FREE * unit * apart.size:
+                    return _Parted(mine, moved, moved.error / (unit * apart.size or 1.0))
+            elif apart.ratio(unit) > _FREE:
+                return _Parted(mine, apart, apart.ratio(unit))
+            carried = max(carried, apart.ratio(unit))
+            continue
+        if kind == "parameter":
+            parted = _update(mine, theirs, entered.get((mine.event.module, mine.event.item)), unit, noisy)
+            if parted is not None:
+                return parted
+            continue
+        backward = kind in ("grad", "gradient", "reduced", "norm", "state", "operator of backward")
+        ratio = apart.ratio(unit, scales.get((kind, mine.event.module), 0.0))
+        if ratio > (_FREE_BACKWARD if backward else _FREE) * carried:
+            return _Parted(mine, apart, ratio)
+        if kind in ("gradient", "reduced") and apart.error > 1e-3 * apart.size:
+            noisy.add((mine.event.module, mine.event.item))
+        carried = max(carried, ratio if not backward else ratio / 16)
+    return None
+
+
+def _update(
+    mine: Seen, theirs: Seen, entered: tuple[Seen, Seen] | None, unit: float, noisy: set[tuple[str, str]]
+) -> _Parted | None:
+    """Compare how far an update has moved a parameter."""
+    key = (mine.event.module, mine.event.item)
+    if entered is None or key in noisy:
+        return None
+    moves = [
+        after.values.double() - first.values.double() for after, first in zip((mine, theirs), entered, strict=True)
+    ]
+    apart = distance(*moves)
+    floor = unit * distance(mine.values, mine.values).size
+    if apart.error > _SHARE * apart.size + _FREE * floor:
+        return _Parted(mine, apart, apart.error / (floor or unit))
+    return None
+
+
+def _scales(pairs: Sequence[tuple[Seen, Seen]]) -> dict[tuple[str, str], float]:
+    """Return the size of the largest gradient in each module: that of a bias may be nothing but rounding."""
+    found: dict[tuple[str, str], float] = {}
+    for mine, _ in pairs:
+        kind = mine.event.kind
+        if kind in ("gradient", "reduced"):
+            key = (kind, mine.event.module)
+            found[key] = max(found.get(key, 0.0), distance(mine.values, mine.values).size)
+    return found
+
+
+def _is_hidden(pairs: Sequence[tuple[Seen, Seen]]) -> bool:
+    apart = [distance(mine.values, theirs.values) for mine, theirs in pairs if mine.event.kind == "parameter"]
+    return any(each.error > _HIDDEN * each.size for each in apart)
+
+
+def _result(parted: _Parted, step: int, rank: int, pairs: Sequence[tuple[Seen, Seen]], *, exact: bool) -> Result:
+    event, source = parted.seen.event, parted.seen.source
+    phase = PHASE_OF[event.kind]
+    module = source if event.kind in ("input", "grad") else event.module
+    operator = None
+    if event.kind.startswith("operator"):
+        operator = event.item.rpartition(" ")[0].removesuffix(".default")
+        if parted.apart.masks and phase == "forward":
+            phase = "random"
+    elif event.kind == "output" and parted.apart.masks:
+        phase = "random"
+    return Result(
+        agrees=False, steps=0, exact=exact, step=step, rank=rank, phase=phase,
+        module=None if event.kind in ("random", "loss", "norm", "batch") else module,
+        item=None if operator else f"{event.kind} {event.item}",
+        operator=operator, is_cause=True, ratio=parted.ratio,
+    )  # fmt: skip
+
+
+def _other_weights(names: Sequence[str], rank: int, *, exact: bool, **more: Any) -> Result:
+    """Return the result if the replay would have begun with other weights."""
+    module, _, item = names[0].rpartition(".")
+    return Result(
+        agrees=False, steps=1, exact=exact, step=1, rank=rank, phase="weights", module=module, item=f"weight {item}",
+        is_cause=True, ratio=math.inf, **more,
+    )  # fmt: skip
+
+
+def _told(result: Result) -> Result:
+    """Add what to look at next."""
+    advice = {
+        "batch": "compare the order of the data: the sampler, its seed, and augmentation in the loader",
+        "weights": "compare how this module is initialised, or what changes it between two steps",
+        "random": "compare the seeds; for two kinds of devices, record with random='everywhere'",
+        "forward": f"record and replay with operators=[{result.step}], which names the operator",
+        "backward": f"record and replay with operators=[{result.step}], which names the operator",
+        "collective": "compare what each rank contributes, and whether every rank takes part",
+        "update": "compare the optimizer's settings and state, the learning rate and the loss scale",
+    }
+    if result.operator is not None:
+        return replace(result, next=f"run {result.operator} alone on both devices with the inputs of this step")
+    return replace(result, next=advice[result.phase or "forward"])

@@ -1,0 +1,211 @@
+"""The operators of a step: what each returned, and whether it is right for its own inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accelcore.parity.events import tensors_in
+from accelcore.torch_internals import OpOverload, backward_number, operator_name, pytree
+
+__all__ = ["Checked", "Operators"]
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+_SUMS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "sum",
+    "mean",
+    "linear",
+    "dot",
+    "mv",
+    "addmv",
+    "embedding_dense",
+)
+"""Operators whose rounding grows with the number of terms that they add up."""
+_LARGEST = 1 << 26  # elements: a larger operator is not computed on the host
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An operator beside the host's float64 result for the same inputs.
+
+    Attributes:
+        ratio: the largest error in units of the expected rounding.
+    """
+
+    operator: str
+    module: str
+    backward: bool
+    ratio: float
+
+
+class Operators:
+    """Mode of torch's dispatcher that reports each operator of a step, with the module that it belongs to.
+
+    Args:
+        report: receives the operator's name, the module, whether it is of the backward pass, and the results.
+        checks: whether each operator is also computed in float64 on the host; `checked` lists the outcomes. This
+            waits for the device, so it is for the few steps that are looked at.
+    """
+
+    def __init__(self, report: Callable[[str, str, bool, Any], None], *, checks: bool) -> None:
+        self.checked: list[Checked] = []
+        self._report, self._checks = report, checks
+        self._mode: _Mode | None = None
+        self._modules: list[tuple[str, int]] = []
+        self._spans: list[tuple[int, int, str]] = []  # first and last number of a module's autograd nodes
+        self._pauses = 0
+
+    def start(self) -> None:
+        """Begin to report."""
+        if self._mode is None:
+            self._modules.clear()
+            self._spans.clear()
+            self._mode = _Mode(self._saw)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Report no more."""
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._mode = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not report what runs in this context."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    def enter(self, module: str, number: int) -> None:
+        """A module is called; `number` is that of the next node of autograd."""
+        if self._mode is not None:
+            self._modules.append((module, number))
+
+    def leave(self, module: str, number: int) -> None:
+        """A module has returned."""
+        while self._modules:
+            name, first = self._modules.pop()
+            self._spans.append((first, number, name))
+            if name == module:
+                break
+
+    def _saw(self, operator: OpOverload, arguments: Any, options: Any, result: Any) -> None:
+        if self._pauses or operator.is_view or not _computes(operator):
+            return
+        node = backward_number()
+        if node is None:
+            module = self._modules[-1][0] if self._modules else ""
+        else:
+            module = next((name for first, last, name in self._spans if first <= node < last), "")
+        name = operator_name(operator)
+        # Bytes are a vendor's workspace, of which not all is written.
+        results = [each for each in tensors_in(result) if each.dtype != torch.uint8]
+        with self.paused():
+            self._report(name, module, node is not None, results)
+            if self._checks:
+                ratio = _error_of(operator, (arguments, options), result)
+                if ratio is not None:
+                    self.checked.append(Checked(name, module, node is not None, ratio))
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, saw: Callable[..., None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._saw = saw
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._saw(func, args, kwargs, result)
+        return result
+
+
+def _computes(operator: OpOverload) -> bool:
+    """Return whether an operator computes floating-point numbers from others: it neither draws nor copies."""
+    name = operator_name(operator).removeprefix("aten::").split(".")[0]
+    return not name.startswith(
+        (
+            "empty",
+            "new_",
+            "detach",
+            "_to_copy",
+            "clone",
+            "copy_",
+            "zeros",
+            "ones",
+            "full",
+            "arange",
+            "fill_",
+            "zero_",
+            "scalar_tensor",
+        )
+    )
+
+
+def _error_of(operator: OpOverload, given: Any, result: Any) -> float | None:
+    """Return the largest error of an operator's results, in units of rounding; None if the host cannot compute it."""
+    if _RANDOM in operator.tags or operator._schema.is_mutable or operator.namespace != "aten":
+        return None
+    results = [each for each in tensors_in(result) if each.is_floating_point()]
+    if not results or any(each.numel() > _LARGEST for each in tensors_in(list(given[0]))):
+        return None
+    try:
+        exact = [each for each in tensors_in(_on_host(operator, given, torch.float64)) if each.is_floating_point()]
+        sums = _sums_of(operator, given)
+    except (RuntimeError, TypeError, NotImplementedError, ValueError):
+        return None  # the host has no such kernel, as for a vendor's fused operator
+    worst = 0.0
+    for ours, true in zip(results, exact, strict=False):
+        if ours.shape != true.shape or not ours.numel():
+            continue
+        unit = torch.finfo(ours.dtype).eps
+        size = true.abs() if sums is None or sums.shape != true.shape else sums
+        floor = true.square().mean().sqrt() if _is_pointwise(operator) else true.abs().max()
+        allowed = unit * torch.maximum(size, floor).clamp_min(torch.finfo(ours.dtype).tiny)
+        error = ((ours.detach().cpu().double() - true).abs() / allowed).nan_to_num(0.0).max().item()
+        worst = max(worst, error)
+    return worst
+
+
+def _on_host(operator: OpOverload, given: Any, dtype: torch.dtype) -> Any:
+    def host(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            value = value.detach().cpu()
+            return value.to(dtype) if value.is_floating_point() else value
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, torch.dtype) and value.is_floating_point:
+            return dtype
+        return value
+
+    arguments, options = pytree.tree_map(host, given)
+    return operator(*arguments, **options)
+
+
+def _sums_of(operator: OpOverload, given: Any) -> Tensor | None:
+    """Return the sums of the absolute values of all terms, which bound an operator's rounding; None if it adds none."""
+    name = operator_name(operator).removeprefix("aten::").split(".")[0]
+    if name not in _SUMS:
+        return None
+    absolute = pytree.tree_map(
+        lambda value: value.abs() if isinstance(value, Tensor) and value.is_floating_point() else value, given
+    )
+    found: Tensor = _on_host(operator, absolute, torch.float64)
+    return found if isinstance(found, Tensor) else None
+
+
+def _is_pointwise(operator: OpOverload) -> bool:
+    return torch.Tag.pointwise in operator.tags

@@ -1,0 +1,107 @@
+"""Settings that can change numbers: environment, versions, options, modules and optimizers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from accelcore.known_faults import TORCH_FAULTS
+from accelcore.parity.collector import Watched
+from accelcore.parity.result import Difference
+from accelcore.training.trainer import Trainer
+
+__all__ = ["arithmetic", "differences", "gather"]
+
+_VARIABLES = re.compile(r"(ACCEL|MKL|OMP|PYTORCH|TORCH)_\w+|\w*(DETERMINISTIC|FP32|PRECISION|WORKSPACE)\w*")
+"""Variables of torch and ours, and those of vendors that change the arithmetic; others may be secrets."""
+_PER_RUN = re.compile(r"TORCHELASTIC_\w+|ACCEL_EMULATE\w*")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_ARITHMETIC = (
+    "device",
+    "kind",
+    "torch",
+    "processor",
+    "threads",
+    "fp32",
+    "ranks",
+    "compiled",
+    "trainer precision",
+    "trainer fp32",
+    "trainer parallel",
+    "trainer compile",
+    "trainer flat",
+)
+"""Settings under which equal inputs give equal bits on a deterministic device."""
+
+_BY_CLASS = ("observers", "loss", "weight", "clip", "scheduler")  # the user's objects, whose texts say nothing
+
+
+def gather(
+    models: Sequence[Watched], optimizers: Sequence[Optimizer], trainers: Sequence[Trainer], world_size: int
+) -> dict[str, str]:
+    """Return the settings of this process and of what it trains, as texts by name."""
+    device = next((each.device for watched in models for each in watched.model.parameters()), torch.device("cpu"))
+    found = {
+        "device": _device_name(device),
+        "kind": device.type,
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "torch": torch.__version__,
+        "accelcore": version("accelcore"),
+        "python": platform.python_version(),
+        "threads": str(torch.get_num_threads()),
+        "ranks": str(world_size),
+        "fp32": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "compiled": str(any(watched.compiled for watched in models)),
+        "known kernel bugs": ", ".join(fault.kernel for fault in TORCH_FAULTS if fault.applies),
+    }
+    found |= {f"variable {name}": value for name, value in os.environ.items() if _is_recorded(name)}
+    for number, optimizer in enumerate(optimizers):
+        found[f"optimizer {number}"] = type(optimizer).__name__
+        for group, options in enumerate(optimizer.param_groups):
+            for name, value in options.items():
+                if name not in ("params", "foreach", "fused", "capturable", "param_names"):
+                    found[f"optimizer {number} group {group} {name}"] = _text(value)
+    for trainer in trainers:
+        found["backend"] = trainer.backend.name + (", emulated" if trainer.backend.emulated else "")
+        for name, value in trainer.options.items():
+            if name not in _BY_CLASS:
+                found[f"trainer {name}"] = _text(value)
+    for watched in models:
+        for name, module in watched.model.named_modules():
+            text = f"{type(module).__name__}({module.extra_repr()})"
+            found[f"module {watched.prefix}{name or '(the model itself)'}"] = text
+    return found
+
+
+def differences(recorded: Mapping[str, str], replayed: Mapping[str, str]) -> tuple[Difference, ...]:
+    """Return the settings that differ."""
+    names = dict.fromkeys((*recorded, *replayed))
+    pairs = ((name, recorded.get(name, "none"), replayed.get(name, "none")) for name in names)
+    return tuple(Difference(*each) for each in pairs if each[1] != each[2])
+
+
+def arithmetic(found: Sequence[Difference]) -> tuple[str, ...]:
+    """Return the names of differing settings under which equal inputs may give other bits."""
+    return tuple(each.name for each in found if each.name in _ARITHMETIC)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    return f"{device.type} {torch.get_device_module(device).get_device_name(device)}"
+
+
+def _is_recorded(name: str) -> bool:
+    return bool(_VARIABLES.fullmatch(name)) and not _PER_RUN.fullmatch(name) and name != "ACCEL_DEVICE"
+
+
+def _text(value: Any) -> str:
+    return _ADDRESS.sub("", repr(value))[:200]

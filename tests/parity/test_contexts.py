@@ -1,0 +1,120 @@
+"""Record and Replay around a loop of one's own: what they name, and that they change nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import accelcore
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 12),
+        nn.LayerNorm(12),
+        nn.Dropout(0.2),
+        nn.Sequential(nn.Linear(12, 12), nn.ReLU()),
+        nn.Linear(12, 2),
+    )
+
+
+def train(net, change=lambda step, net, optimizer: None, steps=4):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for step in range(1, steps + 1):
+        change(step, net, optimizer)
+        inputs = torch.randn(8, 6)
+        optimizer.zero_grad()
+        mse_loss(net(inputs), inputs[:, :2]).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+@pytest.fixture
+def reference(tmp_path):
+    with accelcore.Record(tmp_path / "ref", operators=[1]):
+        train(model())
+    return tmp_path / "ref"
+
+
+def replayed(reference, change=lambda step, net, optimizer: None, seed=0, **options):
+    with accelcore.Replay(reference, **options) as replay:
+        train(model(seed), change)
+    return replay.result
+
+
+def test_a_recorded_and_a_replayed_run_have_the_bits_of_a_plain_one(tmp_path):
+    plain = train(model())
+    with accelcore.Record(tmp_path / "ref", operators=[2]):
+        recorded = train(model())
+    with accelcore.Replay(tmp_path / "ref") as replay:
+        again = train(model())
+    for others in (recorded, again):
+        assert all(torch.equal(one, other) for one, other in zip(plain, others, strict=True))
+    assert replay.result.agrees
+    assert replay.result.exact
+    assert replay.result.steps == 4
+
+
+def test_other_initial_weights_are_named_and_the_recorded_ones_taken(reference):
+    def change(step, net, optimizer):
+        if step == 1:
+            with torch.no_grad():
+                net[3][0].weight[0, 0] += 1
+
+    found = replayed(reference, change)
+    assert (found.phase, found.step, found.module, found.is_cause) == ("weights", 1, "3.0", True)
+    assert replayed(reference, change, weights="take").agrees
+
+
+def test_weights_that_change_between_two_steps_are_named(reference):
+    def change(step, net, optimizer):
+        if step == 3:
+            with torch.no_grad():
+                net[4].bias += 1e-6
+
+    found = replayed(reference, change)
+    assert (found.phase, found.step, found.module) == ("weights", 3, "4")
+
+
+def test_a_wrong_eps_is_named_by_module_and_operator_and_among_the_settings(reference):
+    def change(step, net, optimizer):
+        net[1].eps = 1e-3
+
+    found = replayed(reference, change)
+    assert (found.phase, found.step, found.module) == ("forward", 1, "1")
+    assert found.operator == "aten::native_layer_norm"
+    assert [each.name for each in found.settings] == ["module 1"]
+
+
+def test_a_lost_state_of_the_optimizer_is_an_update(reference):
+    def change(step, net, optimizer):
+        if step == 3:
+            optimizer.state[net[1].weight]["exp_avg"].zero_()
+
+    found = replayed(reference, change)
+    assert (found.phase, found.step, found.module) == ("update", 3, "1")
+
+
+def test_an_extra_random_number_is_named(reference):
+    found = replayed(reference, lambda step, net, optimizer: torch.rand(1) if step == 2 else None)
+    assert (found.phase, found.step) == ("random", 2)
+
+
+def test_another_model_is_refused(reference):
+    with pytest.raises(accelcore.RecordingError, match=r"only here: 0\.0\.bias"), accelcore.Replay(reference):
+        train(nn.Sequential(nn.Sequential(nn.Linear(6, 2))))
+
+
+def test_a_context_without_a_training_says_that_nothing_was_recorded(tmp_path):
+    with pytest.raises(accelcore.RecordingError, match="nothing was recorded"), accelcore.Record(tmp_path / "ref"):
+        pass
+
+
+def test_a_folder_of_others_is_not_touched(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(accelcore.RecordingError, match="something else"), accelcore.Record(tmp_path):
+        train(model())
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
