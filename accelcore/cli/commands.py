@@ -18,6 +18,7 @@ from accelcore.cli.options import (
     devices,
     json_option,
     number,
+    rank_count_option,
     several_machines,
 )
 from accelcore.cli.parity import record, replay
@@ -90,7 +91,7 @@ _AFTER_THE_SCRIPT = {"allow_interspersed_args": False}  # options after the scri
     "DEVICE",
     "What select() chooses in the script, as ACCEL_DEVICE does: NAME, NAME:INDEX, a list, or auto.",
 )
-@number("--nproc", "N", 1, "How many ranks to start on this machine; more than 1 through torch's elastic launcher.")
+@rank_count_option
 @number(
     "--max-restarts", "K", 0, "How often torch's elastic launcher starts all ranks again after one has died.", least=0
 )
@@ -120,6 +121,7 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
       accelcore run train.py --epochs 3
       accelcore run --device cpu train.py
       accelcore run --device npu,cuda,cpu -m mypackage.train
+      accelcore run --nproc auto train.py
       accelcore run --nproc 2 --max-restarts 1 train.py
       accelcore run --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29400 train.py
       accelcore run --emulate npu --device npu train.py
@@ -129,7 +131,7 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
 
     machines = {name: options.pop(name[2:].replace("-", "_")) for name in SEVERAL_MACHINES}
     given = {name: value for name, value in machines.items() if value is not None}
-    run(script, arguments, machines=given, **options)
+    run(script, arguments, machines=given, nproc=options.pop("nproc") or None, **options)
 
 
 @app.group()

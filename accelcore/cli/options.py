@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 
-__all__ = ["SEVERAL_MACHINES", "common", "device_option", "devices", "json_option", "number", "several_machines"]
+__all__ = [
+    "SEVERAL_MACHINES",
+    "common",
+    "device_option",
+    "devices",
+    "json_option",
+    "number",
+    "rank_count_option",
+    "several_machines",
+]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -25,6 +34,15 @@ SEVERAL_MACHINES = {
 """Options of torchrun that `accelcore run` passes through."""
 
 
+class _RankCount(click.IntRange):
+    """A whole number, or `auto`, which becomes 0."""
+
+    name = "whole number"  # for messages
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return 0 if value == "auto" else super().convert(value, param, ctx)
+
+
 def _debug(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     context.obj.debug = context.obj.debug or value
 
@@ -32,6 +50,15 @@ def _debug(context: click.Context, parameter: click.Parameter, value: bool) -> N
 # `--debug` is eager: it is read before another option raises.
 common = click.option(
     "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_debug, help="Show tracebacks of errors."
+)
+rank_count_option = click.option(
+    "--nproc",
+    metavar="N",
+    type=_RankCount(min=1),
+    default=1,
+    show_default=True,
+    help="How many ranks to start on this machine, or auto: one for each device. More than 1 through torch's elastic "
+    "launcher.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 

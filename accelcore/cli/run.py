@@ -13,7 +13,7 @@ from accelcore.cli import rank
 from accelcore.devices import plugins
 from accelcore.devices.plugins import AUTOLOAD
 from accelcore.devices.request import parse, requested_device
-from accelcore.devices.select import check_installed
+from accelcore.devices.select import check_installed, rank_count
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.util.text import shown
 
@@ -29,7 +29,7 @@ def run(
     *,
     module: bool = False,
     device: str | None = None,
-    nproc: int = 1,
+    nproc: int | None = 1,
     machines: Mapping[str, str] | None = None,
     max_restarts: int = 0,
     check_collectives: bool = False,
@@ -39,12 +39,14 @@ def run(
     """Become the script, or the launcher of its ranks. Every mistake is found before that.
 
     Args:
+        nproc: how many ranks; None means as many as the device has room for.
         machines: torchrun's options for a job of several machines, such as `{"--nnodes": "2"}`.
 
     Raises:
         ConfigurationError: `device` or ACCEL_DEVICE is outside the grammar of `select()`; the script does not exist; an
             option lacks another; or `apex` is given, and there is an apex beside the script.
         UnknownBackendError: `device` is one backend, and no installed plugin offers it.
+        BackendUnavailableError: the device is not available, or has no room for the ranks.
         UnsupportedError: no installed emulator emulates the backend `emulate`.
     """
     environ = dict(os.environ)
@@ -54,6 +56,11 @@ def run(
         environ["ACCEL_DEVICE"] = device
     elif (asked := requested_device()) is not None:
         parse(asked, "ACCEL_DEVICE")
+    if emulate is None and nproc != 1:
+        source = "--device" if device else "ACCEL_DEVICE"
+        nproc = rank_count(device or requested_device() or "auto", source, nproc)
+    elif nproc is None:
+        raise ConfigurationError("--nproc auto counts devices, and --emulate makes them", remedy="give --nproc 2")
     machines = machines or {}
     if machines:
         _check_machines(machines, environ)

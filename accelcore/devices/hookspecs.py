@@ -68,6 +68,11 @@ class Probe:
         environment: names of the environment variables that this backend reads, for `accelcore doctor`.
         distributions: names of the distributions of the vendor's runtime. `accelcore doctor` shows them, and
             `accelcore run` keeps torch from loading the runtime of an unusable backend.
+        visible_devices: name of the environment variable that limits which devices a process sees
+            (`"CUDA_VISIBLE_DEVICES"`); empty if there is none.
+        slurm, kubernetes, ray: the names by which these schedulers grant one device: a generic resource of SLURM
+            (`"gpu"`), a resource of a container's limits (`"nvidia.com/gpu"`), a resource of Ray (`"GPU"`). Empty if
+            the device needs no grant.
 
     Raises:
         ValueError: a field has the wrong type, or the fields contradict each other.
@@ -83,6 +88,15 @@ class Probe:
     api: int | None = None
     environment: tuple[str, ...] = ()
     distributions: tuple[str, ...] = ()
+    visible_devices: str = ""
+    slurm: str = ""
+    kubernetes: str = ""
+    ray: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks of a job fit on this host: one for each device, or one if all ranks share a device."""
+        return self.count if self.exclusive else 1
 
     def __post_init__(self) -> None:
         hints = get_type_hints(Probe) | {"api": NoneType if self.api is None else int}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from accelcore.backend import Backend
 
-__all__ = ["Found", "check_installed", "decide", "installed", "select"]
+__all__ = ["Found", "check_installed", "decide", "installed", "rank_count", "select"]
 
 T = TypeVar("T")
 
@@ -197,13 +198,42 @@ def _index(choice: Choice, probe: Probe, place: Launch | None, request: str) -> 
         return index
     raise BackendUnavailableError(
         f"{f'rank {index} of this host' if rank else request}: there is no device {choice.name}:{index}",
-        why=f"this process sees {probe.count} {choice.name} device{'s' * (probe.count > 1)}, numbered from 0",
+        why=f"this process sees {probe.count} {choice.name} device{'s' * (probe.count > 1)}, numbered from 0"
+        + _limited_by(probe),
         available=f"{choice.name}:0" + (f" to {choice.name}:{probe.count - 1}" if probe.count > 1 else ""),
         remedy="start as many ranks on a host as it has devices; if the launcher shows each rank one device, set "
         f"ACCEL_DEVICE={choice.name}:0"
         if rank
         else "choose one of those",
     )
+
+
+def _limited_by(probe: Probe) -> str:
+    """Return the variable that limits the devices, for a message; empty if it is not set."""
+    value = os.environ.get(probe.visible_devices) if probe.visible_devices else None
+    return "" if value is None else f" ({probe.visible_devices}={shown(value)})"
+
+
+def rank_count(text: str, source: str, wanted: int | None = None) -> int:
+    """Return how many ranks a job on this host has: `wanted`, or as many as a request's device has room for.
+
+    Raises:
+        BackendUnavailableError: the request is one device that is not available, or has fewer devices than `wanted`.
+    """
+    choices = parse(text, source)
+    if wanted is None:
+        probe, _ = decide(text, source, lambda found: found.candidate.probe, local_rank=0)
+        return probe.ranks
+    if choices is None or len(choices) > 1 or choices[0].index is not None:
+        return wanted  # each rank may use another device than the first that works
+    probe, _ = decide(text, source, lambda found: found.candidate.probe, local_rank=0)
+    if probe.exclusive and probe.count < wanted:
+        raise BackendUnavailableError(
+            f"{wanted} ranks need {wanted} {probe.name} devices, one each",
+            why=f"this process sees {probe.count}{_limited_by(probe)}",
+            remedy=f"start --nproc {probe.count}, or --nproc auto for as many as there are",
+        )
+    return wanted
 
 
 def _unknown(choice: Choice, request: str) -> UnknownBackendError:

@@ -46,14 +46,16 @@ def detect() -> Probe:
     """Return the plugin's probe."""
     build = installed_build()
     hardware = amd.look(os.environ) if build and build.runtime == "rocm" else nvidia.look(os.environ)
+    rocm = build is not None and build.runtime == "rocm"
     fault = _hardware_fault(hardware, build) or _torch_fault(hardware, build) or _in_the_way()
     if fault is not None:
         reason, remedy = fault
-        return _probe(reason, remedy)
-    return _probe("; ".join([f"{hardware.words}, {build}", *hardware.notes, *_notices()]), count=hardware.count)
+        return _probe(reason, remedy, rocm=rocm)
+    words = "; ".join([f"{hardware.words}, {build}", *hardware.notes, *_notices()])
+    return _probe(words, count=hardware.count, rocm=rocm)
 
 
-def _probe(reason: str, remedy: str = "", count: int = 0) -> Probe:
+def _probe(reason: str, remedy: str = "", count: int = 0, *, rocm: bool) -> Probe:
     return Probe(
         "cuda",
         available=not remedy,
@@ -62,6 +64,10 @@ def _probe(reason: str, remedy: str = "", count: int = 0) -> Probe:
         priority=100,
         count=count,
         api=1,
+        visible_devices="HIP_VISIBLE_DEVICES" if rocm else "CUDA_VISIBLE_DEVICES",
+        slurm="gpu",
+        kubernetes="amd.com/gpu" if rocm else "nvidia.com/gpu",
+        ray="GPU",
         environment=_ENVIRONMENT,
         distributions=_DISTRIBUTIONS,
     )

@@ -83,6 +83,10 @@ def _probe(reason: str, remedy: str = "", count: int = 0) -> Probe:
         priority=100,
         count=count,
         api=1,
+        visible_devices="ASCEND_RT_VISIBLE_DEVICES",
+        slurm="npu",
+        kubernetes="huawei.com/Ascend910",
+        ray="NPU",
         environment=_ENVIRONMENT,
         distributions=_DISTRIBUTIONS,
     )
