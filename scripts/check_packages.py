@@ -1,14 +1,19 @@
-"""Build every distribution as sdist and wheel, check what is in them, and use the wheels in an empty folder.
+"""Build every distribution as sdist and wheel, check what is in them, and use the wheels in an empty environment.
 
-The wheels are built from the sdists, as an installer would. Run by `tox run -e package`.
+The wheels are built from the sdists, as an installer would. They are built again from a copy of the sources, and must
+be the same to the byte. Run by `tox run -e package`, and before a release (docs/releasing.md).
 """
 
 from __future__ import annotations
 
+import filecmp
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -21,6 +26,7 @@ DISTRIBUTIONS = {
     "accelcore_npu_emulator": ROOT / "plugins/npu_emulator",
     "accelcore_lint": ROOT / "plugins/lint",
 }
+_EPOCH = "1577836800"  # 2020; a release has the time of its commit
 USE = """
 import accelcore
 assert accelcore.__file__.startswith({site!r}), accelcore.__file__
@@ -59,18 +65,43 @@ def check(name: str, folder: Path, dist: Path) -> None:
         require(any(entry.endswith("/LICENSE") for entry in archive.getnames()), f"the sdist of {name} has no LICENSE")
 
 
+def build_again(folder: Path, dist: Path, scratch: Path) -> None:
+    """Build a wheel from a copy of the sources, whose files have other times, and compare it."""
+    copy = scratch / "sources"
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "outputs", "plugins", "*.egg-info", "__pycache__")
+    shutil.copytree(folder, copy, ignore=ignored, copy_function=shutil.copy)
+    run("-m", "build", "--no-isolation", "--wheel", "--outdir", scratch, copy)
+    shutil.rmtree(copy)
+    (again,) = scratch.glob("*.whl")
+    require(filecmp.cmp(again, dist / again.name, shallow=False), f"{again.name} differs if it is built twice")
+    again.unlink()
+
+
+def use(dist: Path) -> None:
+    """Install all wheels by name, with no index, into an empty environment, and find the backends."""
+    folder = dist / "venv"
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--find-links", str(dist)]
+    subprocess.run([python, *install, *(name.replace("_", "-") for name in DISTRIBUTIONS)], check=True)  # noqa: S603
+    # What accelcore requires, such as pluggy, is this environment's.
+    borrowed = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
+    program = USE.format(site=str(folder.resolve()))
+    subprocess.run([python, "-c", program], check=True, cwd=folder, env=borrowed)  # noqa: S603
+
+
 def main() -> None:
     """Build, check and use; the folder to build in is the only argument."""
     dist = Path(sys.argv[1])
     shutil.rmtree(dist, ignore_errors=True)
+    os.environ.setdefault("SOURCE_DATE_EPOCH", _EPOCH)
     for name, folder in DISTRIBUTIONS.items():
         run("-m", "build", "--no-isolation", "--outdir", dist, folder)
         check(name, folder, dist)
+        build_again(folder, dist, dist / "again")
+    (dist / "again").rmdir()
     run("-m", "twine", "check", "--strict", *sorted(dist.iterdir()))
-    site = dist / "site"
-    run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, *sorted(dist.glob("*.whl")))
-    # First on the path, so that the wheels are found before what this environment has installed.
-    run("-c", f"import sys; sys.path.insert(0, {str(site)!r})\n" + USE.format(site=str(site)), cwd=site)
+    use(dist)
 
 
 if __name__ == "__main__":
