@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 from sphinx.util.inspect import signature, stringify_signature
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "plugins" / "npu_emulator")]
+sys.path[:0] = [str(ROOT), str(ROOT / "plugins" / "npu_emulator"), str(ROOT / "plugins" / "npu")]
 
 project = "accelcore"
 copyright = "the accelcore authors"
