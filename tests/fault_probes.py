@@ -71,6 +71,15 @@ def backward_under_autocast() -> bool:
     return not torch.allclose(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
 
 
+def cast_without_gradient() -> bool:
+    """Check if a weight that autocast first cast under no_grad has no gradient later in the same region."""
+    layer, rows = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            layer(rows)
+        return not layer(rows).requires_grad
+
+
 def low_precision_sgd() -> bool:
     """Check if a step of 1 from 1 does not end at 0 everywhere, in bf16 or fp16."""
     make = partial(torch.optim.SGD, lr=1.0, fused=True)

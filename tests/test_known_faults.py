@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import replace
 from importlib import import_module
@@ -30,7 +31,7 @@ PROBES = dict(
         (*TORCH_FAULTS, *TABLES["cpu"]),
         (
             fault_probes.fp16_epsilon, fault_probes.skipped_first_step, fault_probes.backward_under_autocast,
-            fault_probes.low_precision_sgd, fault_probes.memory_order,
+            fault_probes.cast_without_gradient, fault_probes.low_precision_sgd, fault_probes.memory_order,
         ),
         strict=True,
     )
@@ -65,6 +66,8 @@ def test_a_probe_finds_what_is_right_to_be_right(monkeypatch):
     assert not fault_probes.skipped_first_step()
     assert not fault_probes.low_precision_sgd()
     assert not fault_probes.memory_order()
+    monkeypatch.setattr(torch, "no_grad", contextlib.nullcontext)
+    assert not fault_probes.cast_without_gradient()
     torch._dynamo.reset()  # what was compiled with the other setting is kept
     with torch._functorch.config.patch({"backward_pass_autocast": "off"}):
         assert not fault_probes.backward_under_autocast()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import pytest
 import torch
+from accelcore_cpu import precision
 
-from accelcore.torch_features import TORCH_FEATURES, TorchFeature
+import accelcore
+from accelcore.precision.o1.table import TORCH_DIFFERS, Treatment, torch_treatment
+from accelcore.roles import compiler
+from accelcore.torch_features import BACKWARD_PASS_AUTOCAST, GET_KERNEL, TORCH_FEATURES, TorchFeature
+from accelcore.torch_internals import operators_registered_at
 
 
 @pytest.mark.parametrize("feature", TORCH_FEATURES, ids=str)
@@ -43,6 +49,89 @@ def test_nothing_is_missing_of_what_cannot_be_read():
     assert TorchFeature("torch.no_such_module", "name", "nothing").present
 
 
-def test_the_oldest_version_that_is_tested_has_the_rest():
-    """Names that are asked for nowhere, because every supported version has them."""
-    assert callable(torch.compiler.set_stance)
+@pytest.fixture
+def without(monkeypatch):
+    """Make torch seem to lack a feature."""
+
+    def lack(feature):
+        __import__(feature.module)
+        owner, _, name = feature.attribute.rpartition(".")
+        module = sys.modules[feature.module]
+        monkeypatch.delattr(getattr(module, owner) if owner else module, name)
+
+    return lack
+
+
+def test_the_same_numbers_everywhere_are_refused_without_the_kernels_that_draw(accel, without):
+    without(GET_KERNEL)
+    with pytest.raises(accelcore.UnsupportedError, match="everywhere") as caught:
+        accel.runtime.seed(1, same="everywhere")
+    assert GET_KERNEL.name in caught.value.why
+    accel.runtime.seed(1)
+
+
+def test_kernels_that_are_only_quicker_are_left_out_with_a_warning(accel, without, caplog):
+    without(GET_KERNEL)
+    precision._warn_of_slow_kernels.cache_clear()
+    accelcore.precision.reset()
+    with accel.autocast(torch.bfloat16):
+        heads = torch.ones(1, 2, 4, 8)
+        assert torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).dtype == torch.bfloat16
+    assert "slower" in caplog.text
+
+
+LOW = torch.full((2, 2, 2, 2), 0.5, dtype=torch.bfloat16)
+INPUTS = {
+    "adaptive_avg_pool3d": (LOW, [1, 1, 1]),
+    "adaptive_max_pool3d": (LOW, [1, 1, 1]),
+    "binary_cross_entropy": (LOW, LOW),
+    "grid_sampler": (LOW, LOW, 0, 0, False),
+    "linalg_vecdot": (LOW.float(), LOW.float()),
+    "max_pool3d": (LOW, [1, 1, 1]),
+    "reflection_pad1d": (LOW[0], [1, 1]),
+    "replication_pad3d": (LOW, [1, 1, 1, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_the_copy_of_torchs_table_is_torchs(name):
+    """torch's own kernel on the CPU and the copy cast the inputs alike."""
+    with torch.autocast("cpu", torch.bfloat16):
+        found = getattr(torch.ops.aten, name)(*INPUTS[name])
+    dtype = (found[0] if isinstance(found, tuple) else found).dtype
+    assert name in TORCH_DIFFERS
+    expected = torch_treatment(name, operators_registered_at("AutocastCPU"))
+    assert dtype == {Treatment.FP32: torch.float32, Treatment.LOW: torch.bfloat16}[expected]
+
+
+def test_a_short_list_takes_the_widest_dtype_of_several_tensors():
+    short = frozenset({"aten::dot", "aten::lstm_cell", "aten::binary_cross_entropy"})
+    assert torch_treatment("dot", short) is Treatment.WIDEST
+    assert torch_treatment("lstm_cell", short) is Treatment.LOW
+    assert torch_treatment("binary_cross_entropy", short) is Treatment.REFUSED
+
+
+def test_outside_of_o1_torchs_table_holds_without_its_kernels(accel, without):
+    without(GET_KERNEL)
+    accelcore.precision.reset()
+    pooled = torch.rand(1, 2, 4, 4, 4, dtype=torch.bfloat16)
+    with accel.autocast(torch.bfloat16, table="O1"):
+        assert torch.nn.functional.max_pool3d(pooled, 2).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.nn.functional.max_pool3d(pooled, 2).dtype == torch.float32
+    accelcore.precision.reset()
+
+
+def test_a_model_that_would_lose_precision_when_compiled_runs_eagerly(without, monkeypatch, caplog):
+    without(BACKWARD_PASS_AUTOCAST)
+    monkeypatch.setattr(compiler, "backward_outside_autocast", contextlib.nullcontext())
+    module = torch.nn.Linear(2, 2)
+    result = compiler.TorchCompiler().compile(module, {"backend": "eager"})
+    result.module(torch.ones(1, 2))
+    assert result.compiled
+    with torch.autocast("cpu", torch.bfloat16):
+        assert result.module(torch.ones(1, 2)).dtype == torch.bfloat16
+    assert not result.compiled
+    assert result.module is module
+    assert BACKWARD_PASS_AUTOCAST.name in result.reason
+    assert BACKWARD_PASS_AUTOCAST.name in caplog.text

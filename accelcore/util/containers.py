@@ -89,7 +89,7 @@ def rows(batch: Any) -> int:
     while not isinstance(batch, Tensor):
         if isinstance(batch, Mapping):
             batch = next(iter(batch.values()), None)
-        elif isinstance(batch, list | tuple) and batch:
+        elif isinstance(batch, (list, tuple)) and batch:
             batch = batch[0]
         else:
             return 0
@@ -119,7 +119,7 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     """Return a container's parts by key, index or field; None for anything else."""
     if isinstance(value, Mapping):
         return value
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
@@ -133,7 +133,7 @@ def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
         return parts  # torch.compile cannot trace `copy`
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*parts.values())
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return type(value)(list(parts.values()))
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)(parts)  # type: ignore[call-arg]

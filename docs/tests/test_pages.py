@@ -15,7 +15,7 @@ from packaging.version import Version
 
 COLUMNS = 88
 """Of code, not of output: what a program prints (`text`) is as wide as it is."""
-OLDEST_TORCH = Version("2.11")
+OLDEST_TORCH = Version("2.7")
 ROOT = Path(__file__).parents[2]
 NPU = ROOT / "plugins/npu/accelcore_npu/compatibility.py"
 CUDA = ROOT / "plugins/cuda/accelcore_cuda/builds.py"

@@ -64,7 +64,7 @@ def test_the_json_has_these_fields(machine):
     assert code == report["exit_code"] == 0
     assert set(report) == {
         "schema", "exit_code", "usable", "broken", "versions", "platform", "executable", "misfits", "backends",
-        "extensions", "selection", "environment", "autoload", "import_torch", "crash", "faults", "deep",
+        "extensions", "selection", "environment", "autoload", "import_torch", "crash", "faults", "lacks", "deep",
     }  # fmt: skip
     assert report["schema"] == 1
     assert (report["usable"], report["broken"], report["deep"]) == (["cpu"], [], None)

@@ -27,6 +27,7 @@ from accelcore.devices.plugins import (
 )
 from accelcore.jobs.launchers import JOB_VARIABLES
 from accelcore.known_faults import TORCH_FAULTS
+from accelcore.torch_features import TORCH_FEATURES
 from accelcore.util.text import shown
 
 __all__ = ["BROKEN", "NOTHING_USABLE", "USABLE", "Diagnosis", "Misfit", "Plugin", "diagnose"]
@@ -108,6 +109,7 @@ class Diagnosis:
         crash: how all plugins together ended their process, if no plugin does so alone; otherwise empty.
         faults: known kernel bugs of the installed versions: the fields of `KnownFault`, the `installed` version, and
             the `backend`, which is empty for a bug on every backend.
+        lacks: parts that the installed torch is too old for: the `name`, and what accelcore does `instead`.
         deep: the trials of `--deep`, or None.
     """
 
@@ -123,6 +125,7 @@ class Diagnosis:
     import_torch: Trial | None
     crash: str
     faults: tuple[dict[str, str | None], ...]
+    lacks: tuple[dict[str, str], ...]
     deep: Deep | None
 
     @property
@@ -195,6 +198,9 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
         import_torch=torch,
         crash=crash,
         faults=tuple(_installed_faults(candidates)),
+        lacks=tuple(
+            {"name": feature.name, "instead": feature.instead} for feature in TORCH_FEATURES if not feature.present
+        ),
         deep=None
         if deep_timeout is None or torch is None
         else examine(candidates, torch, autoload_broken, deep_timeout),

@@ -91,6 +91,10 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
         yield from _headed("known kernel bugs in the installed versions, which accelcore avoids (--json has more)")
         for fault in diagnosis.faults:
             yield 2, f"{fault['kernel']}: {fault['what']}", ""
+    if diagnosis.lacks:
+        yield from _headed("missing in the installed torch")
+        for part in diagnosis.lacks:
+            yield 2, f"{part['name']}: {part['instead']}", ""
     if diagnosis.crash:
         yield from _headed("all plugins together")
         yield 2, diagnosis.crash, _BAD

@@ -62,11 +62,11 @@ _SAMPLING = """
 """
 _LINEAR_ALGEBRA = """
     _lu_with_info cholesky cholesky_inverse cholesky_solve det geqrf inverse linalg_cholesky linalg_cholesky_ex
-    linalg_cond linalg_det linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv
-    linalg_inv_ex linalg_ldl_factor linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_solve linalg_matrix_exp
-    linalg_matrix_power linalg_matrix_rank linalg_pinv linalg_qr linalg_slogdet linalg_solve linalg_solve_triangular
-    linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve logdet lu_solve matrix_exp orgqr ormqr pinverse qr
-    slogdet svd triangular_solve
+    linalg_cond linalg_det linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product
+    linalg_inv linalg_inv_ex linalg_ldl_factor linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_solve
+    linalg_matrix_exp linalg_matrix_power linalg_matrix_rank linalg_matrix_sqrth linalg_pinv linalg_qr
+    linalg_slogdet linalg_solve linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv
+    linalg_tensorsolve logdet lu_solve matrix_exp orgqr ormqr pinverse qr slogdet svd triangular_solve
 """
 _SPECTRA = """
     fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft

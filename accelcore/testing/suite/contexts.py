@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from accelcore import Backend
+from accelcore.known_faults import CAST_WITHOUT_GRADIENT
 from accelcore.testing.support.declared import TABLES, declared
 from accelcore.testing.support.oracles import eps, error
 
@@ -46,6 +47,8 @@ class ContextTests:
     @_of_tables
     def test_weights_that_were_cast_without_gradients(self, accel: Backend, table: str) -> None:
         """A weight that autocast cast under no_grad still gets its gradient in the same region."""
+        if table == "torch" and CAST_WITHOUT_GRADIENT.applies:
+            pytest.skip(f"a known bug of this torch: {CAST_WITHOUT_GRADIENT}")
         with _declared(accel, table):
             low, layer, rows = _of(accel)
             with accel.autocast(low, table=table):

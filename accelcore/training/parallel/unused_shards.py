@@ -37,7 +37,10 @@ class UnusedShards:
         self._queued = False
         for number, group in enumerate(groups):
             hooks.add(group.register_forward_pre_hook(partial(_note_inputs, self, number), with_kwargs=True))
-            hooks.add(group.register_forward_hook(partial(_note_outputs, self, number)))
+            # Before and after torch's own hook: it may put its mark on the output, or a function behind it. Ours has to
+            # be reached first in backward, to be the first that asks to be called at its end.
+            for first in (True, False):
+                hooks.add(group.register_forward_hook(partial(_note_outputs, self, number), prepend=first))
 
     def begin(self) -> None:
         """Begin a backward pass: forget one that raised."""

@@ -18,7 +18,7 @@ LOW_PRECISION_SGD = KnownFault(
 MEMORY_ORDER = KnownFault(
     kernel="torch._fused_adam_, _fused_adamw_, _fused_adagrad_, _fused_sgd_ on the CPU",
     package="torch",
-    versions=">=2.11",
+    versions=">=2.7",
     what="a gradient whose strides are not the parameter's is read in the wrong order",
     instead="our route to the same kernels lays such a gradient out as its parameter first",
     reference="https://github.com/pytorch/pytorch/issues/110758 (where it is an error, on a GPU)",

@@ -17,7 +17,7 @@ from accelcore.optim.torch_routes import register_torch_optimizers
 __all__ = ["create_optimizers", "fused_kernels"]
 
 # Adagrad of torch 2.11 refuses fused=True on CUDA although the kernel exists; 2.13 accepts it.
-_FUSED_SINCE = {"adagrad": "2.13", "adam": "2.11", "adamw": "2.11", "sgd": "2.11"}
+_FUSED_SINCE = {"adagrad": "2.13", "adam": "2.7", "adamw": "2.7", "sgd": "2.7"}
 _COMPILED_PRIORITY = 20
 
 
