@@ -73,11 +73,11 @@ def backward_under_autocast() -> bool:
 
 def cast_without_gradient() -> bool:
     """Check if a weight that autocast first cast under no_grad has no gradient later in the same region."""
-    layer, rows = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    weight, rows = torch.ones(4, 4, requires_grad=True), torch.ones(2, 4)
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
-            layer(rows)
-        return not layer(rows).requires_grad
+            torch.mm(rows, weight)
+        return not torch.mm(rows, weight).requires_grad
 
 
 def low_precision_sgd() -> bool:

@@ -66,8 +66,9 @@ def test_a_probe_finds_what_is_right_to_be_right(monkeypatch):
     assert not fault_probes.skipped_first_step()
     assert not fault_probes.low_precision_sgd()
     assert not fault_probes.memory_order()
-    monkeypatch.setattr(torch, "no_grad", contextlib.nullcontext)
-    assert not fault_probes.cast_without_gradient()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "no_grad", contextlib.nullcontext)
+        assert not fault_probes.cast_without_gradient()
     torch._dynamo.reset()  # what was compiled with the other setting is kept
     with torch._functorch.config.patch({"backward_pass_autocast": "off"}):
         assert not fault_probes.backward_under_autocast()
