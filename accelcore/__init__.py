@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from accelcore.known_faults import KnownFault
+    from accelcore.parity.logprobs import compare_logprobs
     from accelcore.parity.record import Record
     from accelcore.parity.replay import Replay
     from accelcore.precision.policy import Policy
@@ -77,6 +78,7 @@ __all__ = [
     "UnknownBackendError",
     "UnsupportedError",
     "__version__",
+    "compare_logprobs",
     "hookimpl",
     "installed",
     "select",
@@ -100,6 +102,7 @@ _HOMES = {
     "ShardedStream": "training.data.sharding",
     "Together": "training.saving.saver",
     "Trainer": "training.trainer",
+    "compare_logprobs": "parity.logprobs",
     "hookimpl": "devices.hookspecs",
     "installed": "devices.select",
     "select": "devices.select",

@@ -15,4 +15,6 @@ for a script. Nothing else in accelcore imports this package. One file has one i
     result     what a comparison found
     page       the result as a page with plots
     script     the program that records or replays a script
+    logprobs   two ways of running one model, side by side: `compare_logprobs`
+    msprobe    dumps of Ascend's msprobe as a reference
 """

@@ -32,6 +32,8 @@ _SUMS = (
     "embedding_dense",
 )
 """Operators whose rounding grows with the number of terms that they add up."""
+_ASYNCHRONOUS = ("c10d", "_c10d_functional")
+"""Namespaces of collectives, whose results arrive later. The events of reduced gradients cover them."""
 _LARGEST = 1 << 26  # elements: a larger operator is not computed on the host
 
 
@@ -103,7 +105,7 @@ class Operators:
                 break
 
     def _saw(self, operator: OpOverload, arguments: Any, options: Any, result: Any) -> None:
-        if self._pauses or operator.is_view or not _computes(operator):
+        if self._pauses or operator.is_view or operator.namespace in _ASYNCHRONOUS or not _computes(operator):
             return
         node = backward_number()
         if node is None:

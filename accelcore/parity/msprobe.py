@@ -1,0 +1,215 @@
+"""Compare a model with a `dump.json` of msprobe, Ascend's parity tool, at level L0: statistics of modules.
+
+An entry `Module.NAME.CLASS.forward.NUMBER` of its `data` has lists `input_args` and `output`, in which a tensor is an
+object with `type`, `dtype`, `shape`, and `Max`, `Min`, `Mean`, `Norm` (the 2-norm), or null where msprobe computes
+none. Entries of functions, of backward passes and of gradients are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelcore.errors import RecordingError
+from accelcore.training.hooks import Hooks
+from accelcore.util.containers import tensors
+from accelcore.util.text import is_number, is_whole, shown
+
+__all__ = ["DumpDifference", "Statistics", "compare_dump", "read_dump"]
+
+_ENTRY = re.compile(r"Module\.(.+)\.([A-Za-z_]\w*)\.forward\.(\d+)")
+_STATISTICS = ("Max", "Min", "Mean", "Norm")
+_ROUNDING = 64.0
+"""Units of rounding within which statistics agree: sums in another order, over the layers before."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics of one tensor. A value is None where the dump has null.
+
+    Attributes:
+        dtype: torch's name, such as `"bfloat16"`.
+        maximum, minimum, mean, norm: over all elements; the norm is the 2-norm.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    maximum: float | None
+    minimum: float | None
+    mean: float | None
+    norm: float | None
+
+
+@dataclass(frozen=True)
+class DumpDifference:
+    """The first place where a model parts from a dump.
+
+    Attributes:
+        module: its name as in `model.named_modules()`.
+        call: how often the module was called before.
+        item: `"input 0"` or `"output 0"`, and so on.
+        statistic: `"shape"`, `"Max"`, `"Min"`, `"Mean"` or `"Norm"`.
+        recorded, found: the two values.
+        ratio: their difference in units of rounding; infinite for a shape.
+    """
+
+    module: str
+    call: int
+    item: str
+    statistic: str
+    recorded: Any
+    found: Any
+    ratio: float
+
+
+Dump = Mapping[tuple[str, int, str], Statistics]
+"""Statistics by module name, number of the call, and `"input 0"` or `"output 0"`, in the order of the file."""
+
+
+def read_dump(path: str | Path) -> Dump:
+    """Return the statistics of modules in a `dump.json`.
+
+    Raises:
+        RecordingError: the file cannot be read, is not such a dump, or has no module.
+    """
+    try:
+        dump = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordingError(
+            f"{path} cannot be read", why=str(error), remedy="give a dump.json that msprobe has written to its end"
+        ) from error
+    if not isinstance(dump, dict) or not isinstance(dump.get("data"), dict):
+        raise RecordingError(f"{path} is not a dump of msprobe", why="it has no object 'data'")
+    found: dict[tuple[str, int, str], Statistics] = {}
+    for name, entry in dump["data"].items():
+        match = _ENTRY.fullmatch(name)
+        if match is None:
+            continue
+        if not isinstance(entry, dict):
+            raise _damaged(path, name, "it is not an object")
+        for key, kind in (("input_args", "input"), ("output", "output")):
+            listed = entry.get(key, [])
+            listed = listed if isinstance(listed, list) else [listed]
+            given = [each for each in listed if isinstance(each, dict) and each.get("type") == "torch.Tensor"]
+            for number, each in enumerate(given):
+                found[match[1], int(match[3]), f"{kind} {number}"] = _statistics(path, name, each)
+    if not found:
+        raise RecordingError(
+            f"{path} has no module", why=f"its level is {dump.get('level')!r}", remedy="dump with level L0 or mix"
+        )
+    return found
+
+
+def compare_dump(path: str | Path, model: nn.Module, run: Callable[[], object]) -> DumpDifference | None:
+    """Return the first place where `run()`, which calls the model, parts from a dump; None if they agree.
+
+    Modules are compared in the order of the dump. The data must be the dump's: the inputs of the first module are
+    compared first.
+
+    Raises:
+        RecordingError: the dump cannot be read, or none of its modules is called.
+    """
+    dump = read_dump(path)
+    found = _watch(model, run)
+    if not dump.keys() & found.keys():
+        raise RecordingError(
+            f"the model calls no module of {path}",
+            available=", ".join(dict.fromkeys(module for module, _, _ in dump)),
+            remedy="give the model that was dumped: names are those of model.named_modules()",
+        )
+    unit = 0.0
+    for key, recorded in dump.items():
+        here = found.get(key)
+        if here is None:
+            continue
+        if here.shape != recorded.shape:
+            return DumpDifference(*key, "shape", recorded.shape, here.shape, math.inf)
+        unit = max(unit, *(torch.finfo(getattr(torch, each.dtype)).eps for each in (recorded, here)))
+        for name, ratio, one, other in _apart(recorded, here, unit):
+            if ratio > _ROUNDING:
+                return DumpDifference(*key, name, one, other, ratio)
+    return None
+
+
+def _apart(recorded: Statistics, here: Statistics, unit: float) -> list[tuple[str, float, float, float]]:
+    """Return for each statistic its name, the difference in units of rounding, and both values."""
+    pairs = zip(
+        _STATISTICS,
+        (recorded.maximum, recorded.minimum, recorded.mean, recorded.norm),
+        (here.maximum, here.minimum, here.mean, here.norm),
+        strict=True,
+    )
+    known = [(name, one, other) for name, one, other in pairs if one is not None and other is not None]
+    largest = max((abs(each) for each in (recorded.maximum, recorded.minimum) if each is not None), default=0.0)
+    found = []
+    for name, one, other in known:
+        scale = unit * (abs(one) if name == "Norm" else max(largest, abs(one)))
+        same = one == other or (math.isnan(one) and math.isnan(other))
+        ratio = 0.0 if same else abs(one - other) / scale if scale else math.inf
+        found.append((name, math.inf if math.isnan(ratio) else ratio, one, other))
+    return found
+
+
+def _watch(model: nn.Module, run: Callable[[], object]) -> dict[tuple[str, int, str], Statistics]:
+    found: dict[tuple[str, int, str], Statistics] = {}
+    calls: dict[str, int] = {}
+
+    def before(name: str) -> Callable[..., None]:
+        def look(module: nn.Module, arguments: Any) -> None:
+            calls[name] = calls.get(name, -1) + 1
+            for number, tensor in enumerate(tensors(arguments)):
+                found[name, calls[name], f"input {number}"] = _measured(tensor)
+
+        return look
+
+    def after(name: str) -> Callable[..., None]:
+        def look(module: nn.Module, arguments: Any, output: Any) -> None:
+            for number, tensor in enumerate(tensors(output)):
+                found[name, calls[name], f"output {number}"] = _measured(tensor)
+
+        return look
+
+    hooks = Hooks()
+    try:
+        for name, module in model.named_modules():
+            hooks.add(module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name)))
+        run()
+    finally:
+        hooks.close()
+    return found
+
+
+def _measured(tensor: Tensor) -> Statistics:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if not tensor.is_floating_point() or not tensor.numel():
+        return Statistics("float32", tuple(tensor.shape), None, None, None, None)
+    values = tensor.detach().cpu().double()
+    numbers = (values.max(), values.min(), values.mean(), values.norm())
+    return Statistics(dtype, tuple(tensor.shape), *(each.item() for each in numbers))
+
+
+def _statistics(path: str | Path, name: str, given: Mapping[str, Any]) -> Statistics:
+    dtype = str(given.get("dtype")).removeprefix("torch.")
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise _damaged(path, name, f"{shown(str(given.get('dtype')))} is not a dtype of torch")
+    shape = given.get("shape")
+    if not isinstance(shape, list) or not all(is_whole(size) for size in shape):
+        raise _damaged(path, name, f"{shape!r} is not a shape")
+    numbers = [given.get(each) for each in _STATISTICS]
+    if not all(each is None or is_number(each) for each in numbers):
+        raise _damaged(path, name, f"{numbers} are not {', '.join(_STATISTICS)}")
+    if not getattr(torch, dtype).is_floating_point:
+        return Statistics("float32", tuple(shape), None, None, None, None)
+    return Statistics(dtype, tuple(shape), *(None if each is None else float(each) for each in numbers))
+
+
+def _damaged(path: str | Path, name: str, why: str) -> RecordingError:
+    return RecordingError(f"the entry {shown(name)} of {path} is damaged", why=why, remedy="dump again")
