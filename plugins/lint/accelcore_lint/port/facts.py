@@ -23,6 +23,7 @@ _LOCAL_RANK = re.compile(
 _RANK_PER_HOST = re.compile(r"[\w.()\[\]\"' ]*rank[\w.()\[\]\"']* ?% ?([\w.]*device_count\(\)|\w*(gpus|devices)\w*)")
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn")
 
+_ENGINES = "accelerate|lightning|pytorch_lightning|lightning_fabric|deepspeed|ignite|fastai|mmengine|colossalai"
 _HIDE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
@@ -117,6 +118,11 @@ class Facts:
     def import_lines(self) -> dict[str, int]:
         """Return the numbers of the lines of all import statements, by their text."""
         return {text_of(node): self.line(node) for node in reversed(self._imports)}
+
+    @cached_property
+    def has_engine(self) -> bool:
+        """Return whether the script trains by another library, which wraps optimizers and seeds in its own way."""
+        return any(re.search(rf"\b({_ENGINES})\b", text_of(node)) for node in self._imports)
 
     def is_local_rank(self, node: cst.BaseExpression) -> bool:
         """Return whether an expression is this rank's number on its host, by which accelcore chooses the device."""

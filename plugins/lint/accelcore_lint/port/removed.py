@@ -39,8 +39,22 @@ class _Sweep(cst.CSTTransformer):
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         return _swept(updated_node)
 
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement:
+        """Remove a condition with nothing under it. Its test was rewritten to a comparison."""
+        body = original_node.body
+        empty = isinstance(body, cst.IndentedBlock) and all(map(is_removed, body.body)) and not _has_comment(updated_node)
+        if not empty or updated_node.orelse is not None or not isinstance(updated_node.test, cst.Comparison):
+            return updated_node
+        line = cst.SimpleStatementLine([cst.Pass()], leading_lines=updated_node.leading_lines)
+        return removed(line)
+
     def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
         return _swept(updated_node)
+
+
+def _has_comment(node: cst.If) -> bool:
+    header = node.with_changes(leading_lines=[])
+    return "#" in cst.Module([]).code_for_node(header)
 
 
 def _swept(block: Block) -> Block:

@@ -16,6 +16,7 @@ from accelcore_lint.port.model import TODO, Left, Level, Note, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.removed import sweep
 from accelcore_lint.port.rules import RULES
+from accelcore_lint.port.trainer import with_trainers
 from accelcore_lint.port.vendors import may_concern, vendor_lines
 
 __all__ = ["Outcome", "UnfaithfulError", "port_source"]
@@ -78,6 +79,8 @@ def port_source(source: str, level: Level) -> Outcome:
         level, names_used(module), names_used(rewritten), facts.import_lines(), complete=not decisions.left
     )
     outcome.source = sweep(imports.apply(rewritten)).code
+    if level is Level.TRAINER:
+        outcome.source, outcome.loops = with_trainers(outcome.source, source)
     outcome.rewritten += imports.rewritten
     outcome.left += imports.left
     for notes in (outcome.rewritten, outcome.left):

@@ -35,7 +35,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if module.startswith("torch.optim") and kind in _TORCHS and facts.level is not Level.TORCH:
         given = arguments(node, *_TORCHS[kind])
         # A generator of groups, `**options` and the choice of a kernel stay torch's.
-        if given is None or "params" not in given:
+        if given is None or "params" not in given or facts.has_engine:
             return None
         try:
             return _created(node, facts, kind, given)

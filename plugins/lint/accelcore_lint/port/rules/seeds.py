@@ -39,7 +39,7 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
 
 def _decide_torch(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
     """Seed through the backend where the script seeds torch, with a number that is certainly whole."""
-    if facts.level is Level.TORCH or len(node.body) != 1 or not isinstance(node.body[0], cst.Expr):
+    if facts.level is Level.TORCH or facts.has_engine or len(node.body) != 1 or not isinstance(node.body[0], cst.Expr):
         return None
     call = node.body[0].value
     if not isinstance(call, cst.Call) or facts.name(call.func) != "torch.manual_seed" or len(call.args) != 1:

@@ -13,17 +13,16 @@ train_loader = DataLoader(data, batch_size=8, shuffle=False, **accel.loading())
 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(accel.device)
 criterion = nn.MSELoss()
 optimizer = accel.optimizers.create("adamw", model.parameters(), lr=1e-2, weight_decay=0.1)
+trainer = accel.trainer(model, optimizer, accumulate=accumulation_steps)
 
 for epoch in range(2):
     optimizer.zero_grad()
-    for i, (inputs, labels) in enumerate(train_loader):
+    for i, (inputs, labels) in enumerate(trainer.batches(train_loader)):
         inputs = inputs.to(accel.device)
         labels = labels.to(accel.device)
-        outputs = model(inputs)
+        outputs = trainer.forward(inputs)
         loss = criterion(outputs, labels)
+        trainer.backward(loss)
         loss = loss / accumulation_steps
-        loss.backward()
-        if (i + 1) % accumulation_steps == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+        trainer.update()
         print("loss", loss.item())

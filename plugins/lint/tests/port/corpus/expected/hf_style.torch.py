@@ -8,8 +8,6 @@ logger = logging.getLogger(__name__)
 n_gpu = torch.accelerator.device_count()
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 torch.manual_seed(42)
-if n_gpu > 0:
-    pass
 
 
 class Classifier(nn.Module):

@@ -10,8 +10,6 @@ n_gpu = torch.accelerator.device_count()
 accel = accelcore.select()
 device = accel.device
 accel.runtime.seed(42)
-if n_gpu > 0:
-    pass
 
 
 class Classifier(nn.Module):

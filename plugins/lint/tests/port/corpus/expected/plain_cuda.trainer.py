@@ -33,13 +33,13 @@ def main():
     batches = [make_batch(8) for _ in range(4)]
 
     start = time.time()
-    for i, (data, target) in enumerate(batches):
+    trainer = accel.trainer(net, optimizer)
+    for i, (data, target) in enumerate(trainer.batches(batches)):
         data = data.to(accel.device, non_blocking=True)
         target = target.to(accel.device, non_blocking=True)
-        optimizer.zero_grad()
-        loss = criterion(net(data), target)
-        loss.backward()
-        optimizer.step()
+        loss = criterion(trainer.forward(data), target)
+        trainer.backward(loss)
+        trainer.update()
         print("loss", loss.item())
     accel.runtime.synchronize()  # before the clock is read
     assert time.time() >= start

@@ -9,8 +9,6 @@ device = accel.device
 print("running on", device.type)
 
 accel.runtime.seed(0)
-if accel.device.type != "cpu":
-    pass
 
 inputs = torch.randn(64, 8)
 dataset = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))

@@ -9,8 +9,6 @@ device = accel.device
 print("running on", device.type)
 
 accel.runtime.seed(0)
-if accel.device.type != "cpu":
-    pass
 
 inputs = torch.randn(64, 8)
 dataset = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
@@ -20,14 +18,14 @@ model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
 model = model.to(device)
 criterion = nn.MSELoss()
 optimizer = accel.optimizers.create("adam", model.parameters(), lr=1e-2)
+trainer = accel.trainer(model, optimizer)
 
 for epoch in range(2):
-    for x, y in loader:
+    for x, y in trainer.batches(loader):
         x, y = x.to(device), y.to(device)
         # forward, backward, update
-        optimizer.zero_grad()
-        output = model(x)
+        output = trainer.forward(x)
         loss = criterion(output, y)
-        loss.backward()
-        optimizer.step()
+        trainer.backward(loss)
+        trainer.update()
         print("loss", loss.item())

@@ -1,0 +1,284 @@
+"""Recognition of a training loop that a trainer can run: everything in it is known, or the loop is left."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from accelcore_lint.port.facts import text_of
+
+__all__ = ["Loop", "NotCanonicalError", "loops_in", "recognise"]
+
+_CLIPS = re.compile(r"(?:torch\.)?(?:nn\.)?(?:utils\.)?clip_grad_norm_\((\w+)\.parameters\(\), (?:max_norm=)?([^,()]+)\)")
+_PRECISIONS = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
+_OF_RANKS = r"DistributedSampler|DistributedDataParallel|\breplicate\(|init_process_group|accel\w*\.join\(|DataParallel"
+
+Block = cst.Module | cst.IndentedBlock
+
+
+class NotCanonicalError(Exception):
+    """A loop that is not replaced; the message is the reason."""
+
+
+@dataclass
+class Loop:
+    """A training loop of which every step is known.
+
+    Attributes:
+        node: the `for` over batches.
+        anchor: the statement of the block that holds the loop; the trainer is made before it.
+        model, optimizer, loss: names.
+        data: name of what the loop reads.
+        backward: the line that calls backward.
+        update: the line that steps the optimizer, or the `if` around it.
+        gone: lines that the trainer does itself.
+        division: the line that divides the loss by the number of micro-batches; it stays, after backward.
+        contexts: autocast contexts around the forward pass.
+        options: further arguments of the trainer, as source.
+    """
+
+    node: cst.For
+    anchor: cst.CSTNode
+    model: str
+    optimizer: str
+    loss: str
+    data: str
+    backward: cst.CSTNode
+    update: cst.CSTNode
+    gone: list[cst.CSTNode]
+    division: cst.CSTNode | None = None
+    contexts: list[cst.With] = field(default_factory=list)
+    options: dict[str, str] = field(default_factory=dict)
+
+
+def lines_of(body: cst.BaseSuite | cst.Module) -> Sequence[cst.BaseStatement]:
+    """Return the statements of a block."""
+    return body.body if isinstance(body, (cst.IndentedBlock, cst.Module)) else ()  # type: ignore[return-value]
+
+
+def loops_in(block: Block) -> Iterator[tuple[cst.For, cst.CSTNode]]:
+    """Yield the innermost loops of a block, not of functions in it, that call backward; with the block's statement."""
+    for statement in block.body:
+        for loop in _loops(statement):
+            yield loop, statement
+
+
+def _loops(node: cst.CSTNode) -> Iterator[cst.For]:
+    if isinstance(node, (cst.FunctionDef, cst.ClassDef)) or not isinstance(node, cst.BaseCompoundStatement):
+        return
+    inner = [found for part in lines_of(node.body) for found in _loops(part)]
+    if isinstance(node, cst.If) and node.orelse is not None:
+        inner += [found for part in lines_of(node.orelse.body) for found in _loops(part)]
+    yield from inner
+    if isinstance(node, cst.For) and not inner and re.search(r"\.backward\(\)", text_of(node)):
+        yield node
+
+
+def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, source: str) -> Loop:
+    """Return what a loop does, step by step.
+
+    Args:
+        block: the body of the function, or the module, with model, optimizer and loop.
+        loop: the loop over batches.
+        anchor: the statement of the block that holds it.
+        accel: the name of the backend.
+        source: of the whole file.
+
+    Raises:
+        NotCanonicalError: something in it is not known.
+    """
+    if re.search(_OF_RANKS, source):
+        raise NotCanonicalError("the script trains on several ranks by itself")
+    text = text_of(loop)
+    for word in (r"\.grad\b", r"\bcontinue\b", r"\bbreak\b", r"\byield\b", r"\breturn\b", r"retain_graph"):
+        if re.search(word, text):
+            raise NotCanonicalError(f"there is `{word.strip(chr(92) + 'b.').replace(chr(92), '')}` in it")
+    before = {text_of(part): part for line in _plain(block, anchor) for part in line.body}
+    made = _assigned(before)
+    steps = _Steps(loop)
+    optimizer = steps.optimizer
+    creation = made.get(optimizer, "")
+    model_match = re.search(r"[(, ](\w+)\.parameters\(\)", creation)
+    if not model_match or not re.match(rf"{accel}\.optimizers\.create\(|[\w.]*optim\.\w+\(", creation):
+        raise NotCanonicalError(f"{optimizer} is not made in the same function, of one model's parameters")
+    model = model_match[1]
+    if model not in made or made[model] == "":
+        raise NotCanonicalError(f"{model} is not made in the same function")
+    others = [name for name, value in made.items() if re.match(rf"{accel}\.optimizers\.create|[\w.]*optim\.[A-Z]", value)]
+    if len([name for name in others if "lr_scheduler" not in made[name]]) != 1:
+        raise NotCanonicalError("there are several optimizers")
+    data = _data(loop, made)
+    if steps.zeroed not in (optimizer, model):
+        raise NotCanonicalError("gradients are not cleared in it, or of something else")
+    found = Loop(loop, anchor, model, optimizer, steps.loss, data, steps.backward, steps.update, steps.gone)
+    found.division = steps.division
+    found.contexts = steps.contexts
+    if not re.search(rf"\b{model}\(", text):
+        raise NotCanonicalError(f"{model} is not called in it")
+    if re.search(rf"\b{optimizer}\.(?!step\b|zero_grad\b|param_groups\b)", text):
+        raise NotCanonicalError(f"it uses {optimizer} in another way")
+    _read_options(found, steps, made, accel, source)
+    if steps.scaler:
+        found.gone += [line for line in _plain(block, anchor) if text_of(line.body[0]).startswith(f"{steps.scaler} = ")]
+    return found
+
+
+def _plain(block: Block, anchor: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:
+    """Yield the simple lines of a block up to a statement."""
+    for statement in block.body:
+        if statement is anchor:
+            return
+        if isinstance(statement, cst.SimpleStatementLine):
+            yield statement
+
+
+def _assigned(lines: dict[str, cst.CSTNode]) -> dict[str, str]:
+    made: dict[str, str] = {}
+    for part in lines.values():
+        if isinstance(part, cst.Assign) and len(part.targets) == 1 and isinstance(part.targets[0].target, cst.Name):
+            name = part.targets[0].target.value
+            value = text_of(part.value)
+            # `model = model.to(device)` does not say anything new about the name.
+            made[name] = made[name] if re.match(rf"{name}\.(to|train)\(", value) and name in made else value
+    return made
+
+
+def _data(loop: cst.For, made: dict[str, str]) -> str:
+    """Return the name of what a loop reads; it must be a DataLoader or a list that the function made."""
+    source: cst.BaseExpression = loop.iter
+    if isinstance(source, cst.Call) and text_of(source.func) == "enumerate" and source.args:
+        source = source.args[0].value
+    name = text_of(source)
+    value = made.get(name, "")
+    if not isinstance(source, cst.Name) or not re.match(r"[\w.]*DataLoader\(|\[", value):
+        raise NotCanonicalError(f"its data, {name}, is not a DataLoader or a list that the same function makes")
+    if loop.orelse is not None or loop.asynchronous is not None:
+        raise NotCanonicalError("it has an else")
+    return name
+
+
+class _Steps:
+    """The calls of one pass of a loop, in their order."""
+
+    def __init__(self, loop: cst.For) -> None:
+        self.gone: list[cst.CSTNode] = []
+        self.contexts: list[cst.With] = []
+        self.division: cst.CSTNode | None = None
+        self.clip: tuple[str, str] | None = None
+        self.scaler = self.scheduler = self.every = self.divisor = ""
+        self.loss = self.optimizer = self.zeroed = ""
+        self.backward: cst.CSTNode = loop
+        self.update: cst.CSTNode = loop
+        self._stage = "forward"
+        for line in lines_of(loop.body):
+            self._read(line, loop)
+        if not (self.loss and self.optimizer):
+            raise NotCanonicalError("backward and step are not both lines of its own body")
+        if self.every != self.divisor:
+            raise NotCanonicalError("it accumulates, and the loss is not divided by the same number")
+
+    def _read(self, line: cst.BaseStatement, loop: cst.For) -> None:
+        text = text_of(line.with_changes(leading_lines=[])) if isinstance(line, cst.SimpleStatementLine) else ""
+        text = text.split("  #")[0].strip()
+        if isinstance(line, cst.With) and ".autocast(" in text_of(line.items[0].item) and len(line.items) == 1:
+            if self._stage != "forward" or ".backward()" in text_of(line):
+                raise NotCanonicalError("autocast is around more than the forward pass")
+            self.contexts.append(line)
+        elif isinstance(line, cst.If) and re.search(r"\.step\(", text_of(line)):
+            self._read_condition(line, loop)
+        elif isinstance(line, cst.BaseCompoundStatement):
+            if re.search(r"\.backward\(|\.zero_grad\(|\.step\(|unscale_|clip_grad", text_of(line)):
+                raise NotCanonicalError("steps of it are under a condition")
+        elif text:
+            self._read_line(text, line)
+
+    def _read_line(self, text: str, line: cst.CSTNode) -> None:
+        if match := re.fullmatch(r"(?:(\w+)\.scale\()?\(?(\w+)(?: ?/ ?(\w+))?\)?\)?\.backward\(\)", text):
+            if self._stage != "forward":
+                raise NotCanonicalError("it calls backward twice")
+            self.scaler, self.loss = match[1] or "", match[2]
+            self.divisor = match[3] or self.divisor
+            self.backward, self._stage = line, "backward"
+        elif match := re.fullmatch(r"(\w+)\.zero_grad\((?:set_to_none=True)?\)", text):
+            if self.zeroed or self._stage == "backward":
+                raise NotCanonicalError("it clears gradients between backward and step, or twice")
+            self.zeroed = match[1]
+            self.gone.append(line)
+        elif match := re.fullmatch(r"(\w+) = \1 / (\w+)|(\w+) /= (\w+)", text):
+            self.division, self.divisor = line, match[2] or match[4]
+        elif self._stage == "backward" and re.fullmatch(rf"{self.scaler or '!'}\.unscale_\(\w+\)", text):
+            self.gone.append(line)
+        elif self._stage == "backward" and (match := _CLIPS.fullmatch(text)):
+            if self.scaler and not any("unscale_" in text_of(each) for each in self.gone):
+                raise NotCanonicalError("it clips gradients that are still multiplied by the loss scale")
+            self.clip = (match[1], match[2])
+            self.gone.append(line)
+        elif match := re.fullmatch(r"(\w+)\.step\((\w*)\)", text):
+            self._read_step(match[1], match[2], line)
+        elif self._stage == "step" and self.scaler and text == f"{self.scaler}.update()":
+            self.gone.append(line)
+        elif re.search(r"\.backward\(|\.zero_grad\(|\.step\(|unscale_|clip_grad", text):
+            raise NotCanonicalError(f"a step of it is not known: {text}")
+
+    def _read_step(self, name: str, argument: str, line: cst.CSTNode) -> None:
+        if self._stage == "backward":
+            if (self.scaler or "") != (name if argument else ""):
+                raise NotCanonicalError("the optimizer is stepped around the scaler")
+            self.optimizer, self.update, self._stage = argument or name, line, "step"
+        elif self._stage == "step" and not argument and not self.scheduler:
+            self.scheduler = name
+            self.gone.append(line)
+        else:
+            raise NotCanonicalError("it steps before backward, or twice")
+
+    def _read_condition(self, line: cst.If, loop: cst.For) -> None:
+        """Read `if (i + 1) % n == 0:` around the update."""
+        counter = loop.target.elements[0].value if isinstance(loop.target, cst.Tuple) else None
+        test = re.fullmatch(r"\((\w+) \+ 1\) % (\w+) == 0", text_of(line.test))
+        if not test or counter is None or text_of(counter) != test[1] or line.orelse is not None:
+            raise NotCanonicalError("the update is under a condition that is not (i + 1) % n == 0")
+        for inner in lines_of(line.body):
+            self._read(inner, loop)
+            if inner not in self.gone and inner is not self.update:
+                raise NotCanonicalError("there is more than the update under its condition")
+        self.every, self.update = test[2], line
+
+
+def _read_options(found: Loop, steps: _Steps, made: dict[str, str], accel: str, source: str) -> None:
+    if steps.every:
+        found.options["accumulate"] = steps.every
+    if steps.clip is not None:
+        if steps.clip[0] != found.model:
+            raise NotCanonicalError("it clips the gradients of something else")
+        found.options["clip_norm"] = steps.clip[1]
+    if steps.scheduler:
+        if steps.every:
+            raise NotCanonicalError("a schedule under accumulation")
+        if f"({found.optimizer}" not in made.get(steps.scheduler, ""):
+            raise NotCanonicalError(f"{steps.scheduler} is not made in the same function")
+        found.options["scheduler"] = steps.scheduler
+    _read_precision(found, steps, made, accel, source)
+
+
+def _read_precision(found: Loop, steps: _Steps, made: dict[str, str], accel: str, source: str) -> None:
+    calls = [re.fullmatch(rf"{accel}\.autocast\(([\w.]+)(?:, enabled=(\w+))?\)", text_of(each.items[0].item)) for each in steps.contexts]
+    if not steps.contexts and not steps.scaler:
+        return
+    if len(calls) != 1 or calls[0] is None or calls[0][1] not in _PRECISIONS:
+        raise NotCanonicalError("mixed precision in a form that is not known")
+    precision, enabled = _PRECISIONS[calls[0][1]], calls[0][2]
+    if steps.scaler:
+        condition = rf" if {enabled} else {accel}\.scaler\.none\(\)" if enabled else ""
+        create = re.fullmatch(rf"{accel}\.scaler\.create\((?:init=([\d.e]+))?\){condition}", made.get(steps.scaler, ""))
+        word = rf"(?<!\.)\b{steps.scaler}\b"
+        uses, own = len(re.findall(word, source)), 1 + len(re.findall(word, text_of(found.node)))
+        if create is None or precision != "fp16" or uses != own:
+            raise NotCanonicalError(f"{steps.scaler} is not made in the same function, or used outside of the loop")
+        if create[1]:
+            found.options["loss_scale"] = f"accelcore.LossScale(init={create[1]})" + (f" if {enabled} else None" if enabled else "")
+    elif precision == "fp16":
+        raise NotCanonicalError("float16 without a loss scale")
+    found.options["precision"] = f'"{precision}" if {enabled} else "fp32"' if enabled else f'"{precision}"'

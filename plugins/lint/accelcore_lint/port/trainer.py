@@ -1,0 +1,151 @@
+"""Level trainer: training loops that are recognised as a whole become a trainer's; others stay, with the reason."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from accelcore_lint.port.facts import text_of
+from accelcore_lint.port.loop import Block, Loop, NotCanonicalError, loops_in, recognise
+from accelcore_lint.port.model import Note
+from accelcore_lint.port.removed import removed, sweep
+
+__all__ = ["with_trainers"]
+
+_BACKEND = re.compile(r"(?m)^ *(\w+) = accelcore\.select\(")
+
+
+def with_trainers(source: str, original: str) -> tuple[str, list[Note]]:
+    """Replace the training loops of a file that is already at level roles.
+
+    Args:
+        source: of that file.
+        original: the file before any port, for the numbers of lines.
+
+    Returns:
+        The new source, and a note for each loop: whether it was replaced, or why not.
+    """
+    module = cst.parse_module(source)
+    backend = _BACKEND.search(source)
+    blocks: list[Block] = [module]
+    finder = _Functions()
+    module.visit(finder)
+    blocks += finder.bodies
+    notes, found = [], []
+    for block in blocks:
+        for loop, anchor in loops_in(block):
+            line = _line(original, loop)
+            try:
+                if backend is None:
+                    raise NotCanonicalError("the file chooses no device")
+                found.append(recognise(block, loop, anchor, backend[1], source))
+                done = "replaced by a trainer"
+                if "accumulate" in found[-1].options:
+                    done += "; a short last window is updated, which the loop carried over or dropped"
+                notes.append(Note(line, "loop", done))
+            except NotCanonicalError as reason:
+                notes.append(Note(line, "loop", f"stays at level roles: {reason}"))
+    if not found or backend is None:
+        return source, notes
+    name = next(name for name in ("trainer", "accel_trainer", "loop_trainer") if not re.search(rf"\b{name}\b", source))
+    if len(found) > 1:
+        return source, [Note(note.line, "loop", "stays at level roles: there are several loops") for note in notes]
+    return sweep(module.visit(_Replace(found[0], backend[1], name))).code, notes
+
+
+def _line(original: str, loop: cst.For) -> int:
+    header = text_of(loop).split("\n", 1)[0]
+    start = re.split(r"\bin\b", header)[0]
+    lines = [number for number, line in enumerate(original.split("\n"), 1) if line.strip().startswith(start.strip())]
+    return lines[0] if lines else 0
+
+
+class _Functions(cst.CSTVisitor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies: list[Block] = []
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        if isinstance(node.body, cst.IndentedBlock):
+            self.bodies.append(node.body)
+
+    def visit_If(self, node: cst.If) -> None:
+        if text_of(node.test).startswith("__name__") and isinstance(node.body, cst.IndentedBlock):
+            self.bodies.append(node.body)
+
+
+class _Replace(cst.CSTTransformer):
+    """Puts a trainer in the place of one loop's steps."""
+
+    def __init__(self, loop: Loop, accel: str, name: str) -> None:
+        super().__init__()
+        self._loop, self._accel, self._name = loop, accel, name
+        self._inside = False
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        self._inside = self._inside or node is self._loop.node
+        return super().on_visit(node)
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
+        loop, name = self._loop, self._name
+        result: object = super().on_leave(original_node, updated_node)
+        if original_node is loop.division:
+            return removed(cst.ensure_type(updated_node, cst.SimpleStatementLine))
+        if any(original_node is each for each in loop.gone):
+            return removed(cst.ensure_type(updated_node, cst.SimpleStatementLine))
+        if original_node is loop.backward:
+            result = self._backward(cst.ensure_type(updated_node, cst.SimpleStatementLine))
+        elif original_node is loop.update:
+            result = self._update(updated_node)
+        elif any(original_node is each for each in loop.contexts):
+            item = cst.WithItem(cst.parse_expression(f"{name}.autocast()"))
+            result = cst.ensure_type(updated_node, cst.With).with_changes(items=[item])
+        elif self._inside and isinstance(original_node, cst.Call) and text_of(original_node.func) == loop.model:
+            result = cst.ensure_type(updated_node, cst.Call).with_changes(func=cst.parse_expression(f"{name}.forward"))
+        elif original_node is loop.node:
+            self._inside = False
+            result = self._over_batches(cst.ensure_type(updated_node, cst.For))
+        if original_node is loop.anchor:
+            result = cst.FlattenSentinel([self._made(), result])  # type: ignore[type-var]
+        return result
+
+    def _backward(self, line: cst.SimpleStatementLine) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode]:
+        call = cst.parse_expression(f"{self._name}.backward({self._loop.loss})")
+        new = line.with_changes(body=[cst.Expr(call)])
+        if self._loop.division is None:
+            return new
+        division = cst.ensure_type(self._loop.division, cst.SimpleStatementLine)
+        bare = cst.TrailingWhitespace()
+        return cst.FlattenSentinel([new, division.with_changes(leading_lines=[], trailing_whitespace=bare)])
+
+    def _update(self, node: cst.CSTNode) -> cst.CSTNode:
+        call = cst.Expr(cst.parse_expression(f"{self._name}.update()"))
+        if isinstance(node, cst.SimpleStatementLine):
+            return node.with_changes(body=[call])
+        condition = cst.ensure_type(node, cst.If)
+        comments = [
+            line
+            for part in (*condition.body.body, condition.body)
+            for line in (*getattr(part, "leading_lines", ()), *getattr(part, "footer", ()))
+            if line.comment
+        ]
+        trailing = [
+            cst.EmptyLine(comment=part.trailing_whitespace.comment)
+            for part in condition.body.body
+            if isinstance(part, cst.SimpleStatementLine) and part.trailing_whitespace.comment
+        ]
+        return cst.SimpleStatementLine([call], leading_lines=[*condition.leading_lines, *comments, *trailing])
+
+    def _over_batches(self, node: cst.For) -> cst.For:
+        data = cst.parse_expression(f"{self._name}.batches({self._loop.data})")
+        if isinstance(node.iter, cst.Call) and text_of(node.iter.func) == "enumerate":
+            first, *rest = node.iter.args
+            return node.with_changes(iter=node.iter.with_changes(args=[first.with_changes(value=data), *rest]))
+        return node.with_changes(iter=data)
+
+    def _made(self) -> cst.BaseStatement:
+        loop = self._loop
+        options = "".join(f", {key}={value}" for key, value in loop.options.items())
+        line = f"{self._name} = {self._accel}.trainer({loop.model}, {loop.optimizer}{options})"
+        return cst.ensure_type(cst.parse_statement(line), cst.SimpleStatementLine)
