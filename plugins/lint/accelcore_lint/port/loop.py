@@ -12,7 +12,9 @@ from accelcore_lint.port.facts import text_of
 
 __all__ = ["Loop", "NotCanonicalError", "loops_in", "recognise"]
 
-_CLIPS = re.compile(r"(?:torch\.)?(?:nn\.)?(?:utils\.)?clip_grad_norm_\((\w+)\.parameters\(\), (?:max_norm=)?([^,()]+)\)")
+_CLIPS = re.compile(
+    r"(?:torch\.)?(?:nn\.)?(?:utils\.)?clip_grad_norm_\((\w+)\.parameters\(\), (?:max_norm=)?([^,()]+)\)"
+)
 _PRECISIONS = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
 _OF_RANKS = r"DistributedSampler|DistributedDataParallel|\breplicate\(|init_process_group|accel\w*\.join\(|DataParallel"
 
@@ -107,7 +109,9 @@ def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, sour
     model = model_match[1]
     if model not in made or made[model] == "":
         raise NotCanonicalError(f"{model} is not made in the same function")
-    others = [name for name, value in made.items() if re.match(rf"{accel}\.optimizers\.create|[\w.]*optim\.[A-Z]", value)]
+    others = [
+        name for name, value in made.items() if re.match(rf"{accel}\.optimizers\.create|[\w.]*optim\.[A-Z]", value)
+    ]
     if len([name for name in others if "lr_scheduler" not in made[name]]) != 1:
         raise NotCanonicalError("there are several optimizers")
     data = _data(loop, made)
@@ -264,7 +268,10 @@ def _read_options(found: Loop, steps: _Steps, made: dict[str, str], accel: str, 
 
 
 def _read_precision(found: Loop, steps: _Steps, made: dict[str, str], accel: str, source: str) -> None:
-    calls = [re.fullmatch(rf"{accel}\.autocast\(([\w.]+)(?:, enabled=(\w+))?\)", text_of(each.items[0].item)) for each in steps.contexts]
+    calls = [
+        re.fullmatch(rf"{accel}\.autocast\(([\w.]+)(?:, enabled=(\w+))?\)", text_of(each.items[0].item))
+        for each in steps.contexts
+    ]
     if not steps.contexts and not steps.scaler:
         return
     if len(calls) != 1 or calls[0] is None or calls[0][1] not in _PRECISIONS:
@@ -278,7 +285,9 @@ def _read_precision(found: Loop, steps: _Steps, made: dict[str, str], accel: str
         if create is None or precision != "fp16" or uses != own:
             raise NotCanonicalError(f"{steps.scaler} is not made in the same function, or used outside of the loop")
         if create[1]:
-            found.options["loss_scale"] = f"accelcore.LossScale(init={create[1]})" + (f" if {enabled} else None" if enabled else "")
+            found.options["loss_scale"] = f"accelcore.LossScale(init={create[1]})" + (
+                f" if {enabled} else None" if enabled else ""
+            )
     elif precision == "fp16":
         raise NotCanonicalError("float16 without a loss scale")
     found.options["precision"] = f'"{precision}" if {enabled} else "fp32"' if enabled else f'"{precision}"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -11,6 +12,7 @@ import libcst as cst
 from rich.console import Console
 
 from accelcore_lint.command import ERROR, FINDINGS, Command
+from accelcore_lint.port.check import compare
 from accelcore_lint.port.files import FileError, find_scripts, read_script, write_script
 from accelcore_lint.port.model import Level
 from accelcore_lint.port.report import Ported, as_json, diff, show
@@ -18,9 +20,26 @@ from accelcore_lint.port.rewrite import UnfaithfulError, port_source
 
 __all__ = ["main", "port"]
 
+_SCRIPT = "accelcore_lint.port.arguments"
 
-@click.command(cls=Command)
+
+class _PortCommand(Command):
+    """Command whose arguments after `--` are those of the script that `--check` runs."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            end = args.index("--")
+            ctx.meta[_SCRIPT] = args[end + 1 :]
+            args = args[:end]
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_PortCommand)
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--check", is_flag=True, help="Run one script and its port on the CPU, and compare their losses.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Losses that --check compares."
+)
 @click.option(
     "--level",
     type=click.Choice([level.value for level in Level]),
@@ -31,23 +50,40 @@ __all__ = ["main", "port"]
 @click.option("--diff", "show_diff", is_flag=True, help="Print the changes as a diff, and the summary on stderr.")
 @click.option("--write", is_flag=True, help="Replace the files.")
 @click.option("--json", "json_output", is_flag=True, help="Print the summary as JSON.")
-def port(paths: tuple[Path, ...], level: str, show_diff: bool, write: bool, json_output: bool) -> int:
+@click.pass_context
+def port(
+    context: click.Context,
+    paths: tuple[Path, ...],
+    check: bool,
+    steps: int,
+    level: str,
+    show_diff: bool,
+    write: bool,
+    json_output: bool,
+) -> int:
     """Rewrite training scripts for one vendor's device so that they run on every device.
 
     Only what is certain is rewritten. A line that is not gets a comment `# TODO(accelcore): ...` above it, and stands
     in the summary with its number. Without --write no file is changed.
 
-    The exit code is 0 if nothing is left to do by hand, 1 if something is, 2 if a file could not be ported.
+    The exit code is 0 if nothing is left to do by hand, 1 if something is, 2 if a file could not be ported. With
+    --check it is 0 if the losses are the same, 1 if they could not be compared, 2 if they differ.
 
     \b
     Examples:
       accelcore port train.py                       what would be rewritten, and what is left
       accelcore port train.py --level torch --diff  for torch.accelerator, as a diff
       accelcore port src scripts --write            all files of two folders
+      accelcore port train.py --check -- --lr 0.1   compare the losses of the script and of its port
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     if show_diff and json_output:
         raise click.UsageError("--diff and --json both write to stdout: give one of them")
     chosen = Level(level)
+    arguments = context.meta.get(_SCRIPT)
+    if check:
+        return _check(paths, chosen, steps, arguments or ())
+    if arguments is not None:
+        raise click.UsageError("arguments after -- are those of the script that --check runs: give --check, too")
     try:
         found = list(find_scripts(paths))
     except FileError as error:
@@ -63,6 +99,18 @@ def port(paths: tuple[Path, ...], level: str, show_diff: bool, write: bool, json
     if any(ported.outcome is None for ported in files):
         return ERROR
     return FINDINGS if any(ported.outcome and ported.outcome.left for ported in files) else 0
+
+
+def _check(paths: tuple[Path, ...], level: Level, steps: int, arguments: Sequence[str]) -> int:
+    """Compare one script with its port."""
+    if len(paths) != 1 or not paths[0].is_file():
+        raise click.UsageError("--check takes one script")
+    ported = _ported(paths[0], level, None)
+    if ported.outcome is None:
+        raise click.ClickException(f"{paths[0]}: {ported.error}")
+    result = compare(paths[0], ported.outcome.source, steps, arguments)
+    click.echo(f"{paths[0]}: {result.text}")
+    return {True: 0, None: FINDINGS, False: ERROR}[result.same]
 
 
 def _ported(path: Path, level: Level, within: tuple[Path, ...] | None) -> Ported:

@@ -42,7 +42,9 @@ class _Sweep(cst.CSTTransformer):
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement:
         """Remove a condition with nothing under it. Its test was rewritten to a comparison."""
         body = original_node.body
-        empty = isinstance(body, cst.IndentedBlock) and all(map(is_removed, body.body)) and not _has_comment(updated_node)
+        empty = (
+            isinstance(body, cst.IndentedBlock) and all(map(is_removed, body.body)) and not _has_comment(updated_node)
+        )
         if not empty or updated_node.orelse is not None or not isinstance(updated_node.test, cst.Comparison):
             return updated_node
         line = cst.SimpleStatementLine([cst.Pass()], leading_lines=updated_node.leading_lines)

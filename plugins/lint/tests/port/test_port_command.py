@@ -87,3 +87,34 @@ def test_a_link_out_of_the_folder_is_refused(script, tmp_path):
 
 def test_a_path_that_does_not_exist_is_an_error(tmp_path):
     assert run(tmp_path / "none.py").return_value == 2 or "does not exist" in run(tmp_path / "none.py").output
+
+
+def test_check_compares_the_losses_of_the_script_and_its_port(script):
+    pytest.importorskip("accelcore")
+    script.write_text(
+        "import sys\n"
+        "import torch\n"
+        'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")\n'
+        "model = torch.nn.Linear(2, 1).to(device)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))\n"
+        "while True:\n"
+        "    loss = model(torch.ones(1, 2, device=device)).square().sum()\n"
+        "    optimizer.zero_grad()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+    )
+    result = run(script, "--check", "--steps", "3", "--", "0.1")
+    assert "same losses in 3 steps" in result.output
+    assert result.return_value == 0
+
+
+@pytest.mark.full
+def test_check_reports_an_original_that_cannot_run_here(script):
+    script.write_text(SCRIPT + "x.requires_grad_().sum().backward()\n")
+    result = run(script, "--check")
+    assert "not compared" in result.output
+    assert result.return_value == 1
+
+
+def test_arguments_of_the_script_need_check(script):
+    assert run(script, "--", "0.1").return_value == 2
