@@ -59,7 +59,7 @@ def _record(losses: list[float], steps: int) -> None:
         if len(losses) >= steps:
             raise _EnoughError
 
-    torch.autograd.backward = backward  # type: ignore[assignment]
+    torch.autograd.backward = backward
 
 
 if __name__ == "__main__":

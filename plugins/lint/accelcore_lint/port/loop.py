@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -58,7 +58,7 @@ class Loop:
 
 def lines_of(body: cst.BaseSuite | cst.Module) -> Sequence[cst.BaseStatement]:
     """Return the statements of a block."""
-    return body.body if isinstance(body, (cst.IndentedBlock, cst.Module)) else ()  # type: ignore[return-value]
+    return body.body if isinstance(body, (cst.IndentedBlock, cst.Module)) else ()
 
 
 def loops_in(block: Block) -> Iterator[tuple[cst.For, cst.CSTNode]]:
@@ -139,7 +139,7 @@ def _plain(block: Block, anchor: cst.CSTNode) -> Iterator[cst.SimpleStatementLin
             yield statement
 
 
-def _assigned(lines: dict[str, cst.CSTNode]) -> dict[str, str]:
+def _assigned(lines: Mapping[str, cst.CSTNode]) -> dict[str, str]:
     made: dict[str, str] = {}
     for part in lines.values():
         if isinstance(part, cst.Assign) and len(part.targets) == 1 and isinstance(part.targets[0].target, cst.Name):
