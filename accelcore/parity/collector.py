@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accelcore.optim.shards import to_local
 from accelcore.parity.events import Event, Seen, Step, fetch, sample, tensors_in
 from accelcore.parity.operators import Operators
 from accelcore.torch_internals import forward_number, in_backward, is_fake_mode_active, uncompiled
@@ -139,7 +140,7 @@ class Collector:
         if not self._is_open:
             self._is_open = True
             if self.step in self._steps_of_operators and not watched.compiled:
-                self.operators.start()
+                self.operators.start(self.step)
         if watched.entered < self.step:
             first, watched.entered = watched.entered == 0, self.step
             with self.operators.paused(), torch.no_grad():
@@ -173,9 +174,9 @@ class Collector:
         if not self._is_open or torch.compiler.is_compiling():
             return
         with torch.no_grad():
+            states = optimizer.state  # ours makes it when it is asked for
             for name, parameter in self._parameters_of(optimizer):
-                state = optimizer.state.get(parameter, {})
-                for key, value in state.items():
+                for key, value in states.get(parameter, {}).items():
                     if isinstance(value, Tensor):
                         self._saw_named("state", name, value, beside=key)
                 self._saw_named("parameter", name, parameter)
@@ -312,7 +313,8 @@ class Collector:
         key = (kind, module, item)
         count = self.counts[0] if self.step == 1 else self.counts[1] or self.counts[0]
         taken = sample(tensor, count)
-        self._events.append((Event(*key, self._numbers[key]), source, tuple(tensor.shape), taken))
+        shape = tuple(to_local(tensor).shape)
+        self._events.append((Event(*key, self._numbers[key]), source, shape, taken))
         self._numbers[key] += 1
 
 

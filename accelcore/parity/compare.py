@@ -23,6 +23,8 @@ _FREE_BACKWARD = 4096.0
 """The same in backward, where terms cancel."""
 _SHARE = 0.05
 """Share of an update by which it may differ, where rounding differs: adaptive optimizers amplify small gradients."""
+_FREE_UPDATE = 4.0
+"""Units of rounding of the parameter by which an update may differ besides."""
 _HIDDEN = 0.02
 """Relative difference of the weights at the start of a step from which on nothing can be told any more."""
 _SAME_IN_EVERY_JOB = ("weight", "reduced", "norm", "state", "parameter", "buffer")
@@ -63,7 +65,9 @@ def _order(phase: str | None) -> int:
 
 def _of_rank(rank: int, recorded: Reader, replayed: Reader) -> Result:
     settings = differences(recorded.facts["settings"], replayed.facts["settings"])
-    same = all(each.name != "ranks" for each in settings)
+    changed = {each.name for each in settings}
+    kinds = _SAME_IN_EVERY_JOB if "ranks" in changed else tuple(PHASE_OF)
+    divided = not changed.isdisjoint(("ranks", "trainer parallel"))
     exact = not arithmetic(settings)
     steps = sorted(set(recorded.steps) & set(replayed.steps))
     if not steps:
@@ -72,7 +76,8 @@ def _of_rank(rank: int, recorded: Reader, replayed: Reader) -> Result:
     if len(replayed.steps) < len(recorded.steps):
         notes.append(f"the replay has {len(replayed.steps)} of {len(recorded.steps)} steps")
     for count, number in enumerate(steps, start=1):
-        pairs = _pairs(recorded.step(number), replayed.step(number), same=same)
+        both = recorded.step(number), replayed.step(number)
+        pairs = _pairs(*both, kinds, divided=divided)
         if not pairs:
             raise RecordingError(
                 f"step {number} of the two recordings has nothing in common",
@@ -83,14 +88,9 @@ def _of_rank(rank: int, recorded: Reader, replayed: Reader) -> Result:
             return _told(_other_weights(others, rank, exact=exact, settings=settings, notes=tuple(notes)))
         parted = _exactly(pairs) if exact else _by_rounding(pairs, before)
         if parted is not None:
-            return _told(
-                replace(
-                    _result(parted, number, rank, pairs, exact=exact),
-                    steps=count,
-                    settings=settings,
-                    notes=tuple(notes),
-                )
-            )
+            found = _result(parted, number, rank, exact=exact)
+            found = _with_operator(found, both, replayed.facts.get("checked", []))
+            return _told(replace(found, steps=count, settings=settings, notes=(*notes, *found.notes)))
         before = {mine.event: (mine, theirs) for mine, theirs in pairs}
         if not exact and _is_hidden(pairs):
             notes.append(f"after step {number} rounding has grown so far that nothing smaller can be seen")
@@ -99,15 +99,14 @@ def _of_rank(rank: int, recorded: Reader, replayed: Reader) -> Result:
     return Result(agrees=True, steps=len(steps), exact=exact, settings=settings, notes=tuple(notes))
 
 
-def _pairs(recorded: Step, replayed: Step, *, same: bool) -> list[tuple[Seen, Seen]]:
-    """Return the events that both steps have, in the recording's order."""
+def _pairs(recorded: Step, replayed: Step, kinds: Sequence[str], *, divided: bool) -> list[tuple[Seen, Seen]]:
+    """Return the events of these kinds that both steps have, in the recording's order.
+
+    If the runs may have `divided` a model otherwise, a tensor of another shape is a shard, and is left out.
+    """
     theirs = {seen.event: seen for seen in replayed.seen}
-    kinds = None if same else _SAME_IN_EVERY_JOB
-    return [
-        (seen, theirs[seen.event])
-        for seen in recorded.seen
-        if seen.event in theirs and (kinds is None or seen.event.kind in kinds)
-    ]
+    both = [(seen, theirs[seen.event]) for seen in recorded.seen if seen.event in theirs and seen.event.kind in kinds]
+    return [(mine, their) for mine, their in both if not divided or mine.shape == their.shape]
 
 
 def _exactly(pairs: Sequence[tuple[Seen, Seen]]) -> _Parted | None:
@@ -150,11 +149,13 @@ def _by_rounding(pairs: Sequence[tuple[Seen, Seen]], before: Mapping[Event, tupl
             if parted is not None:
                 return parted
             continue
+        if kind == "state" and (mine.event.module, mine.event.item.rpartition(" of ")[2]) in noisy:
+            continue
         backward = kind in ("grad", "gradient", "reduced", "norm", "state", "operator of backward")
         ratio = apart.ratio(unit, scales.get((kind, mine.event.module), 0.0))
         if ratio > (_FREE_BACKWARD if backward else _FREE) * carried:
             return _Parted(mine, apart, ratio)
-        if kind in ("gradient", "reduced") and apart.error > 1e-3 * apart.size:
+        if kind in ("gradient", "reduced") and apart.error > max(1e-3, 8 * unit) * apart.size:
             noisy.add((mine.event.module, mine.event.item))
         carried = max(carried, ratio if not backward else ratio / 16)
     return None
@@ -172,7 +173,7 @@ def _update(
     ]
     apart = distance(*moves)
     floor = unit * distance(mine.values, mine.values).size
-    if apart.error > _SHARE * apart.size + _FREE * floor:
+    if apart.error > max(_SHARE, 64 * unit) * apart.size + _FREE_UPDATE * floor:
         return _Parted(mine, apart, apart.error / (floor or unit))
     return None
 
@@ -193,7 +194,7 @@ def _is_hidden(pairs: Sequence[tuple[Seen, Seen]]) -> bool:
     return any(each.error > _HIDDEN * each.size for each in apart)
 
 
-def _result(parted: _Parted, step: int, rank: int, pairs: Sequence[tuple[Seen, Seen]], *, exact: bool) -> Result:
+def _result(parted: _Parted, step: int, rank: int, *, exact: bool) -> Result:
     event, source = parted.seen.event, parted.seen.source
     phase = PHASE_OF[event.kind]
     module = source if event.kind in ("input", "grad") else event.module
@@ -210,6 +211,29 @@ def _result(parted: _Parted, step: int, rank: int, pairs: Sequence[tuple[Seen, S
         item=None if operator else f"{event.kind} {event.item}",
         operator=operator, is_cause=True, ratio=parted.ratio,
     )  # fmt: skip
+
+
+def _with_operator(result: Result, both: tuple[Step, Step], checked: Sequence[Mapping[str, Any]]) -> Result:
+    """Add the operator, if the events do not name it: one that is wrong here, or that only one run has."""
+    if result.operator is not None or result.phase not in ("forward", "backward") or result.module is None:
+        return result
+    backward = result.phase == "backward"
+    here = [each for each in checked if each["step"] == result.step and each["backward"] == backward]
+    wrong = [each for each in here if each["is_wrong"] and each["module"] == result.module]
+    if wrong:
+        worst = max(wrong, key=lambda each: float(each["ratio"]))
+        return replace(result, operator=str(worst["operator"]), ratio=float(worst["ratio"]))
+    kind = "operator of backward" if backward else "operator"
+    mine, theirs = ([seen.event for seen in step.seen if seen.event.kind == kind] for step in both)
+    if mine and theirs:
+        alone = [event for event in (*theirs, *mine) if (event in theirs) != (event in mine)]
+        names = [event.item.rpartition(" ")[0] for event in alone if event.module == result.module]
+        if names:
+            return replace(result, operator=names[0])
+    if here and not any(each["is_wrong"] for each in here):
+        note = "each operator of this step is right here for its own inputs: look at the recording's side, too"
+        return replace(result, notes=(*result.notes, note))
+    return result
 
 
 def _other_weights(names: Sequence[str], rank: int, *, exact: bool, **more: Any) -> Result:

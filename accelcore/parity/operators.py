@@ -35,6 +35,8 @@ _SUMS = (
 _ASYNCHRONOUS = ("c10d", "_c10d_functional")
 """Namespaces of collectives, whose results arrive later. The events of reduced gradients cover them."""
 _LARGEST = 1 << 26  # elements: a larger operator is not computed on the host
+_LARGEST_ERROR_POINTWISE, _LARGEST_ERROR = 3.5, 16.0
+"""Errors in units of rounding that a right kernel stays below. They name a suspect, and raise no alarm themselves."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,15 @@ class Checked:
 
     Attributes:
         ratio: the largest error in units of the expected rounding.
+        is_wrong: whether the error is larger than a right kernel's.
     """
 
+    step: int
     operator: str
     module: str
     backward: bool
     ratio: float
+    is_wrong: bool
 
 
 class Operators:
@@ -68,9 +73,10 @@ class Operators:
         self._spans: list[tuple[int, int, str]] = []  # first and last number of a module's autograd nodes
         self._pauses = 0
 
-    def start(self) -> None:
-        """Begin to report."""
+    def start(self, step: int) -> None:
+        """Begin to report the operators of a step."""
         if self._mode is None:
+            self._step = step
             self._modules.clear()
             self._spans.clear()
             self._mode = _Mode(self._saw)
@@ -120,7 +126,8 @@ class Operators:
             if self._checks:
                 ratio = _error_of(operator, (arguments, options), result)
                 if ratio is not None:
-                    self.checked.append(Checked(name, module, node is not None, ratio))
+                    is_wrong = ratio > (_LARGEST_ERROR_POINTWISE if _is_pointwise(operator) else _LARGEST_ERROR)
+                    self.checked.append(Checked(self._step, name, module, node is not None, ratio, is_wrong))
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accelcore.checkpoint.store import as_path
-from accelcore.errors import ConfigurationError, RecordingError
+from accelcore.errors import ConfigurationError, RecordingError, UnsupportedError
 from accelcore.parity.collector import Collector, Watched
 from accelcore.parity.recording import Writer
 from accelcore.parity.settings import gather
@@ -78,6 +78,7 @@ class Record(Observer):
     Raises:
         ConfigurationError: an argument has a wrong type or value.
         RecordingError: the folder cannot be written, or holds something else than a recording.
+        UnsupportedError: a trainer has `graph=True`.
     """
 
     measures_norm = False
@@ -136,6 +137,12 @@ class Record(Observer):
         self.close(complete=error is None)
 
     def begin(self, trainer: Trainer) -> None:
+        if trainer.options["graph"]:
+            raise UnsupportedError(
+                "a training with graph=True cannot be recorded or replayed",
+                why="the steps are captured once, and no hook runs when they are launched",
+                remedy="leave graph=True out while you compare",
+            )
         self._start()
         self._trainers.append(trainer)
         self._steps_by_trainer = True

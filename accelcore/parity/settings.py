@@ -67,7 +67,7 @@ def gather(
         found[f"optimizer {number}"] = type(optimizer).__name__
         for group, options in enumerate(optimizer.param_groups):
             for name, value in options.items():
-                if name not in ("params", "foreach", "fused", "capturable", "param_names"):
+                if name not in ("params", "capturable", "param_names"):
                     found[f"optimizer {number} group {group} {name}"] = _text(value)
     for trainer in trainers:
         found["backend"] = trainer.backend.name + (", emulated" if trainer.backend.emulated else "")
@@ -90,7 +90,8 @@ def differences(recorded: Mapping[str, str], replayed: Mapping[str, str]) -> tup
 
 def arithmetic(found: Sequence[Difference]) -> tuple[str, ...]:
     """Return the names of differing settings under which equal inputs may give other bits."""
-    return tuple(each.name for each in found if each.name in _ARITHMETIC)
+    kernels = (" fused", " foreach")  # which of torch's kernels updates
+    return tuple(each.name for each in found if each.name in _ARITHMETIC or each.name.endswith(kernels))
 
 
 def _device_name(device: torch.device) -> str:

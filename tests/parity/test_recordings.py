@@ -1,0 +1,104 @@
+"""Recordings that are damaged, foreign or of another kind; and what becomes of them in a full or forbidden place."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import accelcore
+from accelcore.parity.compare import compare
+from accelcore.parity.page import write_page
+
+
+def train(scale=1.0):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (scale * model(torch.randn(5, 4)).square().mean()).backward()
+        optimizer.step()
+
+
+@pytest.fixture
+def reference(tmp_path):
+    with accelcore.Record(tmp_path / "ref"):
+        train()
+    return tmp_path / "ref"
+
+
+def test_a_folder_without_a_recording_is_named(tmp_path):
+    with pytest.raises(accelcore.RecordingError, match="no recording in"):
+        accelcore.Replay(tmp_path / "nowhere")
+
+
+def _changed(reference, change):
+    path = reference / "rank-00000" / "recording.json"
+    facts = json.loads(path.read_text())
+    change(facts)
+    path.write_text(json.dumps(facts))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda facts: facts.update(what="a cake"),
+        lambda facts: facts.pop("tables"),
+        lambda facts: facts["steps"].update({"1": [7, "steps-00000001.safetensors"]}),
+        lambda facts: facts["steps"].update({"1": [0, "../../../etc/passwd"]}),
+        lambda facts: facts["tables"][0][0].__setitem__(0, "no such kind"),
+        lambda facts: facts["tables"][0][0].__setitem__(7, -1),
+    ],
+)
+def test_a_changed_table_is_damage(reference, change):
+    _changed(reference, change)
+    with pytest.raises(accelcore.RecordingError, match="damaged"):
+        accelcore.Replay(reference)
+
+
+def test_a_recording_of_a_later_format_names_both(reference):
+    _changed(reference, lambda facts: facts.update(format=2))
+    with pytest.raises(accelcore.RecordingError, match="format 2"):
+        accelcore.Replay(reference)
+
+
+def test_samples_that_are_cut_off_are_damage(reference):
+    path = reference / "rank-00000" / "steps-00000001.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(accelcore.RecordingError, match="damaged"):
+        compare(reference, reference)
+
+
+def test_a_file_in_the_way_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "ref").write_text("a file")
+    with pytest.raises(accelcore.RecordingError, match="cannot be written"), accelcore.Record(tmp_path / "ref"):
+        train()
+
+
+def test_steps_limits_what_is_recorded(tmp_path):
+    with accelcore.Record(tmp_path / "ref", steps=2):
+        train()
+    assert compare(tmp_path / "ref", tmp_path / "ref").steps == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"operators": [0]}, {"random": "here"}, {"steps": 0}, {"limit": "1 GB"}, {"model": 1}]
+)
+def test_wrong_arguments_are_refused(tmp_path, options):
+    with pytest.raises(accelcore.ConfigurationError, match=next(iter(options))):
+        accelcore.Record(tmp_path / "ref", **options)
+
+
+def test_the_page_names_the_first_difference_and_loads_nothing(reference, tmp_path):
+    with accelcore.Replay(reference) as replay:
+        train(1.5)
+    page = tmp_path / "page.html"
+    write_page(page, replay.result, reference, reference.with_name("ref-replay"))
+    text = page.read_text()
+    assert (replay.result.phase, replay.result.step) == ("backward", 1)
+    assert "backward" in text
+    assert "<svg" in text
+    assert "http" not in text

@@ -1,0 +1,68 @@
+"""Trainers of accelcore, recorded in a context and as observers: bits, compiled models, rounding, other precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from toys import data, loss_of, net
+
+import accelcore
+
+
+def train(accel, change=lambda step, model: None, *, steps=4, observers=(), **options):
+    accel.runtime.seed(0)
+    model = nn.Sequential(*net(), nn.Dropout(0.1), nn.Linear(2, 2))
+    optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.01)
+    trainer = accel.trainer(model, optimizer, loss=loss_of, observers=list(observers), **options)
+    for step, batch in enumerate(data(steps), start=1):
+        change(step, model)
+        trainer(batch)
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"clip_norm": 1.0, "accumulate": 2}, {"flat": True}])
+def test_a_recorded_training_has_the_bits_of_a_plain_one_and_replays(accel, tmp_path, options):
+    plain = train(accel, **options)
+    with accelcore.Record(tmp_path / "ref"):
+        assert equal(plain, train(accel, **options))
+    with accelcore.Replay(tmp_path / "ref") as replay:
+        assert equal(plain, train(accel, **options))
+    assert replay.result.agrees, replay.result
+    assert replay.result.exact
+    assert replay.result.steps == 4 // options.get("accumulate", 1)
+
+
+def test_another_precision_agrees_up_to_its_rounding_and_is_named_among_the_settings(accel, tmp_path):
+    with accelcore.Record(tmp_path / "ref"):
+        train(accel)
+    with accelcore.Replay(tmp_path / "ref") as replay:
+        train(accel, precision="bf16")
+    assert replay.result.agrees, replay.result
+    assert not replay.result.exact
+    assert "trainer precision" in [each.name for each in replay.result.settings]
+
+
+def test_lost_statistics_of_batchnorm_are_named_under_rounding_too(accel, tmp_path):
+    def change(step, model):
+        if step == 3:
+            model[1].running_mean.zero_()
+
+    with accelcore.Record(tmp_path / "ref"):
+        train(accel)
+    with accelcore.Replay(tmp_path / "ref") as replay:
+        train(accel, change, flat=True)
+    assert (replay.result.phase, replay.result.step, replay.result.module) == ("weights", 3, "1")
+
+
+def test_an_observer_records_without_a_context(accel, tmp_path):
+    record = accelcore.Record(tmp_path / "ref")
+    train(accel, observers=[record])
+    record.close()
+    with accelcore.Replay(tmp_path / "ref") as replay:
+        train(accel)
+    assert replay.result.agrees, replay.result
