@@ -98,7 +98,8 @@ def _random_operators(dispatch_key: str) -> Iterator[OpOverload]:
         # A kernel may be registered for an operator that nobody has declared, and so nobody can call.
         overloads = getattr(getattr(torch.ops, namespace), packet, None)
         operator = getattr(overloads, overload or "default", None)
-        if operator is not None and _may_draw(operator):
+        # torch_npu puts a function in the place of an operator of fully_shard.
+        if isinstance(operator, OpOverload) and _may_draw(operator):
             yield operator
 
 

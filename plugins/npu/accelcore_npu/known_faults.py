@@ -13,8 +13,8 @@ __all__ = ["KNOWN_FAULTS"]
 
 _SOURCE = "torch_npu/optim in the wheel of torch-npu 2.13.0"
 _OURS = "accelcore's classes collect gradients at each step and keep their own state"
-_Fault = partial(KnownFault, package="torch-npu", versions=">=2.13,<2.14")
-_Emulated = partial(_Fault, reference=_SOURCE, instead=_OURS, seen="torch-npu 2.13.0, EMULATED")
+_Fault = partial(KnownFault, package="torch-npu", versions=">=2.10,<2.14")
+_Emulated = partial(_Fault, reference=_SOURCE, instead=_OURS, seen="torch-npu 2.10.0.post7, 2.13.0, EMULATED")
 
 KNOWN_FAULTS = (
     _Fault(

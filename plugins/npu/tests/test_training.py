@@ -83,7 +83,7 @@ def cpu():
 def test_fp32_losses_are_the_cpus(accel, cpu, kind, options):
     ours, theirs = make(accel, kind, **options), make(cpu, kind, **options)
     found = losses(accel, ours, kind, range(STEPS))
-    assert found == pytest.approx(losses(cpu, theirs, kind, range(STEPS)), abs=1e-6)
+    assert found == pytest.approx(losses(cpu, theirs, kind, range(STEPS)), abs=2e-6)
     assert math.fsum(found[STEPS // 2 :]) < math.fsum(found[: STEPS // 2])
     for name, value in theirs.model.state_dict().items():
         torch.testing.assert_close(ours.model.state_dict()[name].cpu(), value, rtol=1e-4, atol=1e-5)

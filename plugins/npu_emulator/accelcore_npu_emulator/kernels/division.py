@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from accelcore.torch_features import GET_KERNEL
 from accelcore_npu_emulator.kernels.boxing import host_kernel
 
 if TYPE_CHECKING:
@@ -41,12 +42,13 @@ def _with_mode(
     operator: torch._ops.OpOverload, machine: Machine, function: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     host = host_kernel(operator, machine, function)
-    # torch_npu's own kernel refuses an unknown mode, with its own message and code.
-    own = torch.library.get_kernel(operator, "PrivateUse1")
+    # torch_npu's own kernel refuses an unknown mode, with its own message and code. An old torch cannot return it: the
+    # host refuses then.
+    own = torch.library.get_kernel(operator, "PrivateUse1") if GET_KERNEL.present else None
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 
     def kernel(*args: Any, rounding_mode: str | None, **kwargs: Any) -> Any:
-        if rounding_mode in _MODES:
+        if rounding_mode in _MODES or own is None:
             return host(*args, rounding_mode=rounding_mode, **kwargs)
         # torch passes the number in `tensor.div_(2)` as a number.
         tensors = [value if isinstance(value, Tensor) else torch.tensor(value) for value in args]

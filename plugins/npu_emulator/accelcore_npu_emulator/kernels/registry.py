@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelcore.errors import ConfigurationError
+from accelcore.torch_internals import register_kernel
 from accelcore_npu_emulator.kernels import (
     aten_operators,
     batch_norm,
@@ -74,8 +75,9 @@ def register(machine: Machine) -> list[torch.library.Library]:
     libraries = {name: library(name, "IMPL") for name in ("aten", "npu")}
 
     def give(name: str, key: str, kernel: Callable[..., Any]) -> None:
-        namespace, _, rest = name.partition("::")
-        libraries[namespace].impl(rest, kernel, key, allow_override=True)
+        operator = _operator(name)
+        if operator is not None:  # an implementation without a schema cannot be called
+            register_kernel(libraries[operator.namespace], operator, kernel, key, with_keyset=False)
 
     with warnings.catch_warnings():
         # torch warns of each kernel that replaces another, as all of these do.
