@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import accelcore
 from accelcore import FSDP, Policy
-from accelcore.training.parallel import fsdp
 from tests.training.parallel.fsdp_models import (
     GROUPS,
     LR,
@@ -69,13 +66,6 @@ def equal(accel, rank, chosen):
     return found
 
 
-def filled(accel):
-    """Train a model of which ranks use different parts as with a torch that does not fill in their zeros."""
-    absent = replace(fsdp.UNUSED_SHARDS, attribute="no_such_method")
-    with mock.patch.object(fsdp, "UNUSED_SHARDS", absent):
-        return trained(accel, "partly", parallel=FSDP(wrap=Block)).model
-
-
 def options(accel, rank):
     low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     bf16 = {"precision": Policy(model_dtype="bfloat16")}
@@ -89,7 +79,6 @@ def options(accel, rank):
         "compiled": state(trained(accel, "transformer", compile=True).model),
         "partly by hand": by_hand("partly", rank, Block),
         "compiled partly": state(trained(accel, "partly", compile=True, parallel=FSDP(wrap=Block)).model),
-        "filled": state(filled(accel)),
         "bf16 by hand": by_hand("transformer", rank, Block, policy=low),
         "bf16": state(trained(accel, "transformer", seed=0, **bf16).model),
         "given in bf16": {str(parameter.dtype) for parameter in given.parameters()},

@@ -97,7 +97,6 @@ def test_a_part_that_nobody_uses_is_not_decayed_and_a_frozen_one_stays(job):
         ("scaled", "accumulated by hand"),
         ("compiled", "plain by hand"),
         ("compiled partly", "partly by hand"),
-        ("filled", "partly by hand"),
         ("bf16", "bf16 by hand"),
         ("autocast", "autocast ddp"),
         ("O1", "O1 ddp"),
