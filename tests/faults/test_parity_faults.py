@@ -1,0 +1,37 @@
+"""A sample of the planted faults; `python -m tests.faults.parity_faults` plants as many as it is told."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+parity_faults = importlib.import_module("parity_faults")
+PAIRS = ("cpu fp32", "cpu bf16")
+
+
+@pytest.mark.parametrize("first", [0, 10, pytest.param(20, marks=pytest.mark.full)])
+def test_planted_faults_are_named_and_clean_pairs_agree(first):
+    cases = [parity_faults.case(number, 0, PAIRS) for number in range(first, first + 10)]
+    assert not [each for each in cases if "alarm" in each]
+    assert not [each for each in cases if each["verdict"] != "named"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pair", ["cpu fp32", "cpu bf16", "compiled fp32", "compiled bf16"])
+def test_many_planted_faults_are_named(pair):
+    found = parity_faults.counts([parity_faults.case(number, 1, (pair,)) for number in range(100)])
+    assert found["alarms"] == 0
+    assert found["named"] >= 99
+
+
+def test_the_committed_table_was_counted_by_this_program():
+    table = json.loads((HERE / "parity_faults.json").read_text())
+    assert table["planted"] == sum(sum(found.values()) - found["alarms"] for found in table["by fault"].values())
+    assert table["named"] == sum(found.get("named", 0) for found in table["by fault"].values())
+    assert set(table["by fault"]) <= set(parity_faults.FAULTS)
