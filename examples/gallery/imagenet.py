@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
     accel = accelcore.select()
     with accel.distributed() as job:
         accel.runtime.seed(args.seed)
-        torch.backends.cudnn.benchmark = True  # has no effect on other devices
+        torch.backends.cudnn.benchmark = True  # accel: ignore[ACC112]  # has no effect on other devices
         loading = {"num_workers": args.workers, **accel.loading()}
         pictures = Pictures(args.size, args.classes, seed=1)
         train_loader = DataLoader(pictures, args.batch_size // job.world_size, shuffle=True, **loading)

@@ -11,6 +11,10 @@ from accelcore_lint.script import Script
 
 __all__ = ["RULE"]
 
+_CONDITIONS = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While)
+_SCOPES = (ast.Lambda, ast.FunctionDef, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)  # other names
+_NOT_EACH_STEP = (*_CONDITIONS, *_SCOPES)
+
 
 def _check(script: Script) -> Iterator[Mark]:
     for flow in script.flows:
@@ -56,7 +60,7 @@ def _guarded(script: Script, call: ast.Call, loop: ast.stmt) -> bool:
     for above in script.names.ancestors(call):
         if above is loop:
             return False
-        if isinstance(above, ast.If | ast.IfExp | ast.For | ast.While | ast.Lambda | ast.FunctionDef | ast.BoolOp):
+        if isinstance(above, _NOT_EACH_STEP):
             return True
     return True
 

@@ -16,6 +16,8 @@ def _check(script: Script) -> Iterator[Mark]:
         name = script.names.resolve(call.func) or last_name(call.func)
         kind = name.rpartition(".")[2]
         apex = name.startswith("apex.optimizers.") and kind.startswith("Fused")
+        if name.startswith("accelcore."):
+            continue  # accelcore.apex has them on every device
         if kind.startswith("NpuFused"):
             plain = kind.removeprefix("NpuFused").lower()
             write = (
@@ -41,5 +43,8 @@ RULE = Rule(
         "import torch_npu\n\ndef make(model):\n    return torch_npu.optim.NpuFusedAdamW(model.parameters(), lr=1e-3)",
         "from apex.optimizers import FusedAdam\n\ndef make(model):\n    return FusedAdam(model.parameters())",
     ),
-    clean=("import torch\n\ndef make(model):\n    return torch.optim.AdamW(model.parameters(), lr=1e-3)",),
+    clean=(
+        "import torch\n\ndef make(model):\n    return torch.optim.AdamW(model.parameters(), lr=1e-3)",
+        "from accelcore.apex import optimizers\n\ndef make(parameters):\n    return optimizers.NpuFusedSGD(parameters)",
+    ),
 )
