@@ -9,8 +9,8 @@ from accelcore_lint.flow import BACKWARD, CLIP, FOREIGN, STEP, UNSCALE, ZERO
 from accelcore_lint.script import Script
 
 
-def resolved(source, name="target"):
-    """What the script calls by a bare name or an attribute in its last statement."""
+def resolved(source):
+    """What the script calls last."""
     script = Script(source)
     last = [node for node in ast.walk(script.tree) if isinstance(node, ast.Call)][-1]
     return script.names.resolve(last.func)

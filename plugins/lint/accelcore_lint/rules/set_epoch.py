@@ -23,7 +23,7 @@ def _check(script: Script) -> Iterator[Mark]:
         if call not in evaluates:
             yield Mark(
                 call,
-                "Nothing calls set_epoch: each epoch has the same order, and each rank the same share of the data.",
+                "Nothing in this script calls set_epoch: each epoch has the same order, and each rank the same share.",
                 "Call sampler.set_epoch(epoch) before each epoch; trainer.batches(loader) does.",
             )
 
@@ -50,7 +50,7 @@ RULE = Rule(
     code="ACC309",
     name="set-epoch",
     about="A `DistributedSampler` shuffles by its seed and its epoch. If nothing calls `set_epoch`, all epochs have "
-    "the same order. Only scripts that contain the loop over epochs are looked at.",
+    "the same order. Only scripts that contain the loop over epochs are looked at, and only the script itself.",
     check=_check,
     found=(
         """
