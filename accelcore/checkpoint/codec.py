@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,10 @@ class StoredTensors:
         found: dict[str, str] = self._file(self._name).metadata()
         return found
 
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self._file(self._name).keys())  # which lists all names in each call
+
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor; the same object each time. Raise ValueError if some of its rows are missing."""
         if name not in self._known:
@@ -170,7 +175,7 @@ class StoredTensors:
         parts = self._pieces.get(name)
         if parts is None:
             file = self._file(self._name)
-            if name not in file.keys():  # noqa: SIM118
+            if name not in self._names:
                 raise KeyError(name)
             shape = Size(file.get_slice(name).get_shape())
             if not shape:
