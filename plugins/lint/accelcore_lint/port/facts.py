@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, cast
@@ -14,6 +14,7 @@ from libcst.helpers import get_full_name_for_node
 
 from accelcore_lint.port.model import Level
 from accelcore_lint.port.place import Place
+from accelcore_lint.port.vendors import own_options
 
 __all__ = ["Facts", "argument", "arguments", "dotted", "text_of"]
 
@@ -53,6 +54,7 @@ class Facts:
         self.hidden_by = survey.hidden_by
         self._imports = survey.imports
         self.calls = survey.calls
+        self.uses = survey.uses
         self.indexes = survey.indexes
         self.seeds = survey.seeds
         self.functions = survey.functions
@@ -97,6 +99,11 @@ class Facts:
         return found[-1] if found else None
 
     @cached_property
+    def own_options(self) -> set[str]:
+        """Return the script's own options that are called as a device, such as `args.cuda`."""
+        return own_options(self.module.code)
+
+    @cached_property
     def spawned(self) -> dict[str, str]:
         """Return the functions that the script starts as processes, with the name of their first parameter."""
         names = {text_of(call.args[0].value) for call in self.calls if self.name(call.func) in _SPAWNS and call.args}
@@ -134,12 +141,36 @@ class Facts:
         function = self.function_of(node)
         if function is not None and self.spawned.get(function.name.value) == text:
             return text not in self._assigned
-        values = self._assigned.get(text, [])
+        values = [*self._assigned.get(text, []), *self._passed(text, node)]
         if not values or text in seen:
             return False
         return all(
             text_of(value) == "None" or self._is_local_rank(text_of(value), value, (*seen, text)) for value in values
         ) and any(text_of(value) != "None" for value in values)
+
+    def _passed(self, text: str, node: cst.CSTNode) -> list[cst.BaseExpression]:
+        """Return what the file's calls pass for a parameter of the function, or of the constructor, around a node.
+
+        Nothing if one of the calls, or another use of the function, may pass something else.
+        """
+        function = next((outer for outer in self.parents(node) if isinstance(outer, cst.FunctionDef)), None)
+        if function is None:
+            return []
+        names = [param.name.value for param in function.params.params]
+        if text not in names or isinstance(function.params.star_arg, cst.Param) or function.decorators:
+            return []
+        owner = next((outer for outer in self.parents(function) if not isinstance(outer, cst.IndentedBlock)), None)
+        if isinstance(owner, cst.ClassDef) and function.name.value == "__init__":
+            called, names = owner.name.value, names[1:]
+        elif isinstance(owner, cst.Module):
+            called = function.name.value
+        else:
+            return []
+        calls = [call for call in self.calls if text_of(call.func) == called]
+        given = [argument(call, text, names.index(text)) for call in calls]
+        if self.uses[called] != len(calls) or any(value is None for value in given):
+            return []
+        return [value for value in given if value is not None]
 
     def is_whole(self, node: cst.BaseExpression) -> bool:
         """Return whether an expression is certainly a whole number."""
@@ -215,6 +246,7 @@ class _Survey(cst.CSTVisitor):
         super().__init__()
         self._facts = facts
         self.identifiers: set[str] = set()
+        self.uses: Counter[str] = Counter()
         self.attributes: set[str] = set()
         self.methods: set[str] = set()
         self.assigned: dict[str, list[cst.BaseExpression]] = defaultdict(list)
@@ -233,6 +265,8 @@ class _Survey(cst.CSTVisitor):
         is_attribute = isinstance(parent, cst.Attribute) and parent.attr is node
         if not is_attribute and not (isinstance(parent, cst.Arg) and parent.keyword is node):
             self.identifiers.add(node.value)
+            if not isinstance(parent, (cst.FunctionDef, cst.ClassDef)):
+                self.uses[node.value] += 1
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
         self.attributes.add(node.attr.value)

@@ -6,7 +6,7 @@ import io
 import re
 import tokenize
 
-__all__ = ["DEVICES", "GROUPS", "MODULES", "device_text", "may_concern", "vendor_lines"]
+__all__ = ["DEVICES", "GROUPS", "MODULES", "device_text", "may_concern", "own_options", "vendor_lines"]
 
 DEVICES = ("cuda", "npu")
 """Names of devices that scripts are ported from."""
@@ -22,6 +22,7 @@ _OPTION = re.compile(r"NpuFused\w+")
 _TEXT = re.compile(rf"({'|'.join(DEVICES)})(:(\d+|%d|\{{.*\}}|\{{\}}))?")
 _IMPORTS = re.compile(rb"(?m)^[ \t\f]*(from|import)\b[^\n#]*\b(torch|torch_npu|torchvision|apex)\b")
 _OUR_APEX = re.compile(r"(?m)^\s*from accelcore import (.*, *)?apex\b")
+_NAMESPACES = re.compile(r"(?m)^[ \t]*(\w+)(?:, *\w+)?[ \t]*=[ \t]*[\w.]+\.parse_(?:known_)?args\(")
 _STRING = re.compile(r"(?s)[a-zA-Z]*('''|\"\"\"|'|\")(.*)\1")
 
 
@@ -35,16 +36,25 @@ def may_concern(source: bytes) -> bool:
     return _IMPORTS.search(source) is not None
 
 
+def own_options(source: str) -> set[str]:
+    """Return the attributes of the script's own argparse namespaces that are called as a device, such as `args.cuda`.
+
+    What an option `--cuda` stores, or what the script sets there itself (`args.cuda = not args.no_cuda`), is a flag.
+    """
+    return {f"{space}.{device}" for space in _NAMESPACES.findall(source) for device in DEVICES}
+
+
 def vendor_lines(source: str) -> set[int]:
     """Return the numbers of the lines that work on one vendor's devices only.
 
     These are lines with the name of a device or of a vendor's package: `cuda`, `torch_npu`, `cudnn`, `device_ids`,
     `NpuFusedSGD`, or a string such as "cuda:0" or "nccl". Names that only contain such a word, as `use_cuda`, comments
-    and docstrings do not count, and neither does `accelcore.apex`.
+    and docstrings do not count, and neither do `accelcore.apex` and the script's own option `args.cuda`.
     """
     found: set[int] = set()
+    own = own_options(source)
     statement_begins = True
-    before = ""
+    before = earlier = ""
     in_accelcore = False
     words = _WORDS - {"apex"} if _OUR_APEX.search(source) else _WORDS
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -58,6 +68,8 @@ def vendor_lines(source: str) -> set[int]:
             in_accelcore = in_accelcore or (text == "accelcore" and before in ("from", "import"))
             if text in ("device_ids", "output_device") and " else None" in token.line:
                 continue  # chosen by a condition, so that it is None elsewhere
+            if before == "." and f"{earlier}.{text}" in own:
+                continue
             if (text in words and not in_accelcore) or (_OPTION.fullmatch(text) and not in_accelcore):
                 found.add(line)
         elif kind == tokenize.STRING and not statement_begins:
@@ -67,5 +79,5 @@ def vendor_lines(source: str) -> set[int]:
                 found.add(line)
         elif tokenize.tok_name[kind] == "FSTRING_MIDDLE" and text.rstrip(":") in DEVICES:
             found.add(line)
-        statement_begins, before = False, text
+        statement_begins, earlier, before = False, before, text
     return found

@@ -21,7 +21,7 @@ QUICK = ("amp_scaler", "imagenet_style", "npu_fused", "plain_cuda")
 
 def scripts_at(level):
     for name in corpus.NAMES:
-        if (name, level) not in NEEDS_A_VENDOR and name != "ddp_spawn":
+        if (name, level) not in NEEDS_A_VENDOR and not name.startswith("ddp_spawn"):
             yield pytest.param(
                 name, level, marks=[] if name in QUICK else [pytest.mark.full], id=f"{name}-{level.value}"
             )
@@ -29,7 +29,8 @@ def scripts_at(level):
 
 def all_at(level):
     for name in corpus.NAMES:
-        yield pytest.param(name, level, marks=[] if name in QUICK else [pytest.mark.full], id=f"{name}-{level.value}")
+        is_quick = name in QUICK and (level is Level.ROLES or name == "plain_cuda")
+        yield pytest.param(name, level, marks=[] if is_quick else [pytest.mark.full], id=f"{name}-{level.value}")
 
 
 @pytest.fixture(autouse=True)

@@ -89,6 +89,7 @@ def test_a_path_that_does_not_exist_is_an_error(tmp_path):
     assert run(tmp_path / "none.py").return_value == 2 or "does not exist" in run(tmp_path / "none.py").output
 
 
+@pytest.mark.full
 def test_check_compares_the_losses_of_the_script_and_its_port(script):
     pytest.importorskip("accelcore")
     script.write_text(

@@ -50,7 +50,7 @@ def written(lines, end, last):
     return text.replace("\n", end)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(LINE, min_size=1, max_size=5), st.sampled_from(["\n", "\r\n"]), st.booleans(), st.sampled_from(Level))
 def test_comments_stay_and_a_second_run_changes_nothing(lines, end, last, level):
     source = written(lines, end, last)

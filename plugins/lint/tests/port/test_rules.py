@@ -34,3 +34,31 @@ def test_every_rule_is_named_once_and_has_a_title():
     names = [rule.name for rule in RULES]
     assert len(set(names)) == len(names)
     assert all(rule.title for rule in RULES)
+
+
+def test_the_scripts_own_option_is_no_vendor_line():
+    source = (
+        "import argparse\nimport torch\nparser = argparse.ArgumentParser()\n"
+        'parser.add_argument("--cuda", action="store_true")\nargs = parser.parse_args()\n'
+        "model = torch.nn.Linear(2, 2)\nif args.cuda:\n    model.cuda()\n"
+        'device = torch.device("cuda" if args.cuda else "cpu")\nmove = model.cuda\n'
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert (outcome.before, outcome.after) == (3, 1)
+    assert [note.line for note in outcome.left] == [10]
+    assert "if args.cuda:\n    model.to(accel.device)\n" in outcome.source
+    assert 'torch.device(accel.device.type if args.cuda else "cpu")' in outcome.source
+    flag = source.replace("args = parser.parse_args()", "args = make()")
+    assert port_source(flag, Level.ROLES).after == 3
+
+
+@pytest.mark.parametrize("other", ["", "setup(3)\n", "start = setup\n"])
+def test_a_parameter_is_a_local_rank_if_every_call_passes_one(other):
+    source = (
+        "import torch\nimport torch.multiprocessing as mp\n\n\n"
+        "def setup(gpu):\n    torch.cuda.set_device(gpu)\n    return torch.zeros(1).cuda(gpu)\n\n\n"
+        f"def work(rank):\n    setup(rank)\n\n\n{other}mp.spawn(work, nprocs=2)\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert outcome.after == (2 if other else 0)
+    assert ("torch.accelerator.set_device_index(gpu)" in outcome.source) is not bool(other)

@@ -17,20 +17,17 @@ _SAME = {"device_count": "device_count", "current_device": "current_device_index
 _BF16 = tuple(f"torch.{device}.is_bf16_supported" for device in DEVICES)
 
 
-def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
+def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | None:
+    if isinstance(node, cst.UnaryOperation):
+        return _decide_not(node, facts)
     name = facts.name(node.func)
     if name is None or node.args:
         return None
     if name in AVAILABLE:
-        source = _available(facts, node)
-        parent = facts.parent(node)
-        if " " in source and isinstance(
-            parent, (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation)
-        ):
-            source = f"({source})"
-        return whole(node, source)
+        return _as_operand(node, facts, _available(facts, node))
     if name in _BF16 and facts.level is not Level.TORCH:
-        return whole(node, f'("bfloat16" in {facts.place.backend(node)}.capabilities.autocast_dtypes)')
+        source = f'"bfloat16" in {facts.place.backend(node)}.capabilities.autocast_dtypes'
+        return _as_operand(node, facts, source)
     for old, new in _SAME.items():
         if name in {f"torch.{device}.{old}" for device in DEVICES}:
             imports = () if facts.has_torch_name else ("import torch",)
@@ -38,7 +35,24 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
     return None
 
 
-def _available(facts: Facts, node: cst.Call) -> str:
+def _decide_not(node: cst.UnaryOperation, facts: Facts) -> Rewrite | None:
+    """Write `not (type != "cpu")` as `type == "cpu"`."""
+    call = node.expression
+    if not isinstance(node.operator, cst.Not) or not isinstance(call, cst.Call) or call.args:
+        return None
+    if facts.name(call.func) not in AVAILABLE:
+        return None
+    source = _available(facts, node)
+    return _as_operand(node, facts, source.replace("!=", "==")) if "!=" in source else None
+
+
+def _as_operand(node: cst.BaseExpression, facts: Facts, source: str) -> Rewrite:
+    """Return the decision to replace an operand, in parentheses where a comparison would bind to its neighbours."""
+    binds = (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation)
+    return whole(node, f"({source})" if " " in source and isinstance(facts.parent(node), binds) else source)
+
+
+def _available(facts: Facts, node: cst.CSTNode) -> str:
     if facts.level is not Level.TORCH:
         try:
             return f'{facts.place.kind(node)} != "cpu"'
@@ -50,7 +64,7 @@ def _available(facts: Facts, node: cst.Call) -> str:
 AVAILABILITY = Rule(
     "question",
     "questions whether and how many devices there are",
-    (cst.Call,),
+    (cst.Call, cst.UnaryOperation),
     _decide,
     (
         Example(Level.TORCH, "use_cuda = torch.cuda.is_available()", "use_cuda = torch.accelerator.is_available()"),
@@ -58,6 +72,12 @@ AVAILABILITY = Rule(
             Level.ROLES,
             "use_cuda = not args.no_cuda and torch.cuda.is_available()",
             'use_cuda = not args.no_cuda and accel.device.type != "cpu"',
+        ),
+        Example(Level.ROLES, "cpu_only = not torch.cuda.is_available()", 'cpu_only = accel.device.type == "cpu"'),
+        Example(
+            Level.ROLES,
+            "found = torch.cuda.is_available() is True",
+            'found = (accel.device.type != "cpu") is True',
         ),
         Example(Level.ROLES, "n = torch.cuda.device_count()", "n = torch.accelerator.device_count()"),
     ),

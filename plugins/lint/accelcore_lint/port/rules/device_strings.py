@@ -30,7 +30,11 @@ def is_device_name(text: str) -> bool:
 def whole(node: cst.BaseExpression, text: str) -> Rewrite:
     """Return the decision to replace an expression by another source; the parts are gone."""
     new = cst.parse_expression(text)
-    return Rewrite(lambda updated: new.with_changes(lpar=updated.lpar, rpar=updated.rpar), claims=node.children)
+
+    def build(updated: cst.BaseExpression) -> cst.BaseExpression:
+        return new.with_changes(lpar=updated.lpar, rpar=updated.rpar) if updated.lpar else new
+
+    return Rewrite(build, claims=node.children)
 
 
 def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:

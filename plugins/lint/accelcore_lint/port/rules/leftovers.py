@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.facts import Facts, text_of
 from accelcore_lint.port.imports import APEX
 from accelcore_lint.port.model import Example, Left, Level, Rule
 from accelcore_lint.port.rules.device_strings import index_of
@@ -58,7 +58,9 @@ def _unresolved(node: cst.Attribute | cst.Name, facts: Facts) -> Left | None:
     """Report `x.cuda` that is not called, and `torch.cuda` where `torch` has several meanings."""
     parent = facts.parent(node)
     is_called = isinstance(parent, cst.Call) and parent.func is node  # the rule for moves has decided
-    if isinstance(node, cst.Attribute) and node.attr.value in DEVICES and not is_called:
+    if is_called or text_of(node) in facts.own_options:
+        return None
+    if isinstance(node, cst.Attribute) and node.attr.value in DEVICES:
         return Left(f"{node.attr.value} of an object that is not known", node.children)
     return None
 

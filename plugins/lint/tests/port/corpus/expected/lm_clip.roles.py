@@ -14,10 +14,8 @@ accel = accelcore.select()
 # Set the random seed manually for reproducibility.
 accel.runtime.seed(args.seed)
 if accel.device.type != "cpu":
-    # TODO(accelcore): cuda of an object that is not known
     if not args.cuda:
         print("WARNING: You have a CUDA device, so you should probably run with --cuda.")
-# TODO(accelcore): cuda of an object that is not known
 device = torch.device(accel.device.type if args.cuda else "cpu")
 
 

@@ -11,11 +11,9 @@ args = parser.parse_args()
 # Set the random seed manually for reproducibility.
 torch.manual_seed(args.seed)
 if torch.accelerator.is_available():
-    # TODO(accelcore): cuda of an object that is not known
     if not args.cuda:
         print("WARNING: You have a CUDA device, so you should probably run with --cuda.")
 accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-# TODO(accelcore): cuda of an object that is not known
 device = torch.device(accelerator.type if args.cuda else "cpu")
 
 
