@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from accelcore.errors import UnsupportedError
 from accelcore.torch_features import BACKWARD_PASS_AUTOCAST, GET_KERNEL, RESET_ITER_STATE
@@ -60,6 +61,7 @@ __all__ = [
     "uncompiled",
     "unflatten",
     "without_autocast",
+    "without_modes",
 ]
 
 AnyBatchNorm = _BatchNorm
@@ -278,6 +280,14 @@ def never_compile(function: Callable[..., Any]) -> None:
     skip = frames._FrameAction.SKIP
     if isinstance(function, FunctionType):
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no mode of torch's dispatcher is active.
+
+    Without it, a kernel in Python that was replaced by another cannot be called while operators are recorded.
+    """
+    return _disable_current_modes()  # type: ignore[no-any-return]
 
 
 def replaceable_kernel(operator: OpOverload, dispatch_key: str) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from accelcore import torch_internals as internals
@@ -194,3 +195,19 @@ def test_inductor_generates_code_for_the_host_and_not_for_a_device_without_stora
 
 def test_tensors_of_the_host_share_their_objects():
     assert internals.shares_tensor_objects(torch.device("cpu"))
+
+
+def test_a_mode_sees_nothing_in_a_context_without_modes():
+    seen = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    ones = torch.ones(2)
+    with Seeing():
+        with internals.without_modes():
+            ones.sin()
+        ones.cos()
+    assert seen == [torch.ops.aten.cos.default]

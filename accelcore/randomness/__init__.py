@@ -20,11 +20,13 @@ from accelcore.torch_features import GET_KERNEL
 from accelcore.torch_internals import (
     OpOverload,
     device_dispatch_key,
+    dispatch_keyset,
     has_computed_kernel,
     has_kernel,
     operator_name,
     operators_registered_at,
     replaceable_kernel,
+    without_modes,
 )
 
 __all__ = ["draw_on_device", "draw_on_host", "draws_on_host"]
@@ -127,7 +129,13 @@ def _if_it_draws(operator: OpOverload, key: str, on_host: Kernel, device_type: s
     capturing = getattr(torch.get_device_module(device_type), "is_current_stream_capturing", bool)
     process = os.getpid()
 
-    def kernel(keys: torch.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+    def kernel(keys: Any, *arguments: Any, **options: Any) -> Any:
+        if not isinstance(keys, torch.DispatchKeySet):
+            # Under a mode of the dispatcher, torch looks a kernel in Python up once more when it is called, and finds
+            # this one in its place, which it calls as it would the other: without keys.
+            assert before is not None, "torch was about to call it"
+            with without_modes():
+                return before(dispatch_keyset(key), keys, *arguments, **options)
         if before is not None and (os.getpid() != process or not _draws(operator, arguments, options)):
             return before(keys, *arguments, **options)
         if capturing():

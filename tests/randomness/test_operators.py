@@ -5,6 +5,7 @@ import pytest
 import torch
 from draws import CALLS, ELSEWHERE, drawing
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 import accelcore
 from accelcore.errors import ConfigurationError, UnsupportedError
@@ -156,6 +157,16 @@ def test_recurrent_layers_with_dropout_are_layers_with_dropout_between_them(kind
     torch.testing.assert_close(output.data, expected.data)
     for ended, *parts in zip(*map(tensors, (states, states_1, states_2)), strict=True):
         torch.testing.assert_close(ended, torch.cat(parts))
+
+
+def test_a_kernel_in_python_that_was_replaced_still_computes_under_a_mode_of_the_dispatcher(accel):
+    accel.runtime.seed(0)
+    library = torch.library.Library("replaced", "FRAGMENT")
+    library.define("shifted(Tensor x, float dropout) -> Tensor")
+    library.impl("shifted", lambda x, dropout: x + 1, "AutogradCPU")
+    accel.runtime.seed(0, same="everywhere")
+    with FlopCounterMode(display=False):
+        assert torch.ops.replaced.shifted(torch.ones(2), 0.0).tolist() == [2, 2]
 
 
 def test_nothing_is_left_when_it_is_over(accel):
