@@ -287,7 +287,7 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 
     Without it, a kernel in Python that was replaced by another cannot be called while operators are recorded.
     """
-    return _disable_current_modes()  # type: ignore[no-any-return]
+    return _disable_current_modes()
 
 
 def replaceable_kernel(operator: OpOverload, dispatch_key: str) -> Callable[..., Any]:

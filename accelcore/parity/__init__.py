@@ -11,6 +11,7 @@ for a script. Nothing else in accelcore imports this package. One file has one i
     recording  files of a recording
     settings   what of the environment, the model and the optimizer can change numbers
     compare    two recordings: the first event that parts
+    cause      whether a difference begins where it was seen first
     rounding   how far two values may be apart
     result     what a comparison found
     page       the result as a page with plots

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelcore.errors import RecordingError
+from accelcore.parity.cause import begins_at, is_wrong_here
 from accelcore.parity.events import PHASE_OF, Event, Seen, Step
 from accelcore.parity.recording import Reader, ranks_of
 from accelcore.parity.result import Result
@@ -52,7 +53,13 @@ def compare(reference: Path | str, other: Path | str, *, rank: int | None = None
     ranks = sorted(replayed) if rank is None else [rank]
     # A rank that was not recorded is compared with rank 0: gradients and weights do not depend on the rank.
     results = [
-        _of_rank(each, Reader(recorded.get(each, recorded[min(recorded)])), Reader(replayed[each])) for each in ranks
+        _of_rank(
+            each,
+            Reader(recorded.get(each, recorded[min(recorded)])),
+            Reader(replayed[each]),
+            all_ranks=set(ranks) >= recorded.keys() | replayed.keys(),
+        )
+        for each in ranks
     ]
     parted = [result for result in results if not result.agrees]
     return min(parted, key=lambda each: (each.step or 0, _order(each.phase), each.rank or 0)) if parted else results[0]
@@ -63,7 +70,7 @@ def _order(phase: str | None) -> int:
     return order.index(phase) if phase in order else 0
 
 
-def _of_rank(rank: int, recorded: Reader, replayed: Reader) -> Result:
+def _of_rank(rank: int, recorded: Reader, replayed: Reader, *, all_ranks: bool) -> Result:
     settings = differences(recorded.facts["settings"], replayed.facts["settings"])
     changed = {each.name for each in settings}
     kinds = _SAME_IN_EVERY_JOB if "ranks" in changed else tuple(PHASE_OF)
@@ -88,8 +95,16 @@ def _of_rank(rank: int, recorded: Reader, replayed: Reader) -> Result:
             return _told(_other_weights(others, rank, exact=exact, settings=settings, notes=tuple(notes)))
         parted = _exactly(pairs) if exact else _by_rounding(pairs, before)
         if parted is not None:
-            found = _result(parted, number, rank, exact=exact)
-            found = _with_operator(found, both, replayed.facts.get("checked", []))
+            checked = replayed.facts.get("checked", [])
+            found = _with_operator(_result(parted, number, rank, exact=exact), both, checked)
+            cause = is_wrong_here(found, checked) or begins_at(
+                parted.seen,
+                both,
+                [mine.event for mine, _ in pairs],
+                before=before if number > 1 else None,
+                ranks=all_ranks,
+            )
+            found = replace(found, is_cause=cause)
             return _told(replace(found, steps=count, settings=settings, notes=(*notes, *found.notes)))
         before = {mine.event: (mine, theirs) for mine, theirs in pairs}
         if not exact and _is_hidden(pairs):
@@ -209,7 +224,7 @@ def _result(parted: _Parted, step: int, rank: int, *, exact: bool) -> Result:
         agrees=False, steps=0, exact=exact, step=step, rank=rank, phase=phase,
         module=None if event.kind in ("random", "loss", "norm", "batch") else module,
         item=None if operator else f"{event.kind} {event.item}",
-        operator=operator, is_cause=True, ratio=parted.ratio,
+        operator=operator, ratio=parted.ratio,
     )  # fmt: skip
 
 

@@ -36,8 +36,9 @@ class Result:
         module: the module's name as in `model.named_modules()`, `""` for the model itself; None if there is none.
         item: the parameter, the buffer, the number of the input or output, or the state of the optimizer.
         operator: the operator, such as `"aten::addmm"`, if operators were recorded in this step or checked.
-        is_cause: whether the difference begins here: everything that this was computed from agreed. Otherwise it was
-            only first seen here.
+        is_cause: True if the difference begins here: the operator is wrong for its own inputs, compared with float64 on
+            the host, or everything that the item was computed from was seen and agreed. None if that is not known, as
+            for a loss, or behind modules that a compiler hides: the difference was only first seen here.
         ratio: the size of the difference in units of the expected rounding.
         next: what to look at next, in a sentence.
         settings: settings that differ. Differences of the device or of versions are no fault.
@@ -53,7 +54,7 @@ class Result:
     module: str | None = None
     item: str | None = None
     operator: str | None = None
-    is_cause: bool = False
+    is_cause: bool | None = None
     ratio: float = 0.0
     next: str = ""
     settings: tuple[Difference, ...] = ()
