@@ -23,6 +23,8 @@ _TEXT = re.compile(rf"({'|'.join(DEVICES)})(:(\d+|%d|\{{.*\}}|\{{\}}))?")
 _IMPORTS = re.compile(rb"(?m)^[ \t\f]*(from|import)\b[^\n#]*\b(torch|torch_npu|torchvision|apex)\b")
 _OUR_APEX = re.compile(r"(?m)^\s*from accelcore import (.*, *)?apex\b")
 _NAMESPACES = re.compile(r"(?m)^[ \t]*(\w+)(?:, *\w+)?[ \t]*=[ \t]*[\w.]+\.parse_(?:known_)?args\(")
+_FLAGS = re.compile(rf"(?m)^[ \t]*({'|'.join(DEVICES)})[ \t]*=(?!=)")
+_IMPORTED = re.compile(rf"(?m)^[ \t]*(?:from|import)\b[^#\n]*\b({'|'.join(DEVICES)})\b[ \t]*(?:,|as\b|$|#)")
 _STRING = re.compile(r"(?s)[a-zA-Z]*('''|\"\"\"|'|\")(.*)\1")
 
 
@@ -37,11 +39,13 @@ def may_concern(source: bytes) -> bool:
 
 
 def own_options(source: str) -> set[str]:
-    """Return the attributes of the script's own argparse namespaces that are called as a device, such as `args.cuda`.
+    """Return what a script itself calls as a device: attributes of argparse's namespace, and variables.
 
-    What an option `--cuda` stores, or what the script sets there itself (`args.cuda = not args.no_cuda`), is a flag.
+    What an option `--cuda` stores in `args.cuda`, or what the script sets there (`args.cuda = not args.no_cuda`), is a
+    flag. So is a variable as in `cuda = torch.cuda.is_available()`, unless the file imports something of that name.
     """
-    return {f"{space}.{device}" for space in _NAMESPACES.findall(source) for device in DEVICES}
+    options = {f"{space}.{device}" for space in _NAMESPACES.findall(source) for device in DEVICES}
+    return options | (set(_FLAGS.findall(source)) - set(_IMPORTED.findall(source)))
 
 
 def vendor_lines(source: str) -> set[int]:
@@ -68,7 +72,7 @@ def vendor_lines(source: str) -> set[int]:
             in_accelcore = in_accelcore or (text == "accelcore" and before in ("from", "import"))
             if text in ("device_ids", "output_device") and " else None" in token.line:
                 continue  # chosen by a condition, so that it is None elsewhere
-            if before == "." and f"{earlier}.{text}" in own:
+            if (f"{earlier}.{text}" if before == "." else text) in own:
                 continue
             if (text in words and not in_accelcore) or (_OPTION.fullmatch(text) and not in_accelcore):
                 found.add(line)

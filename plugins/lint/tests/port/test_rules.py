@@ -62,3 +62,9 @@ def test_a_parameter_is_a_local_rank_if_every_call_passes_one(other):
     outcome = port_source(source, Level.ROLES)
     assert outcome.after == (2 if other else 0)
     assert ("torch.accelerator.set_device_index(gpu)" in outcome.source) is not bool(other)
+
+
+@pytest.mark.parametrize(("imports", "after"), [("", 0), ("from torch import cuda\n", 4)])
+def test_a_flag_of_the_script_is_no_vendor_line(imports, after):
+    source = f"import torch\n{imports}cuda = torch.cuda.is_available()\nif cuda:\n    print(1)\nprint(cuda)\n"
+    assert port_source(source, Level.TORCH).after == after

@@ -22,4 +22,4 @@ RULES: tuple[Rule, ...] = (
     ALONE, WAIT, SEEDS, TORCH_SEED, PROCESS_GROUP, CHOICES, AVAILABILITY, MOVES, AUTOCAST, CUSTOM, SCALER, MEMORY,
     OPTIMIZERS, REPLICAS, PINS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, *LEFTOVERS,
 )  # fmt: skip
-"""Rules for every vendor's word. The last two claim what the others leave."""
+"""Rules for every vendor's word. The last ones claim what the others leave."""

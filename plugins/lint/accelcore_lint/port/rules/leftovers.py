@@ -6,8 +6,8 @@ import libcst as cst
 
 from accelcore_lint.port.facts import Facts, text_of
 from accelcore_lint.port.imports import APEX
-from accelcore_lint.port.model import Example, Left, Level, Rule
-from accelcore_lint.port.rules.device_strings import index_of
+from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rules.device_strings import index_of, whole
 from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES
 
 __all__ = ["LEFTOVERS"]
@@ -27,6 +27,17 @@ _REASONS = {
 }
 _SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda")
 _DEFAULT = "one vendor's function, without a generic one"
+
+
+_ERRORS = tuple(f"torch.{device}.OutOfMemoryError" for device in DEVICES)
+
+
+def _decide_error(node: cst.Attribute, facts: Facts) -> Rewrite | None:
+    """Write the error by the name that torch has for it on all devices; it is the same class."""
+    if facts.name(node) not in _ERRORS:
+        return None
+    imports = () if facts.has_torch_name else ("import torch",)
+    return Rewrite(whole(node, f"{facts.torch}.OutOfMemoryError").build, node.children, imports)
 
 
 def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | None:
@@ -86,6 +97,19 @@ def _decide_string(node: cst.SimpleString, facts: Facts) -> Left | None:
 
 
 LEFTOVERS = (
+    Rule(
+        "error",
+        "the error of a device that is out of memory",
+        (cst.Attribute,),
+        _decide_error,
+        (
+            Example(
+                Level.TORCH,
+                "try:\n    train()\nexcept torch.cuda.OutOfMemoryError:\n    pass",
+                "try:\n    train()\nexcept torch.OutOfMemoryError:\n    pass",
+            ),
+        ),
+    ),
     Rule(
         "unknown function",
         "functions of one vendor that nothing replaces",
