@@ -19,6 +19,8 @@ _WITH_EPSILON: tuple[Any, ...] = (
     torch.optim.RMSprop,
 )
 _FUSED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
+_REMAINDERS: tuple[Any, ...] = (torch.remainder, torch.fmod)
+_FAR_APART = (6.0, 2.0**-126)  # the quotient is too large for fp32
 
 
 def steps(make: Callable[[list[Tensor]], torch.optim.Optimizer], start: Tensor, gradients: list[Tensor]) -> Tensor:
@@ -96,6 +98,15 @@ def memory_order() -> bool:
             steps(partial(kind, lr=0.1, foreach=False), start, [gradient] * 2),
         )
         for kind in _FUSED
+    )
+
+
+def remainder() -> bool:
+    """Check if the remainder is NaN in a long tensor where the quotient overflows, and right in a short one."""
+    return any(
+        kernel(one, other).item() == 0 and bool(kernel(one.repeat(64), other.repeat(64)).isnan().any())
+        for kernel in _REMAINDERS
+        for one, other in (torch.tensor(_FAR_APART, dtype=dtype).split(1) for dtype in (torch.float32, torch.bfloat16))
     )
 
 

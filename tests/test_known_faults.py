@@ -18,6 +18,7 @@ from accelcore.roles.compiler import TorchCompiler
 from tests import fault_probes
 
 PAGE = Path(__file__).parents[1] / "docs" / "known_faults.md"
+RELEASE = torch.__version__.partition("+")[0]
 TABLES = {"": TORCH_FAULTS}
 TABLES |= {name: import_module(f"accelcore_{name}.known_faults").KNOWN_FAULTS for name in ("cpu", "cuda", "npu")}
 FAULT = KnownFault(
@@ -32,6 +33,7 @@ PROBES = dict(
         (
             fault_probes.fp16_epsilon, fault_probes.skipped_first_step, fault_probes.backward_under_autocast,
             fault_probes.cast_without_gradient, fault_probes.low_precision_sgd, fault_probes.memory_order,
+            fault_probes.remainder,
         ),
         strict=True,
     )
@@ -66,6 +68,8 @@ def test_a_probe_finds_what_is_right_to_be_right(monkeypatch):
     assert not fault_probes.skipped_first_step()
     assert not fault_probes.low_precision_sgd()
     assert not fault_probes.memory_order()
+    monkeypatch.setattr(fault_probes, "_REMAINDERS", (lambda one, other: one * 0,))
+    assert not fault_probes.remainder()
     with monkeypatch.context() as patched:
         patched.setattr(torch, "no_grad", contextlib.nullcontext)
         assert not fault_probes.cast_without_gradient()
@@ -75,7 +79,7 @@ def test_a_probe_finds_what_is_right_to_be_right(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("versions", "applies"), [(">=2,<3", True), ("<1", False), (">=2.13.0", True)])
+@pytest.mark.parametrize(("versions", "applies"), [(">=2,<3", True), ("<1", False), (f">={RELEASE}", True)])
 def test_a_fault_applies_to_its_versions(versions, applies):
     assert replace(FAULT, versions=versions).applies is applies
 

@@ -18,7 +18,7 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     The spread of several such runs is the effect of rounding errors, also where a calculation amplifies them.
 
     Attributes:
-        overflows: whether a number was too large for `dtype`.
+        overflows: whether a finite number was too large for `dtype`.
         draws: whether an operator drew random numbers.
     """
 
@@ -26,7 +26,7 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.overflows = self.draws = False
         self._eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-        self._largest = torch.finfo(dtype).max / 4 if dtype == torch.float16 else 0.0
+        self._largest = torch.finfo(dtype).max / 4 if dtype.is_floating_point else 0.0
         self._generator = torch.Generator().manual_seed(seed)
 
     def inputs(self, arguments: Any) -> Any:
@@ -55,6 +55,6 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if value.dtype != torch.float64 or value.layout != torch.strided or not value.numel():
             return value
         if self._largest and not self.overflows:
-            self.overflows = bool((value.abs() > self._largest).any())
+            self.overflows = bool((value.isfinite() & (value.abs() > self._largest)).any())
         drawn = torch.empty(value.shape, dtype=torch.float64).uniform_(-1, 1, generator=self._generator)
         return value + value * drawn.mul_(self._eps)
