@@ -70,8 +70,8 @@ class TestOptimizers(StateOfOptimizers):
             reference, expected = on_host(name, options)
             try:
                 train(reference, expected)
-            except KeyError as error:  # Adagrad's, in older versions of torch
-                pytest.skip(f"torch's {type(reference).__name__} has no state for a group added later: {error}")
+            except KeyError as lost:  # Adagrad's, in older versions of torch
+                pytest.skip(f"torch's {type(reference).__name__} has no state for a group added later: {lost}")
             for route, optimizer, members in routes_of(accel, name, options):
                 train(optimizer, members)
                 assert max(map(error, members, expected)) < 2e-5, f"route {route} does not step a group added later"
