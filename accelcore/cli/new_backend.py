@@ -5,6 +5,7 @@ The template is a backend called `hostchip`. `examples/third_party` is what it m
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
 import re
 import shutil
@@ -84,4 +85,8 @@ def _check(name: str, torch_device: str) -> None:
     if name in taken:
         raise ConfigurationError(
             f"the backend {name!r} exists", remedy=f"choose another name than {', '.join(sorted(taken))}"
+        )
+    if importlib.util.find_spec(f"accelcore_{name}") is not None:
+        raise ConfigurationError(
+            f"the package accelcore_{name} is installed", why="it has another purpose", remedy="choose another name"
         )

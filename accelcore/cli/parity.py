@@ -22,7 +22,7 @@ __all__ = ["record", "replay"]
 _MAIN = "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from accelcore.cli import main; sys.exit(main())"
 _RUNNER = Path(__file__).parents[1] / "parity" / "script.py"  # not imported: it imports torch
 _AFTER_THE_SCRIPT = {"allow_interspersed_args": False}
-_NOTHING = 2
+_NOTHING, _INVALID = 2, 64
 
 _device = device_option("--device", "DEVICE", "What select() chooses in the script, as ACCEL_DEVICE does.")
 _emulate = device_option("--emulate", "NAME", "Run on an emulation of the backend NAME, on this host.")
@@ -85,9 +85,9 @@ def replay(
 ) -> int:  # fmt: skip
     """Run a recorded script again, and name the first place where the two runs part.
 
-    REFERENCE is a recording; with --self it is made first. The replay begins with the recorded weights and random
-    numbers. If the runs part in a forward or backward pass, that step is run again, and each of its operators is
-    compared with the host's float64 result for the same inputs.
+    REFERENCE is a recording; with --self it is a new folder, and made first. The replay begins with the recorded
+    weights and random numbers. If the runs part in a forward or backward pass, that step is run again, and each of its
+    operators is compared with the host's float64 result for the same inputs.
 
     \b
     Exit code:
@@ -100,15 +100,21 @@ def replay(
     Examples:
       accelcore replay ref train.py --epochs 1
       accelcore replay --emulate npu --device npu --report ref.html ref train.py
-      accelcore replay --self ref train.py
+      accelcore replay --self new train.py
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     folder = Path(out) if out else Path(reference).with_name(f"{Path(reference).name}-replay")
     options: dict[str, Any] = {"steps": steps or None}
-    if itself and _run("record", reference, options, places, script, arguments):
-        return _NOTHING
+    if itself:
+        if Path(reference).exists():
+            raise ConfigurationError(
+                f"{reference} exists, and --self would replace it by a recording of this device",
+                remedy="name a folder that does not exist",
+            )
+        if code := _run("record", reference, options, places, script, arguments):
+            return _failed(code)
     options |= {"out": str(folder), "weights": "take" if take_weights else "compare"}
-    if _run("replay", reference, options, places, script, arguments):
-        return _NOTHING
+    if code := _run("replay", reference, options, places, script, arguments):
+        return _failed(code)
     from accelcore.parity.compare import compare
 
     found = compare(reference, folder)
@@ -131,6 +137,14 @@ def replay(
     else:
         _show(found)
     return 0 if found.agrees else 1
+
+
+def _failed(code: int) -> int:
+    """Report that the script failed, unless the request was at fault, and return the command's exit code."""
+    if code == _INVALID:  # reported by `accelcore run`, or by the program that reads the recording
+        return _INVALID
+    click.echo(f"accelcore: nothing was compared: the script ended with exit code {code}", err=True)
+    return _NOTHING
 
 
 def _can_be_closer(found: Result) -> bool:

@@ -20,6 +20,7 @@ from accelcore.parity.replay import Replay
 
 __all__ = ["main"]
 
+_INVALID = 64  # the exit code of a request that is invalid, as of every command
 _EVERY = 5.0  # seconds between two lines of progress
 
 
@@ -30,12 +31,14 @@ def main() -> None:
     if not getattr(sys.flags, "safe_path", False):  # Python has put the folder of this file there
         sys.path[0] = dirname(realpath(script))
     context = _Recorded if mode == "record" else _Replayed
+    code = _INVALID
     try:
         with context(folder, **json.loads(options)):
+            code = 1
             _run(script)
     except AccelError as error:
         sys.stderr.write(f"accelcore: {error}\n")
-        sys.exit(1)
+        sys.exit(code)
 
 
 def _run(script: str) -> None:

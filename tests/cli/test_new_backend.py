@@ -50,6 +50,14 @@ def test_a_backend_that_is_installed_is_refused(tmp_path, fakes):
         write_backend("present", tmp_path / "new")
 
 
+def test_a_package_of_another_purpose_is_not_hidden(tmp_path, monkeypatch):
+    (tmp_path / "accelcore_other").mkdir()
+    (tmp_path / "accelcore_other" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationError, match="accelcore_other is installed"):
+        write_backend("other", tmp_path / "new")
+
+
 def test_a_folder_that_exists_is_left_as_it_is(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine").write_text("mine")
     assert main(["new-backend", "mychip", "--folder", str(tmp_path / "mine")]) == 64
