@@ -249,7 +249,7 @@ def _name(asked: str | type[torch.optim.Optimizer]) -> str:
 
 def _listed(params: Parameters) -> list[dict[str, Any]]:
     """Return parameter groups whose parameters are lists, because reading a generator exhausts it."""
-    if isinstance(params, torch.nn.Module):
+    if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
         raise TypeError(f"a {type(params).__name__} is a module")
     groups = list(params)
     if groups and not isinstance(groups[0], dict):

@@ -228,7 +228,7 @@ def test_deep_imports_torch_and_multiplies_on_every_usable_backend(machine):
     assert code == 0
     deep = report["deep"]
     assert set(deep) == {"torch", "autoload_broken", "backends"}
-    assert set(deep["torch"]) == {"name", "outcome", "reason", "remedy", "seconds", "stderr"}
+    assert set(deep["torch"]) == {"name", "notes", "outcome", "reason", "remedy", "seconds", "stderr"}
     assert (deep["torch"]["outcome"], deep["autoload_broken"]) == ("works", False)
     assert {trial["name"]: trial["outcome"] for trial in deep["backends"]} == {
         "cpu": "works", "cuda": "not tried", "npu": "not tried",

@@ -193,8 +193,7 @@ def test_slow_low_precision_is_said_once_and_fast_not_at_all():
         handler = logging.Handler()
         handler.emit = lambda record: messages.append(record.getMessage())
         logging.getLogger("accelcore").addHandler(handler)
-        torch.ops.mkldnn._is_mkldnn_bf16_supported = lambda: True
-        torch.ops.mkldnn._is_mkldnn_fp16_supported = lambda: False
+        torch.cpu.get_capabilities = lambda: {"avx512_bf16": True}
         for _ in range(3):
             accel = accelcore.select("cpu")
             with accel.autocast(enabled=False), accel.autocast(torch.bfloat16, enabled=False):

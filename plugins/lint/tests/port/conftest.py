@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # `corpus` and `runs`, also in the emulator's tests
+sys.path.insert(0, str(Path(__file__).parent))  # `corpus` and `port_runs`, also in the emulator's tests
 
 
 @pytest.fixture

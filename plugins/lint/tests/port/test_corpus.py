@@ -2,7 +2,7 @@
 
 import corpus
 import pytest
-import runs
+import port_runs
 from accelcore_lint.port import Level, port_source
 from accelcore_lint.port.vendors import vendor_lines
 
@@ -59,8 +59,8 @@ def test_a_second_run_changes_nothing(name, level):
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 def test_trains_as_the_same_script_for_the_cpu(name, level, free_port):
     variables = {**LAUNCHED, "MASTER_PORT": str(free_port)} if name == "ddp_torchrun" else {}
-    expected = runs.losses(runs.cpu_twin(corpus.source(name)), name, variables=variables)
-    ported = runs.losses(corpus.expected_path(name, level).read_text(), name, variables=variables)
+    expected = port_runs.losses(port_runs.cpu_twin(corpus.source(name)), name, variables=variables)
+    ported = port_runs.losses(corpus.expected_path(name, level).read_text(), name, variables=variables)
     assert ported == pytest.approx(expected, rel=1e-5)
     assert expected or name == "shadowed"
 
