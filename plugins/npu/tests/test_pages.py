@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ELSEWHERE = {
     "why.md": "its scripts are files of one program, which tests/docs puts together",
+    "lint.md": "its scripts are what the linter finds, or does not find",
+    "port.md": "test_port.py runs ported scripts here",
     "apex.md": "test_apex.py runs scripts for apex here",
     "transfer_to_npu.md": "test_moving.py runs both of its scripts here",
 }
