@@ -1,8 +1,8 @@
 """Each script of the corpus becomes what is committed, at each level, and trains as before."""
 
 import corpus
-import pytest
 import port_runs
+import pytest
 from accelcore_lint.port import Level, port_source
 from accelcore_lint.port.vendors import vendor_lines
 
