@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +117,8 @@ def replay(
     options |= {"out": str(folder), "weights": "take" if take_weights else "compare"}
     if code := _run("replay", reference, options, places, script, arguments):
         return _failed(code)
-    from accelcore.parity.compare import compare
+    with _no_device():
+        from accelcore.parity.compare import compare
 
     found = compare(reference, folder)
     if _can_be_closer(found):
@@ -145,6 +148,21 @@ def _failed(code: int) -> int:
         return _INVALID
     click.echo(f"accelcore: nothing was compared: the script ended with exit code {code}", err=True)
     return _NOTHING
+
+
+@contextmanager
+def _no_device() -> Iterator[None]:
+    """Import torch here without the packages of devices: they may work only as `--emulate` sets them up."""
+    name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _can_be_closer(found: Result) -> bool:
