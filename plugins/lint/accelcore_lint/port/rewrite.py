@@ -202,6 +202,8 @@ class _Apply(cst.CSTTransformer):
         rewrite = self._decisions.rewrites.get(original_node)
         if rewrite is not None:
             result = rewrite.build(result)
+        if isinstance(result, cst.FormattedString) and result is not original_node:
+            result = result.visit(_Requote(result.quote))
         comments = self._decisions.comments.get(original_node)
         if comments:
             result = _commented(cast("cst.SimpleStatementLine", result), comments)
@@ -219,6 +221,20 @@ class _Apply(cst.CSTTransformer):
         if after is not None:
             statements += [cst.parse_statement(line) for line in sorted(after)]
         return cst.FlattenSentinel(cast("list[cst.CSTNode]", statements))
+
+
+class _Requote(cst.CSTTransformer):
+    """Gives strings in an f-string other quotes than its own, which Python before 3.12 needs."""
+
+    def __init__(self, quote: str) -> None:
+        super().__init__()
+        self._quote = quote
+
+    def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.SimpleString:
+        other = "'" if self._quote == '"' else '"'
+        if updated_node.quote != self._quote or other in updated_node.value or "\\" in updated_node.value:
+            return updated_node
+        return updated_node.with_changes(value=updated_node.value.replace(self._quote, other))
 
 
 def _commented(statement: cst.SimpleStatementLine, reasons: list[str]) -> cst.CSTNode:

@@ -68,3 +68,12 @@ def test_a_parameter_is_a_local_rank_if_every_call_passes_one(other):
 def test_a_flag_of_the_script_is_no_vendor_line(imports, after):
     source = f"import torch\n{imports}cuda = torch.cuda.is_available()\nif cuda:\n    print(1)\nprint(cuda)\n"
     assert port_source(source, Level.TORCH).after == after
+
+
+@pytest.mark.parametrize("quote", ["'", '"', "'''", '"""'])
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES], ids=lambda level: level.value)
+def test_strings_in_an_f_string_have_other_quotes(quote, level):
+    source = f"import torch\nx = f{quote}{{1 if torch.cuda.is_available() else 0:.3g}}G{quote}\n"
+    outcome = port_source(source, level)
+    compile(outcome.source, "ported", "exec")
+    assert outcome.after == 0
