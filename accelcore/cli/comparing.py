@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from accelcore.cli.options import common, device_option, json_option, number
+from accelcore.cli.options import check_script, common, device_option, json_option, number
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -79,6 +79,8 @@ def advise(
     from accelcore.advise.advise import advise
     from accelcore.advise.trials import Script
 
+    if not module:
+        check_script(script)
     command = [*(["--device", device] if device else []), *(["--nproc", str(nproc)] if nproc > 1 else [])]
     command += [*(["--emulate", emulate] if emulate else []), *(["-m"] if module else []), script, *arguments]
     with _Progress(steps) as progress:

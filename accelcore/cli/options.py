@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from accelcore.errors import ConfigurationError
+
 __all__ = [
     "SEVERAL_MACHINES",
+    "check_script",
     "common",
     "device_option",
     "devices",
@@ -90,3 +94,9 @@ def devices(context: click.Context, parameter: click.Parameter, incomplete: str)
 def device_option(name: str, metavar: str, help: str) -> Callable[[F], F]:
     """Add an option whose value is a backend's name, which the shell completes."""
     return click.option(name, metavar=metavar, shell_complete=devices, help=help)
+
+
+def check_script(script: str) -> None:
+    """Raise ConfigurationError if there is no such file."""
+    if not Path(script).is_file():
+        raise ConfigurationError(f"there is no script {script!r}", remedy="correct the path")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelcore.cli.options import common, device_option, json_option, number
+from accelcore.cli.options import check_script, common, device_option, json_option, number
 from accelcore.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def record(
         "random": "everywhere" if same_random else None,
         "steps": steps or None,
     }
+    if Path(out).exists():
+        click.echo(f"accelcore: {out} exists: if it is a recording, it is replaced", err=True)
     return _run("record", out, options, places, script, arguments)
 
 
@@ -173,8 +175,7 @@ def _run(
     mode: str, folder: str, options: dict[str, Any], places: dict[str, Any], script: str, arguments: Sequence[str]
 ) -> int:
     """Run a script in a process of its own, and return its exit code."""
-    if not Path(script).is_file():
-        raise ConfigurationError(f"there is no script {script!r}", remedy="correct the path")
+    check_script(script)
     given = [word for name, value in places.items() if value is not None for word in (f"--{name}", str(value))]
     program = [str(_RUNNER), mode, folder, json.dumps(options), script, *arguments]
     done = subprocess.run([sys.executable, "-c", _MAIN, "\n".join(sys.path), "run", *given, *program], check=False)  # noqa: S603  # this Python

@@ -33,3 +33,12 @@ def test_a_script_that_fails_is_named_with_its_exit_code(tmp_path, capfd):
     script.write_text("raise SystemExit(3)")
     assert main(["replay", "--self", str(tmp_path / "new"), str(script)]) == 2
     assert "exit code 3" in capfd.readouterr().err
+
+
+def test_a_script_that_is_missing_starts_nothing(tmp_path, capsys):
+    missing = str(tmp_path / "train.py")
+    for command in (["advise"], ["record", "--out", str(tmp_path / "ref")], ["replay", str(tmp_path / "ref")]):
+        assert main([*command, missing]) == 64
+        said = capsys.readouterr()
+        assert "no script" in said.err
+        assert "trial" not in said.err + said.out
