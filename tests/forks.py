@@ -156,6 +156,8 @@ def _main(command: list[str], environ: dict[str, str], cwd: str, folder: Path) -
     os.environ.update(environ)
     os.chdir(cwd)
     warnings.filterwarnings("error", category=UserWarning)
+    # torch 2.11 raises this whenever its profiler starts.
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
