@@ -288,9 +288,15 @@ def new_backend(name: str, folder: str | None, torch_device: str) -> None:
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     from pathlib import Path
 
-    from accelcore.cli.new_backend import write_backend
+    from accelcore.cli.new_backend import missing_device, write_backend
 
     written = write_backend(name, None if folder is None else Path(folder), torch_device=torch_device)
+    if missing := missing_device(torch_device):
+        where = written / f"accelcore_{name}" / "backend.py"
+        click.echo(
+            f"accelcore: {missing}: in {where}, import the vendor's package that registers it, or correct its name",
+            err=True,
+        )
     click.echo(f"{written}: pip install --no-deps -e {written}, then accelcore verify backend {name}")
 
 

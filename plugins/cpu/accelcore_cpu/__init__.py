@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accelcore.devices.hookspecs import Probe, hookimpl
-from accelcore_cpu.kernels import store
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
@@ -17,10 +16,7 @@ __all__ = ["accelcore_create_backend", "accelcore_known_faults", "accelcore_prob
 @hookimpl
 def accelcore_probe() -> Probe:
     """Return that a CPU is available: the last choice of `auto`, shared by all ranks of a host."""
-    ahead = store.newest()
-    kernels = "" if ahead is None else f"; the optimizers' kernels are built, and prefetch {ahead} bytes ahead"
-    reason = f"every machine has one{kernels}"
-    return Probe("cpu", available=True, reason=reason, count=1, exclusive=False, api=1)
+    return Probe("cpu", available=True, reason="every machine has one", count=1, exclusive=False, api=1)
 
 
 @hookimpl

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from accelcore_cpu import accelcore_probe
 from accelcore_cpu.kernels import compiler, store
 
 from accelcore.errors import ConfigurationError
@@ -173,18 +172,6 @@ def test_a_folder_has_to_be_named_by_its_whole_path(monkeypatch, named):
     monkeypatch.setenv("ACCEL_KERNEL_CACHE", named)
     with pytest.raises(ConfigurationError, match="ACCEL_KERNEL_CACHE"):
         store.folder()
-
-
-def test_the_probe_tells_how_far_the_newest_kernels_prefetch(monkeypatch, tmp_path):
-    monkeypatch.setenv("ACCEL_KERNEL_CACHE", str(tmp_path))
-    plain = accelcore_probe().reason
-    for age, ahead in ((9, 4096), (5, 512)):
-        library = tmp_path / f"key{age}-{ahead}-digest.so"
-        library.touch()
-        os.utime(library, (100 - age, 100 - age))
-    assert accelcore_probe().reason == f"{plain}; the optimizers' kernels are built, and prefetch 512 bytes ahead"
-    monkeypatch.setenv("ACCEL_KERNEL_CACHE", "not/absolute")
-    assert accelcore_probe().reason == plain, "the error comes where kernels are needed"
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch):

@@ -16,7 +16,7 @@ from platformdirs import user_cache_dir
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import shown
 
-__all__ = ["find", "folder", "keep", "newest", "open_folder"]
+__all__ = ["find", "folder", "keep", "open_folder"]
 
 _VARIABLE = "ACCEL_KERNEL_CACHE"
 
@@ -66,15 +66,6 @@ def find(path: Path, key: str) -> tuple[Path, int] | None:
     except (OSError, ValueError):
         pass
     return None
-
-
-def newest() -> int | None:
-    """Return the choice that is kept with the newest library, of whichever build; None if there is none."""
-    try:
-        files = [(file.stat().st_mtime, file) for file in folder().glob("*-*-*.so")]
-        return int(max(files)[1].stem.split("-")[1])
-    except (OSError, ValueError):  # also if there is none, and of a folder that is refused when kernels are needed
-        return None
 
 
 def keep(path: Path, key: str, built: Path, choice: int) -> Path:
