@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from typing import Any
 from weakref import ref
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 from accelcore.training.parallel.strategy import Strategy
+from accelcore.util.containers import described
 from accelcore.util.text import is_number
 
 __all__ = ["SharedParameters", "Window"]
@@ -92,6 +94,16 @@ class Window:
             total = strategy.collectives.all_reduce(self._total.clone(), "avg")
             return torch.where(total > 0, total.reciprocal(), 0.0)
         return None if full else self.accumulate / self.micro
+
+    def note(self, error: BaseException, batch: Any) -> None:
+        """Add the step and the batch to an error that a micro-batch raises, where Python shows notes (3.11 or later).
+
+        The error keeps its class: a script may wait for torch's OutOfMemoryError.
+        """
+        add_note = getattr(error, "add_note", None)
+        if add_note is not None and isinstance(error, Exception):
+            number = f", micro-batch {self.micro + 1} of {self.accumulate}" if self.accumulate > 1 else ""
+            add_note(f"in step {self.steps + 1}{number} of the trainer, whose batch is {described(batch)}")
 
     def forget_weights(self) -> None:
         if self._total is not None:
