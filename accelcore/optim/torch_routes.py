@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial, update_wrapper
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from accelcore.known_faults import FP16_EPSILON
+from accelcore.optim.engine import Engine
 from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.formulas.formula import STATE_DTYPES, not_negative
 from accelcore.optim.registry import Optimizers
@@ -71,9 +73,26 @@ def _made_by(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
         for group in made.param_groups:
             if not isinstance(group["lr"], Tensor):  # reading one would make the host wait
                 not_negative(lr=group["lr"])  # torch checks the default only, and accepts nan in SGD
+        if made.state and not isinstance(made, Engine):  # an engine begins any parameter
+            made.state = _InitialState(made)
         return made
 
     return update_wrapper(make, kind, updated=())
+
+
+class _InitialState(defaultdict[Tensor, Any]):
+    """State of an optimizer whose constructor creates it, also for parameters that the constructor did not see.
+
+    Adagrad is the only one. Before torch 2.13 its `step` fails if a parameter has no state.
+    """
+
+    def __init__(self, made: torch.optim.Optimizer) -> None:
+        super().__init__(dict, made.state)
+        self._make = partial(type(made), **made.defaults)
+
+    def __missing__(self, parameter: Tensor) -> Any:
+        self[parameter] = self._make([parameter]).state[parameter]
+        return self[parameter]
 
 
 def _loses_epsilon(request: Request) -> bool:
