@@ -171,6 +171,11 @@ ELSEWHERE = {
         "_scaled_dot_product_cudnn_attention_backward", "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention.quantized", "_triton_scaled_dot_attention",
-        "_triton_scaled_dot_attention.out", "miopen_rnn", "miopen_rnn.out",
+        "_triton_scaled_dot_attention.out", "_cudnn_attention_forward_no_dropout_inplace", "miopen_rnn",
+        "miopen_rnn.out",
     ), "a kernel of one device's own: it is refused there"),
+    **dict.fromkeys((
+        f"{name}.{overload}{out}" for name in ("rand", "randn") for overload in ("names", "generator_with_names")
+        for out in ("", "_out")
+    ), "names of dimensions, up to torch 2.10: torch refuses them where a kernel is in Python"),
 }  # fmt: skip

@@ -94,10 +94,14 @@ def listed_operators() -> Iterator[tuple[OpOverload, Treatment]]:
                 has_any_kernel(operator)
                 and not schema.is_mutable
                 and any("Tensor" in str(argument.type) for argument in schema.arguments)
-                # With an out_dtype the caller decides; names of dimensions are a prototype in torch.
-                and not any(argument.name == "out_dtype" or "Dimname" in str(argument) for argument in schema.arguments)
+                # With an out_dtype the caller decides. Names of dimensions are a prototype that newer versions lack.
+                and not any(each.name == "out_dtype" or _is_name(each) for each in schema.arguments)
             ):
                 yield operator, treatment
+
+
+def _is_name(argument: Any) -> bool:
+    return argument.name == "dim" and "str" in str(argument.type)
 
 
 def castable_tensors(values: Iterable[Any], device_type: str | None = None) -> Iterator[Tensor]:
