@@ -24,7 +24,7 @@ PROMISED = """
     accelcore.scaling.contract: LossScaler NoScaler StaticScaler
     accelcore.scaling.dynamic: GradScaler Scalers
     accelcore.optim.registry: Optimizers
-    accelcore.optim.route: Request
+    accelcore.optim.engine: Request
     accelcore.optim.engine: Engine
     accelcore.optim.torch_routes: register_torch_optimizers
     accelcore.jobs.collectives: Collectives NoCollectives TorchCollectives

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.apex.devices import backend_of, choose_routes_again
 from accelcore.apex.levels import Properties, resolve
 from accelcore.apex.prepared import Accumulated, Prepared, is_prepared
-from accelcore.apex.state import AmpScaler, enter_o1, listed, state
+from accelcore.apex.state import AmpScaler, backend_of, enter_o1, listed, state
 from accelcore.backend import Backend
 from accelcore.errors import AmpError, UnsupportedError
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
@@ -112,7 +111,6 @@ def initialize(
                 f"this {type(optimizer).__name__} was given to amp.initialize before, and is prepared already",
                 remedy="give each optimizer once: amp.initialize([model, other], [optimizer, another])",
             )
-        choose_routes_again(optimizer, backend)
     if properties.combine_ddp:
         if not dist.is_initialized():
             raise AmpError(

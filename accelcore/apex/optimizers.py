@@ -1,16 +1,19 @@
 """apex.optimizers on any device: Ascend's names for the fastest correct implementation on that device.
 
-The device is the parameters' device. If a model is moved after its optimizer was created, `amp.initialize` chooses the
-implementation again.
+The device is the parameters' device. If a model is moved after its optimizer was created, the implementation is chosen
+again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from accelcore.apex.devices import Parameters, create_optimizer
+from accelcore.apex.state import backend_of
 from accelcore.errors import UnsupportedError
+from accelcore.optim.engine import Request, Route
 from accelcore.optim.optimizer import RoutedOptimizer
+from accelcore.optim.registry import Optimizers
 
 __all__ = [
     "FusedAdagrad",
@@ -38,6 +41,20 @@ _REFUSED = {
 }
 
 
+Parameters = Iterable[Any]
+"""Tensors, or groups of them, as torch's optimizers take them."""
+
+
+class _ByDevice(Optimizers):
+    """Registry that chooses among the routes of the parameters' device, wherever they are at that moment."""
+
+    def choose(self, request: Request) -> Route:
+        return backend_of(request.parameters).optimizers.choose(request)
+
+
+_create = _ByDevice().create
+
+
 # Each function that passes on `locals()` has the argument names of the registry's optimizer.
 def NpuFusedSGD(  # noqa: N802  # Ascend's name, as those below
     params: Parameters,
@@ -48,7 +65,7 @@ def NpuFusedSGD(  # noqa: N802  # Ascend's name, as those below
     nesterov: bool = False,
 ) -> RoutedOptimizer:
     """`torch.optim.SGD`."""
-    return create_optimizer("sgd", **locals())
+    return _create("sgd", **locals())
 
 
 def NpuFusedAdam(  # noqa: N802
@@ -60,7 +77,7 @@ def NpuFusedAdam(  # noqa: N802
     amsgrad: bool = False,
 ) -> RoutedOptimizer:
     """`torch.optim.Adam`."""
-    return create_optimizer("adam", **locals())
+    return _create("adam", **locals())
 
 
 def NpuFusedAdamW(  # noqa: N802
@@ -72,7 +89,7 @@ def NpuFusedAdamW(  # noqa: N802
     amsgrad: bool = False,
 ) -> RoutedOptimizer:
     """`torch.optim.AdamW`."""
-    return create_optimizer("adamw", **locals())
+    return _create("adamw", **locals())
 
 
 def NpuFusedAdamP(  # noqa: N802
@@ -86,14 +103,14 @@ def NpuFusedAdamP(  # noqa: N802
     nesterov: bool = False,
 ) -> RoutedOptimizer:
     """AdamP, as in docs/optimizers.md."""
-    return create_optimizer("adamp", **locals())
+    return _create("adamp", **locals())
 
 
 def NpuFusedAdadelta(  # noqa: N802
     params: Parameters, lr: float = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0
 ) -> RoutedOptimizer:
     """`torch.optim.Adadelta`."""
-    return create_optimizer("adadelta", **locals())
+    return _create("adadelta", **locals())
 
 
 def NpuFusedLamb(  # noqa: N802
@@ -106,7 +123,7 @@ def NpuFusedLamb(  # noqa: N802
     use_global_grad_norm: bool = False,
 ) -> RoutedOptimizer:
     """Ascend's Lamb: no bias correction, norms of parameters at most 10. It differs from NVIDIA's FusedLAMB."""
-    return create_optimizer("lamb", **locals())
+    return _create("lamb", **locals())
 
 
 Lamb = NpuFusedLamb
@@ -128,7 +145,7 @@ def NpuFusedBertAdam(  # noqa: N802
 
     A `max_grad_norm` > 0 clips the gradients of each group together.
     """
-    return create_optimizer("bertadam", **locals())
+    return _create("bertadam", **locals())
 
 
 def NpuFusedRMSprop(  # noqa: N802
@@ -141,7 +158,7 @@ def NpuFusedRMSprop(  # noqa: N802
     centered: bool = False,
 ) -> RoutedOptimizer:
     """`torch.optim.RMSprop`."""
-    return create_optimizer("rmsprop", **locals())
+    return _create("rmsprop", **locals())
 
 
 def NpuFusedRMSpropTF(  # noqa: N802
@@ -156,7 +173,7 @@ def NpuFusedRMSpropTF(  # noqa: N802
     lr_in_momentum: bool = True,
 ) -> RoutedOptimizer:
     """TensorFlow's RMSprop. Its mean square starts at 1, as in torch_npu; in Ascend's apex it starts at 0."""
-    return create_optimizer("rmsproptf", **locals())
+    return _create("rmsproptf", **locals())
 
 
 def FusedAdam(  # noqa: N802
@@ -180,7 +197,7 @@ def FusedAdam(  # noqa: N802
             "FusedAdam cannot run with bias_correction=False", remedy="leave it out, or use NpuFusedBertAdam"
         )
     name = "adamw" if adam_w_mode else "adam"
-    return create_optimizer(name, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    return _create(name, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
 def FusedSGD(  # noqa: N802
@@ -223,7 +240,7 @@ def FusedAdagrad(  # noqa: N802
         raise UnsupportedError(
             "FusedAdagrad cannot run with adagrad_w_mode=True", remedy="leave it out: torch's Adagrad adds the decay"
         )
-    return create_optimizer("adagrad", params, lr=lr, eps=eps, weight_decay=weight_decay)
+    return _create("adagrad", params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""State of `amp.initialize` in this process: the loss scalers, and the region of O1.
+"""State of `amp.initialize` in this process: the backends by device, the loss scalers, and the region of O1.
 
 apex replaces functions of torch, so that it also casts the loss, a second head, or an evaluation. Here the thread that
 calls `amp.initialize` stays in a region of autocast by table O1. The region is suspended where apex casts nothing, or
@@ -8,9 +8,10 @@ should not: in backward passes and in optimizers' steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.backend import Backend
+from accelcore.devices.select import select
 from accelcore.errors import AmpError, CheckpointError
 from accelcore.precision.o1.region import clear_cast_cache
 from accelcore.precision.policy import Policy, create_scaler
 from accelcore.scaling.contract import AnyRank, FindBad, LossScale, LossScaler
 
-__all__ = ["AmpScaler", "State", "casts_suspended", "enter_o1", "leave_o1", "listed", "state"]
+__all__ = ["AmpScaler", "State", "backend_of", "casts_suspended", "enter_o1", "leave_o1", "listed", "state"]
 
 logger = logging.getLogger("accelcore")
 
@@ -150,6 +152,29 @@ def casts_suspended() -> Iterator[None]:
         finally:
             if _entered:
                 clear_cast_cache()
+
+
+def backend_of(tensors: Iterable[Tensor]) -> Backend:
+    """Return the backend of the tensors' device; without tensors, the CPU's.
+
+    Raises:
+        AmpError: the tensors are on several devices.
+        UnknownBackendError: no plugin for the device is installed.
+        BackendUnavailableError: the device cannot be used here.
+    """
+    devices = {tensor.device: None for tensor in tensors} or {torch.device("cpu"): None}
+    if len(devices) > 1:
+        raise AmpError(
+            f"there are parameters on {' and '.join(map(str, devices))}",
+            why="models that are trained together and their optimizers' state must be on one device",
+            remedy="move all models to it before amp.initialize: model.to(device)",
+        )
+    return _selected(str(next(iter(devices))))
+
+
+@cache
+def _selected(device: str) -> Backend:
+    return select(device)
 
 
 def listed(given: Any, kind: type, word: str) -> list[Any]:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.optim.binding import GroupBinding, RunBinding, updated_together
-from accelcore.optim.engine import as_engine, loss_by, needs_closure
+from accelcore.optim.engine import Request, Route, as_engine, loss_by, needs_closure
 from accelcore.optim.flat.memory import Run
-from accelcore.optim.route import Request, Route
 from accelcore.optim.shards import is_sharded
 from accelcore.optim.state import Entry, read_options, read_state
 from accelcore.torch_internals import has_step_hooks
@@ -92,7 +91,9 @@ class RoutedOptimizer(torch.optim.Optimizer):
     def route_for(self, dtypes: Iterable[torch.dtype], *, flat: bool, sharded: bool = False) -> Route:
         """Return the route for these dtypes, maybe in flat memory, or for shards. UnsupportedError if there is none."""
         request = replace(self._request, groups=_options_of(self.param_groups), flat=flat, sharded=sharded)
-        return self._choose(replace(request, parameters=tuple(torch.empty(0, dtype=dtype) for dtype in dtypes)))
+        device = next((member.device for group in self.param_groups for member in group["params"]), None)
+        stand_ins = tuple(torch.empty(0, dtype=dtype, device=device) for dtype in dtypes)
+        return self._choose(replace(request, parameters=stand_ins))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -14,16 +14,40 @@ import torch
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.known_faults import KnownFault
+from accelcore.optim.engine import Factory, Memory, Request, Route
+from accelcore.optim.flat.memory import unfit
+from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.optim.route import ExplainedRoute, Factory, Memory, Request, Route, choose, formula_routes, name_of
 from accelcore.optim.state import SWITCHES
 from accelcore.util.text import did_you_mean
 
-__all__ = ["Optimizers"]
+__all__ = ["ExplainedRoute", "Optimizers", "name_of"]
 
 Parameters = Iterable[Any]
 
 logger = logging.getLogger("accelcore")
+
+
+@dataclass(frozen=True)
+class ExplainedRoute:
+    """A route to an optimizer, and whether `create` would take it.
+
+    Attributes:
+        route: the route's name, such as `"fused"` or `"loop"`.
+        chosen: whether `create` would take it.
+        reason: if not, why.
+    """
+
+    route: str
+    chosen: bool
+    reason: str = ""
+
+
+class _Explanation(tuple[ExplainedRoute, ...]):
+    """Routes to an optimizer, best first, which print as a line each."""
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{one.route}: {'chosen' if one.chosen else one.reason}" for one in self)
 
 
 class Optimizers:
@@ -36,7 +60,7 @@ class Optimizers:
     """
 
     def __init__(self) -> None:
-        self._routes: dict[str, list[Route]] = formula_routes()
+        self._routes: dict[str, list[Route]] = {name: [_formula_route(name, kind)] for name, kind in FORMULAS.items()}
 
     def register(
         self,
@@ -105,15 +129,8 @@ class Optimizers:
     def copy(self) -> Optimizers:
         """Return a registry with the same routes. Adding routes to it does not change this one."""
         twin = copy.copy(self)
-        twin.take_over(self)
+        twin._routes = {name: list(routes) for name, routes in self._routes.items()}
         return twin
-
-    def take_over(self, other: Optimizers) -> None:
-        """Replace the routes by another registry's, for optimizers whose parameters were moved to its device.
-
-        An existing optimizer chooses among them when it is bound again.
-        """
-        self._routes = {name: list(routes) for name, routes in other._routes.items()}
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the optimizers, sorted."""
@@ -173,7 +190,7 @@ class Optimizers:
         members = [each[1] if isinstance(each, tuple) else each for group in groups for each in group["params"]]
         parameters = tuple(member for member in members if isinstance(member, torch.Tensor))
         request = Request(name, options, parameters, tuple({**group, "params": None} for group in groups), route)
-        return RoutedOptimizer(request, groups, self._choose)
+        return RoutedOptimizer(request, groups, self.choose)
 
     def fastest(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the same optimizer by its fastest route here, with the groups, options and state of the given one.
@@ -193,7 +210,8 @@ class Optimizers:
             made.load_state_dict(optimizer.state_dict())
         return made
 
-    def _choose(self, request: Request) -> Route:
+    def choose(self, request: Request) -> Route:
+        """Return the best route that supports a request; UnsupportedError if there is none."""
         choices = self._explain(request)
         for route, choice in zip(self._routes[request.name], choices, strict=True):
             if choice.chosen:
@@ -222,7 +240,46 @@ class Optimizers:
                 available=", ".join(route.name for route in self._routes[request.name]),
                 remedy=f"leave {switch}= out for the fastest route, or name the route",
             )
-        return choose(self._routes[request.name], request)
+        return _explained(self._routes[request.name], request)
+
+
+def name_of(kind: type) -> str | None:
+    """Return the registry's name of a class of `torch.optim`; None for any other class, also a derived one."""
+    is_torchs = issubclass(kind, torch.optim.Optimizer) and kind.__module__.partition(".")[0] == "torch"
+    return kind.__name__.lower() if is_torchs and kind is not torch.optim.Optimizer else None
+
+
+def _explained(routes: Sequence[Route], request: Request) -> tuple[ExplainedRoute, ...]:
+    """Return for each route, best first, whether it is chosen for this request. At most one is."""
+    choices: list[ExplainedRoute] = []
+    formula, taken = FORMULAS.get(request.name), False
+    by_element = formula is None or (formula.by_element and not formula.by_group)
+    for route in routes:
+        if request.route not in ("auto", route.name):
+            choices.append(ExplainedRoute(route.name, False, f"route {request.route!r} was requested"))
+        elif taken:
+            choices.append(ExplainedRoute(route.name, False, "a better route serves this request"))
+        else:
+            reason = route.supports(request)
+            if reason is None and route.memory == "flat":
+                reason = unfit(request.parameters) if request.flat else "it updates flat memory only"
+            if reason is None and request.sharded and not (route.memory == "any" and by_element):
+                reason = "it needs whole parameters, and this rank has shards"
+            taken = reason is None
+            choices.append(ExplainedRoute(route.name, taken, reason or ""))
+    return _Explanation(choices)
+
+
+def _formula_route(name: str, kind: type[Formula]) -> Route:
+    def supports(request: Request) -> str | None:
+        for switch in ("capturable", "differentiable"):
+            if any(request.values(switch, False)):
+                return f"the formula is not {switch}"
+        if not kind.by_element and any(parameter.is_complex() for parameter in request.parameters):
+            return f"{name} is not defined for complex parameters"
+        return None
+
+    return Route("formula", kind, -20, "any" if kind.by_element else "tensors", supports)
 
 
 def _request_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:

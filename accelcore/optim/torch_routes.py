@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from accelcore.known_faults import FP16_EPSILON
-from accelcore.optim.engine import Engine
+from accelcore.optim.engine import Engine, Memory, Request
 from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.formulas.formula import STATE_DTYPES, not_negative
 from accelcore.optim.registry import Optimizers
-from accelcore.optim.route import Memory, Request
 from accelcore.optim.torch_fused import FUSED
 
 __all__ = ["register_torch_optimizers"]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from accelcore.errors import ConfigurationError, PluginError, UnsupportedError
-from accelcore.optim.registry import Optimizers
-from accelcore.optim.route import ExplainedRoute
+from accelcore.optim.registry import ExplainedRoute, Optimizers
 
 
 def parameter():

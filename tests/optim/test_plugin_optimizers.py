@@ -89,7 +89,7 @@ def test_a_backend_plugin_that_hangs_when_registering_is_given_up_in_time(fakes,
 def test_an_extension_adds_a_faster_route_to_somebody_elses_backend(fakes):
     fakes.install(REGISTER.format(name="adamw", before=""), extensions=["faster"])
     optimizers = accelcore.select("cpu").optimizers
-    assert optimizers.explain("adamw")[0] == accelcore.optim.route.ExplainedRoute("theirs", chosen=True)
+    assert optimizers.explain("adamw")[0] == accelcore.optim.registry.ExplainedRoute("theirs", chosen=True)
     assert type(optimizers.create("adamw", [parameter()], lr=0.1).implementation) is torch.optim.SGD
     assert type(optimizers.create("adamw", [parameter()], lr=0.1, route="loop").implementation) is torch.optim.AdamW
 

@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from accelcore.errors import CheckpointError
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.optim.route import name_of
+from accelcore.optim.registry import name_of
 from accelcore.optim.state import COUNTERS, SWITCHES
 from accelcore.training.gradients import Gradients
 from accelcore.training.parallel.strategy import Strategy, owns

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from accelcore.optim.engine import Request
 from accelcore.optim.formulas.adadelta import Adadelta
 from accelcore.optim.formulas.adam import Adam, AdamW
 from accelcore.optim.formulas.adamp import AdamP
@@ -18,7 +19,6 @@ from accelcore.optim.formulas.lamb import Lamb
 from accelcore.optim.formulas.rmsprop import RMSprop, RMSpropTF
 from accelcore.optim.formulas.sgd import SGD
 from accelcore.optim.registry import Optimizers
-from accelcore.optim.route import Request
 from accelcore.optim.torch_routes import register_torch_optimizers
 from accelcore_cpu.kernels.library import unavailable
 from accelcore_cpu.known_faults import LOW_PRECISION_SGD

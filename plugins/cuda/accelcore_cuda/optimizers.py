@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelcore.optim.engine import Request
 from accelcore.optim.flat.route import FLAT_FORMULAS
 from accelcore.optim.registry import Optimizers
-from accelcore.optim.route import Request
 from accelcore.optim.torch_routes import register_torch_optimizers
 
 __all__ = ["create_optimizers", "fused_kernels"]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch_npu import optim
 
+from accelcore.optim.engine import Factory
 from accelcore.optim.flat.route import FLAT_FORMULAS
 from accelcore.optim.formulas import FORMULAS, Formula
-from accelcore.optim.route import Factory
 from accelcore_npu.flat import FusedFormula
 
 __all__ = ["FUSED"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accelcore.optim.engine import Request
 from accelcore.optim.registry import Optimizers
-from accelcore.optim.route import Request
 from accelcore.optim.torch_routes import register_torch_optimizers
 from accelcore_npu.fused import FUSED
 
