@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from accelcore.backend import Backend
 from accelcore.devices.select import select
 from accelcore.errors import AmpError, CheckpointError
-from accelcore.precision.o1.region import clear_cast_cache
+from accelcore.precision.o1.autocast import clear_cast_cache
 from accelcore.precision.policy import Policy, create_scaler
 from accelcore.scaling.contract import AnyRank, FindBad, LossScale, LossScaler
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from accelcore.precision.dispatcher import overrides
-from accelcore.precision.o1.kernels import forget_installed
+from accelcore.precision.o1.autocast import forget_installed
 from accelcore.precision.o1.registration import (
     Registration,
     float_function,

@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from functools import wraps
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,8 +14,7 @@ import torch
 
 from accelcore.capabilities import Capabilities
 from accelcore.errors import ConfigurationError, UnsupportedError
-from accelcore.precision.o1.kernels import install_o1, install_refusals, listed_operators, torch_operators
-from accelcore.precision.o1.region import Region
+from accelcore.precision.o1.autocast import Region, listed_operators, torch_operators
 from accelcore.precision.o1.table import Treatment
 from accelcore.torch_internals import operator_name
 
@@ -142,8 +141,7 @@ class TorchPrecision(Precision):
         if not enabled:
             return torch.autocast(self._device_type, dtype=dtype, enabled=False)
         assert dtype is not None, "it is a declared dtype"
-        install = install_o1 if table == "O1" else install_refusals
-        return Region(self._device_type, dtype, table, partial(install, self._device_type, self._dispatch_key))
+        return Region(self._device_type, dtype, table, self._dispatch_key)
 
     def fp32(self, mode: str) -> AbstractContextManager[None]:
         known = ("ieee", "fast") if self._capabilities.fast_fp32 else ("ieee",)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from accelcore.capabilities import SHARDED, Capabilities
 from accelcore.optim.torch_fused import FUSED
-from accelcore.precision.o1.kernels import torch_operators
+from accelcore.precision.o1.autocast import torch_operators
 from accelcore.precision.o1.table import O1
 from accelcore.precision.role import TorchPrecision
 from accelcore.roles.runtime import AcceleratorRuntime

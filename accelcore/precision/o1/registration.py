@@ -12,8 +12,7 @@ from typing import Any, TypeVar, final
 import torch
 
 from accelcore.errors import ConfigurationError
-from accelcore.precision.o1.kernels import castable_tensors, with_casts
-from accelcore.precision.o1.region import is_o1_active
+from accelcore.precision.o1.autocast import castable_tensors, is_o1_active, with_casts
 from accelcore.precision.o1.table import Treatment
 from accelcore.util.text import did_you_mean
 

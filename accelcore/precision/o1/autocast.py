@@ -1,9 +1,16 @@
-"""O1's kernels on the autocast key of a device: which are installed, and what each does to an operator's inputs."""
+"""Autocast by table O1: the regions in which it holds, and the kernels that follow it in a device's autocast key.
+
+A `Region` installs the kernels and marks its thread. A kernel asks `is_o1_active`: a region also holds where a backward
+pass recomputes a checkpointed part of it.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
+from hashlib import sha256
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -11,7 +18,6 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 from accelcore.precision.dispatcher import Kernel, overrides
-from accelcore.precision.o1.region import in_low_precision, is_o1_active, is_torch_table_active
 from accelcore.precision.o1.table import O1, PROMOTES_BY_ITSELF, TORCH_DIFFERS, Treatment, torch_treatment
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.torch_features import GET_KERNEL
@@ -19,6 +25,7 @@ from accelcore.torch_internals import (
     OpOverload,
     has_any_kernel,
     in_backward,
+    is_fake_mode_active,
     keyset_below,
     operator_name,
     operators_registered_at,
@@ -27,10 +34,11 @@ from accelcore.torch_internals import (
 )
 
 __all__ = [
+    "Region",
     "castable_tensors",
+    "clear_cast_cache",
     "forget_installed",
-    "install_o1",
-    "install_refusals",
+    "is_o1_active",
     "listed_operators",
     "torch_operators",
     "with_casts",
@@ -42,7 +50,105 @@ _CONVERTING = ("cumprod", "cumsum", "linalg_vector_norm", "log_softmax", "nansum
 _torch_operators: dict[str, frozenset[str]] = {}
 
 
-def install_o1(device_type: str, dispatch_key: str) -> None:
+class _State(threading.local):
+    """Regions that this thread is in, and the weights cast in them."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.torch_depth = 0
+        self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
+
+
+_state = _State()
+_mark = f"accelcore O1 {sha256(repr(sorted((name, it.value) for name, it in O1.items())).encode()).hexdigest()}"
+_lock = threading.Lock()
+_threads_in_o1 = 0
+
+
+def _mark_compiled_code(change: int) -> None:
+    """Mark code that is compiled while a thread is in O1.
+
+    torch keeps compiled code on disk, by its source and the state of autocast. It does not know about O1's kernels:
+    without a mark, it would use code of one table for the other.
+    """
+    global _threads_in_o1
+    with _lock:
+        _threads_in_o1 += change
+        tag = torch.compiler.config.cache_key_tag.removesuffix(_mark)
+        torch.compiler.config.cache_key_tag = tag + _mark * (_threads_in_o1 > 0)
+
+
+class Region:
+    """Context of autocast by table O1, or by torch's table for a device. It can be entered again after it was left.
+
+    Whether torch's cache of casts is on tells the tables apart: on by torch's table, off by O1. torch restores this
+    part of autocast's state when a checkpointed part of a model is recomputed, and compiled code guards on it.
+    The first one that is entered installs the kernels at `dispatch_key`, the key of the device's autocast.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype, table: str, dispatch_key: str) -> None:
+        self._is_o1 = table == "O1"
+        self._autocast = torch.autocast(device_type, dtype, cache_enabled=not self._is_o1)
+        self._place = device_type, dispatch_key
+
+    def __enter__(self) -> None:
+        (_install_o1 if self._is_o1 else _install_refusals)(*self._place)
+        self._autocast.__enter__()  # type: ignore[no-untyped-call]
+        if not self._is_o1:
+            _state.torch_depth += 1
+            return
+        if not _state.depth:
+            _mark_compiled_code(+1)
+        _state.depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._is_o1:
+            _state.torch_depth -= 1
+        else:
+            _state.depth -= 1
+            if not _state.depth:
+                _mark_compiled_code(-1)
+                _state.casts.clear()
+        self._autocast.__exit__(kind, error, traceback)
+
+
+def _is_torch_table_active() -> bool:
+    """Return whether autocast follows torch's table now, in a `Region` of this thread."""
+    return _state.torch_depth > 0 and torch.is_autocast_cache_enabled()
+
+
+def is_o1_active() -> bool:
+    """Return whether autocast follows table O1 now.
+
+    It does in a `Region` of this thread, except under an inner autocast that has torch's cache. It also does where a
+    backward pass recomputes a checkpointed part of such a region, maybe in a thread of the autograd engine. Compilers
+    trace without the cache, too; that is a different case.
+    """
+    return not torch.is_autocast_cache_enabled() and (_state.depth > 0 or (in_backward() and not is_fake_mode_active()))
+
+
+def _in_low_precision(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `tensor.to(dtype)`. A weight is cast once for all regions of this thread, as by torch's autocast."""
+    if tensor.dtype is dtype:
+        return tensor
+    is_kept = _state.depth and tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()
+    if not is_kept or is_fake_mode_active():
+        return tensor.to(dtype)
+    # The weight is kept with its cast, so that no other tensor can get its id.
+    kept = _state.casts.get((id(tensor), dtype))
+    if kept is None or kept[1] != tensor._version:  # or written to, for example by load_state_dict
+        kept = _state.casts[id(tensor), dtype] = (tensor, tensor._version, tensor.to(dtype))
+    return kept[2]
+
+
+def clear_cast_cache() -> None:
+    """Cast weights again from now on, in regions that this thread stays in. Needed after an optimizer's update."""
+    _state.casts.clear()
+
+
+def _install_o1(device_type: str, dispatch_key: str) -> None:
     """Install O1's kernels for a device type, once. Outside O1's regions they do what torch does.
 
     If torch's own kernel does what the table says, it stays; most low-precision operators are such a case.
@@ -58,7 +164,7 @@ def install_o1(device_type: str, dispatch_key: str) -> None:
     overrides.install(dispatch_key, lambda: dict(make()))
 
 
-def install_refusals(device_type: str, dispatch_key: str) -> None:
+def _install_refusals(device_type: str, dispatch_key: str) -> None:
     """Install kernels that refuse, under torch's table too, what O1 refuses: alike on every device.
 
     torch refuses these operators on some devices, whatever their dtype, and computes them in fp32 on others.
@@ -132,7 +238,7 @@ def with_casts(
     """
     to: Callable[[Tensor], Tensor] = Tensor.float
     if treatment is Treatment.LOW:
-        to = partial(in_low_precision, dtype=torch.get_autocast_dtype(device_type))
+        to = partial(_in_low_precision, dtype=torch.get_autocast_dtype(device_type))
     elif treatment is Treatment.WIDEST:
         if tensors is None:
             tensors = castable_tensors((*arguments, *options.values()), device_type)
@@ -199,7 +305,7 @@ def _refusing(operator: OpOverload, device_type: str, outside: Kernel) -> Kernel
     def kernel(keys: torch.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # The forward pass did not refuse what is now recomputed; its region is not known any more.
         recomputed = in_backward() and not is_o1_active()
-        if recomputed or is_torch_table_active():
+        if recomputed or _is_torch_table_active():
             with without_autocast():
                 return (in_fp32 if recomputed else refused)(*arguments, **options)
         return outside(keys, *arguments, **options)
