@@ -1,27 +1,47 @@
-"""Backend of a device that torch knows and for which nobody has written a plugin."""
+"""Backend of a device that torch knows and for which nobody has written a plugin.
+
+Small computations find out what the device can do; each result is compared with the CPU's. A trial that raises, or
+computes something else, is a reason not to declare a feature. No trial draws random numbers.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from textwrap import shorten
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from accelcore.backend import Backend
-from accelcore.capabilities import Capabilities
+from accelcore.capabilities import SHARDED, Capabilities
 from accelcore.errors import BackendUnavailableError, ConfigurationError
 from accelcore.jobs.collectives import NoCollectives, TorchCollectives
 from accelcore.jobs.launchers import Launch
 from accelcore.optim.registry import Optimizers
+from accelcore.optim.torch_fused import FUSED
 from accelcore.optim.torch_routes import register_torch_optimizers
+from accelcore.precision.o1.autocast import torch_operators
+from accelcore.precision.o1.table import O1
 from accelcore.precision.role import TorchPrecision
 from accelcore.roles.compiler import NoCompiler, TorchCompiler
 from accelcore.roles.runtime import AcceleratorRuntime, TorchRuntime
-from accelcore.roles.trials import autocast_key, graph_class, has_generator, process_group, try_capabilities
 from accelcore.scaling.dynamic import Scalers
+from accelcore.torch_internals import device_dispatch_key, has_kernel, inductor_generates_code
 
 __all__ = ["from_torch"]
+
+logger = logging.getLogger("accelcore")
+
+_LONGEST = 200  # characters of an error that the log shows
+_LOW = ("bfloat16", "float16")
+_MODELS = ("float32", "float64", *_LOW)
+_FOR_RANKS = ("ddp", "combine_ddp", "zero1", *SHARDED)
 
 
 def from_torch(
@@ -45,7 +65,7 @@ def from_torch(
     """
     module = _module(device)
     place = _usable(module, device, index)
-    declared = try_capabilities(place) if capabilities is None else capabilities
+    declared = _try_capabilities(place) if capabilities is None else capabilities
     optimizers = Optimizers()
     register_torch_optimizers(optimizers, fused=declared.native_optimizers, prefers_foreach=_is_accelerator(device))
     return Backend(
@@ -53,7 +73,7 @@ def from_torch(
         index=index,
         emulated=False,
         capabilities=declared,
-        precision=TorchPrecision(device, declared, autocast_key(device)),
+        precision=TorchPrecision(device, declared, _autocast_key(device)),
         scaler=Scalers(place),
         optimizers=optimizers,
         collectives=_Collectives(place) if declared.process_groups else NoCollectives(),
@@ -124,7 +144,7 @@ class _Collectives(TorchCollectives):
     """Process group that torch registers for a device, with that for CPU tensors beside it."""
 
     def __init__(self, device: torch.device) -> None:
-        kind, host, own = device.type, process_group("cpu"), process_group(device.type)
+        kind, host, own = device.type, _process_group("cpu"), _process_group(device.type)
         super().__init__(device, str(own) if own == host else f"cpu:{host},{kind}:{own}", host=host)
 
     def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
@@ -134,7 +154,185 @@ class _Collectives(TorchCollectives):
 
 
 def _runtime(device: torch.device, declared: Capabilities) -> TorchRuntime:
-    if not has_generator(device):
+    if not _has_generator(device):
         return TorchRuntime(device)
-    graph = graph_class(torch.get_device_module(device)) if declared.graphs else None
+    graph = _graph_class(torch.get_device_module(device)) if declared.graphs else None
     return AcceleratorRuntime(device, streams=declared.streams, graph=graph)
+
+
+def _try_capabilities(device: torch.device) -> Capabilities:
+    """Return what a device can do according to trials. The log has the reason for each feature that is left out.
+
+    What one process cannot try is taken from torch's registry: process groups, the strategies that need them, and
+    inductor. `accelcore verify backend` tests these.
+
+    Args:
+        device: with its index.
+    """
+    kind = device.type
+    missing: dict[str, str] = {}
+
+    def works(feature: str, trial: Callable[..., None], *arguments: Any) -> bool:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of a dtype without autocast, which the trial finds out
+            try:
+                trial(device, *arguments)
+            except Exception as error:  # noqa: BLE001  # a vendor's operator may raise anything
+                missing[feature] = shorten(str(error), _LONGEST) or type(error).__name__
+                return False
+        return True
+
+    group, on_host = _process_group(kind), _process_group("cpu")
+    autocast = tuple(name for name in _low_dtypes(kind) if works(f"autocast to {name}", _try_autocast, name))
+    tables = ("torch", "O1") if autocast and works("table O1", _try_o1, autocast) else ("torch",)
+    capabilities = Capabilities(
+        autocast_dtypes=autocast,
+        autocast_tables=tables,
+        model_dtypes=tuple(name for name in _MODELS if works(f"models in {name}", _try_model, name)),
+        native_optimizers=tuple(sorted(name for name in FUSED if works(f"fused {name}", _try_fused, name))),
+        compilers=("inductor",) if _inductor_serves(kind) else (),
+        process_groups=tuple(dict.fromkeys((group, on_host))) if group and on_host else (),
+        parallel=("none", *_FOR_RANKS) if group and on_host else ("none",),
+        sync_batchnorm=bool(group) and has_kernel(torch.ops.aten.batch_norm_stats.default, device_dispatch_key(kind)),
+        streams=works("streams", _try_streams),
+        graphs=works("graphs", _try_graph),
+        pinned_memory=works("pinned memory", _try_pinned),
+    )
+    for feature, reason in missing.items():
+        logger.info("%s: %s is not declared: %s", device, feature, reason)
+    return capabilities
+
+
+def _autocast_key(kind: str) -> str:
+    """Return the dispatcher's key of a device type's autocast, such as `"AutocastPrivateUse1"`."""
+    return f"Autocast{device_dispatch_key(kind)}"
+
+
+def _has_generator(device: torch.device) -> bool:
+    """Return whether torch's module of the device has the state of a random generator for each device."""
+    module = torch.get_device_module(device)
+    try:
+        module.set_rng_state(module.get_rng_state(device), device)
+    except Exception:  # noqa: BLE001  # a vendor's module may raise anything
+        return False
+    return True
+
+
+def _process_group(kind: str) -> str | None:
+    """Return torch.distributed's backend for a device type if it is in this build of torch; None if there is none."""
+    if not dist.is_available():
+        return None
+    name = dist.Backend.default_device_backend_map.get(kind)
+    return name if name is not None and dist.is_backend_available(name) else None
+
+
+def _graph_class(module: Any) -> Callable[[], Any] | None:
+    """Return the class of captured graphs in torch's module of a device; None if there is not exactly one."""
+    found = [name for name in dir(module) if name.endswith("Graph") and not name.startswith("_")]
+    return getattr(module, found[0]) if len(found) == 1 and hasattr(module, "graph") else None
+
+
+def _low_dtypes(kind: str) -> list[str]:
+    """Return the names of bf16 and fp16, torch's default of the device first."""
+    preferred = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+    return sorted(_LOW, key=lambda name: name != preferred)
+
+
+def _inductor_serves(kind: str) -> bool:
+    """Return whether inductor generates code for a device type. Importing it takes seconds, so Triton comes first."""
+    return importlib.util.find_spec("triton") is not None and inductor_generates_code(kind)
+
+
+def _ramp(*shape: int) -> Tensor:
+    """Return numbers from -1 to 1 in fp32."""
+    return torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape)
+
+
+def _compare(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    """Raise if a result is farther from the CPU's than a few roundings to `dtype`."""
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.cpu().double(), wanted.double(), rtol=tolerance, atol=tolerance)
+
+
+def _require(condition: object, reason: str) -> None:
+    if not condition:
+        raise ValueError(reason)
+
+
+def _try_autocast(device: torch.device, name: str) -> None:
+    dtype, matrix = getattr(torch, name), _ramp(4, 4)
+    with torch.autocast(device.type, dtype):
+        product = matrix.to(device) @ matrix.to(device)
+    _require(product.dtype == dtype, f"a product under autocast is in {product.dtype}")
+    _compare(product, matrix @ matrix, dtype)
+
+
+def _try_o1(device: torch.device, names: tuple[str, ...]) -> None:
+    """Require a treatment for each operator that the device's autocast intercepts, and try two of them."""
+    key = _autocast_key(device.type)
+    intercepted = {name.partition("::")[2].partition(".")[0] for name in torch_operators(key)}
+    unknown = ", ".join(sorted(intercepted - O1.keys()))
+    _require(not unknown, f"Precision.treatments() must say what becomes of {unknown}")
+    precision = TorchPrecision(device.type, Capabilities(autocast_dtypes=names, autocast_tables=("O1",)), key)
+    dtype, matrix = getattr(torch, names[0]), _ramp(4, 4).to(device)
+    with precision.autocast(dtype, table="O1"):
+        product = matrix @ matrix
+        shares = product.softmax(1)
+    _require(product.dtype == dtype and shares.dtype == torch.float32, "its dtypes are not those of the table")
+
+
+def _try_model(device: torch.device, name: str) -> None:
+    """Compute the gradient of a linear layer."""
+    dtype, gradients = getattr(torch, name), []
+    host = torch.device("cpu")
+    for place in (device, host):
+        own = torch.float64 if place is host else dtype
+        weight = _ramp(3, 4).to(place, own).requires_grad_()
+        loss = nn.functional.linear(_ramp(2, 4).to(place, own), weight).square().mean()
+        (gradient,) = torch.autograd.grad(loss, [weight])
+        gradients.append(gradient)
+    _compare(gradients[0], gradients[1].cpu(), dtype)
+
+
+def _try_fused(device: torch.device, name: str) -> None:
+    """Step twice by the fused kernel; an overflow must skip the first step."""
+    operator = getattr(torch.ops.aten, f"_fused_{name}_").default
+    _require(has_kernel(operator, device_dispatch_key(device.type)), "there is no kernel")
+    kind: Any = FUSED[name]
+    plain = kind.__bases__[-1]  # torch's class
+    found, wanted = _ramp(5).to(device).requires_grad_(), _ramp(5).requires_grad_()
+    optimizer, reference = kind([found], lr=0.1), plain([wanted], lr=0.1, foreach=False)
+    found.grad, wanted.grad = 2 * _ramp(5).to(device), _ramp(5)
+    with torch.no_grad():
+        for overflow in (1.0, 0.0):
+            optimizer.update(torch.full((), overflow, device=device), torch.full((), 2.0, device=device))
+    reference.step()
+    _compare(found.detach(), wanted.detach(), torch.float32)
+
+
+def _try_streams(device: torch.device) -> None:
+    runtime, numbers = AcceleratorRuntime(device), _ramp(1000)
+    arrived = runtime.prefetch(numbers)()
+    with runtime.side_stream():
+        doubled = arrived + arrived
+    _compare(runtime.fetch(doubled)(), numbers + numbers, torch.float32)
+
+
+def _try_graph(device: torch.device) -> None:
+    new_graph = _graph_class(torch.get_device_module(device))
+    _require(new_graph, "torch's module of the device has no class of graphs")
+    runtime, total = AcceleratorRuntime(device, graph=new_graph), torch.zeros(4, device=device)
+    _, replay = runtime.capture(lambda: total.add_(1))
+    _compare(total, torch.zeros(4), torch.float32)
+    replay()
+    replay()
+    _compare(total, torch.full((4,), 2.0), torch.float32)
+
+
+def _try_pinned(device: torch.device) -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    _require(accelerator is not None and accelerator.type == device.type, "it is not torch's accelerator")
+    numbers = _ramp(8)
+    pinned = numbers.pin_memory()
+    _require(pinned.is_pinned(), "pin_memory returns memory that is not pinned")
+    _compare(pinned.to(device, non_blocking=True), numbers, torch.float32)
