@@ -3,8 +3,8 @@
 `import torch` loads plugins of torch, by entry points in the group `torch.backends`. If one raises, such as a vendor's
 package whose runtime is missing, the import fails, and cannot succeed again in that process.
 
-The hook runs in the caller's thread, because vendors' runtimes keep state such as the current device for each thread.
-It has no time limit, because the first start of a device may take minutes. A long start is logged.
+The hooks run in the caller's thread, because vendors' runtimes keep state such as the current device for each thread.
+They have no time limit, because the first start of a device may take minutes. A long start is logged.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from accelcore.backend import Backend
@@ -94,28 +93,16 @@ def _logged_if_long(candidate: Candidate, index: int) -> Iterator[None]:
 def _extended(backend: Backend, hooks: Any) -> tuple[Backend, BaseException | None]:
     """Return the backend with the optimizers that the hook registers, or the backend as it is and the hook's error.
 
-    The hook gets a copy of the registry, which is dropped if the hook fails or runs longer than its time limit.
+    The hook gets a copy of the registry, which is dropped if the hook fails.
     """
     draft = dataclasses.replace(backend, optimizers=backend.optimizers.copy())
-    register = partial(hooks.accelcore_register_optimizers, backend=draft, registry=draft.optimizers)
-    error = plugins.within_time(_on_current_device(register, backend.device.type))
-    return (draft, None) if error is None else (backend, error)
-
-
-def _on_current_device(function: Callable[[], Any], kind: str) -> Callable[[], Any]:
-    """Return the function for use in another thread, with this thread's current device."""
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != kind:  # asking for its device would initialise it
-        return function
-    index = torch.accelerator.current_device_index()
-
-    def call() -> Any:
-        with torch.accelerator.device_index(index):
-            return function()
-
-    return call
+    try:
+        hooks.accelcore_register_optimizers(backend=draft, registry=draft.optimizers)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  # SystemExit too: a plugin must not end the program
+        return backend, error
+    return draft, None
 
 
 def import_torch() -> None:

@@ -134,8 +134,8 @@ def accelcore_register_optimizers(backend: Backend, registry: Optimizers) -> Non
     """Register optimizers, or faster routes to known ones, for `backend`.
 
     Every extension is called for each backend that is created: look at `backend.capabilities`, and return if there is
-    nothing to add. The call runs in another thread, with the caller's current device. If it raises or takes longer than
-    ACCEL_PROBE_TIMEOUT seconds, everything that it registered is dropped.
+    nothing to add. The call runs in the thread of `select()`, without a time limit. If it raises, everything that it
+    registered is dropped.
     """
 
 

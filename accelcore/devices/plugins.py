@@ -50,7 +50,6 @@ __all__ = [
     "own_plugins",
     "probe_all",
     "with_keyword",
-    "within_time",
 ]
 
 BACKENDS = "accelcore.backends"
@@ -288,11 +287,6 @@ def emulate(name: str, devices: int) -> Mapping[str, str] | None:
     if variables is None:
         raise PluginError(f"the emulator of {name!r} ({labels}) does not answer accelcore_emulate", remedy=remedy)
     return cast("Mapping[str, str]", variables)
-
-
-def within_time(function: Callable[[], Any]) -> BaseException | None:
-    """Call a plugin's function in a thread; return its error, a TimeoutError if it hangs, or None."""
-    return _Call(function).outcome(time.monotonic() + probe_timeout())[1]
 
 
 def _probe(entries: list[Declared]) -> dict[str, Candidate]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -74,16 +71,6 @@ def test_what_creates_its_backend_for_long_is_named_in_the_log(fakes, monkeypatc
     finally:
         logging.getLogger("accelcore").removeHandler(handler)
     assert "1.0 has been creating slow:0 for 1.2 seconds" in caplog.text
-
-
-def test_a_backend_plugin_that_hangs_when_registering_is_given_up_in_time(fakes, monkeypatch):
-    monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.3")
-    fakes.backend("sluggish", before=HANG, after=REGISTER.format(name="lion", before="RELEASE.wait()"))
-    start = time.perf_counter()
-    with pytest.raises(PluginError, match="could not register its optimizers") as caught:
-        accelcore.select("sluggish")
-    assert time.perf_counter() - start < 2
-    assert isinstance(caught.value.__cause__, TimeoutError)
 
 
 def test_an_extension_adds_a_faster_route_to_somebody_elses_backend(fakes):
@@ -165,69 +152,32 @@ def test_a_broken_extension_is_left_out_and_logged(fakes, caplog, code, says):
     assert len(record.getMessage()) < 1000
 
 
-@pytest.mark.parametrize("where", ["import", "register"])
-def test_an_extension_that_hangs_is_left_out_in_time(fakes, monkeypatch, caplog, where):
+def test_an_extension_whose_import_hangs_is_left_out_in_time(fakes, monkeypatch, caplog):
     monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.3")
-    register = textwrap.dedent(REGISTER.format(name="lion", before="RELEASE.wait()"))
-    fakes.install(HANG + ("RELEASE.wait()" if where == "import" else register), extensions=["sleepy"])
+    fakes.install(HANG + "RELEASE.wait()", extensions=["sleepy"])
     fakes.install(REGISTER.format(name="sturdy", before=""), extensions=["sturdy"])
     start = time.perf_counter()
-    backend = accelcore.select("cpu")
+    assert "sturdy" in accelcore.select("cpu").optimizers.names()
     assert time.perf_counter() - start < 2
-    assert "sturdy" in backend.optimizers.names()
-    assert "lion" not in backend.optimizers.names()
-    assert "ACCEL_PROBE_TIMEOUT" in caplog.text or "in time" in caplog.text
+    assert "ACCEL_PROBE_TIMEOUT" in caplog.text
 
 
-@pytest.mark.parametrize("late", [True, False], ids=["late", "raises"])
-def test_what_a_failed_registration_registers_counts_for_nothing(fakes, monkeypatch, late):
-    """Before it fails or after its time is up, in its registry or in its backend's."""
-    monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.3")
-    module = fakes.install(
+def test_what_a_failed_registration_registers_counts_for_nothing(fakes):
+    """In its registry or in its backend's."""
+    fakes.install(
         """
-        import threading
-
         import torch
 
         from accelcore import hookimpl
 
-        RELEASE, DONE = threading.Event(), threading.Event()
-
         @hookimpl
         def accelcore_register_optimizers(backend, registry):
             registry.register("early", "theirs", torch.optim.SGD)
-            if not LATE:
-                raise OSError("no power")
-            RELEASE.wait()
-            registry.register("adamw", "theirs", torch.optim.SGD, priority=50)
-            backend.optimizers.register("lion", "theirs", torch.optim.SGD)
-            DONE.set()
-        """.replace("LATE:", f"{late}:"),
+            backend.optimizers.register("adamw", "theirs", torch.optim.SGD, priority=50)
+            raise OSError("no power")
+        """,
         extensions=["half"],
     )
     optimizers = accelcore.select("cpu").optimizers
-    if late:
-        sys.modules[module].RELEASE.set()
-        assert sys.modules[module].DONE.wait(30)
-    assert not {"early", "lion"} & set(optimizers.names())
+    assert "early" not in optimizers.names()
     assert "theirs" not in [choice.route for choice in optimizers.explain("adamw")]
-
-
-def test_an_extension_registers_on_the_callers_current_device(fakes, monkeypatch):
-    """Each thread has a current device of its own, here as in torch.accelerator; select() changes nobody's."""
-    current = threading.local()
-
-    @contextlib.contextmanager
-    def device_index(index):
-        before, current.index = getattr(current, "index", 0), index
-        yield
-        current.index = before
-
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: getattr(current, "index", 0))
-    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
-    before = "registry.register(f'on{torch.accelerator.current_device_index()}', 'theirs', torch.optim.SGD)"
-    fakes.install(REGISTER.format(name="lion", before=before), extensions=["local"])
-    with device_index(3):
-        assert "on3" in accelcore.select("cpu").optimizers.names()
-        assert current.index == 3
