@@ -1,29 +1,102 @@
-"""The commands and their options. Each command imports its implementation when it runs."""
+"""The group of all commands, and the small ones; a larger command has a file of its own.
+
+Other distributions bring commands by entry points of the group `accelcore.commands`. The value of such an entry point
+is a `click.Command`. `accelcore --help` lists the commands from metadata. A distribution is imported when one of its
+commands runs. A command of accelcore itself takes precedence over one that another distribution brings by the same
+name.
+"""
 
 from __future__ import annotations
 
-import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
-from accelcore.cli import ROLES
-from accelcore.cli.brought import Commands
-from accelcore.cli.comparing import advise
-from accelcore.cli.options import (
-    SEVERAL_MACHINES,
-    common,
-    device_option,
-    devices,
-    json_option,
-    number,
-    rank_count_option,
-    several_machines,
-)
+from accelcore.cli.advise import advise
+from accelcore.cli.doctor import doctor
+from accelcore.cli.options import common
 from accelcore.cli.parity import record, replay
+from accelcore.cli.precision import precision
+from accelcore.cli.run import run
+from accelcore.cli.verify import commands as verify
+from accelcore.devices.plugins import declared, describe
+from accelcore.errors import ConfigurationError, PluginError
+from accelcore.util.text import nearest
 
 __all__ = ["app"]
+
+COMMANDS = "accelcore.commands"
+"""Group of entry points: the name of a command, and a `click.Command`."""
+
+_OFFERED = {
+    "lint": ("lint", "Find what ties a training script to one device, or is wrong on any device."),
+    "port": ("lint", "Rewrite a training script so that it runs on every device."),
+}
+"""Commands of accelcore's own distributions: the extra that installs it, and the line that `--help` shows."""
+
+
+class Commands(click.Group):
+    """Group of accelcore's commands and of those that other distributions bring."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_OFFERED, *(entry.name for entry in declared(COMMANDS))})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None or cmd_name not in self.list_commands(ctx):
+            return own
+        return _Brought(cmd_name, short_help=_line(cmd_name))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            known = {name: name for name in self.list_commands(ctx)} | {"version": "--version", "help": "--help"}
+            near = nearest(args[0], known)
+            hint = f" Did you mean 'accelcore {known[near]}'?" if near else ""
+            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx) from error
+
+
+class _Brought(click.Command):
+    """Stand-in for a command of another distribution, which is imported when the command is run or completed."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        assert self.name is not None, "the group names it"
+        return _load(self.name).make_context(info_name, args, parent, **extra)
+
+
+def _line(name: str) -> str:
+    if name in _OFFERED:
+        return _OFFERED[name][1]
+    return "A command of " + " and ".join(entry.label for entry in declared(COMMANDS) if entry.name == name)
+
+
+def _load(name: str) -> click.Command:
+    offers = [entry for entry in declared(COMMANDS) if entry.name == name]
+    labels = " and ".join(entry.label for entry in offers)
+    if not offers:
+        extra = _OFFERED[name][0]
+        raise ConfigurationError(
+            f"the command {name!r} is not installed",
+            why=f"accelcore-{extra} brings it",
+            remedy=f"pip install 'accelcore[{extra}]', or pip install ./plugins/{extra} in a clone of accelcore",
+        )
+    if len(offers) > 1:
+        raise PluginError(f"two distributions bring the command {name!r}: {labels}", remedy="uninstall one of them")
+    remedy = f"repair or uninstall {labels}"
+    try:
+        command = offers[0].point.load()
+    except Exception as error:
+        raise PluginError(f"the command {name!r} of {labels} is broken", why=describe(error), remedy=remedy) from error
+    if not isinstance(command, click.Command):
+        raise PluginError(f"the command {name!r} of {labels} is {command!r}, not a click.Command", remedy=remedy)
+    return command
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -48,168 +121,6 @@ def app() -> None:
       accelcore lint train.py                   what ties a script to one device, or is wrong on any
       accelcore completion bash                 completion for your shell
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-
-
-@app.command()
-@json_option
-@click.option("--deep", is_flag=True, help="Also import torch and try each usable backend, in processes of their own.")
-@number("--timeout", "SECONDS", 60, "How long one trial of --deep may take.", most=86400)
-@common
-def doctor(as_json: bool, deep: bool, timeout: int) -> int:
-    """Report which backends work here, why the others do not, and what to do.
-
-    Asks plugins and reads package metadata, and touches no device. If `import torch` also loads other packages, a child
-    process tries it. With --deep, child processes import torch and multiply two small matrices on every usable
-    backend, so that a crash or a hang is reported.
-
-    \b
-    Exit code:
-      0   every plugin answered, and at least one backend is usable
-      1   something is broken: import torch, a plugin, versions that do not fit, a trial of --deep; or select() raises
-      2   no backend is usable, broken or not, and import torch was not seen to fail
-      64  the request is invalid
-
-    \b
-    Examples:
-      accelcore doctor
-      accelcore doctor --deep --timeout 120
-      accelcore doctor --json | python -m json.tool
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from accelcore.cli.doctor import diagnosis, layout
-
-    found = diagnosis.diagnose(deep_timeout=timeout if deep else None)
-    layout.show(found, as_json=as_json)
-    return found.exit_code
-
-
-_AFTER_THE_SCRIPT = {"allow_interspersed_args": False}  # options after the script are the script's own
-
-
-@app.command(context_settings=_AFTER_THE_SCRIPT)
-@device_option(
-    "--device",
-    "DEVICE",
-    "What select() chooses in the script, as ACCEL_DEVICE does: NAME, NAME:INDEX, a list, or auto.",
-)
-@rank_count_option
-@number(
-    "--max-restarts", "K", 0, "How often torch's elastic launcher starts all ranks again after one has died.", least=0
-)
-@several_machines
-@click.option(
-    "--check-collectives",
-    is_flag=True,
-    help="Compare each collective over all ranks before it runs, which is slow, and raise if they do not match.",
-)
-@device_option(
-    "--emulate", "NAME", "Run on an emulation of the backend NAME, on this host; its emulator must be installed."
-)
-@click.option("--apex", is_flag=True, help="Let `import apex` in the script and its ranks find accelcore.apex.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
-@click.argument("script", type=click.Path())
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@common
-def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
-    """Run a script, or with -m a module, on the device of your choice.
-
-    Options of accelcore go before SCRIPT, the script's own after it: in `accelcore run train.py --device cpu` the
-    script gets --device. With one rank this process becomes the script,
-    with its exit code and its signals. If one of several ranks fails, all end, and the last line names the first.
-
-    \b
-    Examples:
-      accelcore run train.py --epochs 3
-      accelcore run --device cpu train.py
-      accelcore run --device npu,cuda,cpu -m mypackage.train
-      accelcore run --nproc auto train.py
-      accelcore run --nproc 2 --max-restarts 1 train.py
-      accelcore run --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29400 train.py
-      accelcore run --emulate npu --device npu train.py
-      accelcore run --apex train.py
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from accelcore.cli.run import run
-
-    machines = {name: options.pop(name[2:].replace("-", "_")) for name in SEVERAL_MACHINES}
-    given = {name: value for name, value in machines.items() if value is not None}
-    run(script, arguments, machines=given, nproc=options.pop("nproc") or None, **options)
-
-
-@app.group()
-def verify() -> None:
-    """Test whether a backend works as it declares.
-
-    \b
-    Examples:
-      accelcore verify backend cpu
-      accelcore verify backend cpu --only scaler
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-
-
-@verify.command("backend")
-@click.argument("name", shell_complete=devices)
-@json_option
-@click.option(
-    "--only",
-    metavar="ROLE",
-    type=click.Choice(ROLES),
-    multiple=True,
-    help="Test only this part: backend, operators, training, or one of the six roles. May be given several times.",
-)
-@click.option("--deep", is_flag=True, help="Compare all of torch's operators with the CPU; takes minutes.")
-@number("--timeout", "SECONDS", 300, "How long one test may take.", most=86400)
-@common
-def verify_backend(name: str, as_json: bool, only: tuple[str, ...], deep: bool, timeout: int) -> int:
-    """Run the conformance suite on the backend NAME, and print its scorecard.
-
-    Declared features are tested; other features must be refused with UnsupportedError. A test that crashes or hangs has
-    failed, and the other tests still run. Needs pytest: pip install 'accelcore[testing]'.
-
-    \b
-    Exit code:
-      0   it conforms: nothing failed
-      1   something failed
-      64  the request is invalid, or the backend cannot be used here
-
-    \b
-    Examples:
-      accelcore verify backend cpu
-      accelcore verify backend cuda:1 --only precision --only training
-      accelcore verify backend npu --only operators --deep --timeout 60
-      accelcore verify backend cpu --json > scorecard.json
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from accelcore.cli import verify as suite
-
-    card = suite.verify(name, roles=only, timeout=timeout, deep=deep)
-    if as_json:
-        click.echo(json.dumps(card.as_json(), indent=2))
-    else:
-        suite.show(card, tracebacks=click.get_current_context().obj.debug)
-    return 0 if card.conforms else 1
-
-
-@app.command()
-@device_option("--backend", "NAME", "Also show the operators of torch's own autocast on this backend.")
-@device_option("--diff", "NAME", "Show only the differences between --backend and this backend.")
-@json_option
-@common
-def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
-    """Show the op table O1: which operator runs in which dtype under autocast, on every device.
-
-    torch has a different table for each device. The table of a device that does not work here is read from torch.
-
-    \b
-    Examples:
-      accelcore precision
-      accelcore precision --backend cpu
-      accelcore precision --backend cpu --diff cuda
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from accelcore.cli import precision as tables
-
-    found = tables.find(backend, diff)
-    if as_json:
-        click.echo(json.dumps(found.as_json(), indent=2))
-    else:
-        tables.show(found)
 
 
 @app.command()
@@ -258,8 +169,6 @@ def plot(folders: tuple[str, ...], output: str | None) -> None:
       accelcore plot outputs/run
       accelcore plot outputs/a outputs/b -o compare.html
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from pathlib import Path
-
     from accelcore.training.monitoring.plot import draw, file_for
     from accelcore.training.monitoring.records import read_records
 
@@ -286,8 +195,6 @@ def new_backend(name: str, folder: str | None, torch_device: str) -> None:
       accelcore new-backend mychip
       accelcore new-backend mychip --torch-device xpu --folder plugins/mychip
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from pathlib import Path
-
     from accelcore.cli.new_backend import missing_device, write_backend
 
     written = write_backend(name, None if folder is None else Path(folder), torch_device=torch_device)
@@ -319,6 +226,5 @@ def completion(shell: str) -> None:
     sys.stdout.write(kind(app, {}, "accelcore", "_ACCELCORE_COMPLETE").source())
 
 
-app.add_command(advise)
-app.add_command(record)
-app.add_command(replay)
+for _command in (advise, doctor, precision, record, replay, run, verify):
+    app.add_command(_command)

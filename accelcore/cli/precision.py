@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import click
+
+from accelcore.cli.options import common, device_option, json_option
 from accelcore.devices.create import import_torch
 from accelcore.devices.select import select
 from accelcore.errors import BackendUnavailableError, ConfigurationError, UnknownBackendError
 
-__all__ = ["OpTables", "find", "show"]
+__all__ = ["precision"]
 
 _UNKNOWN = "by torch"  # for an operator of a device that does not work here; only its backend knows more
 
 
+@click.command()
+@device_option("--backend", "NAME", "Also show the operators of torch's own autocast on this backend.")
+@device_option("--diff", "NAME", "Show only the differences between --backend and this backend.")
+@json_option
+@common
+def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
+    """Show the op table O1: which operator runs in which dtype under autocast, on every device.
+
+    torch has a different table for each device. The table of a device that does not work here is read from torch.
+
+    \b
+    Examples:
+      accelcore precision
+      accelcore precision --backend cpu
+      accelcore precision --backend cpu --diff cuda
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    found = _find(backend, diff)
+    if as_json:
+        click.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        _show(found)
+
+
 @dataclass(frozen=True)
-class OpTables:
+class _OpTables:
     """O1, and torch's own tables.
 
     Attributes:
@@ -54,7 +81,7 @@ class OpTables:
         return result
 
 
-def find(backend: str | None, diff: str | None) -> OpTables:
+def _find(backend: str | None, diff: str | None) -> _OpTables:
     """Find O1, and torch's table of `backend` and of `diff`. Imports torch.
 
     Raises:
@@ -66,10 +93,10 @@ def find(backend: str | None, diff: str | None) -> OpTables:
     from accelcore.precision import O1
 
     tables = {name: _torchs_table(name) for name in (backend, diff) if name is not None}
-    return OpTables({name: treatment.value for name, treatment in O1.items()}, tables, diff is not None)
+    return _OpTables({name: treatment.value for name, treatment in O1.items()}, tables, diff is not None)
 
 
-def show(tables: OpTables) -> None:
+def _show(tables: _OpTables) -> None:
     """Print the tables to stdout, in aligned columns."""
     head = ("operator", "O1", *(f"torch on {name}" for name in tables.torch))
     rows = [head, *tables.rows()]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar, cast
+
+import click
 
 from accelcore.cli import rank
+from accelcore.cli.options import common, device_option, number
 from accelcore.devices import plugins
-from accelcore.devices.plugins import AUTOLOAD
+from accelcore.devices.plugins import AUTOLOAD, EMULATORS, declared, describe, hooks_of
 from accelcore.devices.request import parse, requested_device
 from accelcore.devices.select import check_installed, rank_count
-from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.errors import ConfigurationError, PluginError, UnsupportedError
 from accelcore.util.text import shown
 
 __all__ = ["run"]
@@ -22,8 +25,94 @@ __all__ = ["run"]
 _LAUNCHER = "accelcore.cli.launcher"  # not imported: it imports torch
 _APEX = Path(__file__).parents[1] / "apex" / "stand_in"
 
+F = TypeVar("F", bound=Callable[..., object])
 
-def run(
+_SEVERAL_MACHINES = {
+    "--nnodes": ("N", "How many machines the job has; run the command on each."),
+    "--node-rank": ("K", "The number of this machine, counted from 0."),
+    "--rdzv-endpoint": ("HOST:PORT", "Where the machines meet: machine 0, and a port that is free there."),
+    "--rdzv-backend": ("NAME", "static, the default, or c10d, which can restart ranks on several machines."),
+    "--rdzv-id": ("ID", "The job's name, if several jobs meet at one endpoint."),
+    "--rdzv-conf": ("KEY=VALUE,...", "Further settings of the rendezvous."),
+    "--master-addr": ("HOST", "Machine 0, if --rdzv-endpoint is not given."),
+    "--master-port": ("PORT", "A port that is free there."),
+    "--local-addr": ("HOST", "The address of this machine, if torch does not find the right one."),
+}
+"""Options of torchrun that are passed through."""
+
+
+class _RankCount(click.IntRange):
+    """A whole number, or `auto`, which becomes 0."""
+
+    name = "whole number"  # for messages
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return 0 if value == "auto" else super().convert(value, param, ctx)
+
+
+def _several_machines(command: F) -> F:
+    """Add torchrun's options for several machines."""
+    for name, (metavar, text) in reversed(_SEVERAL_MACHINES.items()):
+        command = click.option(name, metavar=metavar, help=f"{text} (torchrun's)")(command)
+    return command
+
+
+@click.command(context_settings={"allow_interspersed_args": False})  # options after the script are the script's own
+@device_option(
+    "--device",
+    "DEVICE",
+    "What select() chooses in the script, as ACCEL_DEVICE does: NAME, NAME:INDEX, a list, or auto.",
+)
+@click.option(
+    "--nproc",
+    metavar="N",
+    type=_RankCount(min=1),
+    default=1,
+    show_default=True,
+    help="How many ranks to start on this machine, or auto: one for each device. More than 1 through torch's elastic "
+    "launcher.",
+)
+@number(
+    "--max-restarts", "K", 0, "How often torch's elastic launcher starts all ranks again after one has died.", least=0
+)
+@_several_machines
+@click.option(
+    "--check-collectives",
+    is_flag=True,
+    help="Compare each collective over all ranks before it runs, which is slow, and raise if they do not match.",
+)
+@device_option(
+    "--emulate", "NAME", "Run on an emulation of the backend NAME, on this host; its emulator must be installed."
+)
+@click.option("--apex", is_flag=True, help="Let `import apex` in the script and its ranks find accelcore.apex.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.argument("script", type=click.Path())
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@common
+def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
+    """Run a script, or with -m a module, on the device of your choice.
+
+    Options of accelcore go before SCRIPT, the script's own after it: in `accelcore run train.py --device cpu` the
+    script gets --device. With one rank this process becomes the script,
+    with its exit code and its signals. If one of several ranks fails, all end, and the last line names the first.
+
+    \b
+    Examples:
+      accelcore run train.py --epochs 3
+      accelcore run --device cpu train.py
+      accelcore run --device npu,cuda,cpu -m mypackage.train
+      accelcore run --nproc auto train.py
+      accelcore run --nproc 2 --max-restarts 1 train.py
+      accelcore run --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29400 train.py
+      accelcore run --emulate npu --device npu train.py
+      accelcore run --apex train.py
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    machines = {name: options.pop(name[2:].replace("-", "_")) for name in _SEVERAL_MACHINES}
+    given = {name: value for name, value in machines.items() if value is not None}
+    _become(script, arguments, machines=given, nproc=options.pop("nproc") or None, **options)
+
+
+def _become(
     script: str,
     arguments: Sequence[str],
     *,
@@ -134,15 +223,28 @@ def _check_machines(machines: Mapping[str, str], environ: Mapping[str, str]) -> 
 
 
 def _emulation(name: str, devices: int) -> Mapping[str, str]:
-    variables = plugins.emulate(name, devices)
-    if variables is None:
+    """Return the environment in which an installed emulator imitates the backend `name`. May take long."""
+    offers = [entry for entry in declared(EMULATORS) if entry.name == name]
+    if not offers:
         raise UnsupportedError(
             f"--emulate {shown(name)}: no installed package emulates a backend of that name",
-            available=", ".join(entry.name for entry in plugins.declared(plugins.EMULATORS))
-            or "no emulator is installed",
+            available=", ".join(entry.name for entry in declared(EMULATORS)) or "no emulator is installed",
             remedy="name one backend without an index; docs/install.md lists accelcore's own emulators",
         )
-    return variables
+    labels = " and ".join(entry.label for entry in offers)
+    if len(offers) > 1:
+        raise PluginError(f"two distributions emulate {name!r}: {labels}", remedy="uninstall one of them")
+    remedy = f"repair or uninstall {labels}"
+    try:
+        hooks = hooks_of(offers[0].point)
+    except Exception as error:
+        raise PluginError(
+            f"the emulator of {name!r} ({labels}) is broken", why=describe(error), remedy=remedy
+        ) from error
+    variables = hooks.accelcore_emulate(name=name, devices=devices)
+    if variables is None:
+        raise PluginError(f"the emulator of {name!r} ({labels}) does not answer accelcore_emulate", remedy=remedy)
+    return cast("Mapping[str, str]", variables)
 
 
 def _turn_off_autoload(environ: MutableMapping[str, str], *, hide: bool) -> str:

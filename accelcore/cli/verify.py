@@ -21,13 +21,14 @@ import click
 
 from accelcore.cli import ROLES, child
 from accelcore.cli.child import Ended
+from accelcore.cli.options import common, devices, json_option, number
 from accelcore.devices.request import parse
 from accelcore.devices.select import decide
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.jobs.launchers import outside_any_job
 from accelcore.util.text import shown
 
-__all__ = ["OUTCOMES", "Scorecard", "Verdict", "show", "verify"]
+__all__ = ["OUTCOMES", "Scorecard", "Verdict", "commands", "show", "verify"]
 
 OUTCOMES = ("passed", "failed", "not declared", "not tried")
 
@@ -99,6 +100,57 @@ class Scorecard:
             "roles": {role: counts for role, counts in roles.items() if sum(counts.values())},
             "tests": [asdict(verdict) for verdict in self.verdicts],
         }
+
+
+@click.group("verify")
+def commands() -> None:
+    """Test whether a backend works as it declares.
+
+    \b
+    Examples:
+      accelcore verify backend cpu
+      accelcore verify backend cpu --only scaler
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+
+
+@commands.command("backend")
+@click.argument("name", shell_complete=devices)
+@json_option
+@click.option(
+    "--only",
+    metavar="ROLE",
+    type=click.Choice(ROLES),
+    multiple=True,
+    help="Test only this part: backend, operators, training, or one of the six roles. May be given several times.",
+)
+@click.option("--deep", is_flag=True, help="Compare all of torch's operators with the CPU; takes minutes.")
+@number("--timeout", "SECONDS", 300, "How long one test may take.", most=86400)
+@common
+def verify_backend(name: str, as_json: bool, only: tuple[str, ...], deep: bool, timeout: int) -> int:
+    """Run the conformance suite on the backend NAME, and print its scorecard.
+
+    Declared features are tested; other features must be refused with UnsupportedError. A test that crashes or hangs has
+    failed, and the other tests still run. Needs pytest: pip install 'accelcore[testing]'.
+
+    \b
+    Exit code:
+      0   it conforms: nothing failed
+      1   something failed
+      64  the request is invalid, or the backend cannot be used here
+
+    \b
+    Examples:
+      accelcore verify backend cpu
+      accelcore verify backend cuda:1 --only precision --only training
+      accelcore verify backend npu --only operators --deep --timeout 60
+      accelcore verify backend cpu --json > scorecard.json
+    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    card = verify(name, roles=only, timeout=timeout, deep=deep)
+    if as_json:
+        click.echo(json.dumps(card.as_json(), indent=2))
+    else:
+        show(card, tracebacks=click.get_current_context().obj.debug)
+    return 0 if card.conforms else 1
 
 
 def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300, deep: bool = False) -> Scorecard:

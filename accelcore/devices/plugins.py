@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, metadata, requires
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import pluggy
 
@@ -41,9 +41,9 @@ __all__ = [
     "autoloads_of_unusable_backends",
     "declared",
     "describe",
-    "emulate",
     "extensions",
     "find",
+    "hooks_of",
     "how_to_install",
     "load_extensions",
     "other_backends",
@@ -264,31 +264,6 @@ def load_extensions(entries: Sequence[Declared] | None = None) -> list[Extension
     return loaded
 
 
-def emulate(name: str, devices: int) -> Mapping[str, str] | None:
-    """Return the environment that emulates the backend `name`, or None if no emulator is installed. May take long.
-
-    Raises:
-        PluginError: the emulator cannot be loaded or does not answer, or two distributions offer one.
-    """
-    offers = [entry for entry in declared(EMULATORS) if entry.name == name]
-    if not offers:
-        return None
-    labels = " and ".join(entry.label for entry in offers)
-    if len(offers) > 1:
-        raise PluginError(f"two distributions emulate {name!r}: {labels}", remedy="uninstall one of them")
-    remedy = f"repair or uninstall {labels}"
-    try:
-        hooks = _hooks(offers[0].point)
-    except Exception as error:
-        raise PluginError(
-            f"the emulator of {name!r} ({labels}) is broken", why=describe(error), remedy=remedy
-        ) from error
-    variables = hooks.accelcore_emulate(name=name, devices=devices)
-    if variables is None:
-        raise PluginError(f"the emulator of {name!r} ({labels}) does not answer accelcore_emulate", remedy=remedy)
-    return cast("Mapping[str, str]", variables)
-
-
 def _probe(entries: list[Declared]) -> dict[str, Candidate]:
     deadline = time.monotonic() + probe_timeout()
     by_name: dict[str, list[Declared]] = {}
@@ -348,11 +323,12 @@ def _known_faults(point: EntryPoint, answers: Iterable[Any]) -> Iterator[KnownFa
 def _load(point: EntryPoint) -> _Call:
     with _loads_lock:
         if point not in _loads:
-            _loads[point] = _Call(partial(_hooks, point))
+            _loads[point] = _Call(partial(hooks_of, point))
         return _loads[point]
 
 
-def _hooks(point: EntryPoint) -> Any:
+def hooks_of(point: EntryPoint) -> Any:
+    """Load a plugin, and return its hooks."""
     if point.pattern.match(point.value) is None:
         raise PluginError(f"its entry point {shown(point.value)} is malformed: it must be MODULE or MODULE:OBJECT")
     manager = pluggy.PluginManager("accelcore")  # one each: a plugin's hooks are called alone

@@ -1,4 +1,4 @@
-"""Commands that compare runs of a script. `commands.py` adds them to the others."""
+"""The command `advise`. The script runs in a process of its own for each trial."""
 
 from __future__ import annotations
 
