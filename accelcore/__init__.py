@@ -15,8 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accelcore.backend import Backend
-    from accelcore.capabilities import Capabilities
+    from accelcore.backend import Backend, Capabilities
     from accelcore.devices.hookspecs import API, Probe, hookimpl
     from accelcore.devices.select import installed, select
     from accelcore.errors import (
@@ -87,7 +86,7 @@ __all__ = [
 _HOMES = {
     "API": "devices.hookspecs",
     "Backend": "backend",
-    "Capabilities": "capabilities",
+    "Capabilities": "backend",
     "FSDP": "training.options",
     "KnownFault": "known_faults",
     "Log": "training.monitoring.log",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelcore.capabilities import Capabilities
+from accelcore.backend import Capabilities
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.precision.o1.autocast import Region, listed_operators, torch_operators
 from accelcore.precision.o1.table import Treatment

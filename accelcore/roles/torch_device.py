@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accelcore.backend import Backend
-from accelcore.capabilities import SHARDED, Capabilities
+from accelcore.backend import SHARDED, Backend, Capabilities
 from accelcore.errors import BackendUnavailableError, ConfigurationError
 from accelcore.jobs.collectives import NoCollectives, TorchCollectives
 from accelcore.jobs.launchers import Launch

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from accelcore.cli.new_backend import write_backend
-from accelcore.devices.unserved import ten_lines
+from accelcore.devices.select import ten_lines
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "examples" / "third_party"

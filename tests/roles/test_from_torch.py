@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import accelcore
-from accelcore.devices import unserved
-from accelcore.devices.unserved import imitations, ten_lines
+from accelcore.devices.select import imitations, ten_lines
 from accelcore.errors import BackendUnavailableError, ConfigurationError, UnknownBackendError, UnsupportedError
 from accelcore.roles import from_torch
 
@@ -120,7 +119,7 @@ def test_the_ten_lines_are_a_backend(fakes):
 @pytest.fixture
 def a_device_without_plugin(monkeypatch):
     """torch has an accelerator that works, and that no plugin serves."""
-    monkeypatch.setattr(unserved.sys.modules["torch"].accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
 
 

@@ -21,7 +21,7 @@ from accelcore.devices.plugins import (
     autoloads_of_unusable_backends,
     describe,
 )
-from accelcore.devices.unserved import imitations, ten_lines, unserved_device
+from accelcore.devices.select import imitations, ten_lines, unserved_device
 from accelcore.jobs.launchers import outside_any_job
 
 __all__ = ["SAYS", "WORKS", "Deep", "Trial", "examine", "main", "try_torch"]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from accelcore.capabilities import SHARDED
+from accelcore.backend import SHARDED
 from accelcore.errors import UnsupportedError
 
 __all__ = [

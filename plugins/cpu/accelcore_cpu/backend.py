@@ -6,8 +6,7 @@ import os
 
 import torch
 
-from accelcore.backend import Backend
-from accelcore.capabilities import Capabilities
+from accelcore.backend import Backend, Capabilities
 from accelcore.jobs.collectives import TorchCollectives
 from accelcore.roles.compiler import TorchCompiler
 from accelcore.scaling.dynamic import Scalers

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from accelcore.capabilities import Capabilities
+from accelcore.backend import Capabilities
 from accelcore.precision.o1.table import Treatment
 from accelcore.precision.role import TorchPrecision
 from accelcore.torch_features import GET_KERNEL

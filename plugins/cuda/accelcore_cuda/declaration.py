@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from accelcore.capabilities import Capabilities
+from accelcore.backend import Capabilities
 
 __all__ = ["declare", "emulates_bfloat16", "missing_kernels"]
 

@@ -8,8 +8,7 @@ from functools import partial
 
 import torch
 
-from accelcore.backend import Backend
-from accelcore.capabilities import Capabilities
+from accelcore.backend import Backend, Capabilities
 from accelcore.errors import BackendUnavailableError
 from accelcore.scaling.dynamic import Scalers
 from accelcore_npu import emulated
