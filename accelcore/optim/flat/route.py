@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accelcore.optim.flat.memory import Run
 from accelcore.optim.formulas import FORMULAS
-from accelcore.optim.formulas.formula import Formula, FusibleFormula, Number, Numbers, State
+from accelcore.optim.formulas.formula import FusibleFormula, Number, Numbers, State
 
 __all__ = ["FLAT_FORMULAS", "FlatFormula"]
 
@@ -50,19 +50,7 @@ class FlatFormula(FusibleFormula):
         alike = tuple((run.shape, run.device, getattr(parts, "structure", None)) for run, parts in self._parts.items())
         self._compiled = _programs(self._compile, self.arithmetic, alike)
 
-    def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-        present = [[value for value in group["params"] if value.grad is not None] for group in self.param_groups]
-        gradients: list[list[Any]] = [[value.grad for value in values] for values in present]
-        unscale = None if grad_scale is None else 1 / grad_scale
-        if unscale is not None and type(self).factors is not Formula.factors:  # these need norms of unscaled gradients
-            gradients = [[gradient * unscale for gradient in group] for group in gradients]
-            unscale = None
-        factors = self.factors(gradients)
-        for group, values, group_gradients, factor in zip(self.param_groups, present, gradients, factors, strict=True):
-            for value, gradient in zip(values, group_gradients, strict=True):
-                self._update_run(group, value, gradient, unscale if factor is None else factor, found_inf)
-
-    def _update_run(
+    def update_one(
         self, group: dict[str, Any], value: Tensor, gradient: Tensor, factor: Tensor | None, found_inf: Tensor | None
     ) -> None:
         entry = self.entry(group, value)

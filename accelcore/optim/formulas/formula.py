@@ -109,12 +109,20 @@ class Formula(Engine, torch.optim.Optimizer):
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         present = [[value for value in group["params"] if value.grad is not None] for group in self.param_groups]
         gradients = [[_dense(value.grad) for value in values] for values in present]
+        unscale = None if grad_scale is None else 1 / grad_scale
+        if unscale is not None and type(self).factors is not Formula.factors:  # these need norms of unscaled gradients
+            gradients = [[gradient * unscale for gradient in group] for group in gradients]
+            unscale = None
         factors = self.factors(gradients)
         for group, values, group_gradients, factor in zip(self.param_groups, present, gradients, factors, strict=True):
             for value, gradient in zip(values, group_gradients, strict=True):
-                self._update(group, value, gradient, factor)
+                self.update_one(group, value, gradient, unscale if factor is None else factor, found_inf)
 
-    def _update(self, group: dict[str, Any], value: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
+    def update_one(
+        self, group: dict[str, Any], value: Tensor, gradient: Tensor, factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Update one tensor and its state by its gradient times `factor`; `found_inf` is as for `update`."""
+        assert found_inf is None, "only a kernel skips by itself"
         entry = self.entry(group, value)
         if self.counts:
             entry["step"] += 1
