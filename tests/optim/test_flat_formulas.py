@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from accelcore.optim.flat.formula import FLAT_FORMULAS
 from accelcore.optim.flat.memory import Slot, lay_flat
-from accelcore.optim.flat.route import FLAT_FORMULAS
 from accelcore.optim.flat.segments import channels_of, parameters_of
 from accelcore.optim.registry import Optimizers
 

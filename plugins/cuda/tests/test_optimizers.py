@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.torch_version import TorchVersion
 
 import accelcore
+from accelcore.optim.flat.formula import FLAT_FORMULAS
 from accelcore.optim.flat.memory import Layout, Run, Slot
-from accelcore.optim.flat.route import FLAT_FORMULAS
 
 FUSED = ("adagrad", "adam", "adamw", "sgd")
 COMPILED = ("adadelta", "adamp", "bertadam", "lamb", "rmsprop", "rmsproptf")

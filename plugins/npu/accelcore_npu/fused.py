@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch_npu import optim
 
 from accelcore.optim.engine import Factory
-from accelcore.optim.flat.route import FLAT_FORMULAS
+from accelcore.optim.flat.formula import FLAT_FORMULAS
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore_npu.flat import FusedFormula
 
