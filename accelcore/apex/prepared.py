@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from accelcore.apex.levels import Properties
 from accelcore.apex.state import AmpScaler, casts_suspended
 from accelcore.backend import Backend
 from accelcore.errors import AmpError, ConfigurationError
 from accelcore.optim.flat.memory import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
+from accelcore.precision.policy import Policy
 from accelcore.scaling.contract import SkippingOptimizer
 from accelcore.training.clipping import Clipping
 from accelcore.training.gradients import first_not_finite
@@ -162,6 +162,8 @@ def prepared_of(optimizer: Optimizer) -> Prepared:
 class Accumulated:
     """Parameters of an optimizer, and the gradients for its next step.
 
+    `flat`: whether they lie in one piece of memory each. `exchanges`: whether ranks exchange gradients here.
+
     Attributes:
         has_masters: whether some parameters have fp32 masters.
 
@@ -172,15 +174,20 @@ class Accumulated:
     has_masters: bool
 
     def __init__(
-        self, backend: Backend, models: Sequence[nn.Module], optimizer: Optimizer, properties: Properties
+        self,
+        backend: Backend,
+        models: Sequence[nn.Module],
+        optimizer: Optimizer,
+        policy: Policy,
+        *,
+        flat: bool,
+        exchanges: bool,
     ) -> None:
-        self._exchanges = properties.combine_ddp
-        options = complete(
-            {"flat": properties.combine_grad or None, "parallel": "combine_ddp" if self._exchanges else None}
-        )
+        self._exchanges = exchanges
+        options = complete({"flat": flat or None, "parallel": "combine_ddp" if exchanges else None})
         self._models, self._optimizer = models, optimizer
         self._plan = plan = Plan(backend, nn.Module(), optimizer, options)
-        plan.policy = properties.policy
+        plan.policy = policy
         plan.strategy = create_strategy(backend, options) if self._exchanges else SingleProcess(backend, options)
         self._stages = (Flatten(), Bind())
         self._scaled_by: tuple[AmpScaler, int] | None = None  # the scale that a delayed pass has left
