@@ -31,6 +31,7 @@ __all__ = [
     "equal_groups",
     "loss_by",
     "merged",
+    "name_of",
     "needs_closure",
     "options_of",
 ]
@@ -215,6 +216,12 @@ def loss_by(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def name_of(kind: type) -> str | None:
+    """Return the registry's name of a class of `torch.optim`; None for any other class, also a derived one."""
+    is_torchs = issubclass(kind, torch.optim.Optimizer) and kind.__module__.partition(".")[0] == "torch"
+    return kind.__name__.lower() if is_torchs and kind is not torch.optim.Optimizer else None
 
 
 def equal_groups(groups: Sequence[dict[str, Any]]) -> list[int]:

@@ -14,14 +14,14 @@ import torch
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.known_faults import KnownFault
-from accelcore.optim.engine import Factory, Memory, Request, Route
+from accelcore.optim.engine import Factory, Memory, Request, Route, name_of
 from accelcore.optim.flat.memory import unfit
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.state import SWITCHES
 from accelcore.util.text import did_you_mean
 
-__all__ = ["ExplainedRoute", "Optimizers", "name_of"]
+__all__ = ["ExplainedRoute", "Optimizers"]
 
 Parameters = Iterable[Any]
 
@@ -241,12 +241,6 @@ class Optimizers:
                 remedy=f"leave {switch}= out for the fastest route, or name the route",
             )
         return _explained(self._routes[request.name], request)
-
-
-def name_of(kind: type) -> str | None:
-    """Return the registry's name of a class of `torch.optim`; None for any other class, also a derived one."""
-    is_torchs = issubclass(kind, torch.optim.Optimizer) and kind.__module__.partition(".")[0] == "torch"
-    return kind.__name__.lower() if is_torchs and kind is not torch.optim.Optimizer else None
 
 
 def _explained(routes: Sequence[Route], request: Request) -> tuple[ExplainedRoute, ...]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Adafactor, Optimizer
 
 from accelcore.errors import CheckpointError
+from accelcore.optim.engine import name_of
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.optim.registry import name_of
 from accelcore.optim.state import COUNTERS, SWITCHES
 from accelcore.training.gradients import Gradients
 from accelcore.training.parallel.strategy import Strategy, owns
