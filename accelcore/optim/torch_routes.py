@@ -87,7 +87,7 @@ class _InitialState(defaultdict[Tensor, Any]):
 
     def __init__(self, made: torch.optim.Optimizer) -> None:
         super().__init__(dict, made.state)
-        self._make = partial(type(made), **made.defaults)
+        self._make: Callable[..., torch.optim.Optimizer] = partial(type(made), **made.defaults)
 
     def __missing__(self, parameter: Tensor) -> Any:
         self[parameter] = self._make([parameter]).state[parameter]
