@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # forks import it by this name
@@ -136,7 +136,7 @@ def main() -> None:
     import accelcore
 
     facts: dict[str, object] = {
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
         "seed": args.seed,
         "accelcore": accelcore.__version__,
         "torch": torch.__version__,

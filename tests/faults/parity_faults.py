@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Plan:
 
     Attributes:
         before_forward, before_update: called in the replay at the start of each step, and before each update.
-        around: a context around each step's forward pass.
+        around: a context around each step.
         batch: which batch a step takes.
         skips: the parameter whose gradient is not reduced in a step.
         names: phases that are right, and the module; None where several are right.
@@ -291,16 +291,19 @@ def train(watch: Any, name: str, pair: str, plan: Plan | None, *, device: str, c
                 plan.before_forward(step, run)
             optimizer.zero_grad()
             around = plan.around(step, run) if plan is not None else nullcontext()
-            with around, torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=dtype == "bf16"):
-                loss = task.loss(called(inputs.to(device)), targets.to(device))
-            loss.backward()
-            for each, parameter in model.named_parameters() if ranked else ():
-                if plan is None or not plan.skips(step, each):
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= dist.get_world_size()
-            if plan is not None:
-                plan.before_update(step, run)
-            optimizer.step()
+            # All of the step: recording begins in its forward pass and ends before its update, and the modes of torch's
+            # dispatcher must be left in order.
+            with around:
+                with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=dtype == "bf16"):
+                    loss = task.loss(called(inputs.to(device)), targets.to(device))
+                loss.backward()
+                for each, parameter in model.named_parameters() if ranked else ():
+                    if plan is None or not plan.skips(step, each):
+                        dist.all_reduce(parameter.grad)
+                        parameter.grad /= dist.get_world_size()
+                if plan is not None:
+                    plan.before_update(step, run)
+                optimizer.step()
     return made
 
 
@@ -389,7 +392,7 @@ def main() -> None:
     cases = [case(number, given.seed, pairs) for number in range(given.first, given.first + given.faults)]
     if not ranks or dist.get_rank() == 0:
         report = {
-            "when": datetime.now(UTC).date().isoformat(), "python": platform.python_version(),
+            "when": datetime.now(timezone.utc).date().isoformat(), "python": platform.python_version(),
             "torch": torch.__version__, "seed": given.seed, "pairs": pairs, **counts(cases),
         }  # fmt: skip
         given.out.write_text(json.dumps(report, indent=1) + "\n")
