@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import runpy
 import socket
 import subprocess
@@ -56,6 +57,7 @@ class Fork:
         if self.process.exitcode is None:
             self.kill()
             raise subprocess.TimeoutExpired(self._command, timeout, out, err)
+        out = re.sub(r"^\[Gloo\] Rank .*\n", "", out, flags=re.MULTILINE)  # torch 2.8 to 2.10 write this to stdout
         return subprocess.CompletedProcess(self._command, self.process.exitcode, out, err)
 
     def kill(self) -> None:

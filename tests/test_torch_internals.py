@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from accelcore import torch_internals as internals
+from accelcore.torch_features import BACKWARD_PASS_AUTOCAST, GET_KERNEL, RESET_ITER_STATE
 
 ADD, SOFTMAX, DROPOUT = torch.ops.aten.add.Tensor, torch.ops.aten.softmax.int, torch.ops.aten.native_dropout.default
 
@@ -91,6 +96,7 @@ def test_a_failing_compiler_has_an_error_of_its_own():
         torch.compile(torch.sin, backend=fails)(torch.ones(2))
 
 
+@pytest.mark.skipif(not BACKWARD_PASS_AUTOCAST.present, reason=f"torch has no {BACKWARD_PASS_AUTOCAST}")
 def test_backward_is_compiled_outside_autocast():
     with internals.backward_outside_autocast:
         assert torch._functorch.config.backward_pass_autocast == "off"
@@ -113,6 +119,7 @@ def test_kernels_are_found_at_their_keys():
     assert internals.device_dispatch_key("cpu") == "CPU"
 
 
+@pytest.mark.skipif(not GET_KERNEL.present, reason=f"torch has no {GET_KERNEL}")
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_a_library_covers_a_kernel_until_it_is_removed():
     one, keys = torch.ones(2), internals.dispatch_keyset("CPU")
@@ -211,3 +218,53 @@ def test_a_mode_sees_nothing_in_a_context_without_modes():
             ones.sin()
         ones.cos()
     assert seen == [torch.ops.aten.cos.default]
+
+
+@pytest.fixture
+def job_of_one():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("feature", [True, False])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_sharded_model_forgets_a_pass_that_raised(phase, feature, job_of_one, monkeypatch):
+    if not feature:
+        monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
+    if RESET_ITER_STATE.present is not feature:
+        pytest.skip(f"torch has no {RESET_ITER_STATE}")
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            if phase == "forward":
+                raise MemoryError
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise MemoryError
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    oracle, rows = copy.deepcopy(model), torch.ones(2, 4)
+    for part in (*model, model):
+        fully_shard(part, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+    model(rows).sum().backward()
+    model.zero_grad()
+    fails = model[1].register_forward_hook(lambda module, given, output: Fails.apply(output))
+    with pytest.raises(MemoryError):
+        model(rows).sum().backward()
+    fails.remove()
+    internals.reset_sharded_model(model)
+    for group in model.modules():
+        if isinstance(group, FSDPModule):
+            group.reshard()
+    model.zero_grad()
+    for each in (model, oracle):
+        for _ in range(2):
+            each(rows).square().sum().backward()
+    for ours, expected in zip(model.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), expected.grad)

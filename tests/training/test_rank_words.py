@@ -207,7 +207,7 @@ def test_a_job_is_joined_until_exit_and_an_error_waits_for_nobody(fails):
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, len(fails)], said
-    assert said[0][0] == "2.0\n"
+    assert said[0][0].splitlines()[-1] == "2.0"  # torch 2.10 writes a line of Gloo's before it
     assert "Traceback" not in said[0][1]
     assert fails or said[0][1] == "", "the main rank ends in order, and says nothing more"
     assert ("rank 1 ends like this" in said[1][1]) == bool(fails)

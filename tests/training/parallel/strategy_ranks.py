@@ -19,6 +19,7 @@ from torch import nn
 
 import accelcore
 from accelcore import Policy
+from accelcore.torch_features import UNUSED_SHARDS
 from tests.training.parallel.strategy_models import (
     DECAY,
     LEVELS,
@@ -302,6 +303,16 @@ def only_one_saves(accel, rank, options, folder):
     return ""
 
 
+def older_torch(accel, rank, options):
+    """Train as torch before 2.13 does, which leaves unused parameters to accelcore."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if UNUSED_SHARDS.present:
+        del FSDPModule.set_reduce_scatter_unused_params
+    assert not UNUSED_SHARDS.present
+    return trains(accel, rank, options)
+
+
 def main() -> None:
     case, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
@@ -320,6 +331,8 @@ def main() -> None:
             "large": None if "fsdp" in case else large(accel, job.rank, options),
             "failures": failures(accel, job.rank, options),
         }
+        if case == "fsdp":
+            found["older torch"] = older_torch(accel, job.rank, options)
         (folder / f"{job.rank}.json").write_text(json.dumps(found))
 
 
