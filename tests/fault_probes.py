@@ -19,6 +19,7 @@ _WITH_EPSILON: tuple[Any, ...] = (
     torch.optim.RMSprop,
 )
 _FUSED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
+_HERMITIAN: tuple[Any, ...] = (torch.fft.ihfftn, torch.fft.ihfft2)
 _REMAINDERS: tuple[Any, ...] = (torch.remainder, torch.fmod)
 _FAR_APART = (6.0, 2.0**-126)  # the quotient is too large for fp32
 
@@ -108,6 +109,13 @@ def remainder() -> bool:
         for kernel in _REMAINDERS
         for one, other in (torch.tensor(_FAR_APART, dtype=dtype).split(1) for dtype in (torch.float32, torch.bfloat16))
     )
+
+
+def hermitian_out() -> bool:
+    """Check if an inverse Hermitian transform of one dimension leaves `out=` unwritten."""
+    given = torch.ones(2, 4)
+    results = [(kernel, torch.full_like(kernel(given, dim=(1,)), 77)) for kernel in _HERMITIAN]
+    return any(kernel(given, dim=(1,), out=out).eq(77).all() for kernel, out in results)
 
 
 @contextmanager

@@ -32,8 +32,8 @@ PROBES = dict(
         (*TORCH_FAULTS, *TABLES["cpu"]),
         (
             fault_probes.fp16_epsilon, fault_probes.skipped_first_step, fault_probes.backward_under_autocast,
-            fault_probes.cast_without_gradient, fault_probes.low_precision_sgd, fault_probes.memory_order,
-            fault_probes.remainder,
+            fault_probes.cast_without_gradient, fault_probes.hermitian_out, fault_probes.low_precision_sgd,
+            fault_probes.memory_order, fault_probes.remainder,
         ),
         strict=True,
     )
@@ -70,6 +70,10 @@ def test_a_probe_finds_what_is_right_to_be_right(monkeypatch):
     assert not fault_probes.memory_order()
     monkeypatch.setattr(fault_probes, "_REMAINDERS", (lambda one, other: one * 0,))
     assert not fault_probes.remainder()
+    monkeypatch.setattr(
+        fault_probes, "_HERMITIAN", (lambda given, dim, **out: torch.fft.ihfft(given, dim=dim[0], **out),)
+    )
+    assert not fault_probes.hermitian_out()
     with monkeypatch.context() as patched:
         patched.setattr(torch, "no_grad", contextlib.nullcontext)
         assert not fault_probes.cast_without_gradient()

@@ -51,8 +51,11 @@ class Gradients(ABC):
         self.parameters = [slot.parameter for slot in slots]
         self.held: list[Tensor] = []
 
-    def refresh(self) -> None:  # noqa: B027  # most have nothing to do
-        """Take over what others wrote to the parameters since the last update."""
+    def refresh(self, *, thorough: bool = False) -> None:  # noqa: B027  # most have nothing to do
+        """Take over what others wrote to the parameters since the last update.
+
+        If `thorough`, also what they wrote through `.data`, which only a look at all values finds.
+        """
 
     @abstractmethod
     def collect(self) -> None:
@@ -159,7 +162,7 @@ class Flat(Gradients):
         self.memories = self._memories = self.flat = memories
         self.values = [memory.values for memory in memories]
 
-    def refresh(self) -> None:
+    def refresh(self, *, thorough: bool = False) -> None:
         for memory in self._memories:
             memory.refresh()
 
@@ -198,7 +201,7 @@ class ShardedGradients(PerTensor):
         super().__init__(slots)
         self.values = [to_local(slot.parameter) for slot in slots]
 
-    def refresh(self) -> None:
+    def refresh(self, *, thorough: bool = False) -> None:
         for slot, value in zip(self.slots, self.values, strict=True):
             now = to_local(slot.parameter)
             if now.data_ptr() != value.data_ptr():
@@ -263,15 +266,15 @@ class Masters(Gradients):
                     self.slots[number].trained.copy_(value)
         self._seen: list[tuple[int, int]] = []  # nothing yet: ranks may still receive rank 0's parameters
 
-    def refresh(self) -> None:
+    def refresh(self, *, thorough: bool = False) -> None:
         now = self._versions()
-        if now == self._seen:
+        if now == self._seen and not thorough:
             return
         self._inner.refresh()
         with torch.no_grad():
             for number in self._low_slots:
                 slot = self.slots[number]
-                written = not self._seen or self._seen[number] != now[number]
+                written = thorough or not self._seen or self._seen[number] != now[number]
                 if written and not torch.equal(slot.trained.to(slot.parameter), slot.parameter):
                     slot.trained.copy_(slot.parameter)
         self._seen = self._versions()

@@ -396,6 +396,7 @@ class Trainer:
     def _check_model(self) -> None:
         self._step.check()
         self._snapshot.check_model()
+        self._plan.gradients.refresh(thorough=True)
 
     def _check_unchanged(self) -> None:
         try:

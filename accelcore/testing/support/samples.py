@@ -11,7 +11,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-__all__ = ["FRAGILE", "NOT_UNIQUE", "READS_MEMORY", "REPEATABLE", "ROUGH", "SAMPLED", "operators", "samples"]
+__all__ = [
+    "FRAGILE",
+    "IGNORES_OUT",
+    "NOT_UNIQUE",
+    "READS_MEMORY",
+    "REPEATABLE",
+    "ROUGH",
+    "SAMPLED",
+    "operators",
+    "samples",
+]
 
 SAMPLED = (
     *("mm", "bmm", "addmm", "matmul", "baddbmm", "mv", "dot", "outer", "einsum", "nn.functional.linear"),
@@ -63,6 +73,9 @@ REPEATABLE = (
 
 READS_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter", "stft", "istft")
 """Operators whose result depends on the strides of their input."""
+
+IGNORES_OUT = ("fft.ihfft2", "fft.ihfftn")
+"""Operators that torch does not let write `out=` on any device if one dimension is transformed: a known kernel bug."""
 
 NOT_UNIQUE = (
     *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"),

@@ -45,7 +45,7 @@ class ModelPart(Part):
 
         An entry that a module or hook has changed is not replaced by the master.
         """
-        self._gradients.refresh()
+        self._gradients.refresh(thorough=True)
         masters = {id(slot.parameter): slot for slot in _with_master(self._gradients)}
         state, replaced = dict(self._model.state_dict()), set()
         for name, parameter in self._model.named_parameters(remove_duplicate=False):

@@ -33,7 +33,7 @@ class Flatten:
             plan.optimizer.route_for(_dtypes(plan), flat=may_be_flat, sharded=sharded)
 
     def apply(self, plan: Plan) -> None:
-        plan.gradients.refresh()
+        plan.gradients.refresh(thorough=True)
         slots = _slots(plan)
         gradients: Gradients
         if plan.strategy.layout == "shards":

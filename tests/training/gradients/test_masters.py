@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -107,8 +108,13 @@ def test_masters_survive_a_stay_in_fp32(accel, tmp_path, create, flat):
 
 @KINDS
 @FLAT
-@pytest.mark.parametrize("then", ["train", "freeze", "save"])
-@pytest.mark.parametrize("write", ["load_state_dict", "in place", "data"])
+@pytest.mark.parametrize(
+    ("then", "write"),
+    [
+        *itertools.product(["train", "freeze", "save", "epoch"], ["load_state_dict", "in place", "data"]),
+        *itertools.product(["freeze", "save", "epoch"], ["in place of data"]),
+    ],
+)
 def test_what_is_written_into_the_model_is_what_its_masters_go_on_from(accel, tmp_path, create, flat, then, write):
     trainer = make(accel, create, flat=flat)
     trainer(X)
@@ -119,6 +125,8 @@ def test_what_is_written_into_the_model_is_what_its_masters_go_on_from(accel, tm
     elif write == "in place":
         with torch.no_grad():
             model.a.weight.copy_(weight)
+    elif write == "in place of data":  # neither the version nor the address changes
+        model.a.weight.data.copy_(weight)
     else:
         model.a.weight.data = weight.clone()
     if then == "save":
@@ -128,8 +136,8 @@ def test_what_is_written_into_the_model_is_what_its_masters_go_on_from(accel, tm
     if then == "freeze":
         trainer.model.b.weight.requires_grad_(False)
         trainer.refresh()
-    for _ in range(200):  # fewer would be below bf16's spacing at 2
-        trainer(X)
+    for batch in trainer.batches([X] * 200) if then == "epoch" else [X] * 200:  # fewer is below bf16's spacing at 2
+        trainer(batch)
     torch.testing.assert_close(trainer.model.a.weight, torch.full((3, 4), 1.98, dtype=torch.bfloat16), rtol=0, atol=0)
 
 
