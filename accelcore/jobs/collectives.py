@@ -40,7 +40,11 @@ class Collectives(ABC):
     Attributes:
         steps: step and micro-batch of each trainer of this process, from 1, for messages about a missing rank. Trainers
             write to it.
+        waits_for_lost_ranks: whether collectives on the device wait for a lost rank without an error. If a rank fails,
+            the others then abort their collectives and raise an error.
     """
+
+    waits_for_lost_ranks = False
 
     def __init__(self) -> None:
         self.steps: dict[int, tuple[int, int]] = {}

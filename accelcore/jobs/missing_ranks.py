@@ -6,6 +6,7 @@ script. The training loop itself does nothing for it.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import linecache
 import logging
@@ -76,7 +77,7 @@ class MissingRanks:
 
     def __init__(self, collectives: Collectives, timeout: timedelta) -> None:
         self._rank, self._world_size, self._timeout = collectives.rank, collectives.world_size, timeout
-        self._steps = collectives.steps
+        self._waits, self._steps = collectives.waits_for_lost_ranks, collectives.steps
         self._steps.clear()
         # Keys of several jobs of a process differ by the prefix.
         self._store: Any = PrefixStore(f"rank notes {next(_jobs)}", dist.distributed_c10d._get_default_store())
@@ -165,16 +166,29 @@ class MissingRanks:
         return {rank: _Note(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
     def _write_each_second(self) -> None:
-        """Write notes. Rank 0 also logs a failed rank: a collective on the device may wait for it without an error."""
+        """Write notes. Rank 0 also logs a failed rank, for which collectives on a device may wait without an error."""
         failed: list[int] = []
         while not self._stop.wait(_BEAT):
             try:
                 self._write()
-                if self._rank == 0 and not failed and self._store.check([_FAILED]):
+                if not failed and self._store.check([_FAILED]):
                     failed = [int(self._store.get(_FAILED))]
-                    logger.error("a rank of this job failed: %s", _places(failed, self._read()))
+                    if self._rank == 0:
+                        logger.error("a rank of this job failed: %s", _places(failed, self._read()))
+                    if self._waits and not self._done and not self._explained:
+                        self._stop_waiting()
             except RuntimeError:
                 return  # the store has gone, and the job with it
+
+    def _stop_waiting(self) -> None:
+        """Let the training thread raise, and abort what it may wait for.
+
+        An aborted collective leaves wrong values. The error is set before, so that no script can use them: Python
+        raises it when the thread returns from the call that waits.
+        """
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._training_thread), ctypes.py_object(DistError))
+        if (group := dist.group.WORLD) is not None:
+            group.abort()
 
     def _name_missing(self, why: str, remedy: str = "") -> DistributedError:
         try:

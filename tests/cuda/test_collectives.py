@@ -58,6 +58,35 @@ def test_ddp_with_one_rank_is_the_training_without_it(accel, tmp_path):
 
 
 @needs_two
+def test_a_rank_that_fails_ends_the_others_long_before_the_timeout(run_python):
+    """The communicator of rank 0 is aborted, and rank 0 raises before it uses the result. This has not run yet."""
+    script = """
+        import time
+        import accelcore, torch
+        accel = accelcore.select("cuda")
+        begin, wrong = time.monotonic(), False
+        try:
+            with accel.distributed() as job:
+                tensor = torch.ones(1, device=accel.device)
+                job.all_reduce(tensor)
+                if job.rank == 1:
+                    raise ValueError("a row is bad")
+                accel.collectives.all_reduce(tensor)
+                tensor.item()
+                wrong = True
+        except accelcore.DistributedError as error:
+            assert job.rank == 0
+            assert "rank 1 of this job failed" in str(error)
+            assert "a row is bad" in str(error)
+        except ValueError:
+            assert job.rank == 1
+        assert not wrong
+        assert time.monotonic() - begin < 120
+    """
+    run_python(script, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@needs_two
 def test_a_host_group_of_some_ranks_stops_nobody(run_python):
     script = """
         import accelcore, torch

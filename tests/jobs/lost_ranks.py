@@ -33,6 +33,11 @@ def loads(rank: int, step: int) -> torch.Tensor:
         handler.emit = lambda record: (sys.stderr.write(f"{record.getMessage()}\n"), heard.set())
         logging.getLogger("accelcore").addHandler(handler)
         assert heard.wait(30)
+    if rank == 0 and step == 3 and sys.argv[1].endswith("and the device of rank 0 waits"):
+        aborted = threading.Event()
+        dist.ProcessGroup.abort = lambda group: aborted.set()  # as NCCL's ends the wait; gloo has no device
+        assert aborted.wait(30)
+        sys.stderr.write("wrong values were used\n")
     if rank == 0 and step == 3 and sys.argv[1].endswith("and rank 2 notices first"):
         while not Path(sys.argv[2], "rank 2 has ended").exists():
             time.sleep(0.01)
@@ -49,6 +54,7 @@ def main() -> None:
 def train() -> None:
     dist.set_debug_level_from_env()  # torch reads it when it is loaded, which in a fork was before it was set
     accel = accelcore.select("cpu")
+    accel.collectives.waits_for_lost_ranks = sys.argv[1].endswith("and the device of rank 0 waits")
     with accel.distributed(timeout=timedelta(seconds=5)) as job:
         model = nn.Linear(3, 1)
         optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)

@@ -82,6 +82,17 @@ def test_a_rank_that_fails_is_logged_where_no_collective_raises(run):
     assert logged.endswith("it failed: ValueError: a row is bad")
 
 
+def test_a_rank_whose_device_waits_for_one_that_failed_raises_before_it_uses_what_was_aborted(run):
+    (first, second), codes = run("fails, and the device of rank 0 waits")
+    assert codes == [1, 1]
+    assert second.rstrip().endswith("ValueError: a row is bad")
+    said = final(first)
+    assert said.startswith("rank 1 of this job failed, and the others cannot go on without it\n")
+    assert "rank 0 is in step 2" in said
+    assert "it failed: ValueError: a row is bad" in said
+    assert "wrong values" not in first
+
+
 def test_a_rank_whose_loop_ends_early_says_so_and_is_named(run):
     (first, second), codes = run("stops early")
     assert codes == [1, 1]

@@ -27,6 +27,8 @@ class CudaCollectives(TorchCollectives):
     tensor, and the barrier gets it as an argument.
     """
 
+    waits_for_lost_ranks = True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, "cpu:gloo,cuda:nccl", host="gloo", detailed=_DETAILED)
 
