@@ -84,12 +84,15 @@ class TestCollectives:
 
     @pytest.mark.parametrize(
         ("what", "expected"),
-        [("large", [3.0]), ("integers", [2**41 + 1]), ("inf", [True]), ("parameter", [3.0])],
+        [
+            *[("large", [3.0]), ("integers", [2**41 + 1]), ("inf", [True]), ("parameter", [3.0])],
+            ("bounds", [-1.0, 1.0]),  # 0 is neither the largest nor the smallest
+        ],
     )
     def test_all_reduce(self, accel: Backend, what: str, expected: list[float]) -> None:
-        """all_reduce sums long tensors, parameters and 64-bit integers exactly, and keeps inf."""
+        """all_reduce sums long tensors, parameters and 64-bit integers exactly, keeps inf, and finds bounds."""
         for rank in _job(accel):
-            assert rank[what] == expected, "all_reduce gave something else than the sum over all ranks"
+            assert rank[what] == expected, "all_reduce gave something else than the sum, or the bound, over all ranks"
 
     @pytest.mark.parametrize("kind", VIEWS)
     @pytest.mark.parametrize("operation", OPERATIONS)
@@ -117,9 +120,9 @@ class TestCollectives:
             assert average == pytest.approx([1.5, 6e4], rel=bound), "the average is none"
 
     def test_broadcast(self, accel: Backend) -> None:
-        """broadcast gives every rank the tensor of the named rank, integers exactly."""
+        """broadcast gives every rank the tensor of the named rank, integers exactly, a large one whole."""
         for rank in _job(accel):
-            assert rank["broadcast"] == [[1.0], [2.0], [2**40 + 1]], "it is another rank's tensor"
+            assert rank["broadcast"] == [[1.0], [2.0], [2**40 + 1], [2.0]], "it is another rank's tensor"
 
     def test_gather(self, accel: Backend) -> None:
         """gather gives every rank the rows of all, however many each has, or none, from the device and from the CPU."""

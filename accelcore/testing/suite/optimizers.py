@@ -53,6 +53,32 @@ class TestOptimizers(StateOfOptimizers):
                     assert all(parameter.device == accel.device for parameter in members)
 
     @pytest.mark.parametrize("name", EVERY)
+    def test_many_large_and_late(self, accel: Backend, name: str) -> None:
+        """Hundreds of tensors and large ones are updated to the last element, early and after 2000 updates."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            generator = torch.Generator().manual_seed(9)
+            shapes = [(1 + number % 7,) for number in range(260)] + [(70_001,), (300, 301)]
+            start = [torch.randn(shape, generator=generator) for shape in shapes]
+            found = [nn.Parameter(tensor.to(accel.device, copy=True)) for tensor in start]
+            expected = [nn.Parameter(tensor.double()) for tensor in start]
+            optimizer, reference = accel.optimizers.create(name, found, lr=LR), oracle(name, expected, lr=LR)
+            for number in range(3):
+                for parameter, twin in zip(found, expected, strict=True):
+                    gradient = torch.randn(parameter.shape, generator=generator)
+                    parameter.grad, twin.grad = gradient.to(accel.device), gradient.double()
+                optimizer.step()
+                reference.step()
+                for one in (optimizer, reference) if number == 0 else ():
+                    state = one.state_dict()
+                    for entry in state["state"].values():
+                        if isinstance(entry.get("step"), Tensor):
+                            entry["step"] = torch.full_like(entry["step"], 2000.0)
+                    one.load_state_dict(state)
+            differences = [(one.cpu() - twin).abs().max() for one, twin in zip(found, expected, strict=True)]
+            off = [index for index, difference in enumerate(differences) if not difference < 1e-4]
+            assert not off, f"{len(off)} of {len(found)} tensors are wrong, the first of shape {shapes[off[0]]}"
+
+    @pytest.mark.parametrize("name", EVERY)
     def test_group_added_later(self, accel: Backend, name: str) -> None:
         """A parameter group that is added between steps is stepped from then on, with its own learning rate."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):

@@ -74,6 +74,15 @@ class TestRuntime(DrawnTests, TransferTests):
         accel.runtime.seed(2)
         assert draw(accel) != first, "another seed gives the same numbers"
 
+    def test_every_seed_is_another(self, accel: Backend) -> None:
+        """Seeds that differ in their sign or in any of 32 bits give other numbers; torch's generator reads no more."""
+        drawn = {}
+        for seed in (5, -5, *(5 + 2**bit for bit in range(3, 32))):
+            accel.runtime.seed(seed)
+            drawn[seed] = torch.randn(8, device=accel.device).cpu().tolist()
+        alike = [seed for seed in drawn if seed != 5 and drawn[seed] == drawn[5]]
+        assert not alike, f"the seeds {alike} give the numbers of seed 5"
+
     def test_seed_deterministic(self, accel: Backend) -> None:
         """`deterministic=True` makes torch refuse operators that are not deterministic; a seed alone does not."""
         before = torch.are_deterministic_algorithms_enabled()

@@ -54,6 +54,15 @@ class TransferTests:
             )
             assert torch.equal(arrived.cpu(), tensor), f"on the {place} the values are others"
 
+    @_of_ways
+    def test_large_tensors_travel(self, accel: Backend, way: str) -> None:
+        """A tensor of some MiB arrives whole, to its last element, and so does one after it."""
+        for size in (3 * _MEBIBYTE // 4 + 1, 5):
+            tensor = torch.arange(1.0, size + 1.0)
+            there = _moved(accel, tensor, way)
+            accel.runtime.synchronize()
+            assert torch.equal(there.cpu(), tensor), f"of {size} numbers some arrived as others"
+
     @pytest.mark.parametrize("way", ["to_device", "prefetch", "to", "non_blocking"])
     def test_graph_travels(self, accel: Backend, way: str) -> None:
         """A transfer is part of the graph: `requires_grad` arrives, gradients come back to the tensor on the host."""
@@ -116,6 +125,24 @@ class TransferTests:
         assert row.tolist() == [0.0, 2.0, 4.0, 6.0], f"the copy followed a later change: {row.tolist()}"
         assert total.item() == 12.0, f"a scalar was fetched as {total.item()}"
         assert (row.device.type, row.requires_grad) == ("cpu", False), "the copy is not a plain tensor on the host"
+
+    def test_fetch_keeps_values(self, accel: Backend) -> None:
+        """`fetch` keeps dtype, shape and every bit: large whole numbers, float64, views, no elements, some MiB."""
+        exact = {"float64": torch.tensor([1 + 2.0**-50], dtype=torch.float64)}
+        known = {name: tensor for name, tensor in exact.items() if name in accel.capabilities.model_dtypes}
+        cases = {
+            "int64": torch.tensor([2**62 + 1, -(2**53) - 1]),
+            "bool": torch.tensor([[True], [False]]),
+            "a view": torch.arange(6.0).reshape(2, 3).t()[1:],
+            "no elements": torch.ones(0, 3),
+            "large": torch.arange(1.0, _MEBIBYTE),
+            **known,
+        }
+        waiting = {name: accel.runtime.fetch(tensor.to(accel.device)) for name, tensor in cases.items()}
+        for name, tensor in cases.items():
+            found = waiting[name]()
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
+            assert torch.equal(found, tensor), f"{name} was fetched with other values"
 
     def test_models_travel(self, accel: Backend) -> None:
         """A model on the device keeps parameters, ties, buffers, hooks, `requires_grad` and memory format."""

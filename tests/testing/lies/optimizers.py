@@ -223,3 +223,20 @@ def native_optimizer_that_is_not_there(backend):
 @lie("TestOptimizers.test_native", says="unexpected success: a native adam", name="adam")
 def native_optimizer_that_is_not_declared(backend):
     return declaring(backend, native_optimizers=("sgd",))
+
+
+class _FirstSixtyFour(torch.optim.Adam):
+    """A kernel whose list of addresses is full, in silence."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        kept = [(parameter, parameter.clone()) for parameter in self.param_groups[0]["params"][64:]]
+        loss = super().step(closure)
+        for parameter, before in kept:
+            parameter.copy_(before)
+        return loss
+
+
+@lie("TestOptimizers.test_many_large_and_late", says="198 of 262 tensors are wrong", name="adam")
+def kernel_of_sixty_four_tensors(backend):
+    return making("adam", _FirstSixtyFour)(backend)

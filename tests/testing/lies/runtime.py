@@ -109,6 +109,30 @@ def fetch_that_reads_late(backend):
     return replaced(backend, "runtime", fetch=lambda honest, tensor: tensor.detach().cpu)
 
 
+@lie("TestRuntime.test_fetch_keeps_values", says="int64 was fetched with other values")
+def fetch_by_way_of_fp32(backend):
+    def fetch(honest, tensor):
+        ready = honest.fetch(tensor.float())
+        return lambda: ready().to(tensor.dtype)
+
+    return replaced(backend, "runtime", fetch=fetch)
+
+
+@lie("TestRuntime.test_large_tensors_travel", says="some arrived as others", way="prefetch")
+def prefetch_of_the_first_mebibyte(backend):
+    def prefetch(honest, batch):
+        moved = honest.to_device(batch).clone()
+        moved.view(-1)[2**18 :] = 0
+        return lambda: moved
+
+    return replaced(backend, "runtime", prefetch=prefetch)
+
+
+@lie("TestRuntime.test_every_seed_is_another", says="give the numbers of seed 5")
+def seed_of_16_bits(backend):
+    return replaced(backend, "runtime", seed=lambda honest, n: honest.seed(n & 0xFFFF))
+
+
 @lie("TestRuntime.test_views_keep_values", says="False", kind="column")
 def transfer_of_neighbours(backend):
     """Takes the memory from a view's first element on, whatever its strides."""
