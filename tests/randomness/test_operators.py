@@ -37,7 +37,8 @@ def tensors(result):
 def test_every_operator_that_draws_has_been_thought_of():
     known = CALLS.keys() | ELSEWHERE.keys()
     assert not set(drawing()) - known, "these draw, and nobody has said that they draw alike or are refused"
-    assert not known - set(drawing()), "torch knows no such operators that draw"
+    # Of those that draw elsewhere, each version of torch has others.
+    assert not CALLS.keys() - set(drawing()), "torch knows no such operators that draw"
 
 
 @pytest.mark.parametrize("name", CALLS)
