@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial, wraps
+from functools import wraps
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -31,7 +31,6 @@ from accelcore.training.options import complete
 from accelcore.training.parallel.strategy import (
     SingleProcess,
     all_reduce_gradients,
-    any_overflow,
     broadcast_buffers,
     broadcast_masters,
 )
@@ -267,7 +266,7 @@ class Accumulated:
         if strategy.divisor > 1 and getattr(self._optimizer, "combine_ddp", True):
             all_reduce_gradients(self._plan.backend.collectives, gradients, divisor=strategy.divisor)
         gradients.grads_to_masters()
-        scaler.unscale(self._optimizer, gradients.buffers(), partial(any_overflow, strategy))
+        scaler.unscale(self._optimizer, gradients.buffers(), strategy.agree)
         self._expose()
         self._add(self._before)
         self._before, self._scaled_by = [], None

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 from accelcore.training.gradients import first_not_finite
-from accelcore.training.parallel.strategy import any_overflow
 from accelcore.training.plan import Plan
 
 __all__ = ["FiniteCheck"]
@@ -69,9 +68,7 @@ class FiniteCheck:
         return self._anywhere((~norm.isfinite()).float(), agree=agree)
 
     def _anywhere(self, found: Tensor, *, agree: bool) -> Tensor:
-        strategy = self._plan.strategy
-        divided = agree and strategy.layout == "shards"
-        return any_overflow(strategy, found.to(strategy.device)) if divided else found
+        return self._plan.strategy.agree(found) if agree else found
 
     def _examine(self, steps: int, *, agree: bool) -> None:
         gradients = self._plan.gradients

@@ -19,7 +19,7 @@ from accelcore.training.clipping import Clipping, clip_by
 from accelcore.training.finite import FiniteCheck
 from accelcore.training.gradients import backward, first_not_finite
 from accelcore.training.options import takes
-from accelcore.training.parallel.strategy import any_overflow, broadcast_buffers, whole_norm
+from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
 from accelcore.training.window import SharedParameters, Window
@@ -52,8 +52,7 @@ class Step:
         norm, flagged = plan.options["clip_norm"], plan.backend.capabilities.overflow_flag
         self._clip = None if norm is None else Clipping(norm, flagged=flagged)
         self._clip_by = plan.options["clip"]
-        self._model, self._whole_norm = plan.model, partial(whole_norm, plan.strategy)
-        self._any_overflow = partial(any_overflow, plan.strategy)
+        self._model = plan.model
         self._find_bad = lambda: first_not_finite(plan.gradients, plan.gradients.of_values())
         self._exposes = not isinstance(plan.optimizer, RoutedOptimizer)  # torch's optimizers do not know of slots
         # A scaler that reads gradients may skip. A captured step has to be torch's, which checks what a graph bakes in.
@@ -257,18 +256,18 @@ class Step:
         if self._exposes:
             gradients.expose()
         if self._unscales:
-            self._scaler.unscale_(self._optimizer, buffers, self._any_overflow)
+            self._scaler.unscale_(self._optimizer, buffers, self._strategy.agree)
             if self._clip is not None:
-                self._norm = self._clip(buffers, self._whole_norm)
+                self._norm = self._clip(buffers, self._strategy.norm)
             elif self._reads_norm:
-                self._norm = self._whole_norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers))))
+                self._norm = self._strategy.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers))))
             if self._clip_by is not None:
                 clip_by(self._clip_by, gradients)
         return buffers
 
     def _step_optimizer(self, buffers: list[Tensor]) -> None:
         """Update the trained tensors, unless a gradient overflowed."""
-        step = self._fused_step or partial(self._scaler.step, self._optimizer, buffers, self._any_overflow)
+        step = self._fused_step or partial(self._scaler.step, self._optimizer, buffers, self._strategy.agree)
         try:
             with self._arithmetic:  # some optimizers multiply matrices
                 self._strategy.update(self._gradients, step)

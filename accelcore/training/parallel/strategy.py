@@ -1,4 +1,4 @@
-"""The contract of a parallel strategy, and what several strategies send between ranks."""
+"""The contract of a parallel strategy, the two simplest strategies, and what several of them send between ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from accelcore.backend import Backend
 
 __all__ = [
+    "CombineDDP",
     "SingleProcess",
     "Strategy",
     "all_reduce_gradients",
-    "any_overflow",
     "broadcast_buffers",
     "broadcast_masters",
     "broadcast_tensors",
@@ -33,8 +33,6 @@ __all__ = [
     "check_trainable",
     "comm_dtype",
     "owns",
-    "sharded_parameters",
-    "whole_norm",
 ]
 
 _COMM_DTYPES = ("float32", "bfloat16", "float16")
@@ -48,13 +46,7 @@ class Strategy(ABC):
     """
 
     layout: Literal["any", "tensors", "shards"] = "any"
-    """Layout of gradients: "tensors" if each must stay a tensor; "shards" if the model is divided among the ranks.
-
-    With shards, in the order of the stages: `clip=` is refused. `Place` does not move the model. `Cast` keeps fp32
-    parameters if there are masters. `Shard` divides the model and gives the optimizer the shards. `Flatten` makes
-    `ShardedGradients` instead of flat memory. In a step, `whole_norm` and `any_overflow` all-reduce what a rank knows
-    of its shards. Each rank saves its own rows.
-    """
+    """Layout of gradients: "tensors" if each must stay a tensor; "shards" if the model is divided among the ranks."""
 
     divisor: int = 1
     """The factor that backward divides gradients by, so that their sum over ranks is their mean."""
@@ -94,6 +86,14 @@ class Strategy(ABC):
         A parameter without a gradient on this rank has one afterwards if another rank had one.
         """
 
+    def agree(self, found: Tensor) -> Tensor:
+        """Return 1.0 if any rank found an overflow. Gradients that are summed over ranks carry it to all of them."""
+        return found
+
+    def norm(self, local: Tensor) -> Tensor:
+        """Return the 2-norm of all gradients, given the norm of the gradients on this rank."""
+        return local
+
     def update(self, gradients: Gradients, step: Callable[[], None]) -> None:
         """Update all parameters on all ranks; `step` updates the parameters that this rank owns."""
         step()
@@ -110,6 +110,26 @@ class SingleProcess(Strategy):
 
     def reduce(self, gradients: Gradients, *, full: bool) -> None:
         pass
+
+
+class CombineDDP(Strategy):
+    """One all_reduce for each dtype after the last backward pass of a window (as `combine_ddp` of Ascend's apex).
+
+    It needs neither buckets nor hooks in backward, and does not overlap computation and communication. A parameter that
+    a rank did not use costs nothing: a flag for each parameter travels with the gradients.
+    """
+
+    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
+        super().__init__(backend, options)
+        self.divisor = backend.collectives.world_size
+        self._comm_dtype = comm_dtype(options)
+
+    def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
+        broadcast_tensors(self.collectives, [*model.parameters(), *model.buffers()])
+        return model
+
+    def reduce(self, gradients: Gradients, *, full: bool) -> None:
+        all_reduce_gradients(self.collectives, gradients, dtype=self._comm_dtype)
 
 
 def check_no_launcher(remedy: str) -> None:
@@ -140,27 +160,6 @@ def comm_dtype(options: TrainerOptions) -> torch.dtype | None:
 def owns(strategy: Strategy, name: str) -> bool:
     """Whether this rank updates a parameter, and has its optimizer state."""
     return strategy.owners is None or strategy.owners[name] == strategy.collectives.rank
-
-
-def sharded_parameters(strategy: Strategy, model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the parameters that are divided among the ranks, under all of their names."""
-    if strategy.layout != "shards":
-        return {}
-    strategy.reset()
-    return dict(model.named_parameters(remove_duplicate=False))
-
-
-def whole_norm(strategy: Strategy, local: Tensor) -> Tensor:
-    """Return the 2-norm of all gradients, given the norm of the gradients on this rank."""
-    if strategy.layout != "shards":
-        return local
-    squared = local.float().square().to(strategy.device)
-    return strategy.collectives.all_reduce(squared).sqrt().to(local.device)
-
-
-def any_overflow(strategy: Strategy, found: Tensor) -> Tensor:
-    """Return 1.0 if any rank found an overflow. Gradients that are summed over ranks carry it to all of them."""
-    return strategy.collectives.all_reduce(found, "max") if strategy.layout == "shards" else found
 
 
 def all_reduce_gradients(

@@ -14,8 +14,7 @@ from accelcore.optim.flat.memory import Slot
 from accelcore.precision.policy import Policy
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
-from accelcore.training.parallel.combine_ddp import CombineDDP
-from accelcore.training.parallel.strategy import broadcast_tensors, owns
+from accelcore.training.parallel.strategy import CombineDDP, broadcast_tensors, owns
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend

@@ -16,7 +16,6 @@ from accelcore.errors import ConfigurationError
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.model_changes import ModelSnapshot
-from accelcore.training.parallel.strategy import sharded_parameters
 from accelcore.training.plan import Plan
 from accelcore.training.saving import progress
 from accelcore.training.saving.model import MastersPart, ModelPart
@@ -81,12 +80,12 @@ class Saver:
         self._streams.end_epochs()
         if extra is not None:
             self._schedule.check()
-        plan = self._plan
+        plan, divided = self._plan, self._plan.strategy.layout == "shards"
         return TrainingState(
             saver=self,
             parts=self._parts(self.extra if extra is None else extra),
             steps=self._window.steps,
-            sharded=sharded_parameters(plan.strategy, plan.model),
+            sharded=dict(plan.model.named_parameters(remove_duplicate=False)) if divided else {},
         )
 
     def _parts(self, extra: dict[str, Any]) -> list[Part]:

@@ -12,10 +12,15 @@ from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.shards import as_shard, shard_of
 from accelcore.training.options import FSDP, TrainerOptions
-from accelcore.training.parallel.combine_ddp import CombineDDP
 from accelcore.training.parallel.ddp import DDP
 from accelcore.training.parallel.fsdp import FullySharded
-from accelcore.training.parallel.strategy import SingleProcess, Strategy, broadcast_masters, check_no_launcher
+from accelcore.training.parallel.strategy import (
+    CombineDDP,
+    SingleProcess,
+    Strategy,
+    broadcast_masters,
+    check_no_launcher,
+)
 from accelcore.training.parallel.zero1 import Zero1
 from accelcore.training.plan import Plan
 from accelcore.util.text import did_you_mean
