@@ -35,8 +35,7 @@ from accelcore.training.parallel.strategy import (
     broadcast_masters,
 )
 from accelcore.training.plan import Plan
-from accelcore.training.stages.flatten import Bind, Flatten
-from accelcore.training.stages.shard import create_strategy
+from accelcore.training.stages.parameters import Bind, create_strategy
 
 __all__ = ["Accumulated", "Prepared", "is_prepared", "prepared_of"]
 
@@ -188,7 +187,7 @@ class Accumulated:
         self._plan = plan = Plan(backend, nn.Module(), optimizer, options)
         plan.policy = policy
         plan.strategy = create_strategy(backend, options) if self._exchanges else SingleProcess(backend, options)
-        self._stages = (Flatten(), Bind())
+        self._stage = Bind()
         self._scaled_by: tuple[AmpScaler, int] | None = None  # the scale that a delayed pass has left
         self._before: list[Tensor | None] = []  # gradients of earlier passes, by slot
         self._exposed: list[Tensor | None] = []
@@ -218,8 +217,7 @@ class Accumulated:
         """
         plan = self._plan
         plan.exact = dict(exact or {})
-        for stage in self._stages:
-            stage.apply(plan)
+        self._stage.apply(plan)
         if self._exchanges:
             plan.strategy.replicate(plan.model, plan.gradients)
             broadcast_masters(plan.strategy, plan.gradients)
@@ -343,8 +341,7 @@ class Accumulated:
 
     def _check(self) -> None:
         self._plan.model = _container(self._models, self._members())
-        for stage in self._stages:
-            stage.check(self._plan)
+        self._stage.check(self._plan)
 
     def _members(self) -> Iterable[Tensor]:
         return chain.from_iterable(self._plan.groups())

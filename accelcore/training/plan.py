@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,12 +20,37 @@ from accelcore.training.gradients import Gradients, PerTensor
 from accelcore.training.observers import Listeners
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.strategy import Strategy
-from accelcore.training.stages.cast import Contexts
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Plan", "Stage"]
+__all__ = ["Contexts", "Plan", "Stage"]
+
+Context = AbstractContextManager[object]
+
+
+class Contexts:
+    """Precision contexts of a training run.
+
+    Attributes:
+        make_region: returns a new context for a forward pass and its loss.
+        region: such a context that can be entered repeatedly, which is cheaper than a new one.
+        arithmetic: the reusable context of a backward pass and of an update.
+    """
+
+    # No attribute refers to the trainer: a reference cycle would keep the device's memory until garbage collection.
+    def __init__(self, backend: Backend, policy: Policy, fp32: str | None) -> None:
+        dtype = getattr(torch, policy.autocast) if policy.autocast else None
+        self.make_region: Callable[[], Context] = (
+            nullcontext if dtype is None else partial(backend.precision.autocast, dtype, table=policy.table)
+        )
+        self.region = self.make_region()
+        self.arithmetic: Context = nullcontext()
+        if fp32 is not None:
+            backend.precision.fp32(fp32)  # raises here what the first step would raise
+            self.arithmetic = _Reentrant(partial(backend.precision.fp32, fp32))
+            self.make_region = partial(_both, self.arithmetic, self.make_region)
+            self.region = _Reentrant(self.make_region)
 
 
 @dataclass
@@ -34,8 +63,8 @@ class Plan:
         policy, contexts: the precision of every computation (stage `Cast`).
         strategy: the parallel strategy (`Shard`).
         listeners: the observers of each event (`Observe`).
-        gradients: the gradients of the trained parameters (`Flatten`).
-        exact: values of trainable parameters before `Cast` rounded them, by the parameter's id; empty after `Flatten`.
+        gradients: the gradients of the trained parameters (`Bind`).
+        exact: values of trainable parameters before `Cast` rounded them, by the parameter's id; empty after `Bind`.
         masters: for each fp32 master in the groups of a torch optimizer, by its id, the model's parameter (`Bind`).
         forward: the model to call (`Replicate`, `Compile`).
         compiled: the compiled model; None if `compile` was not asked for.
@@ -74,3 +103,26 @@ class Stage(Protocol):
 
     def apply(self, plan: Plan) -> None:
         """Make the change. `Trainer.refresh` calls it again."""
+
+
+class _Reentrant:
+    """Reusable context that creates a one-time context on each entry."""
+
+    def __init__(self, make: Callable[[], Context]) -> None:
+        self._make = make
+        self._entered: list[Context] = []
+
+    def __enter__(self) -> object:
+        self._entered.append(self._make())
+        return self._entered[-1].__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._entered.pop().__exit__(kind, error, traceback)
+
+
+@contextmanager
+def _both(outer: Context, make_inner: Callable[[], Context]) -> Iterator[None]:
+    with outer, make_inner():
+        yield

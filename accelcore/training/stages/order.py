@@ -7,28 +7,14 @@ from collections.abc import Callable, Sequence
 from accelcore.errors import DistributedError
 from accelcore.training.agreement import Agreement, describe
 from accelcore.training.plan import Plan, Stage
-from accelcore.training.stages.cast import Cast
 from accelcore.training.stages.execution import Capture, Compile, Observe
-from accelcore.training.stages.flatten import Bind, Flatten
-from accelcore.training.stages.place import Place, SyncStatistics
+from accelcore.training.stages.model import Cast, Place
+from accelcore.training.stages.parameters import Bind, Replicate, Shard
 from accelcore.training.stages.recompute import ActivationCheckpointing
-from accelcore.training.stages.shard import Replicate, Shard
 
 __all__ = ["Preparation"]
 
-_ORDER = (
-    Place,
-    SyncStatistics,
-    ActivationCheckpointing,
-    Cast,
-    Shard,
-    Flatten,
-    Bind,
-    Replicate,
-    Observe,
-    Compile,
-    Capture,
-)
+_ORDER = (Place, ActivationCheckpointing, Cast, Shard, Bind, Replicate, Observe, Compile, Capture)
 
 
 class Preparation:

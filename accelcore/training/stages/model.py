@@ -1,0 +1,160 @@
+"""Place and Cast: the model on the device, with the statistics of all ranks, in the dtype of its policy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.optim.optimizer import RoutedOptimizer
+from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
+from accelcore.precision.policy import LOW_PRECISION, choose_policy, skipping
+from accelcore.torch_internals import AnyBatchNorm, shares_tensor_objects
+from accelcore.training.hooks import Hooks
+from accelcore.training.plan import Contexts, Plan
+
+__all__ = ["Cast", "Place"]
+
+logger = logging.getLogger("accelcore")
+
+
+class Place:
+    """Move the model, and state that the optimizer already has, to the device.
+
+    If `sync_batchnorm=True`, torch's SyncBatchNorm then replaces each BatchNorm, with the same parameters.
+    """
+
+    def check(self, plan: Plan) -> None:
+        if isinstance(plan.model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ConfigurationError(
+                f"the model is already wrapped in {type(plan.model).__name__}",
+                remedy='pass the bare module, and parallel="ddp"',
+            )
+        names = {id(parameter) for parameter in plan.model.parameters()}
+        strangers = sum(id(parameter) not in names for members in plan.groups() for parameter in members)
+        if strangers:
+            raise ConfigurationError(
+                f"{strangers} of the optimizer's parameters are not in the model",
+                why="they would be neither moved to the device, nor reduced over ranks, nor saved",
+                remedy="make the optimizer from model.parameters(); make other trained modules submodules of the model",
+            )
+        held = {id(member) for members in plan.groups() for member in members}
+        trainable = ((name, one) for name, one in plan.model.named_parameters() if one.requires_grad)
+        if missed := [name for name, one in trainable if id(one) not in held]:
+            raise ConfigurationError(
+                f"the optimizer does not have {len(missed)} of the model's trainable parameters, such as {missed[0]!r}",
+                why="they would never be trained",
+                remedy="make the optimizer from model.parameters(), or freeze them by requires_grad_(False)",
+            )
+        _check_sync_batchnorm(plan)
+
+    def apply(self, plan: Plan) -> None:
+        if plan.strategy.layout != "shards":  # moved group by group: the device need not hold all of the model
+            _move(plan)
+        if plan.options["sync_batchnorm"] and plan.backend.collectives.world_size > 1:
+            nn.SyncBatchNorm.convert_sync_batchnorm(plan.model)  # type: ignore[no-untyped-call]
+
+
+class Cast:
+    """Casts parameters and buffers to the policy's `model_dtype`, and the model's inputs and outputs in hooks.
+
+    The hooks are removed with the trainer; the model stays in that dtype.
+    """
+
+    def __init__(self) -> None:
+        self._warned = False
+        self._state_dict, self._boundary = Hooks(), Hooks()
+        self._bounded = False
+
+    def check(self, plan: Plan) -> None:
+        options = plan.options
+        plan.policy = policy = choose_policy(options["precision"], options["loss_scale"])
+        if options["on_nonfinite"] == "skip":
+            plan.policy = policy = skipping(policy)
+        plan.contexts = Contexts(plan.backend, policy, options["fp32"])
+        declared = plan.backend.capabilities.model_dtypes
+        for name, parameter in plan.model.named_parameters():
+            dtype = policy.model_dtype or str(parameter.dtype).removeprefix("torch.")
+            if parameter.is_floating_point() and dtype not in declared:
+                raise UnsupportedError(
+                    f"the parameter {name} is {dtype}, which {plan.backend.name} cannot train",
+                    available=", ".join(declared),
+                    remedy='keep the parameters in fp32 and use precision="bf16" or "fp16"',
+                )
+
+    def apply(self, plan: Plan) -> None:
+        policy = plan.policy
+        self._state_dict.close()
+        if policy.model_dtype is not None:
+            dtype = getattr(torch, policy.model_dtype)
+            # Shards stay in fp32: they are the masters, and are gathered in low precision.
+            whole = not (plan.strategy.layout == "shards" and policy.masters)
+            plan.exact = hold(plan.model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32, parameters=whole)
+            if dtype in LOW_PRECISION:
+                self._state_dict.add(*fp32_state_dict(plan.model))  # again, because the model may have new parts
+            if policy.cast_boundary and not self._bounded:
+                self._bounded = True
+                self._boundary.add(*cast_boundary(plan.model, inputs=dtype, outputs=torch.float32))
+        held = {parameter.dtype for parameter in plan.model.parameters()}
+        if policy.model_dtype is not None:  # gathered shards have it, the shards themselves do not
+            held.add(getattr(torch, policy.model_dtype))
+        for low_dtype in sorted(held.intersection(LOW_PRECISION), key=str):
+            plan.backend.precision.prepare(low_dtype)
+        trained = [(name, parameter) for name, parameter in plan.model.named_parameters() if parameter.requires_grad]
+        low = [name for name, parameter in trained if parameter.dtype in LOW_PRECISION]
+        if low and not plan.policy.masters and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%d parameters, such as %s, are held in low precision without fp32 masters: small updates are lost",
+                len(low),
+                low[0],
+            )
+
+
+def _move(plan: Plan) -> None:
+    optimizer, device = plan.optimizer, plan.backend.device
+    with _same_parameters(device):
+        plan.model.to(device)
+    if not isinstance(optimizer, RoutedOptimizer):
+        state = [value for entry in optimizer.state.values() for value in entry.values()]
+        # Step counts may be on the host.
+        if any(isinstance(value, Tensor) and value.dim() > 0 and value.device != device for value in state):
+            optimizer.load_state_dict(optimizer.state_dict())
+
+
+@contextmanager
+def _same_parameters(device: torch.device) -> Iterator[None]:
+    """Let `Module.to` keep the parameters, which the optimizer has.
+
+    torch would replace them if the device's tensors cannot share an object with the host's, as outside of torch.
+    """
+    if shares_tensor_objects(device):
+        yield
+        return
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _check_sync_batchnorm(plan: Plan) -> None:
+    wanted, backend = plan.options["sync_batchnorm"], plan.backend
+    if not isinstance(wanted, bool):
+        raise ConfigurationError(f"sync_batchnorm={wanted!r} is not True or False")
+    if not wanted or backend.collectives.world_size == 1:
+        return
+    if not backend.capabilities.sync_batchnorm:
+        raise UnsupportedError(
+            f"{backend.name} does not support sync_batchnorm",
+            remedy="leave sync_batchnorm out, or use LayerNorm or GroupNorm",
+        )
+    if isinstance(plan.model, AnyBatchNorm) and not isinstance(plan.model, nn.SyncBatchNorm):
+        raise ConfigurationError(
+            "the model itself is a BatchNorm, which cannot be replaced", remedy="make it a submodule of a model"
+        )

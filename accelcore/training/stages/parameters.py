@@ -1,0 +1,248 @@
+"""Shard, Bind and Replicate: which rank has which parameters, in which memory, and what the optimizer updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accelcore.backend import SHARDED
+from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.optim.engine import needs_closure
+from accelcore.optim.flat.memory import Slot, unfit
+from accelcore.optim.optimizer import RoutedOptimizer
+from accelcore.optim.shards import as_shard, shard_of
+from accelcore.precision.policy import LOW_PRECISION
+from accelcore.training.gradients import Flat, Gradients, Masters, PerTensor, ShardedGradients, runs
+from accelcore.training.options import FSDP, TrainerOptions
+from accelcore.training.parallel.ddp import DDP
+from accelcore.training.parallel.fsdp import FullySharded
+from accelcore.training.parallel.strategy import (
+    CombineDDP,
+    SingleProcess,
+    Strategy,
+    broadcast_masters,
+    check_no_launcher,
+)
+from accelcore.training.parallel.zero1 import Zero1
+from accelcore.training.plan import Plan
+from accelcore.util.text import did_you_mean
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
+
+__all__ = ["Bind", "Replicate", "Shard", "create_strategy"]
+
+_FLAT_BELOW = 1 << 14
+"""Elements per parameter, on average, up to which flat memory is faster; `benchmarks/flat.py` measures it."""
+
+
+class Shard:
+    """Create the strategy, divide the model, and give the optimizer the shards.
+
+    `FullySharded` lists what shards change in the other stages.
+    """
+
+    def check(self, plan: Plan) -> None:
+        if not hasattr(plan, "strategy"):  # `trainer.refresh()` keeps it
+            plan.strategy = create_strategy(plan.backend, plan.options)
+        plan.strategy.check(plan.model, plan.optimizer, plan.policy)
+        if plan.strategy.layout == "shards" and plan.options["clip"] is not None:
+            raise ConfigurationError(
+                "clip= cannot be used with a sharded model: it would see only this rank's shards of the gradients",
+                remedy='set clip_norm=, which is computed over all ranks, or choose parallel="ddp"',
+            )
+
+    def apply(self, plan: Plan) -> None:
+        before = dict(plan.model.named_parameters())
+        plan.strategy.shard(plan.model, plan.policy)
+        after = dict(plan.model.named_parameters())
+        if shards := {whole: after[name] for name, whole in before.items() if after[name] is not whole}:
+            _train_instead(plan.optimizer, shards)
+
+
+class Bind:
+    """Find the slots, choose their memory, and give the optimizer the tensors that it updates.
+
+    Slots are laid flat if asked for or if that is faster, and get fp32 masters. An optimizer of accelcore is bound to
+    runs of them. In a torch optimizer, masters replace the parameters.
+    """
+
+    def check(self, plan: Plan) -> None:
+        flat, sharded, optimizer = plan.options["flat"], plan.strategy.layout == "shards", plan.optimizer
+        unfit_reason = "each rank has shards of the parameters" if sharded else unfit(_trained(plan))
+        if flat and unfit_reason is not None:
+            raise ConfigurationError(f"flat=True is not possible: {unfit_reason}", remedy="leave flat out")
+        if isinstance(optimizer, RoutedOptimizer):  # raises here if no route can update these parameters
+            may_be_flat = flat is not False and unfit_reason is None
+            optimizer.route_for(_dtypes(plan), flat=may_be_flat, sharded=sharded)
+        if optimizer.needs_closure if isinstance(optimizer, RoutedOptimizer) else needs_closure(optimizer):
+            raise UnsupportedError(
+                f"a trainer cannot step {getattr(optimizer, 'name', type(optimizer).__name__)}",
+                remedy="call its step(closure) in a loop of your own, or choose another optimizer",
+            )
+
+    def apply(self, plan: Plan) -> None:
+        plan.gradients.refresh(thorough=True)
+        plan.gradients, plan.exact = _gradients(plan), {}
+        if isinstance(plan.optimizer, RoutedOptimizer):
+            plan.optimizer.bind(runs(plan.gradients), in_part=plan.strategy.owners is not None)
+        else:
+            _give_masters(plan)
+
+
+class Replicate:
+    """Give all ranks rank 0's parameters, and let the strategy wrap the model."""
+
+    def check(self, plan: Plan) -> None:
+        pass  # `Shard` checked the strategy
+
+    def apply(self, plan: Plan) -> None:
+        plan.forward = plan.strategy.replicate(plan.model, plan.gradients)
+        broadcast_masters(plan.strategy, plan.gradients)
+
+
+def _trained(plan: Plan) -> list[Tensor]:
+    return [parameter for parameters in plan.groups() for parameter in parameters if parameter.requires_grad]
+
+
+def _slots(plan: Plan) -> list[Slot]:
+    known = {id(parameter): (name, parameter) for name, parameter in plan.model.named_parameters()}
+    return [
+        Slot(known[id(member)][0], number, known[id(member)][1], member)
+        for number, members in enumerate(plan.groups())
+        for member in members
+        if member.requires_grad
+    ]
+
+
+def _gradients(plan: Plan) -> Gradients:
+    slots = _slots(plan)
+    gradients: Gradients
+    if plan.strategy.layout == "shards":
+        gradients = ShardedGradients(slots)
+    elif slots and _lies_flat(plan):
+        gradients = Flat(slots, plan.optimizer.together if isinstance(plan.optimizer, RoutedOptimizer) else ())
+    else:
+        gradients = PerTensor(slots)
+    if plan.policy.masters and any(slot.parameter.dtype in LOW_PRECISION for slot in slots):
+        masters = {id(slot.parameter): slot.trained for slot in plan.gradients.slots}
+        gradients = Masters(gradients, masters | plan.exact)
+    return gradients
+
+
+def _dtypes(plan: Plan) -> set[torch.dtype]:
+    name, masters = plan.policy.model_dtype, plan.policy.masters
+    dtypes = {getattr(torch, name) if name else parameter.dtype for parameter in _trained(plan)}
+    if plan.policy.keep_batchnorm_fp32:
+        dtypes.add(torch.float32)
+    return {torch.float32 if masters and dtype in LOW_PRECISION else dtype for dtype in dtypes}
+
+
+def _lies_flat(plan: Plan) -> bool:
+    flat, trained, optimizer = plan.options["flat"], _trained(plan), plan.optimizer
+    if flat is not None:
+        return flat
+    if not isinstance(optimizer, RoutedOptimizer) or unfit(trained) is not None:
+        return False
+    route = optimizer.route_for(_dtypes(plan), flat=True)
+    has_sparse = any(getattr(module, "sparse", False) is True for module in plan.model.modules())  # torch's embeddings
+    if route.memory != "any" or has_sparse:
+        return route.memory == "flat"
+    if plan.strategy.layout == "tensors":
+        return False
+    # A route that updates many scattered tensors at once gains nothing, and pays for copying the gradients.
+    return not route.scattered and sum(parameter.numel() for parameter in trained) < _FLAT_BELOW * len(trained)
+
+
+def _give_masters(plan: Plan) -> None:
+    """Replace parameters by their fp32 masters in the groups and the state of a torch optimizer."""
+    trained = {id(slot.parameter): slot.trained for slot in plan.gradients.slots}
+    members, state = plan.groups(), plan.optimizer.state
+    for held in list(state):
+        parameter = plan.of_model(held)
+        target = trained.get(id(parameter), parameter)
+        if target is not held:
+            entry = state.pop(held)
+            state[target] = entry if target is parameter else {k: _as_master(v, target) for k, v in entry.items()}
+    for group, parameters in zip(plan.optimizer.param_groups, members, strict=True):
+        group["params"] = [trained.get(id(parameter), parameter) for parameter in parameters]
+    swapped = [slot for slot in plan.gradients.slots if slot.trained is not slot.parameter]
+    plan.masters = {id(slot.trained): slot.parameter for slot in swapped}
+
+
+def _as_master(value: object, master: Tensor) -> object:
+    fits = isinstance(value, Tensor) and value.is_floating_point() and value.shape == master.shape and value.dim()
+    return value.to(master.dtype) if fits and isinstance(value, Tensor) else value
+
+
+def _train_instead(optimizer: Any, shards: Mapping[Any, Tensor]) -> None:
+    """Replace whole parameters in an optimizer by their shards, and its state by shards of it."""
+    entries = {
+        shards[held]: {key: _cut(value, shards[held]) for key, value in entry.items()}
+        for held, entry in optimizer.state.items()
+        if held in shards
+    }
+    if isinstance(optimizer, RoutedOptimizer):
+        optimizer.replace(shards, entries)
+        return
+    for group in optimizer.param_groups:
+        group["params"] = [shards.get(held, held) for held in group["params"]]
+    for held in shards:
+        optimizer.state.pop(held, None)
+    optimizer.state.update(entries)
+
+
+def _cut(value: Any, parameter: Tensor) -> Any:
+    divided = isinstance(value, Tensor) and value.dim() > 0
+    return as_shard(shard_of(value, parameter), parameter) if divided else value
+
+
+_NONE = "none"
+_STRATEGIES: dict[str, Callable[[Backend, TrainerOptions], Strategy]] = {
+    "ddp": DDP,
+    "combine_ddp": CombineDDP,
+    "zero1": Zero1,
+    **dict.fromkeys(SHARDED, FullySharded),
+}
+_WITH_COMM_DTYPE = [name for name in _STRATEGIES if name != "ddp"]
+
+
+def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
+    """Create the strategy of `parallel=`; in a job of one process always `SingleProcess`."""
+    asked, declared = options["parallel"], backend.capabilities.parallel
+    name = "fsdp" if isinstance(asked, FSDP) else asked
+    world_size = backend.collectives.world_size
+    known = [_NONE, *_STRATEGIES]
+    offered = [strategy for strategy in known if strategy in declared or world_size == 1]
+    if name is not None and name not in offered:
+        why = "the backend does not declare it" if name in known else "there is no strategy of that name"
+        raise UnsupportedError(
+            f"parallel={name!r} is not available",
+            why=why,
+            available=", ".join(f"parallel={strategy!r}" for strategy in offered),
+            remedy=did_you_mean(
+                str(name), offered, "choose one of those, or leave parallel out for a job of one process"
+            ),
+        )
+    if options["comm_dtype"] is not None and name not in _WITH_COMM_DTYPE:
+        raise ConfigurationError(
+            f"comm_dtype={options['comm_dtype']!r} cannot be used with parallel={name!r}",
+            remedy=f"leave it out, or choose parallel={' or '.join(map(repr, _WITH_COMM_DTYPE))}",
+        )
+    if world_size == 1:
+        if name != _NONE:
+            check_no_launcher(
+                "make and use the trainer inside `with accel.distributed():`; if the processes are meant to be "
+                f'independent, set parallel="{_NONE}"'
+            )
+        return SingleProcess(backend, options)
+    if name is None or name == _NONE:
+        raise ConfigurationError(
+            f"parallel={name!r} is not possible in a job of {world_size} ranks",
+            available=", ".join(f'parallel="{strategy}"' for strategy in offered if strategy != _NONE),
+            remedy="choose one, or leave accel.distributed() out to run independent processes",
+        )
+    return _STRATEGIES[name](backend, options)
