@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from accelcore.training.monitoring.progress import Progress
     from accelcore.training.observers import Observer
     from accelcore.training.options import FSDP, Recompute
-    from accelcore.training.saving.saver import Together
+    from accelcore.training.saving.together import Together
     from accelcore.training.trainer import Trainer
 
     __version__: str
@@ -99,7 +99,7 @@ _HOMES = {
     "Record": "parity.record",
     "Replay": "parity.replay",
     "ShardedStream": "training.data.sharding",
-    "Together": "training.saving.saver",
+    "Together": "training.saving.together",
     "Trainer": "training.trainer",
     "compare_logprobs": "parity.logprobs",
     "hookimpl": "devices.hookspecs",

@@ -50,10 +50,10 @@ class Agreement:
 
     def train_alike(self, description: Mapping[str, str]) -> None:
         """Raise DistributedError on every rank if the ranks' descriptions differ; see `describe`."""
-        text = json.dumps(description).encode()
-        if self.all_equal(int.from_bytes(hashlib.sha256(text).digest()[:7], "big")):
+        text = json.dumps(description)
+        if self.all_equal(text):
             return
-        texts = gather(self._collectives, torch.frombuffer(bytearray(text + b"\n"), dtype=torch.uint8))
+        texts = gather(self._collectives, torch.frombuffer(bytearray(f"{text}\n".encode()), dtype=torch.uint8))
         odd, why = differences([json.loads(line) for line in bytes(texts.tolist()).splitlines()])
         raise DistributedError(
             f"{odd} of this job would not train what the others train",
@@ -80,9 +80,10 @@ class Agreement:
         if self._collectives.world_size > 1 and failed.item():  # alone, do not wait for the device
             raise kind(f"another rank could not {what}", why="see that rank's error")
 
-    def all_equal(self, value: int) -> bool:
-        """Check if all ranks give the same number below 2**62."""
-        both = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
+    def all_equal(self, text: str) -> bool:
+        """Check if all ranks give the same text."""
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        both = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
         low, high = self._collectives.all_reduce(both, "min").tolist()
         return bool(low == -high)
 

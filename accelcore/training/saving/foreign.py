@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from accelcore.errors import CheckpointError
-from accelcore.training.saving.part import Part, Saved, as_dict
+from accelcore.training.saving.parts import Part, Saved, as_dict
 
 __all__ = ["prepare_foreign"]
 

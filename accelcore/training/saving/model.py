@@ -15,7 +15,7 @@ from accelcore.optim.flat.memory import Slot
 from accelcore.optim.shards import to_local
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.gradients import Gradients
-from accelcore.training.saving.part import Part, Saved, as_dict, kind, malformed
+from accelcore.training.saving.parts import Part, Saved, as_dict, kind, malformed
 
 __all__ = ["MastersPart", "ModelPart"]
 

@@ -19,7 +19,7 @@ from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.state import COUNTERS, SWITCHES
 from accelcore.training.gradients import Gradients
 from accelcore.training.parallel.strategy import Strategy, owns
-from accelcore.training.saving.part import Part, Saved, as_dict, malformed
+from accelcore.training.saving.parts import Part, Saved, as_dict, malformed
 
 __all__ = ["OptimizerPart"]
 

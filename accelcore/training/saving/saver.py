@@ -1,35 +1,64 @@
-"""Saving and resuming trainers, one or several together."""
+"""Saving and restoring a training, on all ranks together.
+
+`Saver` lists the parts of a checkpoint, each of which has a class in this folder. The shared state of all parts is in
+two files of rank 0, that of the model and that of the rest; each rank's own state is in a file of its own (`_write`).
+
+To restore, every rank first reads, checks and converts everything and changes nothing. If all ranks succeed, all
+commit. A commit only fails in the user's own code, such as a hook. The trainers then refuse to train, on every rank.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import replace
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
+import torch
 from torch import Tensor
 
-from accelcore.checkpoint.store import as_path
-from accelcore.errors import ConfigurationError
+from accelcore.checkpoint import store
+from accelcore.checkpoint.manifest import MODEL, RANK, file_of
+from accelcore.errors import CheckpointError, ConfigurationError
 from accelcore.scaling.contract import LossScaler
+from accelcore.training.agreement import Agreement
 from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.plan import Plan
-from accelcore.training.saving import progress
+from accelcore.training.saving.foreign import prepare_foreign
 from accelcore.training.saving.model import MastersPart, ModelPart
 from accelcore.training.saving.optimizer import OptimizerPart
-from accelcore.training.saving.part import Part
-from accelcore.training.saving.transaction import TrainingState, load, resume, save
+from accelcore.training.saving.parts import (
+    DataStreamsPart,
+    ExtraPart,
+    Part,
+    RandomPart,
+    Saved,
+    ScalerPart,
+    SchedulePart,
+    WindowPart,
+    as_dict,
+)
 from accelcore.training.schedule import Schedule
 from accelcore.training.step import Step
 from accelcore.training.window import Window
-from accelcore.util.text import kind_of
+from accelcore.util.text import is_number, is_whole
+from accelcore.util.trial import requested_trial
 
-__all__ = ["Saver", "Together"]
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+__all__ = ["Saver", "TrainingState", "new_extra", "resume", "save"]
+
+logger = logging.getLogger("accelcore")
+
+_SHARED = "training"
+"""File of the state that all ranks share, except for the model."""
 
 
 class Saver:
@@ -50,14 +79,14 @@ class Saver:
 
     def save(self, folder: str | Path, *, keep: int | None, best: Any, extra: Mapping[str, Any] | None) -> Path:
         """Save a checkpoint; see `Trainer.save`."""
-        new = _extra(extra, self.extra)
-        path = save({"": self.state(new)}, as_path(folder), run=self.run, keep=keep, best=best)
+        new = new_extra(extra, self.extra)
+        path = save({"": self.state(new)}, store.as_path(folder), run=self.run, keep=keep, best=best)
         self.extra = new
         return path
 
     def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
         """Restore a checkpoint; see `Trainer.resume`."""
-        found = resume({"": self.state()}, as_path(folder), best=best, must_exist=must_exist)
+        found = resume({"": self.state()}, store.as_path(folder), best=best, must_exist=must_exist)
         if found is None:
             return None
         self.run = found.manifest["run"]
@@ -65,28 +94,33 @@ class Saver:
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a file of another program; see `Trainer.load`."""
-        return load(self.state(), as_path(path))
+        return load(self.state(), store.as_path(path))
 
     @property
-    def position(self) -> str:
-        """Where the training is, for messages."""
-        return f"step {self._window.steps}, epoch {self._streams['train'].epoch}"
+    def steps(self) -> int:
+        """Number of windows closed so far."""
+        return self._window.steps
+
+    @property
+    def epoch(self) -> int:
+        """The current or next epoch."""
+        return self._streams["train"].epoch
+
+    @property
+    def sharded(self) -> Mapping[str, Tensor]:
+        """The parameters that are divided among the ranks, by all of their names."""
+        plan = self._plan
+        return dict(plan.model.named_parameters(remove_duplicate=False)) if plan.strategy.layout == "shards" else {}
 
     def state(self, extra: dict[str, Any] | None = None) -> TrainingState:
         """Return the state of this trainer: to write it with `extra`, or without `extra` to restore it."""
         self.step.check()
         self.snapshot.check_model()
-        self._streams.warn_if_unused(self._window.steps, saves=extra is not None)
+        self._streams.warn_if_unused(self.steps, saves=extra is not None)
         self._streams.end_epochs()
         if extra is not None:
             self._schedule.check()
-        plan, divided = self._plan, self._plan.strategy.layout == "shards"
-        return TrainingState(
-            saver=self,
-            parts=self._parts(self.extra if extra is None else extra),
-            steps=self._window.steps,
-            sharded=dict(plan.model.named_parameters(remove_duplicate=False)) if divided else {},
-        )
+        return TrainingState(self, self._parts(self.extra if extra is None else extra))
 
     def _parts(self, extra: dict[str, Any]) -> list[Part]:
         """Return the parts in the order in which they are restored. A new kind of state is one more of these."""
@@ -96,13 +130,13 @@ class Saver:
         return [
             model_part,
             MastersPart(model_part, gradients),
-            progress.SchedulePart(self._schedule),
+            SchedulePart(self._schedule),
             OptimizerPart(model, plan.optimizer, gradients, plan.strategy),
-            progress.ScalerPart(self._scaler),
-            progress.WindowPart(model, self._window, gradients),
-            progress.DataStreamsPart(self._streams, runtime),
-            progress.ExtraPart(extra),
-            progress.RandomPart(runtime),
+            ScalerPart(self._scaler),
+            WindowPart(model, self._window, gradients),
+            DataStreamsPart(self._streams, runtime),
+            ExtraPart(extra),
+            RandomPart(runtime),
         ]
 
     def restored(self, steps: int) -> None:
@@ -110,127 +144,256 @@ class Saver:
         self._window.steps = steps
         if self._plan.captured is not None:
             self._plan.captured.forget()
-        self._schedule.restored(self._streams["train"].epoch)
+        self._schedule.restored(self.epoch)
         self.step.begin(opened=self._window.micro > 0)
         self.step.finite.begin(steps)
 
-    def give_up(self, error: BaseException) -> None:
-        """Let the trainer train no more, because `error` left its state restored in part."""
-        self.step.give_up(
-            "a checkpoint was restored in part",
-            "make model, optimizer and trainer again, and resume; in a job, on all ranks",
-            error,
-        )
+
+class TrainingState(NamedTuple):
+    """One trainer's share of a checkpoint: its saver, and its parts in the order in which they are restored."""
+
+    saver: Saver
+    parts: Sequence[Part]
 
 
-class _Trainer(Protocol):
-    @property
-    def saver(self) -> Saver: ...
+Trainings = Mapping[str, TrainingState]
+"""Trainings of one checkpoint by the trainers' names; a trainer that is saved alone has the name ""."""
 
 
-class Together:
-    """Save and resume several trainers as one, such as the two of a GAN.
+def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None, best: Any = None) -> Path:
+    """Write a new checkpoint; see `Trainer.save`. `run` identifies the checkpoints of this run.
 
-    Example::
-
-        both = accelcore.Together(generator=train_g, discriminator=train_d)
-        both.resume("outputs/gan")
-        ...
-        both.save("outputs/gan", keep=2)
-
-    A checkpoint holds all of the trainers. Either all of them are restored, or none.
-
-    Args:
-        trainers: trainers of one job, by name. Each trainer has a folder of its name in a checkpoint.
-
-    Attributes:
-        extra: the dict last given to `save(extra=...)` or read by `resume`; each checkpoint holds it.
-
-    Raises:
-        ConfigurationError: a value is not a trainer, a trainer has two names, a name cannot be a folder's name, or the
-            trainers are of different jobs.
+    A trial of `accelcore advise` writes nothing: it must not replace what the user has trained.
     """
+    if keep is not None and not is_whole(keep, 1):
+        raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
+    metric = None if best is None else _metric(best)
+    if requested_trial() is not None:
+        return folder
+    backend, agreement = _agreement(trainings)
+    agreement.meet("trainer.save()")
+    if not agreement.all_equal(repr(metric)):
+        raise ConfigurationError(
+            f"the ranks of this job give different metrics as best=: this one gives {metric}",
+            remedy="give all ranks the same: trainer.evaluate(loader).mean(...), or job.mean(...)",
+        )
+    rank, number, doing = backend.collectives.rank, 0, "save its files of the checkpoint"
+    trainers = {name: training.saver.steps for name, training in trainings.items()}
+    steps = max(trainers.values())
+    facts = {
+        "run": run,
+        "metric": metric if metric is None or math.isfinite(metric) else None,
+        "trainers": trainers,
+        "world_size": backend.collectives.world_size,
+        "device": backend.name,
+        "accelcore": version("accelcore"),
+        "torch": torch.__version__,
+    }
+    with ExitStack() as held:
+        with agreement.together(doing), store.writing(folder):
+            if rank == 0:
+                held.enter_context(store.alone(folder))
+        with agreement.together(doing), store.writing(folder):
+            for name, training in trainings.items():
+                _write(training, folder, name, rank)
+        with agreement.together(doing), store.writing(folder):
+            if rank == 0:
+                number = store.finish(folder, steps, facts)
+    path = store.path_of(folder, steps, agreement.of_rank_0(number))
+    if rank == 0 and keep is not None:
+        try:
+            if others := store.keep_newest(path, keep):
+                logger.warning("%s also has checkpoints of another run, such as %s", folder, others[-1].name)
+        except OSError as error:  # the new checkpoint is saved
+            logger.warning("%s is saved, but older checkpoints could not be deleted: %s", path, error)
+    return path
 
-    def __init__(self, *unnamed: _Trainer, **trainers: _Trainer) -> None:
-        remedy = "give trainers by name: accelcore.Together(generator=train_g, discriminator=train_d)"
-        if unnamed:
-            raise ConfigurationError("trainers that are saved together need names", remedy=remedy)
-        if not trainers:
-            raise ConfigurationError("there are no trainers to save together", remedy=remedy)
-        for name, trainer in trainers.items():
-            if not isinstance(getattr(trainer, "saver", None), Saver):
-                raise ConfigurationError(f"{name} is {kind_of(trainer)}, not a trainer", remedy=remedy)
-            if not _NAME.fullmatch(name):
-                raise ConfigurationError(
-                    f"{name!r} cannot be a trainer's name, which becomes the name of a folder",
-                    remedy="begin with a letter from a to z, followed by letters, digits and _",
-                )
-        if len({name.lower() for name in trainers}) < len(trainers):  # for some file systems they are the same
-            raise ConfigurationError(f"some of the names {', '.join(trainers)} differ in case only", remedy=remedy)
-        if len(set(map(id, trainers.values()))) < len(trainers):
-            raise ConfigurationError("one trainer is given under two names", remedy="give each trainer once")
-        self._savers = {name: trainer.saver for name, trainer in trainers.items()}
-        # Trainers that disagree on this process's rank would overwrite each other's files.
-        jobs = {name: saver.backend.collectives for name, saver in self._savers.items()}
-        places = {name: f"rank {job.rank} of {job.world_size}" for name, job in jobs.items()}
-        if len(set(places.values())) > 1:
-            where = ", ".join(f"{place} to {name}" for name, place in places.items())
-            raise ConfigurationError(
-                f"trainers of different jobs cannot be saved together: this process is {where}",
-                remedy="make all of them by one `accel`, after it has joined the job",
+
+def _metric(given: Any) -> float:
+    """Return a metric as a number; raise ConfigurationError for anything else."""
+    if not is_number(value := given.item() if isinstance(given, Tensor) and given.numel() == 1 else given):
+        raise ConfigurationError(
+            f"best={given!r} is not a number", remedy="give the metric of this checkpoint, of which the lowest is best"
+        )
+    if not math.isfinite(value):
+        logger.warning("the metric of this checkpoint is %s, so that it will not be the best", value)
+    return float(value)
+
+
+def resume(
+    trainings: Trainings, folder: Path, *, best: bool = False, must_exist: bool = False
+) -> store.Checkpoint | None:
+    """Restore a checkpoint and return it, or None if `folder` has none; see `Trainer.resume`."""
+    if requested_trial() is not None and not must_exist:
+        return None
+    backend, agreement = _agreement(trainings)
+    agreement.meet("trainer.resume()")
+    rank, world_size = backend.collectives.rank, backend.collectives.world_size
+    checkpoint, commits = None, {}
+    with agreement.together("resume"), _as_checkpoint_error(folder):
+        checkpoint = store.find(folder, (rank, world_size), best=best)
+        if checkpoint is not None:
+            _check_trainers(trainings, checkpoint)
+            for name, training in trainings.items():
+                saved = _read(checkpoint, name, rank, world_size, training.saver.sharded)
+                commits[name] = [part.prepare(saved) for part in training.parts]
+    if not agreement.all_equal("" if checkpoint is None else str(checkpoint.fingerprint)):
+        raise CheckpointError(
+            f"the ranks do not find the same checkpoint in {folder}",
+            why="this rank finds " + ("none" if checkpoint is None else checkpoint.path.name),
+            remedy="give all ranks one folder that all of them see",
+        )
+    if checkpoint is not None:
+        _commit(trainings, commits, checkpoint.manifest["trainers"], agreement)
+        if rank == 0:
+            savers = [(name, training.saver) for name, training in trainings.items()]
+            at = "; ".join(f"{name} step {one.steps}, epoch {one.epoch}".lstrip() for name, one in savers)
+            logger.warning("resumed from %s: %s", checkpoint.path, at)
+    elif must_exist:
+        raise CheckpointError(
+            f"there is no checkpoint in {folder}",
+            available=store.beneath(folder),
+            remedy="give the folder of an earlier save, or leave must_exist out",
+        )
+    elif rank == 0:
+        logger.warning("there is no checkpoint in %s: training starts at the beginning", folder.absolute())
+    return checkpoint
+
+
+def load(training: TrainingState, path: Path) -> dict[str, Any]:
+    """Restore what another program saved of a model and its optimizer; see `Trainer.load`."""
+    _, agreement = _agreement({"": training})
+    agreement.meet("trainer.load()")
+    commits: Sequence[Callable[[], object]] = []
+    rest: dict[str, Any] = {}
+    with agreement.together("load"), _as_checkpoint_error(path):
+        commits, rest = prepare_foreign(training.parts, path)
+    _commit({"": training}, {"": commits}, {"": training.saver.steps}, agreement)
+    return rest
+
+
+def _commit(
+    trainings: Trainings,
+    commits: Mapping[str, Sequence[Callable[[], object]]],
+    steps: Mapping[str, int],
+    agreement: Agreement,
+) -> None:
+    """Restore all parts by their commits. If that fails on one rank, the trainers give up on every rank."""
+    failure: BaseException | None = None
+    try:
+        for name, training in trainings.items():
+            training.saver.step.acquire_gradients()
+            for commit in commits[name]:
+                commit()
+            training.saver.restored(steps[name])
+    except BaseException as error:  # noqa: BLE001  # raised again when all ranks know
+        failure = error
+    try:
+        agreement.settle(failure, "restore its state")
+    except BaseException as error:
+        for training in trainings.values():
+            training.saver.step.give_up(
+                "a checkpoint was restored in part",
+                "make model, optimizer and trainer again, and resume; in a job, on all ranks",
+                error,
             )
-        self._run = uuid4().hex
-        self.extra: dict[str, Any] = {}
-
-    def save(
-        self,
-        folder: str | Path,
-        *,
-        keep: int | None = None,
-        best: float | Tensor | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Path:
-        """Save all trainers as one new checkpoint, named by the largest number of steps; see `Trainer.save`.
-
-        `extra` is saved beside the trainers' own `extra`, and becomes `extra` of this object.
-        """
-        new = _extra(extra, self.extra)
-        states = {name: saver.state(saver.extra) for name, saver in self._savers.items()}
-        path = save(_with_extra(states, new), as_path(folder), run=self._run, keep=keep, best=best)
-        self.extra = new
-        return path
-
-    def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
-        """Resume all trainers from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
-
-        Args:
-            folder, best, must_exist: as for `Trainer.resume`.
-
-        Returns:
-            The checkpoint, or None if there is none.
-
-        Raises:
-            CheckpointError: the checkpoint is damaged, does not fit a trainer, or holds other trainers; or there is
-                none and it must exist. It is raised on all ranks, and all trainers are unchanged. If a hook or class of
-                yours raises while the state is restored, none of the trainers can train any more.
-        """
-        states = {name: saver.state() for name, saver in self._savers.items()}
-        found = resume(_with_extra(states, self.extra), as_path(folder), best=best, must_exist=must_exist)
-        if found is None:
-            return None
-        self._run = found.manifest["run"]
-        return found.path
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(
+            "a checkpoint was restored in part",
+            why=repr(error),
+            remedy="create the model, optimizer and trainer again: this trainer no longer trains",
+        ) from error
 
 
-def _extra(given: Mapping[str, Any] | None, before: dict[str, Any]) -> dict[str, Any]:
-    extra = before if given is None else given
-    if not isinstance(extra, Mapping):
-        raise ConfigurationError(f"extra={extra!r} is not a dict", remedy='name what you save: extra={"best": 0.5}')
-    return before if given is None else dict(given)
+def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
+    """Write this rank's files of one trainer."""
+    training.saver.step.acquire_gradients()
+    training.saver.step.finite.check(training.saver.steps, agree=False)
+    if rank == 0 or training.saver.sharded:
+        shared = {part.name: state for part in training.parts if (state := part.state()) is not None}
+        store.write_file(folder, file_of(name, MODEL), shared.pop(MODEL), rank=rank)
+        store.write_file(folder, file_of(name, _SHARED), shared, rank=rank)
+    own = {part.name: state for part in training.parts if (state := part.own_state()) is not None}
+    store.write_file(folder, file_of(name, f"{RANK}{rank:05d}"), own)
 
 
-def _with_extra(states: Mapping[str, TrainingState], extra: dict[str, Any]) -> dict[str, TrainingState]:
-    """Return the states with what `Together` saves itself, which one of them keeps."""
-    keeper = min(states)  # the same in whichever order the trainers are given
-    parts = [*states[keeper].parts, progress.ExtraPart(extra, "together")]
-    return {**states, keeper: replace(states[keeper], parts=parts)}
+def _read(
+    checkpoint: store.Checkpoint, trainer: str, rank: int, world_size: int, sharded: Mapping[str, Tensor]
+) -> Saved:
+    """Read the state of one trainer that this rank needs."""
+    saved_by = checkpoint.manifest["world_size"]
+    same_job, like_of = saved_by == world_size, partial(_like_of, sharded)
+    of_ranks = [file_of(trainer, f"{RANK}{number:05d}") for number in range(saved_by)]
+    model = as_dict(checkpoint.read(file_of(trainer, MODEL), like_of), "model")
+    shared = as_dict(checkpoint.read(file_of(trainer, _SHARED), like_of), "training state")
+    own = as_dict(checkpoint.read(of_ranks[rank if same_job else 0]), "state of this rank")
+    if "state" not in (optimizer := as_dict(shared.get("optimizer"), "optimizer state")):
+        optimizer["state"] = {}
+        for file in of_ranks:  # each rank saved the state of the parameters that it updates
+            divided = as_dict(checkpoint.read(file, like_of), file, "optimizer")["optimizer"]
+            optimizer["state"] |= as_dict(as_dict(divided, "optimizer state", "state")["state"], "optimizer state")
+    if not same_job:
+        positions = as_dict(own.get("data"), "positions in the data").values()
+        within = as_dict(own.get("window"), "window", "micro")["micro"]
+        if within or any(as_dict(position, "position", "taken")["taken"] for position in positions):
+            raise CheckpointError(
+                f"the checkpoint was saved within an epoch by a job of {saved_by}, this is a job of {world_size}",
+                remedy=f"resume in a job of {saved_by}, or from a checkpoint saved at the end of an epoch",
+            )
+        if rank == 0:
+            text = "the checkpoint was saved by a job of %d, this is a job of %d: random states are not restored"
+            logger.warning(text, saved_by, world_size)
+    return Saved(model, shared, own, same_job)
+
+
+def _like_of(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
+    """Return the sharded parameter that a stored tensor of this shape belongs to, or None."""
+    if name.startswith("optimizer.state."):
+        name = name.removeprefix("optimizer.state.").rpartition(".")[0]
+    parameter = sharded.get(name.removeprefix("masters."))
+    return parameter if parameter is not None and parameter.shape == shape else None
+
+
+def _check_trainers(trainings: Trainings, checkpoint: store.Checkpoint) -> None:
+    saved = checkpoint.manifest["trainers"]
+    if saved.keys() == trainings.keys():
+        return
+    contains, resuming = (
+        "one trainer alone" if "" in names else "the trainers " + ", ".join(sorted(names)) + " together"
+        for names in (saved, trainings)
+    )
+    raise CheckpointError(
+        f"the checkpoint {checkpoint.path} contains {contains}, but you are resuming {resuming}",
+        remedy="resume it as it was saved: by trainer.resume(...), or by accelcore.Together(...) with the same names",
+    )
+
+
+def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:
+    """Return the backend that all these trainers share, and the agreement of its job."""
+    backend = next(iter(trainings.values())).saver.backend
+    return backend, Agreement(backend.collectives, backend.device)
+
+
+def new_extra(given: Mapping[str, Any] | None, before: dict[str, Any]) -> dict[str, Any]:
+    """Return the given `extra`, or the one before; raise ConfigurationError for anything but a dict."""
+    if given is None:
+        return before
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(f"extra={given!r} is not a dict", remedy='name what you save: extra={"best": 0.5}')
+    return dict(given)
+
+
+@contextmanager
+def _as_checkpoint_error(folder: Path) -> Iterator[None]:
+    """Convert any other error of a file or a state to a CheckpointError."""
+    try:
+        yield
+    except (CheckpointError, ConfigurationError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} cannot be restored",
+            why=repr(error),
+            remedy="give another checkpoint, or build model and optimizer as they were when it was saved",
+        ) from error

@@ -1,9 +1,11 @@
-"""Small parts of a checkpoint: schedule, loss scale, open window, data position, random states, extra."""
+"""Contract of a part of a checkpoint; schedule, loss scale, open window, data position, random states, extra."""
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +17,67 @@ from accelcore.roles.runtime import Runtime
 from accelcore.scaling.contract import LossScaler, described
 from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.gradients import Gradients
-from accelcore.training.saving.part import Part, Saved, as_dict, kind, malformed, number
 from accelcore.training.schedule import Schedule
 from accelcore.training.window import Window
+from accelcore.util.text import is_whole
 
-__all__ = ["DataStreamsPart", "ExtraPart", "RandomPart", "ScalerPart", "SchedulePart", "WindowPart"]
+__all__ = [
+    "DataStreamsPart",
+    "ExtraPart",
+    "Part",
+    "RandomPart",
+    "Saved",
+    "ScalerPart",
+    "SchedulePart",
+    "WindowPart",
+    "as_dict",
+    "kind",
+    "malformed",
+]
 
 logger = logging.getLogger("accelcore")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Contents of a verified checkpoint.
+
+    Attributes:
+        model: the model's state_dict.
+        shared: the `state` of each part, by its name.
+        own: the `own_state` of each part, by its name.
+        same_job: whether as many ranks saved it as there are now, so that `own` is this rank's own.
+    """
+
+    model: Mapping[str, Any]
+    shared: Mapping[str, Any]
+    own: Mapping[str, Any]
+    same_job: bool
+
+
+class Part(ABC):
+    """One kind of state, under its `name` in the files of a checkpoint.
+
+    States are trees of dicts, lists, tuples, plain values and tensors.
+    """
+
+    name: str
+
+    def state(self) -> Any:
+        """Return the state that all ranks share: it is equal on them, or divided by rows. None: nothing to save."""
+        return None
+
+    def own_state(self) -> Any:
+        """Return the state that belongs to this rank. None: nothing to save."""
+        return None
+
+    @abstractmethod
+    def prepare(self, saved: Saved) -> Callable[[], object]:
+        """Check and convert the saved state without changing anything, and return the function that restores it.
+
+        Raises:
+            CheckpointError: the saved state is malformed, or does not fit.
+        """
 
 
 class SchedulePart(Part):
@@ -40,7 +96,7 @@ class SchedulePart(Part):
         updates, state = schedule["updates"], schedule["state"]
         restore = self._schedule.prepare(
             schedule["kind"],
-            None if updates is None else number(updates, "updates"),
+            None if updates is None else _number(updates, "updates"),
             {} if state is None else as_dict(state, "schedule"),
         )
         if schedule["by"] != self._schedule.by:
@@ -103,7 +159,7 @@ class WindowPart(Part):
     def prepare(self, saved: Saved) -> Callable[[], object]:
         keys = ("micro", "accumulate", "divisor", "unit", "total", "gradients", "sharded", "buffers")
         window = as_dict(saved.own.get("window"), "window", *keys)
-        micro, accumulate = number(window["micro"], "micro"), number(window["accumulate"], "accumulate")
+        micro, accumulate = _number(window["micro"], "micro"), _number(window["accumulate"], "accumulate")
         if micro and (accumulate != self._window.accumulate or micro >= accumulate):
             raise CheckpointError(
                 f"the checkpoint was saved after {micro} micro-batches of a window of {accumulate}, "
@@ -121,7 +177,7 @@ class WindowPart(Part):
         _check_shapes(buffers, own_buffers, "buffer")
         total = None if window["total"] is None else window["total"].reshape(())
         unit = None if window["unit"] is None else float(window["unit"])
-        divided = number(window["divisor"], "divisor") / self._window.divisor
+        divided = _number(window["divisor"], "divisor") / self._window.divisor
 
         def commit() -> None:
             with torch.no_grad():
@@ -152,9 +208,9 @@ class DataStreamsPart(Part):
         for name, position in positions.items():
             # "loader" is checked by the loader, which is not known before it is read.
             entry = as_dict(position, f"position in {name}", "epoch", "taken", "seed", "start", "generators", "loader")
-            number(entry["epoch"], "epoch"), number(entry["taken"], "taken")
+            _number(entry["epoch"], "epoch"), _number(entry["taken"], "taken")
             if entry["seed"] is not None:
-                number(entry["seed"], "seed")
+                _number(entry["seed"], "seed")
             start, generators = as_dict(entry["start"], "random state"), entry["generators"]
             if not isinstance(generators, list) or not all(isinstance(state, Tensor) for state in generators):
                 raise malformed(f"the checkpoint's position in {name!r} has a random state that is not a tensor")
@@ -208,6 +264,32 @@ class ExtraPart(Part):
             self._extra.update(extra)
 
         return commit
+
+
+def malformed(problem: str) -> CheckpointError:
+    """Return the error for a state that no part has saved."""
+    return CheckpointError(problem, remedy="resume from another checkpoint: this one was changed, or written otherwise")
+
+
+def as_dict(tree: Any, what: str, *keys: str) -> dict[str, Any]:
+    """Return `tree`; raise CheckpointError if it is not a dict with these keys."""
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise malformed(f"the checkpoint's {what} is a {type(tree).__name__}, not a dict")
+    if missing := [key for key in keys if key not in tree]:
+        raise malformed(f"the checkpoint's {what} lacks {', '.join(missing)}")
+    return tree
+
+
+def _number(value: Any, what: str) -> int:
+    """Return `value`; raise CheckpointError if it is not a whole number >= 0."""
+    if not is_whole(value):
+        raise malformed(f"the checkpoint has {what}={value!r}, which is not a count")
+    return value
+
+
+def kind(value: Any) -> str:
+    """Return what two values must have in common to replace each other: shape and dtype, or the class."""
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _rehearse(load: Callable[[dict[str, Any]], object], state: dict[str, Any], before: dict[str, Any]) -> None:
