@@ -25,8 +25,8 @@ from accelcore.optim.flat.memory import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.precision.policy import Policy
 from accelcore.scaling.contract import SkippingOptimizer
-from accelcore.training.clipping import Clipping
-from accelcore.training.gradients import first_not_finite
+from accelcore.training.finite import first_not_finite
+from accelcore.training.gradients import Clipping
 from accelcore.training.options import complete
 from accelcore.training.parallel.strategy import (
     SingleProcess,

@@ -23,7 +23,7 @@ from accelcore.optim.shards import to_local
 from accelcore.parity.events import Event, Seen, Step, fetch, sample, tensors_in
 from accelcore.parity.operators import Operators
 from accelcore.torch_internals import forward_number, in_backward, is_fake_mode_active, uncompiled
-from accelcore.training.hooks import Hooks
+from accelcore.training.observers import Hooks
 
 __all__ = ["Collector", "Watched"]
 

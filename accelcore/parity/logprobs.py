@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from accelcore.errors import ConfigurationError
 from accelcore.torch_internals import uncompiled
-from accelcore.training.hooks import Hooks
+from accelcore.training.observers import Hooks
 from accelcore.util.containers import tensors
 from accelcore.util.text import kind_of
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import RecordingError
-from accelcore.training.hooks import Hooks
+from accelcore.training.observers import Hooks
 from accelcore.util.containers import tensors
 from accelcore.util.text import is_number, is_whole, shown
 

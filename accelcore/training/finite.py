@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError
-from accelcore.training.gradients import first_not_finite
+from accelcore.scaling.contract import is_finite
+from accelcore.training.gradients import Gradients, by_slot
 from accelcore.training.plan import Plan
 
-__all__ = ["FiniteCheck"]
+__all__ = ["FiniteCheck", "first_not_finite"]
 
 _EVERY = 64  # windows: reading all parameters in each would make small steps slower
 _SMALL = 1024  # bytes; a loss that is a view of more would keep that memory
@@ -90,3 +91,12 @@ class FiniteCheck:
         if bad is not None:
             return f"the first loss that was not finite is that of step {bad[0]}: {bad[1]}"
         return f"the losses of the last {len(kept)} micro-batches were finite" if kept else ""
+
+
+def first_not_finite(gradients: Gradients, tensors: Sequence[Tensor | None]) -> str | None:
+    """Return the name of the first slot whose tensor has an inf or NaN, of tensors laid out as `gradients.values`.
+
+    Waits for the device.
+    """
+    pairs = zip(gradients.slots, by_slot(gradients, tensors), strict=True)
+    return next((slot.name for slot, tensor in pairs if tensor is not None and not is_finite(tensor)), None)

@@ -17,12 +17,21 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from accelcore.errors import TrainingError
-from accelcore.optim.flat.memory import FlatMemory, GradientMemory, Run, Slot, by_kind, lay_flat
+from accelcore.optim.flat.memory import FlatMemory, GradientMemory, Slot, by_kind, lay_flat
 from accelcore.optim.shards import as_shard, to_local
 from accelcore.precision.policy import LOW_PRECISION
-from accelcore.scaling.contract import is_finite
 
-__all__ = ["Flat", "Gradients", "Masters", "PerTensor", "ShardedGradients", "backward", "first_not_finite", "runs"]
+__all__ = [
+    "Clipping",
+    "Flat",
+    "Gradients",
+    "Masters",
+    "PerTensor",
+    "ShardedGradients",
+    "backward",
+    "by_slot",
+    "clip_by",
+]
 
 Value = TypeVar("Value", Tensor, "Tensor | None")
 
@@ -343,23 +352,44 @@ def by_slot(gradients: Gradients, tensors: Iterable[Value]) -> list[Value]:
     ]
 
 
-def runs(gradients: Gradients) -> list[Run]:
-    """Return what an optimizer updates: each tensor, or stretches of flat memory."""
-    found: list[Run] = []
-    for number, (memory, value, gradient) in enumerate(
-        zip(gradients.flat, gradients.values, gradients.of_values(), strict=True)
-    ):
-        if memory is None:
-            found.append(Run([gradients.slots[number]], value))
-        elif gradient is not None:
-            found += memory.runs(value, gradient)
-    return found
+class Clipping:
+    """Clip the norm of all gradients together, in a few kernel launches.
 
+    If a device has no kernel for many tensors, torch multiplies them one by one. The kernel of loss scaling takes many
+    tensors on every device.
 
-def first_not_finite(gradients: Gradients, tensors: Sequence[Tensor | None]) -> str | None:
-    """Return the name of the first slot whose tensor has an inf or NaN, of tensors laid out as `gradients.values`.
-
-    Waits for the device.
+    For one tensor a parameter the result is that of torch's `clip_grad_norm_`, to the last bit. In flat memory the
+    norm is summed in another order and may differ in its last bit. `flagged`: whether the device's kernel for unscaling
+    reads an overflow flag, and skips its work if it is set.
     """
-    pairs = zip(gradients.slots, by_slot(gradients, tensors), strict=True)
-    return next((slot.name for slot, tensor in pairs if tensor is not None and not is_finite(tensor)), None)
+
+    def __init__(self, max_norm: float, *, flagged: bool) -> None:
+        self._max_norm, self._flagged = max_norm, flagged
+        self._overflow: Tensor | None = None  # the kernel's overflow result, which is not needed here
+
+    def __call__(self, gradients: list[Tensor], whole: Callable[[Tensor], Tensor]) -> Tensor:
+        """Clip gradients in place and return their norm before; `whole` turns this rank's norm into that of all."""
+        norm = whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+        factor = (self._max_norm / (norm + 1e-6)).clamp_(max=1.0)
+        kinds = {(type(gradient), gradient.dtype) for gradient in gradients}
+        if not self._flagged and len(kinds) == 1 and kinds <= {(Tensor, torch.float32), (Tensor, torch.bfloat16)}:
+            if self._overflow is None:
+                self._overflow = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._overflow, factor.float())
+        else:
+            torch._foreach_mul_(gradients, factor)
+        return norm
+
+
+@torch.no_grad()
+def clip_by(function: Callable[[list[Tensor]], object], gradients: Gradients) -> None:
+    """Clip by a function of the script, which changes or replaces each `grad`; see `clip` of `TrainerOptions`."""
+    gradients.expose()
+    slots = zip(gradients.slots, gradients.received, strict=True)
+    trained = [slot.trained for slot, received in slots if received]
+    before = [tensor.grad for tensor in trained]
+    function(list(trained))
+    for tensor, gradient in zip(trained, before, strict=True):
+        if tensor.grad is not gradient and gradient is not None:
+            gradient.copy_(torch.zeros_like(gradient) if tensor.grad is None else tensor.grad)
+            tensor.grad = gradient

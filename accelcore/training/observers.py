@@ -1,17 +1,18 @@
-"""Callbacks for loss, gradient norm, overflow, step and module outputs."""
+"""Callbacks for loss, gradient norm, overflow, step and module outputs; hooks that are removed with their owner."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer
 
-__all__ = ["Listeners", "Observer", "observed", "observing"]
+__all__ = ["Hooks", "Listeners", "Observer", "observed", "observing"]
 
 _everywhere: list[Observer] = []
 """Observers of every trainer that is made, while their contexts are open."""
@@ -58,6 +59,18 @@ class Observer:
 
     def output(self, module: str, output: Any) -> None:
         """Receive the output of a module in a forward pass, with the module's name."""
+
+
+class Hooks(ExitStack):
+    """Calls that remove hooks from the user's model, made by `close` or when this object is deleted with its owner."""
+
+    def add(self, *handles: RemovableHandle) -> None:
+        """Remove these hooks by `close`."""
+        for handle in handles:
+            self.callback(handle.remove)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 @contextmanager

@@ -15,9 +15,8 @@ from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.torch_fused import FusedStep
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.captured import CapturedStep
-from accelcore.training.clipping import Clipping, clip_by
-from accelcore.training.finite import FiniteCheck
-from accelcore.training.gradients import backward, first_not_finite
+from accelcore.training.finite import FiniteCheck, first_not_finite
+from accelcore.training.gradients import Clipping, backward, clip_by
 from accelcore.training.options import takes
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import Plan

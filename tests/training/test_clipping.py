@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelcore
-from accelcore.training.clipping import Clipping
+from accelcore.training.gradients import Clipping
 
 
 def gradients(sizes, scale, seed, dtypes):

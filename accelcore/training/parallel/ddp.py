@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.precision.policy import Policy
 from accelcore.training.gradients import Gradients
-from accelcore.training.hooks import Hooks
+from accelcore.training.observers import Hooks
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.strategy import (
     Strategy,

@@ -16,7 +16,7 @@ from accelcore.precision.policy import LOW_PRECISION, Policy
 from accelcore.torch_features import UNUSED_SHARDS
 from accelcore.torch_internals import AnyBatchNorm, after_backward, pytree, reset_sharded_model
 from accelcore.training.gradients import Gradients
-from accelcore.training.hooks import Hooks
+from accelcore.training.observers import Hooks
 from accelcore.training.options import FSDP, TrainerOptions, chosen
 from accelcore.training.parallel.strategy import (
     Strategy,

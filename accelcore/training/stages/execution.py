@@ -11,8 +11,7 @@ from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.randomness import draws_on_host
 from accelcore.torch_internals import in_backward
 from accelcore.training.captured import CapturedStep, check_capturable
-from accelcore.training.hooks import Hooks
-from accelcore.training.observers import Listeners, Observer
+from accelcore.training.observers import Hooks, Listeners, Observer
 from accelcore.training.plan import Plan
 
 __all__ = ["Capture", "Compile", "Observe"]

@@ -14,7 +14,7 @@ from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
 from accelcore.precision.policy import LOW_PRECISION, choose_policy, skipping
 from accelcore.torch_internals import AnyBatchNorm, shares_tensor_objects
-from accelcore.training.hooks import Hooks
+from accelcore.training.observers import Hooks
 from accelcore.training.plan import Contexts, Plan
 
 __all__ = ["Cast", "Place"]

@@ -11,11 +11,11 @@ from torch import Tensor
 from accelcore.backend import SHARDED
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.engine import needs_closure
-from accelcore.optim.flat.memory import Slot, unfit
+from accelcore.optim.flat.memory import Run, Slot, unfit
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.shards import as_shard, shard_of
 from accelcore.precision.policy import LOW_PRECISION
-from accelcore.training.gradients import Flat, Gradients, Masters, PerTensor, ShardedGradients, runs
+from accelcore.training.gradients import Flat, Gradients, Masters, PerTensor, ShardedGradients
 from accelcore.training.options import FSDP, TrainerOptions
 from accelcore.training.parallel.ddp import DDP
 from accelcore.training.parallel.fsdp import FullySharded
@@ -88,7 +88,7 @@ class Bind:
         plan.gradients.refresh(thorough=True)
         plan.gradients, plan.exact = _gradients(plan), {}
         if isinstance(plan.optimizer, RoutedOptimizer):
-            plan.optimizer.bind(runs(plan.gradients), in_part=plan.strategy.owners is not None)
+            plan.optimizer.bind(_runs(plan.gradients), in_part=plan.strategy.owners is not None)
         else:
             _give_masters(plan)
 
@@ -155,6 +155,19 @@ def _lies_flat(plan: Plan) -> bool:
         return False
     # A route that updates many scattered tensors at once gains nothing, and pays for copying the gradients.
     return not route.scattered and sum(parameter.numel() for parameter in trained) < _FLAT_BELOW * len(trained)
+
+
+def _runs(gradients: Gradients) -> list[Run]:
+    """Return what an optimizer updates: each tensor, or stretches of flat memory."""
+    found: list[Run] = []
+    for number, (memory, value, gradient) in enumerate(
+        zip(gradients.flat, gradients.values, gradients.of_values(), strict=True)
+    ):
+        if memory is None:
+            found.append(Run([gradients.slots[number]], value))
+        elif gradient is not None:
+            found += memory.runs(value, gradient)
+    return found
 
 
 def _give_masters(plan: Plan) -> None:

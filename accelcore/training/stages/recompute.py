@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from accelcore.errors import ConfigurationError, UnsupportedError
-from accelcore.training.hooks import Hooks
+from accelcore.training.observers import Hooks
 from accelcore.training.options import Recompute, chosen
 from accelcore.training.plan import Plan
 
