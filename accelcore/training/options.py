@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ __all__ = [
     "check_values",
     "chosen",
     "complete",
-    "takes",
     "unwrapped",
 ]
 
@@ -261,8 +259,8 @@ def check_values(options: TrainerOptions) -> None:
         raise ConfigurationError("clip= and clip_norm= were both given", remedy="give one of them")
 
 
-def check_arguments(model: Any, optimizer: Any, loss: Any) -> None:
-    """Raise ConfigurationError if model, optimizer or loss is something else."""
+def check_arguments(model: Any, optimizer: Any) -> None:
+    """Raise ConfigurationError if model or optimizer is something else."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             f"the model is {_shown(model)}, not an nn.Module",
@@ -277,36 +275,6 @@ def check_arguments(model: Any, optimizer: Any, loss: Any) -> None:
             remedy=f"make it: {made}model.parameters(), lr=...). One optimizer can have several parameter groups; "
             "several models need a trainer each",
         )
-    if loss is not None and (not callable(loss) or _is_torchs(loss)):
-        name = getattr(loss, "__name__", type(loss).__name__)
-        raise ConfigurationError(
-            f"loss={name} does not take a model and a batch",
-            remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
-        )
-
-    if loss is not None and not takes(loss.forward if isinstance(loss, nn.Module) else loss, model, None):
-        raise ConfigurationError(
-            f"loss={getattr(loss, '__name__', kind_of(loss))} does not take two arguments",
-            why="it is called as loss(model, batch)",
-            remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
-        )
-
-
-def takes(function: Callable[..., Any], *arguments: Any, **named: Any) -> bool:
-    """Return whether a function can be called with these arguments, as far as its signature says."""
-    try:
-        inspect.signature(function).bind(*arguments, **named)
-    except TypeError:
-        return False
-    except ValueError:  # of a builtin, which has none
-        return True
-    return True
-
-
-def _is_torchs(loss: Any) -> bool:
-    """Return whether `loss` is a loss class, instance or function of torch, which takes outputs and targets."""
-    home = loss if inspect.isclass(loss) or inspect.isroutine(loss) else type(loss)
-    return str(getattr(home, "__module__", "")).partition(".")[0] == "torch"
 
 
 def _shown(value: Any) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accelcore.errors import DistributedError, TrainingError
 from accelcore.optim.optimizer import RoutedOptimizer
@@ -17,19 +16,17 @@ from accelcore.scaling.contract import LossScaler
 from accelcore.training.captured import CapturedStep
 from accelcore.training.finite import FiniteCheck, first_not_finite
 from accelcore.training.gradients import Clipping, backward, clip_by
-from accelcore.training.options import takes
+from accelcore.training.loss import LossOfModel, no_loss, split_loss
+from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
 from accelcore.training.window import SharedParameters, Window
 from accelcore.util.containers import detached, is_on
-from accelcore.util.text import kind_of
 
 __all__ = ["Step"]
 
 logger = logging.getLogger("accelcore")
-
-_FORMS_OF_LOSS = 'a scalar tensor, (scalar, aux), an object with `.loss`, or a dict with "loss"'
 
 
 class Step:
@@ -44,7 +41,7 @@ class Step:
 
     def __init__(self, plan: Plan, *, scaler: LossScaler, window: Window, schedule: Schedule) -> None:
         self._forward, self._listeners = plan.forward, plan.listeners
-        self._loss, self._weight = plan.options["loss"] or _LossOfModel(plan.model), plan.options["weight"]
+        self._loss, self._weight = plan.options["loss"] or LossOfModel(plan.model), plan.options["weight"]
         self._region, self._arithmetic = plan.contexts.region, plan.contexts.arithmetic
         self._gradients, self._optimizer, self._strategy = plan.gradients, plan.optimizer, plan.strategy
         self._scaler, self._window, self._schedule = scaler, window, schedule
@@ -68,6 +65,7 @@ class Step:
         self._overflow: Tensor | None = None
         # The next call of a compiled model may overwrite the outputs and gradients of its last call.
         self._overwrites = plan.compiled is not None and plan.compiled.overwrites
+        self._snapshot = ModelSnapshot(plan.model, plan.optimizer, plan.strategy.reset)
         self.finite = FiniteCheck(plan, window.steps)
         self.failure: TrainingError | None = None
 
@@ -75,6 +73,11 @@ class Step:
     def is_open(self) -> bool:
         """Whether the parameters have gradients of an open window."""
         return self._shared.is_open
+
+    @property
+    def is_within_window(self) -> bool:
+        """Whether a window has begun, with gradients or without."""
+        return self._window.micro > 0 or self.is_open
 
     def acquire_gradients(self) -> None:
         """Put this trainer's gradients on the parameters, which other trainers may share."""
@@ -96,7 +99,7 @@ class Step:
                 loss = self._loss(self._forward, batch)
             aux = None
             if not isinstance(loss, Tensor):
-                loss, aux = _split_loss(loss)
+                loss, aux = split_loss(loss)
             weight = None if self._weight is None else self._weight(batch)
             self._add(loss, weight, outlast=not self._window.is_last)
         except BaseException as error:
@@ -137,7 +140,7 @@ class Step:
 
     def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise _no_loss(loss)
+            raise no_loss(loss)
         self._strategy.before_backward()
         share = self._window.share(weight, self._strategy)
         scaled = self._scaler.scale(loss)
@@ -294,6 +297,30 @@ class Step:
                 remedy="make the trainer, and use it, inside one `with accel.distributed():`",
             )
 
+    def check_unchanged(self) -> None:
+        """Raise TrainingError, and drop the window, if the known parameters or the optimizer's groups have changed."""
+        try:
+            self._snapshot.check()
+        except TrainingError:
+            if self.is_within_window:
+                self.discard("the model or the optimizer has changed")
+            raise
+
+    def check_model(self) -> None:
+        """Do what `check` does, and raise TrainingError if the model or the optimizer has changed."""
+        self.check()
+        self._snapshot.check_model()
+
+    def check_refreshable(self) -> None:
+        """Raise TrainingError if a window is open, or if `Trainer.refresh` cannot follow the change."""
+        if self.is_within_window:
+            micro, accumulate = self._window.micro, self._window.accumulate
+            raise TrainingError(
+                f"refresh was called within a window, after {micro} of {accumulate} micro-batches",
+                remedy="change the model between two windows; trainer.flush() closes one, before the change",
+            )
+        self._snapshot.check_refreshable()
+
     def check_failure(self) -> None:
         """Raise TrainingError if the trainer can no longer train."""
         if self.failure is not None:
@@ -330,64 +357,3 @@ class Step:
         self._gradients.clear()
         self._scaler.abandon()
         self.begin()
-
-
-class _LossOfModel:
-    """Loss of a model that computes it itself. Of a longer tuple, the first item is the loss, the rest is aux."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._forward = model.forward
-
-    def __call__(self, model: Callable[..., Any], batch: Any) -> Any:
-        named: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
-        listed = () if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else (batch,)
-        try:
-            returned = model(*listed, **named)
-        except TypeError as error:
-            if takes(self._forward, *listed, **named):
-                raise
-            raise _no_loss_given(f"the model cannot be called with this batch: {error}") from error
-        if isinstance(returned, Tensor) and returned.numel() != 1:
-            raise _no_loss_given(f"the model returned a tensor of shape {tuple(returned.shape)}, not a scalar")
-        return (returned[0], returned[1:]) if type(returned) is tuple and len(returned) > 2 else returned
-
-
-def _no_loss_given(what: str) -> TrainingError:
-    return TrainingError(
-        what,
-        why="loss= was not given to accel.trainer(...), so the model gets the batch and has to return its loss",
-        remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
-    )
-
-
-def _split_loss(returned: Any) -> tuple[Any, Any]:
-    """Return the loss and the auxiliary outputs: the second of a pair, or the object or dict that holds the loss."""
-    if type(returned) is tuple:
-        if len(returned) != 2:
-            raise TrainingError(f"the loss is a tuple of {len(returned)}", remedy=f"return {_FORMS_OF_LOSS}")
-        return returned[0], returned[1]
-    if isinstance(returned, Mapping) and "loss" in returned:
-        loss = returned["loss"]
-    elif hasattr(returned, "loss"):
-        loss = returned.loss
-    else:
-        return returned, None
-    if loss is None:
-        raise TrainingError(
-            f"the {type(returned).__name__} that was returned has a loss of None",
-            why="such a model computes its loss only if the batch has labels",
-            remedy="put the labels into the batch",
-        )
-    return loss, returned
-
-
-def _no_loss(loss: object) -> TrainingError:
-    """Return the error for a value that backward cannot start from."""
-    if not isinstance(loss, Tensor):
-        return TrainingError(f"the loss is {kind_of(loss)}, not a tensor", remedy=f"return {_FORMS_OF_LOSS}")
-    if loss.numel() != 1:
-        return TrainingError(f"the loss has shape {tuple(loss.shape)}, and must be a scalar", remedy="use loss.mean()")
-    return TrainingError(
-        "the loss depends on no trained parameter",
-        remedy="look for torch.no_grad(), detach() or frozen parameters between the parameters and the loss",
-    )

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelcore.errors import TrainingError
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.data.data_stream import DataStreams
 from accelcore.training.data.evaluation import Evaluation, evaluate
 from accelcore.training.data.sharding import Batches
-from accelcore.training.model_changes import Fixed, ModelSnapshot
+from accelcore.training.loss import check_loss
+from accelcore.training.model_changes import Fixed
 from accelcore.training.observers import observed
 from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
@@ -93,7 +93,8 @@ class Trainer:
         given = complete(with_trial(options))
         given["precision"] = preset_name(given["precision"], backend)
         given["fp32"] = fp32_mode(given["fp32"], backend)
-        check_arguments(model, optimizer, given["loss"])
+        check_arguments(model, optimizer)
+        check_loss(given["loss"], model)
         check_values(given)
         model = unwrapped(model, given)
         self.backend, self._options = backend, given
@@ -244,7 +245,7 @@ class Trainer:
         """Model to call in a loop of your own: compiled and replicated as asked."""
         self._step.check_failure()
         if self._window.micro == 0 or self._window.is_last:
-            self._check_unchanged()
+            self._step.check_unchanged()
         return self._plan.forward
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -270,7 +271,7 @@ class Trainer:
         """Count a micro-batch; at the end of a window, update the parameters. Return whether a window was closed."""
         self._step.check_failure()
         if self._window.is_last:
-            self._check_unchanged()
+            self._step.check_unchanged()
             self._number_step(self._window.micro + 1)
         return self._step.end_micro_batch()
 
@@ -278,7 +279,7 @@ class Trainer:
         """Close a window that is not full, as the mean of its micro-batches. Does nothing if no window is open."""
         if self._window.micro:
             self._step.check()
-            self._check_unchanged()
+            self._step.check_unchanged()
             self._number_step(self.accumulate)
             self._step.close_window(full=False)
 
@@ -294,7 +295,7 @@ class Trainer:
             DistributedError: the ranks of the job have made different changes. The trainer can no longer train.
         """
         self._step.check()
-        self._preparation.repeat(self._check_refreshable, self._step.give_up)
+        self._preparation.repeat(self._step.check_refreshable, self._step.give_up)
         self._prepared()
 
     def save(
@@ -357,28 +358,16 @@ class Trainer:
         return self.saver.load(path)
 
     def _prepared(self) -> None:
-        self._snapshot = ModelSnapshot(self.model, self.optimizer, self._plan.strategy.reset)
-        self._step = Step(self._plan, scaler=self.scaler, window=self._window, schedule=self._schedule)
-        self.saver.step, self.saver.snapshot = self._step, self._snapshot
+        self._step = self.saver.step = Step(
+            self._plan, scaler=self.scaler, window=self._window, schedule=self._schedule
+        )
         self._step.begin()
-
-    def _check_refreshable(self) -> None:
-        if self._is_within_window:
-            raise TrainingError(
-                f"refresh was called within a window, after {self._window.micro} of {self.accumulate} micro-batches",
-                remedy="change the model between two windows; trainer.flush() closes one, before the change",
-            )
-        self._snapshot.check_refreshable()
-
-    @property
-    def _is_within_window(self) -> bool:
-        return self._window.micro > 0 or self._step.is_open
 
     def _check_step(self, *, begins: bool) -> None:
         """Check that the trainer can train on a micro-batch, which `begins` a window or not."""
         self._step.check()
         if begins or self._window.is_last:
-            self._check_unchanged()
+            self._step.check_unchanged()
         self._number_step(self._window.micro + 1)
         if begins and not self._window.steps:
             self._streams.warn_if_unused(1)
@@ -394,14 +383,5 @@ class Trainer:
         self._step.end_epoch()
 
     def _check_model(self) -> None:
-        self._step.check()
-        self._snapshot.check_model()
+        self._step.check_model()
         self._plan.gradients.refresh(thorough=True)
-
-    def _check_unchanged(self) -> None:
-        try:
-            self._snapshot.check()
-        except TrainingError:
-            if self._is_within_window:
-                self._step.discard("the model or the optimizer has changed")
-            raise

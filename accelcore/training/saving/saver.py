@@ -28,7 +28,6 @@ from accelcore.errors import CheckpointError, ConfigurationError
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.agreement import Agreement
 from accelcore.training.data.data_stream import DataStreams
-from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.plan import Plan
 from accelcore.training.saving.foreign import prepare_foreign
 from accelcore.training.saving.model import MastersPart, ModelPart
@@ -64,11 +63,10 @@ _SHARED = "training"
 class Saver:
     """Save and restore one trainer.
 
-    `step` and `snapshot` are set by the trainer whenever it is prepared. `run` identifies the checkpoints of this run.
+    The trainer sets `step` whenever it is prepared. `run` identifies the checkpoints of this run.
     """
 
     step: Step
-    snapshot: ModelSnapshot
 
     def __init__(
         self, plan: Plan, *, scaler: LossScaler, schedule: Schedule, streams: DataStreams, window: Window
@@ -114,8 +112,7 @@ class Saver:
 
     def state(self, extra: dict[str, Any] | None = None) -> TrainingState:
         """Return the state of this trainer: to write it with `extra`, or without `extra` to restore it."""
-        self.step.check()
-        self.snapshot.check_model()
+        self.step.check_model()
         self._streams.warn_if_unused(self.steps, saves=extra is not None)
         self._streams.end_epochs()
         if extra is not None:

@@ -1,0 +1,112 @@
+"""The loss of a training: a function of the script or the model itself, and what it may return."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from accelcore.errors import ConfigurationError, TrainingError
+from accelcore.util.text import kind_of
+
+__all__ = ["LossOfModel", "check_loss", "no_loss", "split_loss"]
+
+_FORMS_OF_LOSS = 'a scalar tensor, (scalar, aux), an object with `.loss`, or a dict with "loss"'
+
+
+def check_loss(loss: Any, model: nn.Module) -> None:
+    """Raise ConfigurationError if `loss` is not a function of a model and a batch."""
+    if loss is None:
+        return
+    if not callable(loss) or _is_torchs(loss):
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise ConfigurationError(
+            f"loss={name} does not take a model and a batch",
+            remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
+        )
+    if not _takes(loss.forward if isinstance(loss, nn.Module) else loss, model, None):
+        raise ConfigurationError(
+            f"loss={getattr(loss, '__name__', kind_of(loss))} does not take two arguments",
+            why="it is called as loss(model, batch)",
+            remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
+        )
+
+
+class LossOfModel:
+    """Loss of a model that computes it itself. Of a longer tuple, the first item is the loss, the rest is aux."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._forward = model.forward
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> Any:
+        named: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
+        listed = () if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else (batch,)
+        try:
+            returned = model(*listed, **named)
+        except TypeError as error:
+            if _takes(self._forward, *listed, **named):
+                raise
+            raise _no_loss_given(f"the model cannot be called with this batch: {error}") from error
+        if isinstance(returned, Tensor) and returned.numel() != 1:
+            raise _no_loss_given(f"the model returned a tensor of shape {tuple(returned.shape)}, not a scalar")
+        return (returned[0], returned[1:]) if type(returned) is tuple and len(returned) > 2 else returned
+
+
+def _no_loss_given(what: str) -> TrainingError:
+    return TrainingError(
+        what,
+        why="loss= was not given to accel.trainer(...), so the model gets the batch and has to return its loss",
+        remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
+    )
+
+
+def split_loss(returned: Any) -> tuple[Any, Any]:
+    """Return the loss and the auxiliary outputs: the second of a pair, or the object or dict that holds the loss."""
+    if type(returned) is tuple:
+        if len(returned) != 2:
+            raise TrainingError(f"the loss is a tuple of {len(returned)}", remedy=f"return {_FORMS_OF_LOSS}")
+        return returned[0], returned[1]
+    if isinstance(returned, Mapping) and "loss" in returned:
+        loss = returned["loss"]
+    elif hasattr(returned, "loss"):
+        loss = returned.loss
+    else:
+        return returned, None
+    if loss is None:
+        raise TrainingError(
+            f"the {type(returned).__name__} that was returned has a loss of None",
+            why="such a model computes its loss only if the batch has labels",
+            remedy="put the labels into the batch",
+        )
+    return loss, returned
+
+
+def no_loss(loss: object) -> TrainingError:
+    """Return the error for a value that backward cannot start from."""
+    if not isinstance(loss, Tensor):
+        return TrainingError(f"the loss is {kind_of(loss)}, not a tensor", remedy=f"return {_FORMS_OF_LOSS}")
+    if loss.numel() != 1:
+        return TrainingError(f"the loss has shape {tuple(loss.shape)}, and must be a scalar", remedy="use loss.mean()")
+    return TrainingError(
+        "the loss depends on no trained parameter",
+        remedy="look for torch.no_grad(), detach() or frozen parameters between the parameters and the loss",
+    )
+
+
+def _takes(function: Callable[..., Any], *arguments: Any, **named: Any) -> bool:
+    """Return whether a function can be called with these arguments, as far as its signature says."""
+    try:
+        inspect.signature(function).bind(*arguments, **named)
+    except TypeError:
+        return False
+    except ValueError:  # of a builtin, which has none
+        return True
+    return True
+
+
+def _is_torchs(loss: Any) -> bool:
+    """Return whether `loss` is a loss class, instance or function of torch, which takes outputs and targets."""
+    home = loss if inspect.isclass(loss) or inspect.isroutine(loss) else type(loss)
+    return str(getattr(home, "__module__", "")).partition(".")[0] == "torch"
