@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ from torch import Tensor
 from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.exchange import gather, not_all_came
-from accelcore.training.plan import Plan
 from accelcore.util.text import ranks
+
+if TYPE_CHECKING:
+    from accelcore.training.plan import Plan
 
 __all__ = ["Agreement", "describe", "differences"]
 

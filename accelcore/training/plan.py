@@ -1,56 +1,32 @@
-"""The plan of a training, which the stages fill in."""
+"""The plan of a training, the stages that fill it in, and their order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accelcore.errors import DistributedError
 from accelcore.precision.policy import Policy
 from accelcore.roles.compiler import Compiled
+from accelcore.training.agreement import Agreement, describe
 from accelcore.training.captured import CapturedStep
 from accelcore.training.gradients import Gradients, PerTensor
 from accelcore.training.observers import Listeners
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.strategy import Strategy
+from accelcore.training.stages.execution import Capture, Compile, Observe
+from accelcore.training.stages.model import Cast, Contexts, Place
+from accelcore.training.stages.parameters import Bind, Replicate, Shard
+from accelcore.training.stages.recompute import ActivationCheckpointing
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Contexts", "Plan", "Stage"]
-
-Context = AbstractContextManager[object]
-
-
-class Contexts:
-    """Precision contexts of a training run.
-
-    Attributes:
-        make_region: returns a new context for a forward pass and its loss.
-        region: such a context that can be entered repeatedly, which is cheaper than a new one.
-        arithmetic: the reusable context of a backward pass and of an update.
-    """
-
-    # No attribute refers to the trainer: a reference cycle would keep the device's memory until garbage collection.
-    def __init__(self, backend: Backend, policy: Policy, fp32: str | None) -> None:
-        dtype = getattr(torch, policy.autocast) if policy.autocast else None
-        self.make_region: Callable[[], Context] = (
-            nullcontext if dtype is None else partial(backend.precision.autocast, dtype, table=policy.table)
-        )
-        self.region = self.make_region()
-        self.arithmetic: Context = nullcontext()
-        if fp32 is not None:
-            backend.precision.fp32(fp32)  # raises here what the first step would raise
-            self.arithmetic = _Reentrant(partial(backend.precision.fp32, fp32))
-            self.make_region = partial(_both, self.arithmetic, self.make_region)
-            self.region = _Reentrant(self.make_region)
+__all__ = ["Plan", "Preparation", "Stage"]
 
 
 @dataclass
@@ -105,24 +81,48 @@ class Stage(Protocol):
         """Make the change. `Trainer.refresh` calls it again."""
 
 
-class _Reentrant:
-    """Reusable context that creates a one-time context on each entry."""
-
-    def __init__(self, make: Callable[[], Context]) -> None:
-        self._make = make
-        self._entered: list[Context] = []
-
-    def __enter__(self) -> object:
-        self._entered.append(self._make())
-        return self._entered[-1].__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self._entered.pop().__exit__(kind, error, traceback)
+_ORDER = (Place, ActivationCheckpointing, Cast, Shard, Bind, Replicate, Observe, Compile, Capture)
 
 
-@contextmanager
-def _both(outer: Context, make_inner: Callable[[], Context]) -> Iterator[None]:
-    with outer, make_inner():
-        yield
+class Preparation:
+    """Take a plan through all stages: first every check, so that an error leaves model and optimizer unchanged.
+
+    The ranks of a job do this together, and compare what they are about to train.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._stages: Sequence[Stage] = [stage() for stage in _ORDER]
+
+    def check(self, what: str, first: Callable[[], None] = lambda: None) -> None:
+        """Run `first` and every check, on all ranks together; `what` is the script's call, for errors."""
+        job = self._plan.backend.collectives
+        agreement = Agreement(job, self._plan.backend.device)
+        agreement.meet(what)
+        with agreement.together("prepare this training", DistributedError):
+            first()
+            for stage in self._stages:
+                stage.check(self._plan)
+        if job.world_size > 1:
+            agreement.train_alike(describe(self._plan))
+
+    def repeat(self, first: Callable[[], None], give_up: Callable[[str, str, BaseException], None]) -> None:
+        """Check and apply every stage again; `give_up` is called if this fails when another rank may have done it."""
+        may_differ = self._plan.backend.collectives.world_size > 1  # another rank may have passed a check that failed
+        try:
+            self.check("trainer.refresh()", first)
+            may_differ = True
+            self.apply()
+        except BaseException as error:
+            if may_differ:
+                give_up(
+                    "trainer.refresh() failed, and its changes may be incomplete or differ between ranks",
+                    "make the same change on all ranks before it; start the job again, from a checkpoint",
+                    error,
+                )
+            raise
+
+    def apply(self) -> None:
+        """Apply every stage."""
+        for stage in self._stages:
+            stage.apply(self._plan)

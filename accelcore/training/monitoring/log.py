@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -15,10 +16,9 @@ from torch import Tensor
 
 from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError
-from accelcore.training.monitoring.meter import Meter
 from accelcore.training.monitoring.plot import check_matplotlib, draw
+from accelcore.training.monitoring.progress import Meter
 from accelcore.training.monitoring.records import FILE, line_of, read_records, replace_file
-from accelcore.training.monitoring.sinks import TensorBoard, WandB
 from accelcore.util.text import is_number, is_whole
 
 __all__ = ["Log"]
@@ -26,6 +26,8 @@ __all__ = ["Log"]
 logger = logging.getLogger("accelcore")
 
 _OLD = "log-before.jsonl"
+
+_WANDB_ID = "wandb-id"
 
 
 class Log(Meter):
@@ -83,7 +85,7 @@ class Log(Meter):
         self._line: dict[str, Any] = {}
         self._next = self._last = -1
         self._file: TextIO | None = None
-        self._sinks: list[TensorBoard | WandB] = []
+        self._sinks: list[_TensorBoard | _WandB] = []
         self._start = perf_counter()
         atexit.register(self.close)
 
@@ -158,9 +160,9 @@ class Log(Meter):
                 f"no log can be written in {self._folder}", why=str(error), remedy="give a folder that you may write to"
             ) from error
         if self._tensorboard:
-            self._sinks.append(TensorBoard(self._folder, done))
+            self._sinks.append(_TensorBoard(self._folder, done))
         if self._wandb is not False:
-            self._sinks.append(WandB(self._folder, done, {} if self._wandb is True else self._wandb))
+            self._sinks.append(_WandB(self._folder, done, {} if self._wandb is True else self._wandb))
 
     def _close_files(self) -> None:
         for sink in self._sinks:
@@ -211,3 +213,35 @@ class Log(Meter):
             return
         self._flush()
         draw({self._folder.name: read_records(self._folder)}, self._folder / "plot.png", self._folder / "plot.html")
+
+
+class _TensorBoard:
+    """Event files in a folder. TensorBoard hides what was written after the steps that are `done`."""
+
+    def __init__(self, folder: Path, done: int) -> None:
+        self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=done + 1)
+
+    def write(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, values["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    """A run of Weights & Biases. If steps are `done`, it continues the run whose name is in the folder."""
+
+    def __init__(self, folder: Path, done: int, options: Mapping[str, Any]) -> None:
+        file = folder / _WANDB_ID
+        known = {"id": file.read_text(encoding="utf-8"), "resume": "allow"} if done and file.exists() else {}
+        self._run = import_module("wandb").init(**{"dir": str(folder), **known, **options})
+        file.write_text(self._run.id, encoding="utf-8")
+
+    def write(self, values: dict[str, Any]) -> None:
+        figures = {name: value for name, value in values.items() if name != "step"}
+        self._run.log(figures, step=values["step"])
+
+    def close(self) -> None:
+        self._run.finish()
