@@ -268,7 +268,11 @@ class Step:
         return buffers
 
     def _step_optimizer(self, buffers: list[Tensor]) -> None:
-        """Update the trained tensors, unless a gradient overflowed."""
+        """Update the trained tensors, unless a gradient overflowed.
+
+        The loss scaler looks for inf and NaN here, or in `unscale_` before, and skips: by the optimizer's kernel if it
+        takes `found_inf`, else by not calling the optimizer. `Strategy.agree` makes one rank's overflow every rank's.
+        """
         step = self._fused_step or partial(self._scaler.step, self._optimizer, buffers, self._strategy.agree)
         try:
             with self._arithmetic:  # some optimizers multiply matrices
