@@ -8,7 +8,6 @@ import logging
 
 import pytest
 import torch
-from torch import nn
 from toys import data, loss_of, net
 
 import accelcore
@@ -31,48 +30,6 @@ def test_what_is_no_loss_is_refused_and_nothing_changes(accel, loss, says):
         trainer(data(1)[0])
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
     assert trainer.steps == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"precision": "fp8"}, accelcore.ConfigurationError, "fp32, bf16, fp16"),
-        ({"accumulate": 0}, accelcore.ConfigurationError, "accumulate"),
-        ({"accumulate": True}, accelcore.ConfigurationError, "accumulate"),
-        ({"accumulate": 1.5}, accelcore.ConfigurationError, "accumulate"),
-        ({"clip_norm": 0}, accelcore.ConfigurationError, "clip_norm"),
-        ({"clip_norm": float("nan")}, accelcore.ConfigurationError, "clip_norm"),
-        ({"loss_scale": "high"}, accelcore.ConfigurationError, "loss_scale"),
-        ({"loss_scale": -1.0}, accelcore.ConfigurationError, "loss scale"),
-        ({"parallel": "sharded"}, accelcore.UnsupportedError, "parallel='none', parallel='ddp'"),
-        ({"compile": "max-autotune"}, accelcore.ConfigurationError, "compile"),
-        ({"clip_norm": "1"}, accelcore.ConfigurationError, "clip_norm"),
-        ({"precision": []}, accelcore.ConfigurationError, "fp32, bf16, fp16"),
-        ({"fp32": "turbo"}, accelcore.ConfigurationError, "ieee"),
-        ({"weight": 3}, accelcore.ConfigurationError, "weight=3"),
-        ({"observers": 3}, accelcore.ConfigurationError, "observers=3"),
-        ({"observers": accelcore.Observer()}, accelcore.ConfigurationError, r"observers=\[\.\.\.\]"),
-        ({"observers": iter([accelcore.Observer()])}, accelcore.ConfigurationError, "not a list"),
-    ],
-)
-def test_invalid_options_are_refused_before_training(accel, options, error, says):
-    model = net()
-    with pytest.raises(error, match=says):
-        accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, **options)
-
-
-def test_an_optimizer_of_other_parameters_is_refused(accel):
-    with pytest.raises(accelcore.ConfigurationError, match="not in the model"):
-        accel.trainer(net(), accel.optimizers.create("sgd", net().parameters()))
-
-
-def test_a_wrapped_model_and_a_schedule_that_needs_a_metric_are_refused(accel):
-    model = net()
-    optimizer = accel.optimizers.create("sgd", model.parameters())
-    with pytest.raises(accelcore.ConfigurationError, match="bare module"):
-        accel.trainer(nn.DataParallel(model), optimizer)
-    with pytest.raises(accelcore.ConfigurationError, match="metric"):
-        accel.trainer(model, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
 def test_slow_low_precision_is_said_once(accel, caplog):
@@ -107,13 +64,6 @@ def test_a_dtype_that_is_not_declared_is_refused(accel):
         dataclasses.replace(accel, capabilities=fewer).trainer(
             model, accel.optimizers.create("sgd", model.parameters())
         )
-
-
-def test_another_optimizers_schedule_is_refused(accel):
-    model = net()
-    mine, other = (accel.optimizers.create("sgd", model.parameters()) for _ in range(2))
-    with pytest.raises(accelcore.ConfigurationError, match="another optimizer"):
-        accel.trainer(model, mine, scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
 
 
 def test_ranks_that_have_not_met_are_refused(accel, monkeypatch):

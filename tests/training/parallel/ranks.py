@@ -1,6 +1,6 @@
-"""Scenarios that several ranks run: `ranks.py SCENARIO FOLDER`, started once a rank by test_parallel.py.
+"""Scenarios that several ranks run, one after the other: `ranks.py FOLDER SCENARIO...`, started by test_parallel.py.
 
-Each rank writes what it found to FOLDER/SCENARIO-RANK.json.
+Each rank writes what it found to FOLDER/RANK.json, by the scenarios' names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import accelcore
 
@@ -37,34 +37,31 @@ def weights(model):
     return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
 
 
-def trained(accel, folder, *, accumulate=1, precision="fp32", loader=None, **options):
+def trained(accel, *, accumulate=1, **options):
     """Weights after one epoch; ranks start from different weights, which DDP must not let them keep."""
     model = net()
     if accel.collectives.rank:
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
-    trainer = accel.trainer(
-        model, optimizer, loss=loss_of, parallel="ddp", accumulate=accumulate, precision=precision, **options
-    )
-    loader = loader or DataLoader(rows(), 2)
+    trainer = accel.trainer(model, optimizer, loss=loss_of, parallel="ddp", accumulate=accumulate, **options)
     seen = []
-    for batch in trainer.batches(loader):
+    for batch in trainer.batches(DataLoader(rows(), 2)):
         seen += batch[0][:, 0].tolist()
         trainer(batch)
-    return {"weights": weights(model), "seen": seen, "steps": trainer.steps, "skipped": trainer.skipped}
+    return {"weights": weights(model), "seen": seen, "steps": trainer.steps}
 
 
 def plain(accel, folder):
-    return trained(accel, folder)
+    return trained(accel)
 
 
 def accumulated(accel, folder):
-    return trained(accel, folder, accumulate=2, clip_norm=0.5)
+    return trained(accel, accumulate=2, clip_norm=0.5)
 
 
 def short_window(accel, folder):
-    return trained(accel, folder, accumulate=3)  # four micro-batches a rank: the second window has one
+    return trained(accel, accumulate=3)  # four micro-batches a rank: the second window has one
 
 
 def shuffled(accel, folder):
@@ -95,18 +92,6 @@ def own_sampler(accel, folder):
     except accelcore.ConfigurationError as error:
         return {"seen": seen, "refused": str(error)}
     return {"seen": seen, "refused": None}
-
-
-def overflow_on_one_rank(accel, folder):
-    class Poisoned(Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, index):
-            value, target = rows(8)[index]
-            return (value * 1e6 if index == 2 else value), target
-
-    return trained(accel, folder, precision="fp16", loader=DataLoader(Poisoned(), 2))
 
 
 def bare_forward(accel, folder):
@@ -213,12 +198,12 @@ def dropped(accel, folder):
 
 
 def main() -> None:
-    scenario, folder = sys.argv[1], Path(sys.argv[2])
+    folder, scenarios = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
     accel = accelcore.select("cpu")
     with accel.distributed() as world:
-        found = globals()[scenario](accel, folder)
-        (folder / f"{scenario}-{world.rank}.json").write_text(json.dumps(found))
+        found = {scenario: globals()[scenario](accel, folder) for scenario in scenarios}
+        (folder / f"{world.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

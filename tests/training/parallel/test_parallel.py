@@ -9,21 +9,35 @@ import pytest
 import torch
 
 from accelcore.checkpoint import store
-from accelcore.jobs.collectives import NoCollectives
 
 RANKS = Path(__file__).with_name("ranks.py")
 
 
-@pytest.fixture
-def start(fork_ranks, tmp_path):
-    """Run a scenario as a launcher would; what each rank found."""
+# The first counts the replicas of the whole process.
+PAIR = (
+    "dropped", "plain", "accumulated", "short_window", "shuffled", "own_sampler", "bare_forward",
+    "around_after_evaluation", "failed_save", "none_is_refused", "resumed",
+)  # fmt: skip
 
-    def start(scenario, size=2):
-        ended = [rank.finish() for rank in fork_ranks(RANKS, scenario, tmp_path, size=size)]
+
+@pytest.fixture(scope="module")
+def run(fork_ranks, tmp_path_factory):
+    """Run scenarios as a launcher would; what each rank found."""
+
+    def run(*scenarios, size):
+        folder = tmp_path_factory.mktemp("job")
+        ended = [rank.finish() for rank in fork_ranks(RANKS, folder, *scenarios, size=size)]
         assert [rank.returncode for rank in ended] == [0] * size, "\n".join(rank.stderr for rank in ended)
-        return [json.loads((tmp_path / f"{scenario}-{rank}.json").read_text()) for rank in range(size)]
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
-    return start
+    return run
+
+
+@pytest.fixture(scope="module")
+def pair(run):
+    """What both ranks of one job found in each scenario."""
+    ranks = run(*PAIR, size=2)
+    return {scenario: [rank[scenario] for rank in ranks] for scenario in PAIR}
 
 
 def flat(found):
@@ -52,8 +66,8 @@ def by_hand(window, *, short=None, clip=None):
     ("scenario", "window", "clip", "steps"),
     [("plain", 1, None, 4), ("accumulated", 2, 0.5, 2), ("short_window", 3, None, 2)],
 )
-def test_two_ranks_compute_what_one_does_on_both_shares(start, scenario, window, clip, steps):
-    first, second = start(scenario)
+def test_two_ranks_compute_what_one_does_on_both_shares(pair, scenario, window, clip, steps):
+    first, second = pair[scenario]
     assert first["weights"] == second["weights"]
     assert first["steps"] == second["steps"] == steps
     torch.testing.assert_close(flat(first), by_hand(window, clip=clip))
@@ -61,15 +75,15 @@ def test_two_ranks_compute_what_one_does_on_both_shares(start, scenario, window,
     assert len(first["seen"] + second["seen"]) == 16
 
 
-def test_shuffling_shares_every_row_out_once_an_epoch_in_a_new_order(start):
-    first, second = start("shuffled")
+def test_shuffling_shares_every_row_out_once_an_epoch_in_a_new_order(pair):
+    first, second = pair["shuffled"]
     for mine, other in zip(first["epochs"], second["epochs"], strict=True):
         assert len(set(mine) | set(other)) == 16
     assert first["epochs"][0] != first["epochs"][1]
 
 
-def test_a_stream_is_shared_out_by_batches_and_all_ranks_get_as_many(start):
-    first, second, third = start("iterable", 3)
+def test_a_stream_is_shared_out_by_batches_and_all_ranks_get_as_many(run):
+    first, second, third = (rank["iterable"] for rank in run("iterable", size=3))
     assert [first["mine"], second["mine"], third["mine"]] == [
         [[0, 1], [6, 7], [12, 13]],
         [[2, 3], [8, 9], [12, 13]],
@@ -78,44 +92,37 @@ def test_a_stream_is_shared_out_by_batches_and_all_ranks_get_as_many(start):
     assert first["whole"] == third["whole"] == [[number, number + 1] for number in range(0, 14, 2)]
 
 
-def test_a_sampler_of_the_users_own(start):
-    first, second = start("own_sampler")
+def test_a_sampler_of_the_users_own(pair):
+    first, second = pair["own_sampler"]
     assert len(set(first["seen"]) | set(second["seen"])) == 16
     assert "shard=False" in first["refused"]
 
 
-def test_an_overflow_on_one_rank_is_skipped_by_all(start):
-    first, second = start("overflow_on_one_rank")
-    assert first["skipped"] == second["skipped"] >= 1
-    assert first["weights"] == second["weights"]
-    assert flat(first).isfinite().all()
-
-
-def test_a_forward_pass_around_the_replicas_is_refused_and_ends_the_training_of_a_job(start):
-    for found in start("bare_forward"):
+def test_a_forward_pass_around_the_replicas_is_refused_and_ends_the_training_of_a_job(pair):
+    for found in pair["bare_forward"]:
         assert "trainer.forward" in found["refused"]
         assert "cannot go on" in found["then"]
 
 
-def test_an_evaluation_does_not_excuse_a_step_around_the_replicas(start):
-    for found in start("around_after_evaluation"):
+def test_an_evaluation_does_not_excuse_a_step_around_the_replicas(pair):
+    for found in pair["around_after_evaluation"]:
         assert "trainer.forward" in found["refused"]
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_job_goes_on(start):
-    first, second = start("failed_save")
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_job_goes_on(pair):
+    first, second = pair["failed_save"]
     assert "could be saved" in first["refused"]
     assert "another rank" in second["refused"]
     assert first["then"] == second["then"] == "step-00000000"
 
 
-def test_ranks_that_would_train_apart_are_refused(start):
-    for found in start("none_is_refused"):
+def test_ranks_that_would_train_apart_are_refused(pair):
+    for found in pair["none_is_refused"]:
         assert 'parallel="ddp"' in found["refused"]
 
 
-def test_two_ranks_resume_bit_same_in_the_middle_of_a_window(start):
-    found = start("resumed")
+def test_two_ranks_resume_bit_same_in_the_middle_of_a_window(pair):
+    found = pair["resumed"]
     for rank in found:
         assert rank["losses"] == rank["expected"]
     assert found[0]["path"] == found[1]["path"]
@@ -123,15 +130,9 @@ def test_two_ranks_resume_bit_same_in_the_middle_of_a_window(start):
     assert sorted(parts) == ["model", "rank-00000", "rank-00001", "training"]
 
 
-def test_a_trainer_that_is_dropped_leaves_no_hook_and_no_replica(start):
-    for found in start("dropped"):
+def test_a_trainer_that_is_dropped_leaves_no_hook_and_no_replica(pair):
+    for found in pair["dropped"]:
         assert {"ddp", "combine_ddp"} & set(found)
         for parallel, (alive, gone) in found.items():
             assert alive["replicas"] == (parallel == "ddp"), "one trainer lives, of which the others were made before"
             assert gone == {"hooks": 0, "replicas": 0}
-
-
-class Two(NoCollectives):
-    """Collectives of a rank that stands for a job of two."""
-
-    world_size = 2
