@@ -195,9 +195,17 @@ def same(trainer, hand):
         )
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("config", CONFIGS)
+ERRORS = (torch.OutOfMemoryError, KeyboardInterrupt)  # in turn: each at every place, and in every configuration
+
+
+@pytest.mark.parametrize(
+    ("config", "place", "error"),
+    [
+        (config, place, ERRORS[(row + column) % 2])
+        for row, config in enumerate(CONFIGS)
+        for column, place in enumerate(PLACES)
+    ],
+)
 def test_a_window_in_which_something_is_raised_is_lost_and_nothing_else(
     accel, monkeypatch, tmp_path, config, place, error
 ):
