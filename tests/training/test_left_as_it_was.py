@@ -67,7 +67,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize(("option", "says"), REFUSED, ids=str)
+@pytest.mark.parametrize(("option", "says"), REFUSED, ids=[f"{next(iter(o))} {n}" for n, (o, _) in enumerate(REFUSED)])
 def test_a_refused_option_leaves_model_and_optimizer_as_they_were(accel, kind, option, says):
     model = model_of_three()
     optimizer = OPTIMIZERS[kind](accel, model.parameters())
