@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,11 +118,24 @@ def _of_rank(rank: int, recorded: Reader, replayed: Reader, *, all_ranks: bool) 
 def _pairs(recorded: Step, replayed: Step, kinds: Sequence[str], *, divided: bool) -> list[tuple[Seen, Seen]]:
     """Return the events of these kinds that both steps have, in the recording's order.
 
-    If the runs may have `divided` a model otherwise, a tensor of another shape is a shard, and is left out.
+    If the runs may have `divided` a model otherwise, a tensor of another shape is a shard, and is left out. So are the
+    calls of an operator that a module makes more often in one run: which call corresponds to which is not known.
     """
     theirs = {seen.event: seen for seen in replayed.seen}
     both = [(seen, theirs[seen.event]) for seen in recorded.seen if seen.event in theirs and seen.event.kind in kinds]
-    return [(mine, their) for mine, their in both if not divided or mine.shape == their.shape]
+    calls = [Counter(_called(seen.event) for seen in step.seen) for step in (recorded, replayed)]
+    return [
+        (mine, their)
+        for mine, their in both
+        if (not divided or mine.shape == their.shape)
+        and (
+            not mine.event.kind.startswith("operator") or calls[0][_called(mine.event)] == calls[1][_called(mine.event)]
+        )
+    ]
+
+
+def _called(event: Event) -> Event:
+    return replace(event, number=0)
 
 
 def _exactly(pairs: Sequence[tuple[Seen, Seen]]) -> _Parted | None:
@@ -215,7 +229,7 @@ def _result(parted: _Parted, step: int, rank: int, *, exact: bool) -> Result:
     module = source if event.kind in ("input", "grad") else event.module
     operator = None
     if event.kind.startswith("operator"):
-        operator = event.item.rpartition(" ")[0].removesuffix(".default")
+        operator = _plain(event.item.rpartition(" ")[0])
         if parted.apart.masks and phase == "forward":
             phase = "random"
     elif event.kind == "output" and parted.apart.masks:
@@ -228,16 +242,22 @@ def _result(parted: _Parted, step: int, rank: int, *, exact: bool) -> Result:
     )  # fmt: skip
 
 
+def _plain(operator: str) -> str:
+    return operator.removesuffix(".default")
+
+
 def _with_operator(result: Result, both: tuple[Step, Step], checked: Sequence[Mapping[str, Any]]) -> Result:
-    """Add the operator, if the events do not name it: one that is wrong here, or that only one run has."""
-    if result.operator is not None or result.phase not in ("forward", "backward") or result.module is None:
+    """Add the operator: one that is wrong here, also if only one run has it, not one that carries a difference on."""
+    if result.phase not in ("forward", "backward") or result.module is None:
         return result
     backward = result.phase == "backward"
     here = [each for each in checked if each["step"] == result.step and each["backward"] == backward]
     wrong = [each for each in here if each["is_wrong"] and each["module"] == result.module]
-    if wrong:
+    if wrong and result.operator not in [_plain(each["operator"]) for each in wrong]:
         worst = max(wrong, key=lambda each: float(each["ratio"]))
-        return replace(result, operator=str(worst["operator"]), ratio=float(worst["ratio"]))
+        return replace(result, operator=_plain(worst["operator"]), ratio=float(worst["ratio"]))
+    if result.operator is not None:
+        return result
     kind = "operator of backward" if backward else "operator"
     mine, theirs = ([seen.event for seen in step.seen if seen.event.kind == kind] for step in both)
     if mine and theirs:

@@ -1,354 +1,141 @@
 """Faults planted into replays of small trainings: `python -m tests.faults.parity_faults --faults 1000 --seed 0`.
 
 Each case is drawn by its number: a model, a kind of pair, a fault and where it is planted. The training is recorded,
-and replayed with the fault. It is *named* if the result has the right step, phase, module and, where it applies,
-operator; *seen* if the result has another place; else *missed*. Each case is also replayed without the fault: any
-difference is an *alarm*. Counts by kind go to parity_faults.json. With ranks, `torchrun` starts this program.
+and replayed with the fault and without it. A fault is *named* if the result has the right step, phase, module and, if
+the fault has them, rank and operator; *seen* if the result has another place; *setting* if the runs agree, but a
+setting of the module is listed as different; else *missed*. A difference without the fault is an *alarm*. Counts by
+kind go to parity_faults.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
-import random
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 import accelcore
+from accelcore.parity.compare import compare
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from parity_models import MODELS, Scale
+from parity_models import MODELS
+from parity_plans import FAULTS, STEPS, Plan, Run, drawn
 
-STEPS = 4
-PAIRS = ("cpu fp32", "cpu bf16", "compiled fp32", "compiled bf16", "npu fp32", "npu bf16", "ranks fp32", "ranks bf16")
-_COPIES = ("_to_copy", "empty", "new_", "detach", "clone", "copy_", "zeros", "ones", "fill_")
-"""How the names of operators begin that compute nothing."""
-
-
-@dataclass
-class Plan:
-    """A fault that is planted, and what a replay has to name.
-
-    Attributes:
-        before_forward, before_update: called in the replay at the start of each step, and before each update.
-        around: a context around each step.
-        batch: which batch a step takes.
-        skips: the parameter whose gradient is not reduced in a step.
-        names: phases that are right, and the module; None where several are right.
-    """
-
-    step: int
-    phases: tuple[str, ...]
-    module: str | None = None
-    operator: str | None = None
-    before_forward: Callable[[int, Any], None] = lambda step, run: None
-    before_update: Callable[[int, Any], None] = lambda step, run: None
-    around: Callable[[int, Any], Any] = lambda step, run: nullcontext()
-    batch: Callable[[int], int] = lambda step: step
-    skips: Callable[[int, str], bool] = lambda step, name: False
-    seen: dict[str, str] = field(default_factory=dict)
+PAIRS = tuple(f"{kind} {dtype}" for kind in ("cpu", "compiled", "npu", "1to2", "2to2") for dtype in ("fp32", "bf16"))
+"""CPU to CPU, eager to compiled, CPU to emulated NPU, one rank to two, two ranks to two."""
 
 
-@dataclass
-class Run:
-    """What a fault may reach into."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    old: dict[Tensor, Tensor] = field(default_factory=dict)
-
-
-class _Wrong(TorchDispatchMode):
-    """Change what the first computing operator within a module returns."""
-
-    def __init__(self, module: nn.Module, change: Callable[[Tensor], Tensor], plan: Plan) -> None:
-        super().__init__()
-        self.plan, self.change, self.inside, self.done = plan, change, False, False
-        self.hooks = [
-            module.register_forward_pre_hook(lambda *_: self.enter(True)),
-            module.register_forward_hook(lambda *_: self.enter(False)),
-        ]
-
-    def enter(self, inside: bool) -> None:
-        self.inside = inside
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        first = found[0] if isinstance(found, tuple) else found
-        computes = not func.is_view and not name.removeprefix("aten::").startswith(_COPIES)
-        if self.inside and not self.done and computes and first.is_floating_point():
-            self.done = True
-            self.plan.operator = name
-            first.copy_(self.change(first))
-        return found
-
-
-@contextmanager
-def _wrong(module: nn.Module, change: Callable[[Tensor], Tensor], plan: Plan) -> Iterator[None]:
-    mode = _Wrong(module, change, plan)
-    try:
-        with mode:
-            yield
-        assert mode.done, "the module has an operator that computes"
-    finally:
-        for hook in mode.hooks:
-            hook.remove()
-
-
-def _leaves(model: nn.Module, *kinds: type) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in model.named_modules() if name and isinstance(module, kinds)]
-
-
-def _operator(change: Callable[[Tensor], Tensor], *kinds: type) -> Callable[[random.Random, nn.Module], Plan | None]:
-    def plan(draw: random.Random, model: nn.Module) -> Plan | None:
-        places = _leaves(model, *kinds)
-        if not places:
-            return None
-        name, _ = draw.choice(places)
-        step = draw.randint(1, STEPS)
-        planned = Plan(step, ("forward",), name)
-        planned.around = lambda now, run: (
-            _wrong(run.model.get_submodule(name), change, planned) if now == step else nullcontext()
-        )
-        return planned
-
-    return plan
-
-
-def _few_ulp(found: Tensor) -> Tensor:
-    return found + 4 * torch.finfo(found.dtype).eps * found.abs()
-
-
-def _in_bf16(found: Tensor) -> Tensor:
-    return found.bfloat16().to(found.dtype)
-
-
-def _transposed(found: Tensor) -> Tensor:
-    return found / _ramp(found) * _ramp(found).flip(-1)
-
-
-def _ramp(found: Tensor) -> Tensor:
-    return torch.linspace(0.5, 1.5, found.shape[-1], dtype=found.dtype, device=found.device)
-
-
-def eps(draw: random.Random, model: nn.Module) -> Plan | None:
-    """A norm with an eps of 1e-3."""
-    places = _leaves(model, nn.LayerNorm, nn.BatchNorm2d)
-    if not places:
-        return None
-    name, _ = draw.choice(places)
-
-    def change(step: int, run: Run) -> None:
-        run.model.get_submodule(name).eps = 1e-3
-
-    return Plan(1, ("forward",), name, before_forward=change)
-
-
-def weights(draw: random.Random, model: nn.Module) -> Plan:
-    """A layer whose weights are changed by a thousandth between two steps."""
-    name = draw.choice([name for name, _ in model.named_parameters()])
-    step = draw.randint(2, STEPS)
-
-    def change(now: int, run: Run) -> None:
-        if now == step:
-            with torch.no_grad():
-                run.model.get_parameter(name).mul_(1.02).add_(1e-2)
-
-    return Plan(step, ("weights",), name.rpartition(".")[0], before_forward=change)
-
-
-def mask(draw: random.Random, model: nn.Module) -> Plan | None:
-    """Random numbers that are drawn before a step, so that dropout has another mask."""
-    places = _leaves(model, nn.Dropout)
-    if not places:
-        return None
-    step = draw.randint(1, STEPS)
-
-    def change(now: int, run: Run) -> None:
-        if now == step:
-            torch.rand(1)
-
-    return Plan(step, ("random",), before_forward=change)
-
-
-def swapped(draw: random.Random, model: nn.Module) -> Plan:
-    """Two batches in the reverse order."""
-    step = draw.randint(1, STEPS - 1)
-    return Plan(step, ("batch",), batch=lambda now: {step: step + 1, step + 1: step}.get(now, now))
-
-
-def stale(draw: random.Random, model: nn.Module) -> Plan:
-    """A moment of the optimizer that is what it was a step before."""
-    name = draw.choice([name for name, _ in model.named_parameters()])
-    step = draw.randint(3, STEPS)
-
-    def change(now: int, run: Run) -> None:
-        parameter = run.model.get_parameter(name)
-        moment = run.optimizer.state[parameter].get("exp_avg_sq")
-        if moment is not None:
-            if now == step:
-                moment.copy_(run.old[parameter])
-            run.old[parameter] = moment.clone()
-
-    return Plan(step, ("update",), name.rpartition(".")[0], before_update=change)
-
-
-def statistics(draw: random.Random, model: nn.Module) -> Plan | None:
-    """BatchNorm's running statistics, lost between two steps."""
-    places = _leaves(model, nn.BatchNorm2d)
-    if not places:
-        return None
-    name, _ = draw.choice(places)
-    step = draw.randint(2, STEPS)
-
-    def change(now: int, run: Run) -> None:
-        if now == step:
-            run.model.get_submodule(name).reset_running_stats()
-
-    return Plan(step, ("weights",), name, before_forward=change)
-
-
-def unreduced(draw: random.Random, model: nn.Module) -> Plan:
-    """A gradient that is not averaged over the ranks."""
-    name = draw.choice([name for name, _ in model.named_parameters()])
-    step = draw.randint(1, STEPS)
-    return Plan(step, ("collective",), name.rpartition(".")[0], skips=lambda now, each: now == step and each == name)
-
-
-_ANY = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d, nn.LayerNorm, nn.BatchNorm2d, nn.Embedding, Scale)
-FAULTS: dict[str, Callable[[random.Random, nn.Module], Plan | None]] = {
-    "operator off by 4 ULP": _operator(_few_ulp, *_ANY),
-    "wrong eps": eps,
-    "skipped all_reduce": unreduced,
-    "perturbed weights": weights,
-    "bf16 accumulation": _operator(_in_bf16, nn.Linear, nn.Conv2d, nn.ConvTranspose2d),
-    "another dropout mask": mask,
-    "two batches swapped": swapped,
-    "stale optimizer state": stale,
-    "BatchNorm's statistics lost": statistics,
-    "transposed scale": _operator(_transposed, Scale, nn.Linear),
-}  # fmt: skip
-
-
-def can_show(fault: str, pair: str) -> bool:
-    """Return whether a fault can be told from rounding, or named at all, in this kind of pair."""
-    kind, dtype = pair.split()
-    if fault == "skipped all_reduce":
-        return kind == "ranks"
-    if fault == "operator off by 4 ULP":
-        return kind in ("cpu", "ranks")  # to the bit; across devices rounding differs by as much
-    if fault == "bf16 accumulation":
-        return dtype == "fp32" and kind in ("cpu", "ranks")
-    if fault in ("transposed scale", "wrong eps"):
-        return kind != "compiled"  # the modules of compiled code are not seen
-    return True
-
-
-def drawn(number: int, seed: int, pairs: tuple[str, ...]) -> tuple[str, str, str, random.Random]:
-    """Return the model, the pair and the fault of a case, and the generator that draws where."""
-    draw = random.Random(f"{seed} {number}")
-    while True:
-        pair, fault, name = draw.choice(pairs), draw.choice(list(FAULTS)), draw.choice(list(MODELS))
-        state = draw.getstate()
-        if can_show(fault, pair) and FAULTS[fault](draw, MODELS[name].make()) is not None:
-            draw.setstate(state)
-            return name, pair, fault, draw
-
-
-def train(watch: Any, name: str, pair: str, plan: Plan | None, *, device: str, compiled: bool, seed: int) -> Any:
-    """Train the model under a Record or Replay, which is made by `watch(model=, optimizer=)`; return that."""
-    kind, dtype = pair.split()
+def train(watch: Any, name: str, dtype: str, plan: Plan | None, *, device: str, compiled: bool, seed: int) -> None:
+    """Train the model under a Record or Replay, which is made by `watch(model=, optimizer=)`."""
     task, draw = MODELS[name], torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model = task.make().to(device)
+    if "RANK" in os.environ:  # how a batch is divided would change masks and statistics
+        for module in model.modules():
+            module.train(not isinstance(module, nn.Dropout | nn.BatchNorm2d))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run, ranked = Run(model, optimizer), kind == "ranks"
+    run, ranks, rank = Run(model, optimizer), 1, 0
+    if dist.is_initialized():
+        ranks, rank = dist.get_world_size(), dist.get_rank()
     batches = {step: task.batch(draw) for step in range(1, STEPS + 1)}
     called: Any = torch.compile(model, backend="aot_eager") if compiled else model
+    plan = plan or Plan(0, "")
     with ExitStack() as stack:
-        made = stack.enter_context(watch(model=called, optimizer=optimizer))
+        stack.enter_context(watch(model=called, optimizer=optimizer))
         for step in range(1, STEPS + 1):
-            inputs, targets = batches[plan.batch(step) if plan else step]
-            if ranked:
-                share = slice(dist.get_rank(), None, dist.get_world_size())
-                inputs, targets = inputs[share], targets[share]
-            if plan is not None:
-                plan.before_forward(step, run)
+            inputs, targets = (part[rank::ranks].to(device) for part in batches[plan.batch(step)])
+            plan.before_forward(step, run)
             optimizer.zero_grad()
-            around = plan.around(step, run) if plan is not None else nullcontext()
             # All of the step: recording begins in its forward pass and ends before its update, and the modes of torch's
             # dispatcher must be left in order.
-            with around:
-                with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=dtype == "bf16"):
-                    loss = task.loss(called(inputs.to(device)), targets.to(device))
+            with plan.around(step, run):
+                with torch.autocast(inputs.device.type, torch.bfloat16, enabled=dtype == "bf16"):
+                    loss = task.loss(called(inputs), targets)
                 loss.backward()
-                for each, parameter in model.named_parameters() if ranked else ():
-                    if plan is None or not plan.skips(step, each):
-                        dist.all_reduce(parameter.grad)
-                        parameter.grad /= dist.get_world_size()
-                if plan is not None:
-                    plan.before_update(step, run)
+                for each, parameter in model.named_parameters() if ranks > 1 else ():
+                    own = parameter.grad.clone()
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= ranks
+                    plan.reduced(step, rank, each, own, parameter.grad)
+                plan.before_update(step, run)
                 optimizer.step()
-    return made
 
 
-def replayed(folder: Path, name: str, pair: str, plan: Plan | None, *, step: int, seed: int) -> Any:
-    """Record a training with the operators of a step, replay it with the fault, and return the result."""
-    kind = pair.split()[0]
+def replayed(folder: Path, name: str, pair: str, plan: Plan, seed: int) -> tuple[Any, Any]:
+    """Record a training with the operators of a step, replay it with and without the fault, and return both results."""
+    kind, dtype = pair.split()
+    rank = int(os.environ.get("RANK", 0))
     everywhere: Any = "everywhere" if kind == "npu" else None
-    operators = [] if kind == "compiled" else [step]
-    train(
-        lambda **of: accelcore.Record(folder / "ref", operators=operators, random=everywhere, **of),
-        name, pair, None, device="cpu", compiled=False, seed=seed,
-    )  # fmt: skip
-    replay = train(
-        lambda **of: accelcore.Replay(folder / "ref", **of),
-        name, pair, plan, device="npu:0" if kind == "npu" else "cpu", compiled=kind == "compiled", seed=seed,
-    )  # fmt: skip
-    return replay.result
+    operators = [] if kind in ("compiled", "1to2") else [plan.step]
+
+    def record(**of: Any) -> Any:
+        return accelcore.Record(folder / "ref", operators=operators, random=everywhere, **of)
+
+    if kind == "2to2":
+        _meet(folder, rank)
+    if rank == 0 or kind == "2to2":
+        train(record, name, dtype, None, device="cpu", compiled=False, seed=seed)
+    if kind == "1to2":
+        _meet(folder, rank)
+    results = []
+    for number, fault in enumerate((plan, None)):
+        out = folder / str(number)
+        if dist.is_initialized():
+            dist.barrier()  # the recording is whole
+        train(
+            lambda out=out, **of: accelcore.Replay(folder / "ref", out=out, **of),
+            name, dtype, fault, device="npu:0" if kind == "npu" else "cpu", compiled=kind == "compiled", seed=seed,
+        )  # fmt: skip
+        if dist.is_initialized():
+            dist.barrier()
+        results.append(compare(folder / "ref", out))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return results[0], results[1]
+
+
+def _meet(folder: Path, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=2)
 
 
 def verdict(result: Any, plan: Plan) -> str:
-    """Return `"named"`, `"seen"` with what was named instead, or `"missed"`."""
+    """Return `"named"`, `"seen"` (another place was named), `"setting"` (only a setting was) or `"missed"`."""
     if result.agrees:
-        return "missed"
+        return "setting" if f"module {plan.module}" in [each.name for each in result.settings] else "missed"
     right = (
         result.step == plan.step
-        and result.phase in plan.phases
-        and (plan.module is None or result.module == plan.module)
+        and result.phase == plan.phase
+        and plan.module in (None, result.module)
+        and plan.rank in (None, result.rank)
         and (plan.operator is None or result.operator is None or result.operator.split(".")[0] == plan.operator)
     )
     return "named" if right else "seen"
 
 
-def case(number: int, seed: int, pairs: tuple[str, ...]) -> dict[str, Any]:
+def case(number: int, seed: int, pairs: Sequence[str], folder: Path) -> dict[str, Any]:
     """Plant one fault, replay with and without it, and return what came of it."""
     name, pair, fault, draw = drawn(number, seed, pairs)
     plan = FAULTS[fault](draw, MODELS[name].make())
     assert plan is not None, "it was drawn so"
     found: dict[str, Any] = {"case": number, "model": name, "pair": pair, "fault": fault, "step": plan.step}
-    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
-        with_fault = replayed(Path(folder, "fault"), name, pair, plan, step=plan.step, seed=number)
-        clean = replayed(Path(folder, "clean"), name, pair, None, step=plan.step, seed=number)
+    with_fault, clean = replayed(folder / f"{pair} {number}", name, pair, plan, seed=number)
     found |= {
         "verdict": verdict(with_fault, plan),
         "module": plan.module,
-        "phase": plan.phases[0],
+        "phase": plan.phase,
         "named": str(with_fault),
     }
     if not clean.agrees:
@@ -374,31 +161,61 @@ def counts(cases: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def added(one: Any, other: Any) -> Any:
+    """Return the sum of two tables: of their numbers and lists, by name."""
+    if not isinstance(one, dict):
+        return one + other
+    return {
+        name: added(one[name], other[name]) if name in one and name in other else one.get(name, other.get(name))
+        for name in sorted(one.keys() | other.keys())
+    }
+
+
+def cases(numbers: Sequence[int], seed: int, pairs: Sequence[str]) -> list[dict[str, Any]]:
+    """Plant the faults of these numbers. Pairs with ranks run in two processes."""
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        ranked = [pair.split()[0] in ("1to2", "2to2") for pair in pairs]
+        if not any(ranked):
+            return [case(number, seed, pairs, Path(folder)) for number in numbers]
+        assert all(ranked), "pairs with ranks are counted apart from the others"
+        torch.multiprocessing.spawn(_rank, (numbers, seed, pairs, folder), nprocs=2)
+        found: list[dict[str, Any]] = json.loads(Path(folder, "cases.json").read_text())
+        return found
+
+
+def _rank(rank: int, numbers: Sequence[int], seed: int, pairs: Sequence[str], folder: str) -> None:
+    os.environ["RANK"] = str(rank)
+    torch.set_num_threads(1)
+    found = [case(number, seed, pairs, Path(folder)) for number in numbers]
+    if rank == 0:
+        Path(folder, "cases.json").write_text(json.dumps(found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pairs", default=",".join(pair for pair in PAIRS if pair.split()[0] in ("cpu", "compiled")))
+    parser.add_argument("--pairs", default="cpu fp32,cpu bf16", help=f"of {', '.join(PAIRS)}")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("parity_faults.json"))
+    parser.add_argument("--add", action="store_true", help="add to the counts of that table")
     given = parser.parse_args()
     torch.set_num_threads(1)
     pairs = tuple(given.pairs.split(","))
     if any(pair.startswith("npu") for pair in pairs):
         accelcore.select("npu")
-    ranks = any(pair.startswith("ranks") for pair in pairs)
-    if ranks:
-        dist.init_process_group("gloo")
-    cases = [case(number, given.seed, pairs) for number in range(given.first, given.first + given.faults)]
-    if not ranks or dist.get_rank() == 0:
-        report = {
-            "when": datetime.now(timezone.utc).date().isoformat(), "python": platform.python_version(),
-            "torch": torch.__version__, "seed": given.seed, "pairs": pairs, **counts(cases),
-        }  # fmt: skip
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
-        print(json.dumps({key: value for key, value in report.items() if key != "not named"}, indent=1))  # noqa: T201
-    if ranks:
-        dist.destroy_process_group()
+    numbers = range(given.first, given.first + given.faults)
+    run = {"seed": given.seed, "first": given.first, "faults": given.faults, "pairs": given.pairs}
+    counted = {"runs": [run], **counts(cases(numbers, given.seed, pairs))}
+    if given.add:
+        before = json.loads(given.out.read_text())
+        counted = added({name: before[name] for name in counted}, counted)
+    report = {
+        "when": datetime.now(timezone.utc).date().isoformat(), "python": platform.python_version(),
+        "torch": torch.__version__, **counted,
+    }  # fmt: skip
+    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in report.items() if key != "not named"}, indent=1))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -16,16 +16,17 @@ PAIRS = ("cpu fp32", "cpu bf16")
 
 
 @pytest.mark.parametrize("first", [0, 10, pytest.param(20, marks=pytest.mark.full)])
-def test_planted_faults_are_named_and_clean_pairs_agree(first):
-    cases = [parity_faults.case(number, 0, PAIRS) for number in range(first, first + 10)]
+def test_planted_faults_are_named_and_clean_pairs_agree(first, tmp_path):
+    cases = [parity_faults.case(number, 0, PAIRS, tmp_path) for number in range(first, first + 10)]
     assert not [each for each in cases if "alarm" in each]
     assert not [each for each in cases if each["verdict"] != "named"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("pair", ["cpu fp32", "cpu bf16", "compiled fp32", "compiled bf16"])
-def test_many_planted_faults_are_named(pair):
-    found = parity_faults.counts([parity_faults.case(number, 1, (pair,)) for number in range(100)])
+@pytest.mark.parametrize("pair", ["cpu", "compiled", "1to2", "2to2"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_many_planted_faults_are_named(pair, dtype):
+    found = parity_faults.counts(parity_faults.cases(range(100), 1, (f"{pair} {dtype}",)))
     assert found["alarms"] == 0
     assert found["named"] >= 99
 
