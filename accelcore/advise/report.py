@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelcore.advise.rule import Advice, Row
-from accelcore.errors import ConfigurationError
-from accelcore.training.monitoring.records import replace_file
+from accelcore.util.html import plot, table
+from accelcore.util.html import write_page as write_html
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,21 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["as_json", "print_table", "write_page"]
 
 _HEAD = ("", "loss", "from fp32", "each step", "overflows", "ms a step", "quartiles", "memory", "")
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><meta charset="utf-8"><title>accelcore advise: {title}</title>
-<style>body {{ font-family: sans-serif; max-width: 70em; margin: 2em auto }} td, th {{ padding: .2em .8em;
-text-align: right }} td:first-child, td:last-child {{ text-align: left }} tr.best {{ font-weight: bold }}
-svg {{ max-width: 100% }}</style>
-<h1>{title}</h1>
-{paragraphs}
-<table><tr>{head}</tr>
-{rows}
-</table>
-{plot}
-</html>
-"""
-_WIDTH, _HEIGHT, _MARGIN = 900, 320, 60
 
 
 def print_table(advice: Advice, console: Console) -> None:
@@ -93,26 +78,14 @@ def write_page(advice: Advice, path: Path) -> None:
     Raises:
         ConfigurationError: the file cannot be written.
     """
-    rows = "\n".join(
-        f"<tr{' class=best' if row.variant.name == advice.recommended else ''}>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(row, advice))
-        + "</tr>"
+    curves = {
+        row.variant.name: {step: loss for step, loss in enumerate(row.outcomes[0].losses, 1) if loss is not None}
         for row in advice.rows
-    )
-    page = _PAGE.format(
-        title=escape(" ".join(advice.script.command)),
-        paragraphs="\n".join(f"<p>{escape(line)}</p>" for line in _sentences(advice)),
-        head="".join(f"<th>{escape(name)}</th>" for name in _HEAD),
-        rows=rows,
-        plot=_plot(advice),
-    )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, page.encode())
-    except OSError as error:
-        raise ConfigurationError(
-            f"the page cannot be written to {path}", why=str(error), remedy="name a file in a folder of yours"
-        ) from error
+        if row.outcomes
+    }
+    rows = table((_cells(row, advice) for row in advice.rows), head=_HEAD, best=advice.recommended)
+    paragraphs = [f"<p>{escape(line)}</p>" for line in _sentences(advice)]
+    write_html(path, f"accelcore advise: {' '.join(advice.script.command)}", [*paragraphs, rows, plot("loss", curves)])
 
 
 def _cells(row: Row, advice: Advice) -> tuple[str, ...]:
@@ -148,33 +121,6 @@ def _sentences(advice: Advice) -> Iterator[str]:
         yield f"Recommended: {advice.recommended}. {advice.reason[0].upper()}{advice.reason[1:]}."
     else:
         yield f"No recommendation: {advice.reason}."
-
-
-def _plot(advice: Advice) -> str:
-    """Return the losses of the variants as curves in SVG, on one scale."""
-    curves = {row.variant.name: row.outcomes[0].losses for row in advice.rows if row.outcomes}
-    known = [loss for losses in curves.values() for loss in losses if loss is not None]
-    if not known:
-        return ""
-    low, high, steps = min(known), max(known), max(map(len, curves.values()))
-
-    def place(step: int, loss: float) -> str:
-        x = _MARGIN + (_WIDTH - 3 * _MARGIN) * step / max(1, steps - 1)
-        y = _HEIGHT - _MARGIN / 2 - (_HEIGHT - _MARGIN) * (loss - low) / ((high - low) or 1.0)
-        return f"{x:.1f},{y:.1f}"
-
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-size="12">']
-    for value in (low, high):
-        parts.append(f'<text x="0" y="{place(0, value).partition(",")[2]}">{value:.4g}</text>')
-    parts.append(f'<text x="{_MARGIN}" y="{_HEIGHT}">loss, steps 1 to {steps}</text>')
-    for number, (name, losses) in enumerate(curves.items()):
-        colour = f"hsl({360 * number // len(curves)} 70% 45%)"
-        points = " ".join(place(step, loss) for step, loss in enumerate(losses) if loss is not None)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
-        parts.append(
-            f'<text x="{_WIDTH - 2 * _MARGIN + 8}" y="{16 * number + 16}" fill="{colour}">{escape(name)}</text>'
-        )
-    return "\n".join([*parts, "</svg>"])
 
 
 def _number(value: float) -> float | None:

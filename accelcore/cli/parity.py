@@ -35,6 +35,7 @@ _steps = number("--steps", "N", 0, "End the script after so many steps; 0 for al
 @click.command(context_settings=_AFTER_THE_SCRIPT)
 @click.option("--out", metavar="FOLDER", required=True, type=click.Path(), help="Where the recording goes.")
 @click.option("--operators", metavar="STEPS", default="", help="Steps whose operators are recorded, too: 1 or 1,5.")
+@click.option("--batches", is_flag=True, help="Also keep whole batches, for replay --take-batches.")
 @click.option("--same-random", is_flag=True, help="Draw random numbers on the host, the same for every device.")
 @_steps
 @_device
@@ -44,8 +45,9 @@ _steps = number("--steps", "N", 0, "End the script after so many steps; 0 for al
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @common
 def record(
-    out: str, operators: str, script: str, arguments: tuple[str, ...], *, same_random: bool, steps: int, **places: Any
-) -> int:
+    out: str, operators: str, script: str, arguments: tuple[str, ...], *, batches: bool, same_random: bool, steps: int,
+    **places: Any,
+) -> int:  # fmt: skip
     """Record what becomes of a training, to compare other runs with it.
 
     The script is unchanged, with a trainer of accelcore or a loop of its own. Options of accelcore go before SCRIPT,
@@ -61,6 +63,7 @@ def record(
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     options = {
         "operators": _numbers(operators),
+        "batches": batches,
         "random": "everywhere" if same_random else None,
         "steps": steps or None,
     }
@@ -74,6 +77,8 @@ def record(
 @click.option("--out", metavar="FOLDER", type=click.Path(), help="Where the replay is recorded; REF-replay by default.")
 @click.option("--report", metavar="FILE", type=click.Path(), help="Also write a page: one HTML file with plots.")
 @click.option("--take-weights", is_flag=True, help="Accept that the script begins with other weights.")
+@click.option("--take-batches", is_flag=True, help="Give the model the recorded batches: see record --batches.")
+@number("--batch", "N", 0, "Only compare the first batch whole with N of its rows at a time; 0 to replay.", least=0)
 @_steps
 @_device
 @_emulate
@@ -85,7 +90,7 @@ def record(
 @common
 def replay(
     reference: str, script: str, arguments: tuple[str, ...], *, itself: bool, out: str | None, report: str | None,
-    take_weights: bool, steps: int, as_json: bool, **places: Any,
+    take_weights: bool, take_batches: bool, batch: int, steps: int, as_json: bool, **places: Any,
 ) -> int:  # fmt: skip
     """Run a recorded script again, and name the first place where the two runs part.
 
@@ -104,32 +109,41 @@ def replay(
     Examples:
       accelcore replay ref train.py --epochs 1
       accelcore replay --emulate npu --device npu --report ref.html ref train.py
+      accelcore replay --take-batches ref train.py
+      accelcore replay --batch 1 ref train.py
       accelcore replay --self new train.py
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     folder = Path(out) if out else Path(reference).with_name(f"{Path(reference).name}-replay")
-    options: dict[str, Any] = {"steps": steps or None}
+    if batch and report:
+        raise ConfigurationError("--batch has no page", remedy="leave --report out; --json prints the result")
+    recorded: dict[str, Any] = {"steps": steps or None, "batches": take_batches}
     if itself:
         if Path(reference).exists():
             raise ConfigurationError(
                 f"{reference} exists, and --self would replace it by a recording of this device",
                 remedy="name a folder that does not exist",
             )
-        if code := _run("record", reference, options, places, script, arguments):
+        if code := _run("record", reference, recorded, places, script, arguments):
             return _failed(code)
-    options |= {"out": str(folder), "weights": "take" if take_weights else "compare"}
+    options: dict[str, Any] = {
+        "steps": steps or None,
+        "out": str(folder),
+        "weights": "take" if take_weights else "compare",
+        "batches": "take" if take_batches else "compare",
+        "batch": batch or None,
+    }
     if code := _run("replay", reference, options, places, script, arguments):
         return _failed(code)
     with _no_device():
+        from accelcore.parity.batch_size import read_result
         from accelcore.parity.compare import compare
 
-    found = compare(reference, folder)
+    found = read_result(folder) if batch else compare(reference, folder)
     if _can_be_closer(found):
         click.echo(f"accelcore: step {found.step} runs again, operator by operator", err=True)
-        closer = {"operators": [found.step], "steps": found.step, "checks": True}
+        closer = {"operators": [found.step], "steps": found.step}
         if itself:
-            _run(
-                "record", reference, {"operators": closer["operators"], "steps": found.step}, places, script, arguments
-            )
+            _run("record", reference, {**recorded, **closer}, places, script, arguments)
         if _run("replay", reference, {**options, **closer}, places, script, arguments) == 0:
             closest = compare(reference, folder)
             found = found if closest.agrees else closest

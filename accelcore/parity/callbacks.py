@@ -1,7 +1,7 @@
 """Callbacks that record or replay a training of Hugging Face's Trainer or of Lightning.
 
-These trainers are not accelcore's, so torch's hooks see their models and optimizers; the callback opens and closes the
-context. Neither library is imported unless its function is called.
+The callback watches the library's model and optimizers from the beginning of a training to its end. Neither library is
+imported unless its function is called.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ def huggingface_callback(context: Record) -> Any:
         raise _not_installed("transformers", error) from error
 
     class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            context.__enter__()
+        def on_train_begin(
+            self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **more: Any
+        ) -> None:
+            context.watch(model, getattr(optimizer, "optimizer", optimizer))  # accelerate wraps torch's optimizer
 
         def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             context.close()
@@ -57,7 +59,7 @@ def lightning_callback(context: Record) -> Any:
 
     class Callback(Base):  # type: ignore[misc,unused-ignore]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            context.__enter__()
+            context.watch(pl_module, trainer.optimizers)
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             context.close()

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -20,10 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.optim.shards import to_local
-from accelcore.parity.events import Event, Seen, Step, fetch, sample, tensors_in
+from accelcore.parity.events import Event, Seen, Step, fetch, sample
 from accelcore.parity.operators import Operators
 from accelcore.torch_internals import forward_number, in_backward, is_fake_mode_active, uncompiled
 from accelcore.training.observers import Hooks
+from accelcore.util.containers import tensors
 
 __all__ = ["Collector", "Watched"]
 
@@ -44,16 +44,22 @@ class Watched:
     prefix: str
     compiled: bool
     entered: int = 0  # the step in which it was last called
+    calls: int = 0  # in this step
+    outermost: nn.Module | None = None  # the module of it that is running and was called by none of it
     names: dict[int, str] = field(default_factory=dict)  # of its parameters, by id
 
 
 class Collector:
     """Collects events. The owner calls `watch` for each model and `end_step` after each update.
 
+    Attributes:
+        is_done: set it to open no further step. The hooks stay until `close`, because one of them may be running.
+
     Args:
         counts: how many elements a sample has: in step 1, and later, or None for what fits into 1 MB a step.
         operators: the steps in which operators are recorded, too.
         begin: called before the first forward pass of each model in a step, and whether it is the model's first.
+        receive: called with the arguments of each forward pass, a tuple and a dict; returns those to use instead.
         checks: whether operators are compared with the host's in float64 in these steps.
     """
 
@@ -62,10 +68,11 @@ class Collector:
         counts: tuple[int, int | None],
         operators: Sequence[int],
         begin: Callable[[Watched, bool], None],
+        receive: Callable[[Watched, tuple[Any, Any]], tuple[Any, Any]],
         *,
         checks: bool,
     ) -> None:
-        self.counts, self._begin = counts, begin
+        self.counts, self._begin, self._receive = counts, begin, receive
         self.models: list[Watched] = []
         self.step = 1
         self.is_done = False
@@ -96,25 +103,34 @@ class Collector:
         found = self._known.get(id(module))
         return found is not None and found() is module
 
-    def watch(self, inner: nn.Module, called: nn.Module | None = None) -> Watched:
-        """Register hooks on a model and its parameters; `called` is a wrapper around it, such as a compiled module."""
-        compiled = called is not None and uncompiled(called) is not called
+    def watch(self, called: nn.Module, inner: nn.Module | None = None) -> Watched:
+        """Register hooks on a model and its parameters.
+
+        Args:
+            called: the module that the loop calls: the model, or one that compiles or replicates it.
+            inner: the model itself, if that cannot be seen from `called`.
+        """
+        compiled = uncompiled(called) is not called
+        if inner is None:
+            inner = uncompiled(called)
+            inner = inner.module if isinstance(inner, nn.parallel.DistributedDataParallel) else inner
         prefix = f"model{len(self.models) + 1}." if self.models else ""
         watched = Watched(inner, prefix, compiled)
         self.models.append(watched)
-        for module in (*inner.modules(), *(() if called is None else called.modules())):
+        for module in (*inner.modules(), *called.modules()):
             self._known[id(module)] = ref(module)
         if compiled:
-            assert called is not None
-            enter = partial(self._enter_by_hook, watched)
-            self._hooks.add(called.register_forward_pre_hook(enter, with_kwargs=True))
+            self._hooks.add(
+                called.register_forward_pre_hook(self._opening(watched), with_kwargs=True),
+                called.register_forward_hook(self._closing(watched), always_call=True),
+            )
         for name, module in inner.named_modules():
             full = (prefix + name).rstrip(".")
             self._hooks.add(
-                module.register_forward_pre_hook(
-                    self._entering(full, watched if module is inner else None), with_kwargs=True
-                ),
+                module.register_forward_pre_hook(self._opening(watched), with_kwargs=True),
+                module.register_forward_pre_hook(self._entering(full), with_kwargs=True),
                 module.register_forward_hook(self._leaving(full)),
+                module.register_forward_hook(self._closing(watched), always_call=True),
             )
             for item, parameter in module.named_parameters(recurse=False):
                 watched.names.setdefault(id(parameter), f"{full}.{item}".lstrip("."))
@@ -133,27 +149,33 @@ class Collector:
             optimizer.register_step_post_hook(lambda optimizer, *_: self.after_update(optimizer, end_step)),
         )
 
-    def enter(self, watched: Watched, arguments: Any, options: Any) -> None:
-        """Open a step before the first forward pass of a model in it; look at its weights and at the batch."""
-        if self.is_done or self._is_quiet():
-            return
+    def enter(self, watched: Watched, module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any] | None:
+        """Open a step before the first forward pass of a model in it; look at its weights and at the batch.
+
+        The batch is what the outermost module gets: the model, or a part of it that a script calls by itself. Return
+        other arguments for it, or None for its own.
+        """
+        if self.is_done or watched.outermost is not None or self._is_quiet():
+            return None
+        own = (arguments, options)
+        watched.outermost = module
         if not self._is_open:
             self._is_open = True
             if self.step in self._steps_of_operators and not watched.compiled:
                 self.operators.start(self.step)
-        if watched.entered < self.step:
-            first, watched.entered = watched.entered == 0, self.step
-            with self.operators.paused(), torch.no_grad():
-                self._begin(watched, first)
-                self._saw("random", "", "host generator", _digest(torch.get_rng_state()))
-                self._look_at(watched, "weight")
         with self.operators.paused(), torch.no_grad():
-            for number, tensor in enumerate(tensors_in([arguments, options])):
+            if watched.entered < self.step:
+                first, watched.entered, watched.calls = watched.entered == 0, self.step, 0
+                self._begin(watched, first)
+                for name, state in _generators(watched.model):
+                    self._saw("random", "", name, _digest(state))
+                self._look_at(watched, "weight")
+            given = self._receive(watched, own)
+            watched.calls += 1
+            for number, tensor in enumerate(tensors(given)):
                 self._saw("batch", watched.prefix.rstrip("."), str(number), tensor)
                 self._made.setdefault(id(tensor), (ref(tensor), tensor._version, ""))
-
-    def _enter_by_hook(self, watched: Watched, module: nn.Module, arguments: Any, options: Any) -> None:
-        self.enter(watched, arguments, options)
+        return None if given is own else given
 
     def see(self, kind: str, item: str, tensor: Tensor) -> None:
         """Add an event that belongs to no module, such as the loss."""
@@ -237,17 +259,30 @@ class Collector:
         """Return whether nothing is to be seen now: an evaluation, a recomputation, or a trace of a compiler."""
         return torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward() or is_fake_mode_active()
 
-    def _entering(self, name: str, root: Watched | None) -> Callable[..., None]:
+    def _opening(self, watched: Watched) -> Callable[..., tuple[Any, Any] | None]:
+        def before_forward(module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any] | None:
+            if torch.compiler.is_compiling():
+                return None
+            return self.enter(watched, module, arguments, options)
+
+        return before_forward
+
+    def _closing(self, watched: Watched) -> Callable[..., None]:
+        def after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling() and watched.outermost is module:
+                watched.outermost = None
+
+        return after_forward
+
+    def _entering(self, name: str) -> Callable[..., None]:
         def before_forward(module: nn.Module, arguments: Any, options: Any) -> None:
             if torch.compiler.is_compiling():
                 return
-            if root is not None:
-                self.enter(root, arguments, options)
             if self._is_open and not self._is_quiet():
                 self.operators.enter(name, forward_number())
                 parent = name.rpartition(".")[0]
                 with self.operators.paused(), torch.no_grad():
-                    for number, tensor in enumerate(tensors_in([arguments, options])):
+                    for number, tensor in enumerate(tensors([arguments, options])):
                         made = self._made.get(id(tensor))
                         if made is None or made[0]() is not tensor or made[1] != tensor._version:
                             self._saw("input", name, str(number), tensor, source=parent)
@@ -264,7 +299,7 @@ class Collector:
             if self._is_open and not self._is_quiet():
                 self.operators.leave(name, forward_number())
                 with self.operators.paused(), torch.no_grad():
-                    for number, tensor in enumerate(tensors_in(output)):
+                    for number, tensor in enumerate(tensors(output)):
                         made = self._made.get(id(tensor))
                         if made is not None and made[0]() is tensor and made[1] == tensor._version:
                             continue  # a container returns what its last module returned
@@ -306,7 +341,7 @@ class Collector:
 
     def _saw_operator(self, name: str, module: str, backward: bool, results: Any) -> None:
         with torch.no_grad():
-            for number, tensor in enumerate(tensors_in(results)):
+            for number, tensor in enumerate(tensors(results)):
                 self._saw("operator of backward" if backward else "operator", module, f"{name} {number}", tensor)
 
     def _saw(self, kind: str, module: str, item: str, tensor: Tensor, *, source: str = "") -> None:
@@ -316,6 +351,16 @@ class Collector:
         shape = tuple(to_local(tensor).shape)
         self._events.append((Event(*key, self._numbers[key]), source, shape, taken))
         self._numbers[key] += 1
+
+
+def _generators(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the states of the generators of the host and of a model's device, which both keep them on the host."""
+    yield "host generator", torch.get_rng_state()
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type not in ("cpu", "meta"):
+        module: Any = torch.get_device_module(device)
+        state = module.get_rng_state(device)
+        yield f"{device.type} generator of {len(state)} bytes", state  # an emulation has another kind of generator
 
 
 def _digest(state: Tensor) -> Tensor:

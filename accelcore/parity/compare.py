@@ -76,11 +76,11 @@ def _of_rank(rank: int, recorded: Reader, replayed: Reader, *, all_ranks: bool) 
     changed = {each.name for each in settings}
     kinds = _SAME_IN_EVERY_JOB if "ranks" in changed else tuple(PHASE_OF)
     divided = not changed.isdisjoint(("ranks", "trainer parallel"))
-    exact = not arithmetic(settings)
+    exact = not arithmetic(settings) and not replayed.facts.get("took_batches")
     steps = sorted(set(recorded.steps) & set(replayed.steps))
     if not steps:
         raise RecordingError("the two recordings have no step in common", remedy="let the replay run one step at least")
-    notes, before = [], dict[Event, tuple[Seen, Seen]]()
+    notes, before = [str(note) for note in replayed.facts.get("notes", [])], dict[Event, tuple[Seen, Seen]]()
     if len(replayed.steps) < len(recorded.steps):
         notes.append(f"the replay has {len(replayed.steps)} of {len(recorded.steps)} steps")
     for count, number in enumerate(steps, start=1):

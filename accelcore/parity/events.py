@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelcore.optim.shards import to_local
 
-__all__ = ["PHASE_OF", "Event", "Seen", "Step", "fetch", "sample", "tensors_in"]
+__all__ = ["PHASE_OF", "Event", "Seen", "Step", "fetch", "sample"]
 
 PHASE_OF = {
     "random": "random",
@@ -119,15 +119,3 @@ def fetch(tensor: Tensor) -> Callable[[], Tensor]:
         return copy
 
     return ready
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in dicts, lists, tuples and objects such as Hugging Face's outputs, which are dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)

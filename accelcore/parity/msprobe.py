@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import RecordingError
-from accelcore.training.observers import Hooks
-from accelcore.util.containers import tensors
+from accelcore.parity.layers import keep_layers
 from accelcore.util.text import is_number, is_whole, shown
 
 __all__ = ["DumpDifference", "Statistics", "compare_dump", "read_dump"]
@@ -118,7 +117,9 @@ def compare_dump(path: str | Path, model: nn.Module, run: Callable[[], object]) 
         RecordingError: the dump cannot be read, or none of its modules is called.
     """
     dump = read_dump(path)
-    found = _watch(model, run)
+    with keep_layers(model) as parts:
+        run()
+    found = {(name, call, item): _measured(each) for (name, item), of in parts.items() for call, each in enumerate(of)}
     if not dump.keys() & found.keys():
         raise RecordingError(
             f"the model calls no module of {path}",
@@ -158,40 +159,11 @@ def _apart(recorded: Statistics, here: Statistics, unit: float) -> list[tuple[st
     return found
 
 
-def _watch(model: nn.Module, run: Callable[[], object]) -> dict[tuple[str, int, str], Statistics]:
-    found: dict[tuple[str, int, str], Statistics] = {}
-    calls: dict[str, int] = {}
-
-    def before(name: str) -> Callable[..., None]:
-        def look(module: nn.Module, arguments: Any) -> None:
-            calls[name] = calls.get(name, -1) + 1
-            for number, tensor in enumerate(tensors(arguments)):
-                found[name, calls[name], f"input {number}"] = _measured(tensor)
-
-        return look
-
-    def after(name: str) -> Callable[..., None]:
-        def look(module: nn.Module, arguments: Any, output: Any) -> None:
-            for number, tensor in enumerate(tensors(output)):
-                found[name, calls[name], f"output {number}"] = _measured(tensor)
-
-        return look
-
-    hooks = Hooks()
-    try:
-        for name, module in model.named_modules():
-            hooks.add(module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name)))
-        run()
-    finally:
-        hooks.close()
-    return found
-
-
 def _measured(tensor: Tensor) -> Statistics:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if not tensor.is_floating_point() or not tensor.numel():
-        return Statistics("float32", tuple(tensor.shape), None, None, None, None)
-    values = tensor.detach().cpu().double()
+    if not tensor.numel():
+        return Statistics(dtype, tuple(tensor.shape), None, None, None, None)
+    values = tensor.double()
     numbers = (values.max(), values.min(), values.mean(), values.norm())
     return Statistics(dtype, tuple(tensor.shape), *(each.item() for each in numbers))
 

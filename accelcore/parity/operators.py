@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelcore.parity.events import tensors_in
 from accelcore.torch_internals import OpOverload, backward_number, operator_name, pytree
+from accelcore.util.containers import tensors
 
 __all__ = ["Checked", "Operators"]
 
@@ -120,7 +120,7 @@ class Operators:
             module = next((name for first, last, name in self._spans if first <= node < last), "")
         name = operator_name(operator)
         # Bytes are a vendor's workspace, of which not all is written.
-        results = [each for each in tensors_in(result) if each.dtype != torch.uint8]
+        results = [each for each in tensors(result) if each.dtype != torch.uint8]
         with self.paused():
             self._report(name, module, node is not None, results)
             if self._checks:
@@ -168,11 +168,11 @@ def _error_of(operator: OpOverload, given: Any, result: Any) -> float | None:
     """Return the largest error of an operator's results, in units of rounding; None if the host cannot compute it."""
     if _RANDOM in operator.tags or operator._schema.is_mutable or operator.namespace != "aten":
         return None
-    results = [each for each in tensors_in(result) if each.is_floating_point()]
-    if not results or any(each.numel() > _LARGEST for each in tensors_in(list(given[0]))):
+    results = [each for each in tensors(result) if each.is_floating_point()]
+    if not results or any(each.numel() > _LARGEST for each in tensors(list(given[0]))):
         return None
     try:
-        exact = [each for each in tensors_in(_on_host(operator, given, torch.float64)) if each.is_floating_point()]
+        exact = [each for each in tensors(_on_host(operator, given, torch.float64)) if each.is_floating_point()]
         sums = _sums_of(operator, given)
     except (RuntimeError, TypeError, NotImplementedError, ValueError):
         return None  # the host has no such kernel, as for a vendor's fused operator

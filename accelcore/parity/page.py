@@ -10,34 +10,21 @@ from pathlib import Path
 
 import torch
 
-from accelcore.errors import ConfigurationError
 from accelcore.parity.events import PHASE_OF
 from accelcore.parity.recording import Reader, ranks_of
 from accelcore.parity.result import Result
 from accelcore.parity.rounding import distance, unit_of
+from accelcore.util.html import plot, table
+from accelcore.util.html import write_page as write_html
 
 __all__ = ["write_page"]
 
-_WIDTH, _HEIGHT, _EDGE = 640, 220, 48
-_COLORS = ("#1f77b4", "#d62728")
 _MOST_STEPS = 500
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>
-body {{ font: 15px/1.5 sans-serif; margin: 2em auto; max-width: 60em; padding: 0 1em }}
-table {{ border-collapse: collapse }} td, th {{ border-bottom: 1px solid #ddd; padding: .2em .8em; text-align: left }}
-.tree {{ font-family: monospace }} .tree div {{ padding: .1em .5em }} svg {{ max-width: 100%; height: auto }}
-</style>
-<h1>{title}</h1><p>{summary}</p>
-{body}
-</html>
-"""
 
 
 @dataclass
 class _Curves:
-    """What is plotted, by step: both losses and norms of gradients, and the largest difference in each phase."""
+    """Figures to plot, by step: both losses and norms of gradients, and the largest difference in each phase."""
 
     losses: tuple[dict[int, float], dict[int, float]] = field(default_factory=lambda: ({}, {}))
     norms: tuple[dict[int, float], dict[int, float]] = field(default_factory=lambda: ({}, {}))
@@ -52,25 +39,15 @@ def write_page(path: Path, result: Result, reference: Path, other: Path) -> None
         ConfigurationError: the file cannot be written.
     """
     curves = _curves(reference, other, result)
-    parts = [_table(result), _settings(result)]
-    parts.append(_plot("loss", {"recorded": curves.losses[0], "replayed": curves.losses[1]}))
-    parts.append(_plot("norm of all gradients", {"recorded": curves.norms[0], "replayed": curves.norms[1]}))
+    parts = [f"<p>{escape(str(result))}</p>", _first(result), _settings(result)]
+    parts.append(plot("loss", dict(zip(("recorded", "replayed"), curves.losses, strict=True))))
+    parts.append(plot("norm of all gradients", dict(zip(("recorded", "replayed"), curves.norms, strict=True))))
     parts += [
-        _plot(f"largest difference, {phase}, in units of rounding", {"difference": values}, logarithmic=True)
+        plot(f"largest difference, {phase}, in units of rounding", {"difference": values}, logarithmic=True)
         for phase, values in curves.phases.items()
         if any(values.values())
     ]
-    parts.append(_tree(curves.modules, result))
-    page = _PAGE.format(title="Record and replay", summary=escape(str(result)), body="\n".join(filter(None, parts)))
-    beside = path.with_name(f".{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(page, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        raise ConfigurationError(
-            f"the page cannot be written to {path}", why=str(error), remedy="name a file in a folder of yours"
-        ) from error
+    write_html(path, "Record and replay", [*parts, _tree(curves.modules, result)])
 
 
 def _curves(reference: Path, other: Path, result: Result) -> _Curves:
@@ -99,65 +76,21 @@ def _curves(reference: Path, other: Path, result: Result) -> _Curves:
     return found
 
 
-def _table(result: Result) -> str:
+def _first(result: Result) -> str:
     if result.agrees:
         return ""
     rows = {name: getattr(result, name) for name in ("step", "rank", "phase", "module", "item", "operator")}
     rows["size, in units of rounding"] = f"{result.ratio:.3g}"
     rows["begins here"] = "yes" if result.is_cause else "not known"
     rows["next"] = result.next
-    return "<h2>The first difference</h2>" + _rows({key: value for key, value in rows.items() if value is not None})
-
-
-def _rows(rows: Mapping[str, object]) -> str:
-    lines = (f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows.items())
-    return f"<table>{''.join(lines)}</table>"
+    return "<h2>The first difference</h2>" + table(each for each in rows.items() if each[1] is not None)
 
 
 def _settings(result: Result) -> str:
     if not result.settings:
         return ""
-    texts = {each.name: f"{each.recorded} → {each.replayed}" for each in result.settings}
-    return "<h2>Settings that differ</h2>" + _rows(texts)
-
-
-def _plot(title: str, curves: Mapping[str, Mapping[int, float]], *, logarithmic: bool = False) -> str:
-    """Return a plot of curves by step."""
-
-    def scaled(value: float) -> float:
-        return math.log10(max(value, 1e-3)) if logarithmic else value
-
-    shown = {
-        name: [(step, scaled(value)) for step, value in curve.items() if math.isfinite(value)]
-        for name, curve in curves.items()
-    }
-    points = [point for curve in shown.values() for point in curve]
-    if not points:
-        return ""
-    left, right = min(step for step, _ in points), max(step for step, _ in points)
-    low, high = min(value for _, value in points), max(value for _, value in points)
-
-    def place(step: int, value: float) -> str:
-        x = _EDGE + (step - left) / max(1, right - left) * (_WIDTH - 2 * _EDGE)
-        y = _HEIGHT - _EDGE / 2 - (value - low) / ((high - low) or 1.0) * (_HEIGHT - _EDGE)
-        return f"{x:.1f},{y:.1f}"
-
-    drawn = []
-    for number, (name, curve) in enumerate(shown.items()):
-        color, style = _COLORS[number], ' stroke-dasharray="6 3"' if number else ""
-        line = " ".join(place(*point) for point in curve)
-        drawn.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"{style}/>')
-        drawn += [f'<circle cx="{x}" cy="{y}" r="2" fill="{color}"/>' for x, y in (place(*p).split(",") for p in curve)]
-        drawn.append(f'<text x="{_EDGE + 90 * number}" y="14" fill="{color}">{escape(name)}</text>')
-    power = "10^" if logarithmic else ""
-    drawn += [
-        f'<text x="2" y="{_HEIGHT - _EDGE / 2:.0f}">{power}{low:.3g}</text>',
-        f'<text x="2" y="{_EDGE / 2 + 8:.0f}">{power}{high:.3g}</text>',
-        f'<text x="{_EDGE}" y="{_HEIGHT - 4}">step {left}</text>',
-        f'<text x="{_WIDTH - _EDGE}" y="{_HEIGHT - 4}" text-anchor="end">step {right}</text>',
-    ]
-    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" font-size="12">{"".join(drawn)}</svg>'
-    return f"<h2>{escape(title.capitalize())}</h2>{svg}"
+    rows = ((each.name, f"{each.recorded} → {each.replayed}") for each in result.settings)
+    return "<h2>Settings that differ</h2>" + table(rows)
 
 
 def _tree(modules: Mapping[str, float], result: Result) -> str:

@@ -3,6 +3,7 @@
     ref/rank-00000/
       recording.json               settings, the table of events, the steps and where they are
       weights-0.safetensors        the state of the first model before the first step
+      batches-00000001.safetensors whole batches of a step: MODEL.CALL.NUMBER, and the host generator's state before it
       steps-00000001.safetensors   samples of some steps, one tensor for each step and dtype
 
 Every file is written beside its place and renamed, so that a kill leaves whole files. `recording.json` is written last,
@@ -29,9 +30,9 @@ from torch import Tensor
 from accelcore.errors import RecordingError
 from accelcore.optim.shards import is_sharded
 from accelcore.parity.events import PHASE_OF, Event, Seen, Step
-from accelcore.util.text import is_whole
+from accelcore.util.text import is_whole, replace_file
 
-__all__ = ["Reader", "Writer", "ranks_of"]
+__all__ = ["Reader", "Writer", "check_place", "ranks_of"]
 
 _FORMAT = 1
 _FILE = "recording.json"
@@ -62,11 +63,19 @@ def ranks_of(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def check_place(folder: Path) -> None:
+    """Raise RecordingError if a folder holds something else than a recording."""
+    if folder.is_dir() and any(not _RANK.fullmatch(path.name) for path in folder.iterdir()):
+        raise RecordingError(
+            f"{folder} holds something else than a recording", remedy="give a folder that does not exist"
+        )
+
+
 class Writer:
     """Writes the recording of one rank. An older recording in its place is removed.
 
     Raises:
-        RecordingError: the folder cannot be written, or holds something else than a recording.
+        RecordingError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
@@ -77,10 +86,6 @@ class Writer:
         self._steps: dict[str, tuple[int, str]] = {}
         self._waiting: list[Step] = []
         self._bytes = 0
-        if folder.is_dir() and any(not _RANK.fullmatch(path.name) for path in folder.iterdir()):
-            raise RecordingError(
-                f"{folder} holds something else than a recording", remedy="give a folder that does not exist"
-            )
         try:
             if self._folder.exists():
                 shutil.rmtree(self._folder)
@@ -98,6 +103,10 @@ class Writer:
         if whole and sum(tensor.nbytes for tensor in tensors.values()) <= limit:
             copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
             self._save(copies, f"weights-{model}.safetensors")
+
+    def batches(self, step: int, tensors: dict[str, Tensor]) -> None:
+        """Write the whole batches of a step."""
+        self._save(tensors, f"batches-{step:08d}.safetensors")
 
     def add(self, step: Step) -> None:
         """Add a step. It is written together with others."""
@@ -123,10 +132,8 @@ class Writer:
             self._save(tensors, name)
             self._waiting, self._bytes = [], 0
         facts = {**self._facts, "tables": self._tables, "steps": self._steps}
-        beside = self._folder / f".{_FILE}"
         try:
-            beside.write_text(json.dumps(facts), encoding="utf-8")
-            os.replace(beside, self._folder / _FILE)
+            replace_file(self._folder / _FILE, json.dumps(facts).encode())
         except OSError as error:
             raise _not_written(self._folder, error) from error
 
@@ -179,10 +186,21 @@ class Reader:
             }
             if any(table not in range(len(self._tables)) for table, _ in self._steps.values()):
                 raise ValueError("a step has a table that is missing")
+            self._check_samples()
         except _UNREADABLE as error:
             raise _damaged(folder, error) from error
         self.facts: dict[str, Any] = facts
         self.steps = sorted(self._steps)
+
+    def _check_samples(self) -> None:
+        """Raise if samples are missing or cut off: a replay that takes hours would end there."""
+        needed = defaultdict[str, set[str]](set)
+        for number, (table, name) in self._steps.items():
+            needed[name] |= {f"{number}.{row[1]}" for row in self._tables[table]}
+        for name, keys in needed.items():
+            with safe_open(self._folder / name, framework="pt") as file:
+                if lost := keys - set(file.keys()):
+                    raise ValueError(f"{name} lacks {sorted(lost)[0]}")
 
     def step(self, number: int) -> Step:
         """Return a step."""
@@ -202,6 +220,13 @@ class Reader:
         except _UNREADABLE as error:
             raise _damaged(self._folder, error) from error
         return Step(number, seen)
+
+    def batches(self, step: int) -> dict[str, Tensor]:
+        """Return the whole batches of a step, as they were given to `Writer.batches`."""
+        try:
+            return load_file(self._folder / f"batches-{step:08d}.safetensors")
+        except _UNREADABLE as error:
+            raise _damaged(self._folder, error) from error
 
     def weights_file(self, model: int) -> Path | None:
         """Return the file of a model's state before its first step; None if it was too large to be recorded."""
@@ -228,7 +253,7 @@ def _row(kind: str, module: str, item: str, number: int, dtype: str, shape: list
 
 def _chunk(name: str) -> str:
     if not _CHUNK.fullmatch(name):
-        raise ValueError(f"{name!r} is no file of a recording")
+        raise ValueError(f"{name!r} is not the name of a file of samples")
     return name
 
 

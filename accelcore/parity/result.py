@@ -1,4 +1,4 @@
-"""What a comparison found: whether two runs agree, and if not, where they part first."""
+"""Result of a comparison: whether two runs agree, and the first place where they part."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class Result:
     Attributes:
         agrees: whether every event that was compared is the same, up to the rounding that is expected.
         steps: how many steps were compared.
-        exact: whether equal bits were asked for: both runs had the same device, versions and settings of arithmetic.
+        exact: whether equal bits were asked for: both runs had the same device, versions and settings of arithmetic,
+            and the replay took no other batches.
         step, rank: where they part first, counted from 1 and from 0; None if they agree.
-        phase: `"batch"`, `"weights"`, `"random"`, `"forward"`, `"backward"`, `"collective"` or `"update"`; `"settings"`
-            if the runs cannot be compared at all; None if they agree.
+        phase: `"batch"`, `"weights"`, `"random"`, `"forward"`, `"backward"`, `"collective"` or `"update"`;
+            `"batch size"` of `Replay(..., batch=)`; None if they agree.
         module: the module's name as in `model.named_modules()`, `""` for the model itself; None if there is none.
         item: the parameter, the buffer, the number of the input or output, or the state of the optimizer.
         operator: the operator, such as `"aten::addmm"`, if operators were recorded in this step or checked.

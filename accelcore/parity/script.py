@@ -1,7 +1,7 @@
 """Program that runs a script of others and records or replays it: `accelcore record` and `replay` start it.
 
 Its arguments: `record` or `replay`; the folder; the options of `Record` or `Replay` as JSON; the script and its own
-arguments. This process was started to be recorded, so it may use torch's public hooks on all modules and optimizers.
+arguments.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ class _Progress:
     def __init__(self, word: str) -> None:
         self._word, self._next = word, monotonic() + _EVERY
 
-    def show(self, step: int) -> None:
+    def show(self, step: int, last: int | None) -> None:
         if monotonic() >= self._next:
-            sys.stderr.write(f"accelcore: {step} steps {self._word}\n")
+            of = "" if last is None else f" of {last}"
+            sys.stderr.write(f"accelcore: {step}{of} steps {self._word}\n")
             self._next = monotonic() + _EVERY
 
 
@@ -71,7 +72,7 @@ def _shown(base: type[Any], word: str) -> Callable[..., Any]:
             self._progress = _Progress(word)
 
         def _step_ended(self, step: int) -> None:
-            self._progress.show(step)
+            self._progress.show(step, self._steps)
 
         def _ended(self) -> None:
             sys.exit(0)

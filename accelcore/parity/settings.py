@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from accelcore.known_faults import TORCH_FAULTS
+from accelcore.devices.plugins import find
+from accelcore.known_faults import TORCH_FAULTS, KnownFault
+from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.parity.collector import Watched
 from accelcore.parity.result import Difference
 from accelcore.training.trainer import Trainer
@@ -57,20 +60,28 @@ def gather(
         "python": platform.python_version(),
         "threads": str(torch.get_num_threads()),
         "ranks": str(world_size),
-        "fp32": torch.get_float32_matmul_precision(),
+        "fp32": _fp32(),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "compiled": str(any(watched.compiled for watched in models)),
-        "known kernel bugs": ", ".join(fault.kernel for fault in TORCH_FAULTS if fault.applies),
+        "known kernel bugs": _kernels(TORCH_FAULTS),
     }
     found |= {f"variable {name}": value for name, value in os.environ.items() if _is_recorded(name)}
     for number, optimizer in enumerate(optimizers):
         found[f"optimizer {number}"] = type(optimizer).__name__
+        if isinstance(optimizer, RoutedOptimizer):
+            found[f"optimizer {number} route"] = f"{optimizer.name} by {optimizer.route}"
         for group, options in enumerate(optimizer.param_groups):
             for name, value in options.items():
                 if name not in ("params", "capturable", "param_names"):
                     found[f"optimizer {number} group {group} {name}"] = _text(value)
     for trainer in trainers:
-        found["backend"] = trainer.backend.name + (", emulated" if trainer.backend.emulated else "")
+        backend = trainer.backend
+        found["backend"] = backend.name + (", emulated" if backend.emulated else "")
+        plugin = find(backend.name)
+        found["known kernel bugs of the device"] = _kernels(() if plugin is None else plugin.faults)
+        for table in sorted(backend.capabilities.autocast_tables):
+            operators = "\n".join(sorted(backend.precision.table(table)))
+            found[f"autocast table {table}"] = blake2b(operators.encode(), digest_size=6).hexdigest()
         for name, value in trainer.options.items():
             if name not in _BY_CLASS:
                 found[f"trainer {name}"] = _text(value)
@@ -90,8 +101,19 @@ def differences(recorded: Mapping[str, str], replayed: Mapping[str, str]) -> tup
 
 def arithmetic(found: Sequence[Difference]) -> tuple[str, ...]:
     """Return the names of differing settings under which equal inputs may give other bits."""
-    kernels = (" fused", " foreach")  # which of torch's kernels updates
+    kernels = (" fused", " foreach", " route")  # which kernel updates
     return tuple(each.name for each in found if each.name in _ARITHMETIC or each.name.endswith(kernels))
+
+
+def _kernels(faults: Iterable[KnownFault]) -> str:
+    return ", ".join(fault.kernel for fault in faults if fault.applies)
+
+
+def _fp32() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by the newer of torch's two ways, and one cannot read the other's
+        return str(getattr(torch.backends, "fp32_precision", "unknown"))
 
 
 def _device_name(device: torch.device) -> str:

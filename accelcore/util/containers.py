@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accelcore.util.text import kind_of
 
-__all__ = ["cast", "described", "detached", "is_on", "moved", "rows", "tensors"]
+__all__ = ["cast", "described", "detached", "is_on", "moved", "rows", "tensors", "with_tensors"]
 
 T = TypeVar("T")
 
@@ -65,6 +65,12 @@ def tensors(value: object) -> list[Tensor]:
 
     _mapped(value, keep)
     return found
+
+
+def with_tensors(value: T, others: Iterable[Tensor]) -> T:
+    """Return `value` with other tensors in the place of its own, in the order of `tensors(value)`."""
+    rest = iter(others)
+    return _mapped(value, lambda part: next(rest) if isinstance(part, Tensor) else NotImplemented)
 
 
 def detached(value: T) -> T:

@@ -1,10 +1,12 @@
-"""Text of messages, and checks of numbers that many options share."""
+"""Text of messages and files, and checks of numbers that many options share."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 from accelcore.errors import ConfigurationError
@@ -12,7 +14,7 @@ from accelcore.errors import ConfigurationError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Settings", "did_you_mean", "is_number", "is_whole", "kind_of", "nearest", "ranks", "shown"]
+__all__ = ["Settings", "did_you_mean", "is_number", "is_whole", "kind_of", "nearest", "ranks", "replace_file", "shown"]
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
@@ -75,3 +77,10 @@ class Settings:
                     remedy=did_you_mean(name, known, "choose one of those"),
                 )
         return super().__new__(cls)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file at once: a kill leaves an older one or the new one."""
+    beside = path.with_name(f".{path.name}.incomplete")
+    beside.write_bytes(content)
+    os.replace(beside, path)

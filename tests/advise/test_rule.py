@@ -200,7 +200,7 @@ def test_the_reports_hold_each_variant(tmp_path: Path):
     text, page = console.export_text(), (tmp_path / "new" / "advice.html").read_text()
     for row in advice.rows:
         assert row.variant.name in text
-        assert f"<td>{row.variant.name}</td>" in page
+        assert f">{row.variant.name}</th>" in page
     assert "EMULATED" in text
     assert "EMULATED" in page
     assert "Recommended: bf16" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from accelcore.cli import main
+from accelcore.parity.recording import Reader
 
 
 def test_itself_replaces_no_recording(tmp_path, capsys):
@@ -33,6 +34,49 @@ def test_a_script_that_fails_is_named_with_its_exit_code(tmp_path, capfd):
     script.write_text("raise SystemExit(3)")
     assert main(["replay", "--self", str(tmp_path / "new"), str(script)]) == 2
     assert "exit code 3" in capfd.readouterr().err
+
+
+_SCRIPT = """
+import sys, torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.tail = torch.nn.Linear(4, 4), torch.nn.Tanh()
+
+    def forward(self, *, x):
+        return self.tail(self.scale(x - float(sys.argv[1]) * x.mean(0)))
+
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(x=torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_loop_of_its_own_that_calls_its_model_by_keyword_is_recorded(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text(_SCRIPT)
+    reference = tmp_path / "ref"
+    assert main(["record", "--batches", "--out", str(reference), str(script), "0"]) == 0
+    steps = [Reader(reference / "rank-00000").step(number) for number in (1, 2, 3)]
+    for step in steps:
+        assert [seen.shape for seen in step.seen if seen.event.kind == "batch"] == [(8, 4)]
+    capfd.readouterr()
+    assert main(["replay", "--json", "--batch", "1", "--take-batches", str(reference), str(script), "1"]) == 1
+    found = json.loads(capfd.readouterr().out)
+    assert (found["phase"], found["module"], found["item"]) == ("batch size", "", "input 0 of scale")
+
+
+def test_a_folder_of_others_is_an_invalid_request(tmp_path, capfd):
+    (tmp_path / "thesis.txt").write_text("mine")
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(3)")
+    assert main(["record", "--out", str(tmp_path), str(script)]) == 64
+    assert "something else" in capfd.readouterr().err
 
 
 def test_a_script_that_is_missing_starts_nothing(tmp_path, capsys):

@@ -69,7 +69,23 @@ def test_samples_that_are_cut_off_are_damage(reference):
     path = reference / "rank-00000" / "steps-00000001.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(accelcore.RecordingError, match="damaged"):
-        compare(reference, reference)
+        accelcore.Replay(reference)
+    path.unlink()
+    with pytest.raises(accelcore.RecordingError, match="damaged"):
+        accelcore.Replay(reference)
+
+
+def test_operators_after_the_last_step_are_reported(tmp_path, caplog):
+    with accelcore.Record(tmp_path / "ref", operators=[2, 99]):
+        train()
+    assert "[99]" in caplog.text
+    with pytest.raises(accelcore.ConfigurationError, match="operators"):
+        accelcore.Record(tmp_path / "ref", operators=[2, 99], steps=3)
+
+
+def test_a_replay_does_not_replace_its_recording(reference):
+    with pytest.raises(accelcore.ConfigurationError, match="out="):
+        accelcore.Replay(reference, out=reference)
 
 
 def test_a_file_in_the_way_is_an_error_that_names_it(tmp_path):
@@ -85,7 +101,7 @@ def test_steps_limits_what_is_recorded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"operators": [0]}, {"random": "here"}, {"steps": 0}, {"limit": "1 GB"}, {"model": 1}]
+    "options", [{"operators": [0]}, {"batches": 1}, {"random": "here"}, {"steps": 0}, {"limit": "1 GB"}, {"model": 1}]
 )
 def test_wrong_arguments_are_refused(tmp_path, options):
     with pytest.raises(accelcore.ConfigurationError, match=next(iter(options))):

@@ -18,8 +18,8 @@ from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError
 from accelcore.training.monitoring.plot import check_matplotlib, draw
 from accelcore.training.monitoring.progress import Meter
-from accelcore.training.monitoring.records import FILE, line_of, read_records, replace_file
-from accelcore.util.text import is_number, is_whole
+from accelcore.training.monitoring.records import FILE, line_of, read_records
+from accelcore.util.text import is_number, is_whole, replace_file
 
 __all__ = ["Log"]
 

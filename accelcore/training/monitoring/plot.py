@@ -9,7 +9,8 @@ from io import BytesIO
 from pathlib import Path
 
 from accelcore.errors import ConfigurationError
-from accelcore.training.monitoring.records import Record, columns, replace_file
+from accelcore.training.monitoring.records import Record, columns
+from accelcore.util.text import replace_file
 
 __all__ = ["check_matplotlib", "draw", "file_for"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import is_number, is_whole
 
-__all__ = ["FILE", "Record", "columns", "line_of", "read_records", "replace_file"]
+__all__ = ["FILE", "Record", "columns", "line_of", "read_records"]
 
 FILE = "log.jsonl"
 
@@ -56,13 +55,6 @@ def line_of(record: Record) -> str:
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }
     return json.dumps(values) + "\n"
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file at once: a kill leaves an older one or the new one."""
-    beside = path.with_name(f".{path.name}.incomplete")
-    beside.write_bytes(content)
-    os.replace(beside, path)
 
 
 def columns(records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:

@@ -1,0 +1,92 @@
+"""Pages in one HTML file that loads nothing from elsewhere, with tables and plots of curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from accelcore.errors import ConfigurationError
+from accelcore.util.text import replace_file
+
+__all__ = ["plot", "table", "write_page"]
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.5 sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em }}
+table {{ border-collapse: collapse }} td, th {{ border-bottom: 1px solid #ddd; padding: .2em .8em; text-align: left }}
+tr.best {{ font-weight: bold }} svg {{ max-width: 100%; height: auto }}
+.tree {{ font-family: monospace }} .tree div {{ padding: .1em .5em }}
+</style>
+<h1>{title}</h1>
+{body}
+</html>
+"""
+_WIDTH, _HEIGHT, _EDGE, _LEGEND = 640, 240, 56, 170
+
+
+def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
+    """Write a page of parts in HTML; the title is text.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    page = _PAGE.format(title=escape(title), body="\n".join(filter(None, parts)))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, page.encode())
+    except OSError as error:
+        raise ConfigurationError(
+            f"the page cannot be written to {path}", why=str(error), remedy="name a file in a folder of yours"
+        ) from error
+
+
+def table(rows: Iterable[Sequence[object]], *, head: Sequence[str] = (), best: str | None = None) -> str:
+    """Return a table whose first column has the names of the rows; `best` is shown bold."""
+    lines = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>"] if head else []
+    for name, *cells in rows:
+        shown = "".join(f"<td>{escape(str(cell))}</td>" for cell in cells)
+        lines.append(f"<tr{' class=best' if name == best else ''}><th>{escape(str(name))}</th>{shown}</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
+def plot(title: str, curves: Mapping[str, Mapping[int, float]], *, logarithmic: bool = False) -> str:
+    """Return a plot of curves by step, with its heading; nothing if no value is finite."""
+
+    def scaled(value: float) -> float:
+        return math.log10(max(value, 1e-3)) if logarithmic else value
+
+    shown = {
+        name: [(step, scaled(value)) for step, value in curve.items() if math.isfinite(value)]
+        for name, curve in curves.items()
+    }
+    steps = [step for curve in shown.values() for step, _ in curve]
+    values = [value for curve in shown.values() for _, value in curve]
+    if not values:
+        return ""
+    left, right, low, high = min(steps), max(steps), min(values), max(values)
+
+    def place(step: int, value: float) -> tuple[str, str]:
+        x = _EDGE + (step - left) / max(1, right - left) * (_WIDTH - _EDGE - _LEGEND)
+        y = _HEIGHT - _EDGE / 2 - (value - low) / ((high - low) or 1.0) * (_HEIGHT - _EDGE)
+        return f"{x:.1f}", f"{y:.1f}"
+
+    drawn = []
+    for number, (name, curve) in enumerate(shown.items()):
+        color = f"hsl({360 * number // len(shown)} 70% 45%)"
+        places = [place(*point) for point in curve]
+        dashes = ' stroke-dasharray="6 3"' if number % 2 else ""  # two equal curves are seen both
+        points = " ".join(map(",".join, places))
+        drawn.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"{dashes}/>')
+        drawn += [f'<circle cx="{x}" cy="{y}" r="2" fill="{color}"/>' for x, y in places]
+        at = f'x="{_WIDTH - _LEGEND + 12}" y="{16 * number + 16}"'
+        drawn.append(f'<text {at} fill="{color}">{escape(name)}</text>')
+    power = "10^" if logarithmic else ""
+    for value in (low, high):
+        drawn.append(f'<text x="0" y="{place(left, value)[1]}">{power}{value:.4g}</text>')
+    drawn.append(f'<text x="{_EDGE}" y="{_HEIGHT - 4}">steps {left} to {right}</text>')
+    height = max(_HEIGHT, 16 * len(shown) + 16)
+    svg = f'<svg viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" font-size="12">{"".join(drawn)}</svg>'
+    return f"<h2>{escape(title.capitalize())}</h2>{svg}"
