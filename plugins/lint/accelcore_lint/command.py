@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
-__all__ = ["ERROR", "FINDINGS", "Command"]
+__all__ = ["ERROR", "FINDINGS", "Command", "PathArgument"]
 
 FINDINGS = 1
-"""Exit code of a run that found something."""
+"""Exit code of a run that found something, or could not read or parse a file, as ruff's."""
 
 ERROR = 2
-"""Exit code of an invalid request, and of a file that cannot be read or parsed."""
+"""Exit code of an invalid request."""
+
+
+class PathArgument(click.Path):
+    """A path; an empty one, as of an unset variable, is refused, because it would mean the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if value == "":
+            self.fail("a path is empty: name a file or a folder, or . for this folder", param, ctx)
+        return Path(value)
 
 
 class Command(click.Command):

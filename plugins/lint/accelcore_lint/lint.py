@@ -14,7 +14,7 @@ from accelcore_lint.script import Script
 __all__ = ["check"]
 
 _WORDS = ("torch", "apex")
-"""A file without one of these words has nothing for the linter: it is not parsed."""
+"""A file without one of these words has nothing for the rules: they do not look at it."""
 
 
 def check(text: str, path: str = "-", *, tree: ast.Module | None = None) -> list[Finding]:
@@ -29,6 +29,8 @@ def check(text: str, path: str = "-", *, tree: ast.Module | None = None) -> list
         SyntaxError: it cannot be parsed.
         RecursionError: it is nested too deeply.
     """
+    if tree is None:
+        tree = ast.parse(text)
     ignored = suppressions.read(text)
     lines = text.splitlines() or [""]
     findings = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from accelcore_lint import __version__
-from accelcore_lint.command import ERROR, FINDINGS, Command
+from accelcore_lint.command import FINDINGS, Command, PathArgument
 from accelcore_lint.files import Search, shown
 from accelcore_lint.finding import Finding
 from accelcore_lint.output import as_json, github, sarif
@@ -36,7 +36,7 @@ def _codes(context: click.Context, parameter: click.Parameter, value: Sequence[s
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, type=PathArgument())
 @click.option(
     "--format",
     "form",
@@ -77,8 +77,8 @@ def lint(
     \b
     Exit code:
       0   nothing was found
-      1   something was found
-      2   the request is invalid, or a file cannot be read or parsed
+      1   something was found, or a file cannot be read or parsed
+      2   the request is invalid
 
     \b
     Examples:
@@ -106,9 +106,7 @@ def lint(
     if form == "text":
         files = len({finding.path for finding in findings})
         click.echo(f"{_number(findings, 'finding')} in {files} of {_number(results, 'file')}", err=True)
-    if problems:
-        return ERROR
-    return FINDINGS if findings and not exit_zero else 0
+    return FINDINGS if (findings or problems) and not exit_zero else 0
 
 
 def _settings(config: Path | None, select: frozenset[str] | None, ignore: frozenset[str] | None) -> Settings:

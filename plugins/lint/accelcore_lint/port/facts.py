@@ -14,12 +14,14 @@ from libcst.helpers import get_full_name_for_node
 
 from accelcore_lint.port.model import Level
 from accelcore_lint.port.place import Place
-from accelcore_lint.port.vendors import own_options
+from accelcore_lint.port.vendors import DEVICES, own_options
 
 __all__ = ["Facts", "argument", "arguments", "dotted", "text_of"]
 
+_VARIABLE = r"(?:LOCAL_RANK|SLURM_LOCALID|OMPI_COMM_WORLD_LOCAL_RANK|MV2_COMM_WORLD_LOCAL_RANK)"
 _LOCAL_RANK = re.compile(
-    r"(\w+\.)?_?local_?rank|int\(os\.environ\[.LOCAL_RANK.\]\)|int\(os\.getenv\(.LOCAL_RANK.[^)]*\)\)"
+    r"(\w+\.)?_?(local_?rank|LOCAL_RANK)"
+    rf"|int\(os\.environ\[.{_VARIABLE}.\]\)|int\(os\.(getenv|environ\.get)\(.{_VARIABLE}.[^)]*\)\)"
 )
 _RANK_PER_HOST = re.compile(r"[\w.()\[\]\"' ]*rank[\w.()\[\]\"']* ?% ?([\w.]*device_count\(\)|\w*(gpus|devices)\w*)")
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn")
@@ -144,9 +146,9 @@ class Facts:
         values = [*self._assigned.get(text, []), *self._passed(text, node)]
         if not values or text in seen:
             return False
-        return all(
-            text_of(value) == "None" or self._is_local_rank(text_of(value), value, (*seen, text)) for value in values
-        ) and any(text_of(value) != "None" for value in values)
+        # None and 0 are the devices of a script that no launcher started: the one that accelcore chooses.
+        ranks = [value for value in values if text_of(value) not in ("None", "0")]
+        return bool(ranks) and all(self._is_local_rank(text_of(value), value, (*seen, text)) for value in ranks)
 
     def _passed(self, text: str, node: cst.CSTNode) -> list[cst.BaseExpression]:
         """Return what the file's calls pass for a parameter of the function, or of the constructor, around a node.
@@ -210,6 +212,17 @@ class Facts:
     def values(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
         """Return what the file assigns to a name."""
         return self._assigned.get(text_of(node), []) if isinstance(node, (cst.Name, cst.Attribute)) else []
+
+    def chooses_by(self, index: cst.BaseExpression) -> bool:
+        """Return whether the script chooses a device by this expression, apart from DistributedDataParallel's."""
+        text = text_of(index)
+        return any(
+            text in text_of(arg.value)
+            for call in self.calls
+            if (self.name(call.func) or "").endswith((".set_device", "torch.device"))
+            or (isinstance(call.func, cst.Attribute) and call.func.attr.value in (*DEVICES, "to", "format"))
+            for arg in call.args
+        )
 
     def sets_device(self, index: cst.BaseExpression) -> bool:
         """Return whether the script makes this index the current device somewhere."""

@@ -95,9 +95,8 @@ def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, sour
     if re.search(_OF_RANKS, source):
         raise NotCanonicalError("the script trains on several ranks by itself")
     text = text_of(loop)
-    for word in (r"\.grad\b", r"\bcontinue\b", r"\bbreak\b", r"\byield\b", r"\breturn\b", r"retain_graph"):
-        if re.search(word, text):
-            raise NotCanonicalError(f"there is `{word.strip(chr(92) + 'b.').replace(chr(92), '')}` in it")
+    if word := re.search(r"\.grad\b|\b(continue|break|yield|return|retain_graph)\b", text):
+        raise NotCanonicalError(f"there is `{word[0]}` in it")
     before = {text_of(part): part for line in _plain(block, anchor) for part in line.body}
     made = _assigned(before)
     steps = _Steps(loop)

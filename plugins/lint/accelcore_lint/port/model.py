@@ -65,14 +65,16 @@ class Left:
 
     Attributes:
         reason: one line for the comment above the statement, and for the report.
-        claims: as in `Rewrite`; the node itself is always claimed as a whole.
+        claims: as in `Rewrite`; the node itself is claimed as a whole, unless `inner` is set.
         harmless: whether other devices ignore the line. It is reported, without a comment.
+        inner: whether rules still look at the parts of the node.
         retry: for a part of an `if`'s condition: what to do instead if all that the `if` guards is rewritten.
     """
 
     reason: str
     claims: Sequence[cst.CSTNode] = ()
     harmless: bool = False
+    inner: bool = False
     retry: Rewrite | None = None
 
 

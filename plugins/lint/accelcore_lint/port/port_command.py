@@ -11,7 +11,7 @@ import click
 import libcst as cst
 from rich.console import Console
 
-from accelcore_lint.command import ERROR, FINDINGS, Command
+from accelcore_lint.command import ERROR, FINDINGS, Command, PathArgument
 from accelcore_lint.port.check import compare
 from accelcore_lint.port.files import FileError, find_scripts, read_script, write_script
 from accelcore_lint.port.model import Level
@@ -35,7 +35,7 @@ class _PortCommand(Command):
 
 
 @click.command(cls=_PortCommand)
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, required=True, type=PathArgument())
 @click.option("--check", is_flag=True, help="Run one script and its port on the CPU, and compare their losses.")
 @click.option(
     "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Losses that --check compares."

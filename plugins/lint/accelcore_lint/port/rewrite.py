@@ -125,16 +125,16 @@ class _Decisions(cst.CSTVisitor):
                 self._leave(rule, node, decision)
             else:
                 self._waiting[guard].append((rule, node, decision))
-            return False
+            return decision.inner
         if isinstance(node, (cst.If, cst.IfExp)):
-            self._marks[node] = (len(self.rewritten), len(self.left) + len(self.harmless))
+            self._marks[node] = (len(self.rewritten) + len(self.harmless), len(self.left))
         return True
 
     def on_leave(self, original_node: cst.CSTNode) -> None:
         for rule, node, decision in self._waiting.pop(original_node, ()):
             rewritten, left = self._marks[original_node]
-            done = len(self.rewritten) > rewritten or _moves_batches(original_node)
-            done = done and len(self.left) + len(self.harmless) == left
+            done = len(self.rewritten) + len(self.harmless) > rewritten or _moves_batches(original_node)
+            done = done and len(self.left) == left
             if done and decision.retry is not None:
                 self._rewrite(rule, node, decision.retry)
             else:

@@ -6,7 +6,7 @@ import io
 import re
 import tokenize
 
-__all__ = ["DEVICES", "GROUPS", "MODULES", "device_text", "may_concern", "own_options", "vendor_lines"]
+__all__ = ["DEVICES", "GROUPS", "MODULES", "device_text", "may_concern", "own_options", "type_text", "vendor_lines"]
 
 DEVICES = ("cuda", "npu")
 """Names of devices that scripts are ported from."""
@@ -20,6 +20,7 @@ MODULES = ("apex", "torch_npu")
 _WORDS = {*DEVICES, *MODULES, "cudnn", "device_ids", "output_device", "npu_fusion_attention"}
 _OPTION = re.compile(r"NpuFused\w+")
 _TEXT = re.compile(rf"({'|'.join(DEVICES)})(:(\d+|%d|\{{.*\}}|\{{\}}))?")
+_TYPE = re.compile(rf"torch\.({'|'.join(DEVICES)})\.\w*Tensor")
 _IMPORTS = re.compile(rb"(?m)^[ \t\f]*(from|import)\b[^\n#]*\b(torch|torch_npu|torchvision|apex)\b")
 _OUR_APEX = re.compile(r"(?m)^\s*from accelcore import (.*, *)?apex\b")
 _NAMESPACES = re.compile(r"(?m)^[ \t]*(\w+)(?:, *\w+)?[ \t]*=[ \t]*[\w.]+\.parse_(?:known_)?args\(")
@@ -31,6 +32,11 @@ _STRING = re.compile(r"(?s)[a-zA-Z]*('''|\"\"\"|'|\")(.*)\1")
 def device_text(text: str) -> bool:
     """Return whether the value of a string is the name of a device: `cuda`, `cuda:0`, `cuda:{rank}`."""
     return _TEXT.fullmatch(text) is not None
+
+
+def type_text(text: str) -> bool:
+    """Return whether the value of a string is the name of a type of one device: `torch.cuda.FloatTensor`."""
+    return _TYPE.fullmatch(text) is not None
 
 
 def may_concern(source: bytes) -> bool:
@@ -79,7 +85,7 @@ def vendor_lines(source: str) -> set[int]:
         elif kind == tokenize.STRING and not statement_begins:
             match = _STRING.fullmatch(text)
             value = match[2] if match else ""
-            if device_text(value) or value in GROUPS:
+            if device_text(value) or type_text(value) or value in GROUPS:
                 found.add(line)
         elif tokenize.tok_name[kind] == "FSTRING_MIDDLE" and text.rstrip(":") in DEVICES:
             found.add(line)

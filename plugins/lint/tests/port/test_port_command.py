@@ -85,8 +85,11 @@ def test_a_link_out_of_the_folder_is_refused(script, tmp_path):
     assert script.read_text() == SCRIPT
 
 
-def test_a_path_that_does_not_exist_is_an_error(tmp_path):
-    assert run(tmp_path / "none.py").return_value == 2 or "does not exist" in run(tmp_path / "none.py").output
+@pytest.mark.parametrize(("path", "words"), [("none.py", "does not exist"), ("", "empty")])
+def test_a_path_that_does_not_exist_or_is_empty_is_an_error(path, words):
+    result = CliRunner().invoke(port, [path])
+    assert result.exit_code == 2
+    assert words in result.output
 
 
 @pytest.mark.full

@@ -31,6 +31,13 @@ STATEMENTS = [
     "import torch_npu",
     "from torch.cuda import amp",
     "torch = torch",
+    "torch.backends.cudnn.deterministic = True",
+    "torch.backends.cudnn.benchmark = False",
+    "torch.backends.cuda.matmul.allow_tf32 = True",
+    "T = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.FloatTensor\ny = T(2, 3).type(T)",
+    "with torch.cuda.stream(s):\n    x = x.cuda()",
+    "torch.cuda.current_stream().wait_stream(s)",
+    "net = torch.nn.DataParallel(model.cuda())",
 ]
 COMMENTS = st.sampled_from(["", "  # one", "  # cuda, two", "\t# three"])
 LINE = st.tuples(st.sampled_from(STATEMENTS), COMMENTS, st.sampled_from(["", "# above\n", "\n\n", "\f\n"]))

@@ -8,7 +8,7 @@ from accelcore_lint.port.facts import Facts, text_of
 from accelcore_lint.port.imports import APEX
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import index_of, whole
-from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES
+from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, type_text
 
 __all__ = ["LEFTOVERS"]
 
@@ -23,6 +23,9 @@ _REASONS = {
     "get_device_properties": "properties of the device: torch has no generic function",
     "get_device_capability": "the generation of a vendor's chips: torch has no generic function",
     "device": "a context of one vendor's device: a process has one device here",
+    "nvtx": "ranges of NVIDIA's profiler: torch.profiler.record_function(name) is a context for all devices",
+    "cudart": "functions of the CUDA runtime: torch.profiler records on all devices",
+    "memory_summary": "a table of one vendor's allocator: torch.accelerator.memory_stats() has figures",
     "amp": "mixed precision of one vendor, in a form that is not known",
 }
 _SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda")
@@ -91,6 +94,8 @@ def _decide_string(node: cst.SimpleString, facts: Facts) -> Left | None:
         return None
     if isinstance(parent, cst.DictElement) and parent.key is node:
         return None
+    if isinstance(node.evaluated_value, str) and type_text(node.evaluated_value):
+        return Left(_REASONS["FloatTensor"])
     if index_of(node)[0] or node.evaluated_value in GROUPS:
         return Left("a vendor's name in a place where it is not certain what it is for")
     return None

@@ -13,10 +13,18 @@ from accelcore_lint.port.rules.device_strings import device_source
 __all__ = ["REPLICAS"]
 
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
+_DATA_PARALLEL = (
+    "torch.nn.DataParallel",
+    "torch.nn.parallel.DataParallel",
+    "torch.nn.parallel.data_parallel.DataParallel",
+)
 _DEVICES = ("device_ids", "output_device")
 
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
+    if facts.name(node.func) in _DATA_PARALLEL:
+        reason = "DataParallel works on CUDA only: start a process for each device, and use DistributedDataParallel"
+        return Left(reason, inner=True)
     if facts.name(node.func) not in _DDP:
         return None
     given = [arg for arg in node.args if arg.keyword is not None and arg.keyword.value in _DEVICES]
@@ -31,8 +39,9 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if facts.level is Level.TORCH or (facts.place.is_apart(node) and facts.is_local_rank(index)):
         return _where_there_is_one(facts, node, given)
     source = device_source(facts, node, index)
-    if isinstance(source, Left) and text_of(index) not in ("device", "args.device"):
-        return source
+    own = text_of(index) in ("device", "args.device") or not (isinstance(index, cst.Integer) or facts.chooses_by(index))
+    if isinstance(source, Left) and not own:
+        return source  # otherwise the model is where the script moved it: on the process's one device
     if "module" in facts.attributes:
         # `net.module` is only there if the model is wrapped, also in a job of one rank.
         device = facts.place.device(node)

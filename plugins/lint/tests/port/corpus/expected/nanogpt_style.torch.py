@@ -19,7 +19,7 @@ if ddp:
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(device)
 torch.manual_seed(1337)
-torch.backends.cuda.matmul.allow_tf32 = True # allow tf32 on matmul
+torch.set_float32_matmul_precision("high") # allow tf32 on matmul
 device_type = accelerator.type if "cpu" not in device else 'cpu' # for later use in torch.autocast
 ptdtype = {'float32': torch.float32, 'bfloat16': torch.bfloat16}[dtype]
 ctx = nullcontext() if device_type == 'cpu' or dtype == 'float32' else torch.amp.autocast(device_type=device_type, dtype=ptdtype)

@@ -1,0 +1,59 @@
+"""Settings of a vendor's libraries that torch has for all devices, and those that only repeat torch's default."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from accelcore_lint.port.facts import Facts, text_of
+from accelcore_lint.port.model import Example, Level, Rewrite, Rule
+from accelcore_lint.port.removed import removed
+
+__all__ = ["SWITCHES"]
+
+_CUDNN = "torch.backends.cudnn."
+_DEFAULTS = {
+    f"{_CUDNN}benchmark": "False",
+    f"{_CUDNN}deterministic": "False",
+    f"{_CUDNN}enabled": "True",
+    f"{_CUDNN}allow_tf32": "True",
+}
+_GENERIC = {
+    ("torch.backends.cuda.matmul.allow_tf32", "True"): 'set_float32_matmul_precision("high")',
+    ("torch.backends.cuda.matmul.allow_tf32", "False"): 'set_float32_matmul_precision("highest")',
+}
+
+
+def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
+    assign = node.body[0]
+    if len(node.body) != 1 or not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
+        return None
+    target = assign.targets[0].target
+    name, value = facts.name(target) or "", text_of(assign.value)
+    if _DEFAULTS.get(name) == value and all(text_of(other) == value for other in facts.values(target)):
+        return Rewrite(removed, node.body)
+    source = _GENERIC.get((name, value))
+    if source is None:
+        return None
+    new = cst.Expr(cst.parse_expression(f"{facts.torch}.{source}"))
+    imports = () if facts.has_torch_name else ("import torch",)
+    return Rewrite(lambda updated: updated.with_changes(body=[new]), node.body, imports)
+
+
+SWITCHES = Rule(
+    "switch",
+    "settings of cuDNN and cuBLAS that all devices have, or that are torch's default",
+    (cst.SimpleStatementLine,),
+    _decide,
+    (
+        Example(
+            Level.TORCH,
+            "torch.backends.cuda.matmul.allow_tf32 = True",
+            'torch.set_float32_matmul_precision("high")',
+        ),
+        Example(
+            Level.ROLES,
+            "loss.backward()\ntorch.backends.cudnn.benchmark = False",
+            "loss.backward()",
+        ),
+    ),
+)

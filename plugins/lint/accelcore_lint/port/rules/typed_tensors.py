@@ -1,0 +1,158 @@
+"""Types of tensors of one device: `torch.cuda.FloatTensor(2, 3)`, `x.type(torch.cuda.FloatTensor)`, their names."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from accelcore_lint.port.facts import Facts, text_of
+from accelcore_lint.port.model import Example, Level, Rewrite, Rule
+from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
+from accelcore_lint.port.vendors import DEVICES
+
+__all__ = ["TYPED"]
+
+_DTYPES = {
+    "FloatTensor": "float32", "DoubleTensor": "float64", "HalfTensor": "float16", "BFloat16Tensor": "bfloat16",
+    "LongTensor": "int64", "IntTensor": "int32", "ShortTensor": "int16", "CharTensor": "int8", "ByteTensor": "uint8",
+    "BoolTensor": "bool",
+}  # fmt: skip
+_OF_DEVICE = {f"torch.{device}.{kind}": kind for device in DEVICES for kind in _DTYPES}
+
+
+def _decide(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | None:
+    if facts.indexes - {"0"}:
+        return None  # the type leaves a tensor on the one of several devices where it is
+    if isinstance(node, cst.IfExp):
+        return _decide_choice(node, facts)
+    if isinstance(node.func, cst.Attribute) and node.func.attr.value == "type" and len(node.args) == 1:
+        return _decide_type(node, facts)
+    kind = _OF_DEVICE.get(facts.name(node.func) or "")
+    if kind is not None and not _makes(node, facts):
+        return None
+    if kind is None and _of_name(node.func, facts) is None:
+        return None
+    to = [cst.Arg(cst.parse_expression(_device(node, node.func, facts)))]
+    func = node.func if kind is None else cst.parse_expression(f"{facts.torch}.{kind}")
+
+    def build(updated: cst.Call) -> cst.Call:
+        made = updated.with_changes(func=func, lpar=(), rpar=())
+        return cst.Call(cst.Attribute(made, cst.Name("to")), to, lpar=updated.lpar, rpar=updated.rpar)
+
+    return Rewrite(build, [node.func], () if facts.has_torch_name else ("import torch",))
+
+
+def _decide_choice(node: cst.IfExp, facts: Facts) -> Rewrite | None:
+    """Write `torch.cuda.FloatTensor if cuda else torch.FloatTensor` as the latter; its uses move what they make."""
+    assign = facts.parent(node)
+    if not isinstance(assign, cst.Assign) or _of_name(assign.targets[0].target, facts) is None:
+        return None
+    return whole(node, f"{facts.torch}.{_kind_of(node, facts)}")
+
+
+def _decide_type(node: cst.Call, facts: Facts) -> Rewrite | None:
+    (given,) = node.args
+    named = _of_name(given.value, facts)
+    kind = _OF_DEVICE.get(facts.name(given.value) or "") or (named and named[0])
+    if kind is None or given.keyword is not None or given.star:
+        return None
+    sources = (_device(node, given.value, facts), f"{facts.torch}.{_DTYPES[kind]}")
+    args = [cst.Arg(cst.parse_expression(source)) for source in sources]
+    func = cst.ensure_type(node.func, cst.Attribute)
+
+    def build(updated: cst.Call) -> cst.Call:
+        return updated.with_changes(func=updated.func.with_changes(attr=cst.Name("to")), args=args)
+
+    return Rewrite(build, [func.attr, *node.args])
+
+
+def _device(site: cst.CSTNode, kind: cst.BaseExpression, facts: Facts) -> str:
+    """Return the source of the device of a type, or of a name that stands for one."""
+    named = _of_name(kind, facts)
+    device = facts.place.device(site)
+    return device if named is None or not named[1] else f'{device} if {named[1]} else "cpu"'
+
+
+def _kind_of(choice: cst.BaseExpression, facts: Facts) -> str | None:
+    """Return the type that `torch.cuda.FloatTensor if condition else torch.FloatTensor` chooses, on any device."""
+    if not isinstance(choice, cst.IfExp):
+        return None
+    kind = _OF_DEVICE.get(facts.name(choice.body) or "")
+    same = {f"torch.{kind}", *(["torch.Tensor"] if kind == "FloatTensor" else [])}
+    return kind if facts.name(choice.orelse) in same else None
+
+
+def _of_name(name: cst.CSTNode, facts: Facts) -> tuple[str, str] | None:
+    """Return the type that a name stands for, and the script's own condition for it, if it has one.
+
+    None unless all uses of the name are known.
+    """
+    values = facts.values(name) if isinstance(name, cst.Name) else []
+    if not isinstance(name, cst.Name) or len(values) != 1 or (kind := _kind_of(values[0], facts)) is None:
+        return None
+    known = 1
+    for call in facts.calls:
+        made = isinstance(call.func, cst.Name) and call.func.value == name.value and _makes(call, facts)
+        is_type = isinstance(call.func, cst.Attribute) and call.func.attr.value == "type" and len(call.args) == 1
+        known += made or (is_type and text_of(call.args[0].value) == name.value)
+    condition = cst.ensure_type(values[0], cst.IfExp).test
+    if known != facts.uses[name.value]:
+        return None
+    if _asks(condition, facts):
+        return kind, ""
+    plain = isinstance(condition, (cst.Name, cst.Attribute)) and facts.name(condition) is None
+    return (kind, text_of(condition)) if plain and "is_cuda" not in text_of(condition) else None
+
+
+def _asks(condition: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether a condition is true exactly where there is an accelerator."""
+    if isinstance(condition, cst.IfExp):
+        plain = (text_of(condition.body), text_of(condition.orelse)) == ("True", "False")
+        return plain and _asks(condition.test, facts)
+    if isinstance(condition, cst.Call):
+        return facts.name(condition.func) in AVAILABLE
+    values = facts.values(condition) if isinstance(condition, cst.Name) else []
+    return len(values) == 1 and not isinstance(values[0], cst.Name) and _asks(values[0], facts)
+
+
+def _makes(call: cst.Call, facts: Facts) -> bool:
+    """Return whether a call certainly makes a tensor from sizes, or from data on the host."""
+    if any(arg.keyword is not None or arg.star for arg in call.args):
+        return False
+    return len(call.args) != 1 or _is_host(call.args[0].value, facts)
+
+
+def _is_host(node: cst.BaseExpression, facts: Facts, depth: int = 3) -> bool:
+    if isinstance(node, (cst.List, cst.Tuple, cst.ListComp, cst.Integer)):
+        return True
+    if isinstance(node, cst.Call):
+        method = node.func.attr.value if isinstance(node.func, cst.Attribute) else text_of(node.func)
+        return (facts.name(node.func) or "").startswith("numpy.") or method in ("size", "len", "int", "numpy", "tolist")
+    values = facts.values(node)
+    return bool(values) and depth > 0 and all(_is_host(value, facts, depth - 1) for value in values)
+
+
+TYPED = Rule(
+    "typed tensor",
+    "tensors made or converted by a type of one device",
+    (cst.Call, cst.IfExp),
+    _decide,
+    (
+        Example(
+            Level.TORCH,
+            "noise = torch.cuda.FloatTensor(2, 3).normal_()",
+            "noise = torch.FloatTensor(2, 3).to(device).normal_()",
+        ),
+        Example(
+            Level.ROLES,
+            "images = images.type(torch.cuda.HalfTensor)",
+            "images = images.to(accel.device, torch.float16)",
+        ),
+        Example(
+            Level.ROLES,
+            "Tensor = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.Tensor\n"
+            "ones = Tensor(x.size(0), 1).fill_(1.0)\nx = x.type(Tensor)",
+            "Tensor = torch.FloatTensor\nones = Tensor(x.size(0), 1).to(accel.device).fill_(1.0)\n"
+            "x = x.to(accel.device, torch.float32)",
+        ),
+    ),
+)
