@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import sys
 from importlib import invalidate_caches
 from pathlib import Path
 
@@ -44,6 +45,10 @@ def installed(tmp_path, monkeypatch):
         (metadata / "entry_points.txt").write_text(f"[accelcore.{group}]\n{point}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     invalidate_caches()
+    yield
+    for module in list(sys.modules):  # another test may import a newer package of the same name
+        if module.partition(".")[0] in ("accelcore_hostchip", "accelcore_kept", "kept_lion"):
+            del sys.modules[module]
 
 
 def test_the_interface_that_they_were_written_for_is_supported():
