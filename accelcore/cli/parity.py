@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelcore.cli.options import check_script, common, device_option, json_option, number
+from accelcore.devices.plugins import AUTOLOAD
 from accelcore.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -169,16 +170,15 @@ def _failed(code: int) -> int:
 @contextmanager
 def _no_device() -> Iterator[None]:
     """Import torch here without the packages of devices: they may work only as `--emulate` sets them up."""
-    name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+    before = os.environ.get(AUTOLOAD)
+    os.environ[AUTOLOAD] = "0"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[name]
+            del os.environ[AUTOLOAD]
         else:
-            os.environ[name] = before
+            os.environ[AUTOLOAD] = before
 
 
 def _can_be_closer(found: Result) -> bool:
