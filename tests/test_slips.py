@@ -131,3 +131,28 @@ def test_what_ranks_cannot_exchange_is_refused(accel, value):
     for call in (job.mean, job.all_reduce, job.broadcast):
         with pytest.raises(ConfigurationError, match="tensor"):
             call(value)
+
+
+def test_a_learning_rate_may_be_given_as_to_torchs_classes(accel):
+    parameters = list(torch.nn.Linear(2, 1).parameters())
+    assert accel.optimizers.create("adamw", parameters, 0.5).param_groups[0]["lr"] == 0.5
+
+
+def test_a_model_without_values_is_refused(accel):
+    model = torch.nn.Linear(2, 1, device="meta")
+    with pytest.raises(ConfigurationError, match=r"'weight'(?s:.*)no values"):
+        accel.trainer(model, torch.optim.SGD(model.parameters()))
+
+
+def test_the_class_of_an_observer_says_to_make_one(accel):
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ConfigurationError, match=r"Progress\(\.\.\.\)"):
+        accel.trainer(model, torch.optim.SGD(model.parameters()), observers=[accelcore.Progress])
+
+
+@pytest.mark.parametrize("returned", ["0.5", None, [torch.ones(2)]])
+def test_what_has_no_mean_is_refused(accel, returned):
+    model = torch.nn.Linear(2, 1)
+    trainer = accel.trainer(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(accelcore.TrainingError, match="not a tensor"):
+        trainer.evaluate([torch.ones(2, 2)]).mean(lambda batch: returned)

@@ -218,9 +218,12 @@ class MissingRanks:
                 )
         if failed := _select(others, lambda note: bool(note.failed)):
             return self._others_failed(failed, notes, why, remedy)
+        places = _places([*notes][:_NAMED], notes)
+        if remedy:  # an error of accelcore's own, which names the call
+            return DistributedError(why, why=places, remedy=remedy)
         return DistributedError(
             "a collective failed, and no rank of this job is missing",
-            why=f"{_places([*notes][:_NAMED], notes)}; {why}",
+            why=f"{places}; {why}",
             remedy="check whether all ranks call the same collectives: accelcore run --check-collectives",
         )
 

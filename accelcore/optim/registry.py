@@ -147,8 +147,8 @@ class Optimizers:
         self,
         name: str | type[torch.optim.Optimizer],
         params: Parameters,
-        *,
         lr: float | torch.Tensor | None = None,
+        *,
         route: str = "auto",
         **options: Any,
     ) -> RoutedOptimizer:

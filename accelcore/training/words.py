@@ -14,7 +14,8 @@ OPTIONS = {
     "accumulate_grad_batches": "accumulate", "gradient_accumulation_steps": "accumulate", "grad_clip": "clip_norm",
     "gradient_clip_val": "clip_norm", "max_grad_norm": "clip_norm", "strategy": "parallel", "lr_scheduler": "scheduler",
     "criterion": "loss", "loss_fn": "loss", "callbacks": "observers", "gradient_checkpointing": "checkpoint",
-    "torch_compile": "compile",
+    "activation_checkpointing": "checkpoint", "recompute": "checkpoint", "torch_compile": "compile",
+    "warmup_steps": "warmup", "num_warmup_steps": "warmup", "num_training_steps": "total_steps",
     "amp": "fp16", "mixed": "bf16", "DistributedDataParallel": "ddp", "dp": "ddp", "FullyShardedDataParallel": "fsdp",
 }  # fmt: skip
 """Options of a trainer, then values of `precision` and `parallel`."""

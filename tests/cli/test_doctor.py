@@ -233,6 +233,7 @@ def test_deep_imports_torch_and_multiplies_on_every_usable_backend(machine):
     assert {trial["name"]: trial["outcome"] for trial in deep["backends"]} == {
         "cpu": "works", "cuda": "not tried", "npu": "not tried",
     }  # fmt: skip
+    assert "kernels" in " ".join(named(deep["backends"], "cpu")["notes"]), "what the backend has logged"
 
 
 ENDS = {

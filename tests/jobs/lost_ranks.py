@@ -91,8 +91,10 @@ def train() -> None:
             job.barrier()
         if sys.argv[1] == "evaluates alone" and job.rank == 0:
             [model(rows) for rows in trainer.evaluate([torch.ones(2, 3)] * 4)]
-        if sys.argv[1] == "gathers alone" and job.rank == 0:
+        if sys.argv[1].startswith("gathers") and job.rank == 0:
             job.gather(torch.ones(1))
+        if sys.argv[1] == "gathers before a barrier":
+            job.barrier()
         if sys.argv[1] == "another collective":
             tensor = torch.ones(3)
             accel.collectives.broadcast(tensor) if job.rank else accel.collectives.all_reduce(tensor)

@@ -132,7 +132,12 @@ def test_ranks_that_failed_because_another_did_are_not_named_beside_it(run, way,
 
 @pytest.mark.parametrize(
     ("way", "call"),
-    [("saves alone", "trainer.save("), ("gathers alone", "job.gather("), ("evaluates alone", "trainer.evaluate(")],
+    [
+        ("saves alone", "trainer.save("),
+        ("gathers alone", "job.gather("),
+        ("gathers before a barrier", "job.gather("),
+        ("evaluates alone", "trainer.evaluate("),
+    ],
 )
 def test_a_call_on_the_main_rank_only_is_named_with_its_line_and_what_to_do(run, way, call):
     (first, _), codes = run(way)

@@ -140,6 +140,7 @@ def test_a_backend_lives_in_a_config(accel):
         ({"mixed_precision": "bf16"}, "'mixed_precision'(.|\n)*did you mean 'precision'"),
         ({"gradient_accumulation_steps": 4}, "did you mean 'accumulate'"),
         ({"max_grad_norm": 1.0}, "did you mean 'clip_norm'"),
+        ({"recompute": nn.Linear}, "did you mean 'checkpoint'"),
         ({"strategy": "ddp"}, "did you mean 'parallel'"),
         ({"parallel": "DDP"}, "did you mean 'ddp'"),
         ({"parallel": nn.parallel.DistributedDataParallel}, "did you mean parallel='ddp'"),

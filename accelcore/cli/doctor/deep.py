@@ -6,6 +6,7 @@ The child may crash, hang or raise. It writes a line that begins with `SAYS`: th
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import traceback
@@ -28,7 +29,7 @@ __all__ = ["SAYS", "WORKS", "Deep", "Trial", "examine", "main", "try_torch"]
 
 SAYS = "accelcore trial: "  # begins the line in which the child reports its result
 WORKS = "works"  # the result if all is well; exit code 0 alone may come from a library that exits
-_NOTES = "accelcore notes: "  # begins the line with a JSON list of remarks on torch
+_NOTES = "accelcore notes: "  # begins the line with a JSON list of remarks
 _KEPT = 30  # lines of a child's stderr
 _LONGEST = 300  # characters of its last line that are shown
 _REMEDIES = {
@@ -46,7 +47,8 @@ class Trial:
         name: `"torch"` or a backend.
         outcome: `"works"`, `"failed"` (it raised), `"crashed"` (a signal ended it), `"hung"` or `"not tried"`.
         stderr: the last lines that the process wrote.
-        notes: remarks on a torch that works: a device that no plugin serves, a package that answers for another.
+        notes: remarks if it works: on torch, a device that no plugin serves or a package that answers for another; on
+            a backend, what it has logged.
     """
 
     name: str
@@ -143,8 +145,19 @@ def _remarks() -> Iterator[str]:
         yield f"`accelcore new-backend {device}` writes the package"
 
 
+class _Kept(logging.Handler):
+    """Keeps the messages of accelcore's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 def main() -> int:
-    """Import torch, and multiply two matrices on the backend that the arguments may name: the child process."""
+    """Import torch, and try the backend that the arguments may name, in the child process."""
     try:
         import torch
 
@@ -153,11 +166,22 @@ def main() -> int:
         for name in sys.argv[1:]:
             import accelcore
 
+            kept, logger = _Kept(), logging.getLogger("accelcore")
+            logger.setLevel(logging.INFO)
+            logger.addHandler(kept)
             backend = accelcore.select(name)
             matrix = torch.tensor([[0.0, 1.0], [2.0, 3.0]], device=backend.device)
             product = (matrix @ matrix).cpu().tolist()
             if product != [[2.0, 3.0], [6.0, 11.0]]:
                 raise ArithmeticError(f"{name} multiplies wrongly: [[0, 1], [2, 3]] squared is {product}")
+            if "adamw" in backend.optimizers.names():  # the first optimizer may build kernels
+                parameter = torch.nn.Parameter(matrix)
+                parameter.grad = torch.ones_like(matrix)
+                backend.optimizers.create("adamw", [parameter], lr=1.0, weight_decay=0.0).step()
+                updated = parameter.detach().cpu().round().tolist()
+                if updated != [[-1.0, 0.0], [1.0, 2.0]]:
+                    raise ArithmeticError(f"{name} updates wrongly: [[0, 1], [2, 3]] less 1 is {updated}")
+            sys.stderr.write(f"{_NOTES}{json.dumps(kept.messages)}\n")
     except BaseException as error:  # noqa: BLE001  # SystemExit too: it is the plugin's, not this program's
         traceback.print_exc()
         while error.__cause__ is not None:

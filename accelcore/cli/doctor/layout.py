@@ -139,6 +139,8 @@ def _trial(label: str, trial: Trial) -> Iterator[_Line]:
     seconds = "" if trial.outcome == "not tried" else f"  {trial.seconds:.1f} s"
     yield 2, f"{label}  {trial.outcome}{seconds}", _STYLES.get(trial.outcome, _BAD)
     yield from _explained(trial.reason, trial.remedy)
+    if trial.name != "torch":  # a heading of its own has torch's
+        yield from ((6, note, "") for note in trial.notes)
 
 
 def _explained(reason: str, remedy: str) -> Iterator[_Line]:

@@ -287,10 +287,10 @@ class DataStreams:
         self._warned = True
         if self._collectives.rank == 0:
             logger.warning(
-                "no batch of this training came through trainer.batches(loader): its position in the data is not "
-                "saved, a resumed run begins at epoch 0, and in a job each rank trains on all of the data, unless the "
-                "script divides it. Write `for batch in trainer.batches(loader):`, with shard=False if the loader "
-                "divides the data itself; or count epochs yourself and set trainer.epoch"
+                "no batch of this training came through trainer.batches(loader): checkpoints have no position in the "
+                "data, and in a job each rank trains on all of the data, unless the script divides it. Write `for "
+                "batch in trainer.batches(loader):`, with shard=False if the loader divides the data itself; or "
+                "set trainer.epoch yourself"
             )
 
     def state_dict(self) -> dict[str, Any]:

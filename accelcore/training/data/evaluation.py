@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from accelcore.jobs.job import Job
 from accelcore.training.agreement import Agreement
 from accelcore.training.data.sharding import Batches, check_loader, share_once
 from accelcore.util.containers import rows
+from accelcore.util.text import kind_of
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
@@ -50,7 +51,8 @@ class Evaluation(Batches):
             A float, or a dict of floats.
 
         Raises:
-            TrainingError: `function` returned a scalar, and the batch has no tensor whose length is its number of rows.
+            TrainingError: `function` returned something else; or a scalar, and the batch has no tensor whose length is
+                its number of rows.
             ConfigurationError: there are no rows at all.
         """
         totals: dict[str, list[Tensor]] = defaultdict(list)
@@ -76,6 +78,11 @@ class Evaluation(Batches):
 
 def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
     """Return the sum of the values of a batch, and their number."""
+    if not isinstance(value, Tensor | SupportsFloat):
+        raise TrainingError(
+            f"the function returned {kind_of(value)} for a batch, not a tensor",
+            remedy="return a tensor with one value for each row, a scalar, or a dict of these",
+        )
     value = torch.as_tensor(value).detach()
     if value.dim():
         return value.float().sum(), value.numel()

@@ -29,9 +29,10 @@ class Observe:
         observers = plan.options["observers"]
         strange = [each for each in observers if not isinstance(each, Observer)]
         if strange:
+            name = strange[0].__name__ if isinstance(strange[0], type) else ""
             raise ConfigurationError(
                 f"observers= has {strange[0]!r}, which is not an observer",
-                remedy="derive its class from accelcore.Observer",
+                remedy=f"make one: {name}(...)" if name else "derive its class from accelcore.Observer",
             )
         plan.listeners = listeners = Listeners(observers)
         if plan.options["graph"] and (listeners.measures_norm or listeners.overflow or listeners.output):

@@ -42,6 +42,12 @@ class Place:
                 f"the model is already wrapped in {type(plan.model).__name__}",
                 remedy='pass the bare module, and parallel="ddp"',
             )
+        if empty := [name for name, one in plan.model.named_parameters() if one.is_meta]:
+            raise ConfigurationError(
+                f"{len(empty)} of the model's parameters are on the meta device, such as {empty[0]!r}",
+                why="they have no values",
+                remedy="make the model without torch.device('meta'), or load weights with assign=True first",
+            )
         names = {id(parameter) for parameter in plan.model.parameters()}
         strangers = sum(id(parameter) not in names for members in plan.groups() for parameter in members)
         if strangers:

@@ -87,7 +87,7 @@ def _built(folder: Path) -> tuple[Path, int]:
     library.ahead_quickest.restype, library.ahead_quickest.argtypes = ctypes.c_long, [ctypes.c_int, ctypes.c_double]
     ahead: int = library.ahead_quickest(_ADAM, _SECONDS)
     seconds = time.perf_counter() - began
-    logger.info("built the optimizers' kernels in %.1f seconds; they prefetch %d bytes ahead", seconds, ahead)
+    logger.info("built the optimizers' kernels in %.1f seconds", seconds)
     return path, ahead
 
 
@@ -119,4 +119,5 @@ def _typed(path: Path, ahead: int) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     library.ahead_set(ahead)
+    logger.info("the optimizers' kernels prefetch %d bytes ahead, which is quickest on this CPU", ahead)
     return library
