@@ -1,12 +1,12 @@
-"""Precision: which operators run in which dtype, and how exact fp32 arithmetic is."""
+"""Precision: which operators run in which dtype, how exact fp32 arithmetic is, and the contexts of a training."""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -16,9 +16,12 @@ from accelcore.backend import Capabilities
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.precision.o1.autocast import Region, listed_operators, torch_operators
 from accelcore.precision.o1.table import Treatment
+from accelcore.precision.policy import Policy
 from accelcore.torch_internals import operator_name
 
-__all__ = ["Autocast", "Precision", "TorchPrecision"]
+__all__ = ["Autocast", "Contexts", "Precision", "TorchPrecision"]
+
+Context = AbstractContextManager[object]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -192,3 +195,45 @@ class TorchPrecision(Precision):
                 f"there is no autocast table {name!r} on {self._device_type}",
                 available=", ".join(self._capabilities.autocast_tables),
             )
+
+
+class Contexts:
+    """Contexts of a training, all of which can be entered repeatedly.
+
+    Attributes:
+        region: of a forward pass and its loss. `make_region` makes another one.
+        arithmetic: of a backward pass and of an update.
+    """
+
+    # No attribute refers to the trainer: a reference cycle would keep the device's memory until garbage collection.
+    def __init__(self, precision: Precision, policy: Policy, fp32: str | None) -> None:
+        dtype = getattr(torch, policy.autocast) if policy.autocast else None
+        self.arithmetic: Context = nullcontext()
+        self.make_region: Callable[[], Context] = (
+            nullcontext if dtype is None else partial(precision.autocast, dtype, table=policy.table)
+        )
+        if fp32 is not None:
+            products = partial(precision.fp32, fp32)
+            products()  # raises here what the first step would raise
+            self.arithmetic = _Repeated(products)
+            self.make_region = partial(_Repeated, products, self.make_region)
+        self.region = self.make_region()
+
+
+class _Repeated:
+    """Context that can be entered repeatedly: each time it makes contexts that cannot, and enters all of them."""
+
+    def __init__(self, *makers: Callable[[], Context]) -> None:
+        self._makers = makers
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for make in self._makers:
+                stack.enter_context(make())
+            self._entered.append(stack.pop_all())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._entered.pop().__exit__(kind, error, traceback)

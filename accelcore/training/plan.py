@@ -1,32 +1,27 @@
-"""The plan of a training, the stages that fill it in, and their order."""
+"""The plan of a training, and the contract of the stages that fill it in; `stages/__init__.py` has their order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.errors import DistributedError
 from accelcore.precision.policy import Policy
+from accelcore.precision.role import Contexts
 from accelcore.roles.compiler import Compiled
-from accelcore.training.agreement import Agreement, describe
 from accelcore.training.captured import CapturedStep
 from accelcore.training.gradients import Gradients, PerTensor
 from accelcore.training.observers import Listeners
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.strategy import Strategy
-from accelcore.training.stages.execution import Capture, Compile, Observe
-from accelcore.training.stages.model import Cast, Contexts, Place
-from accelcore.training.stages.parameters import Bind, Replicate, Shard
-from accelcore.training.stages.recompute import ActivationCheckpointing
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Plan", "Preparation", "Stage"]
+__all__ = ["Plan", "Stage"]
 
 
 @dataclass
@@ -79,50 +74,3 @@ class Stage(Protocol):
 
     def apply(self, plan: Plan) -> None:
         """Make the change. `Trainer.refresh` calls it again."""
-
-
-_ORDER = (Place, ActivationCheckpointing, Cast, Shard, Bind, Replicate, Observe, Compile, Capture)
-
-
-class Preparation:
-    """Take a plan through all stages: first every check, so that an error leaves model and optimizer unchanged.
-
-    The ranks of a job do this together, and compare what they are about to train.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._stages: Sequence[Stage] = [stage() for stage in _ORDER]
-
-    def check(self, what: str, first: Callable[[], None] = lambda: None) -> None:
-        """Run `first` and every check, on all ranks together; `what` is the script's call, for errors."""
-        job = self._plan.backend.collectives
-        agreement = Agreement(job, self._plan.backend.device)
-        agreement.meet(what)
-        with agreement.together("prepare this training", DistributedError):
-            first()
-            for stage in self._stages:
-                stage.check(self._plan)
-        if job.world_size > 1:
-            agreement.train_alike(describe(self._plan))
-
-    def repeat(self, first: Callable[[], None], give_up: Callable[[str, str, BaseException], None]) -> None:
-        """Check and apply every stage again; `give_up` is called if this fails when another rank may have done it."""
-        may_differ = self._plan.backend.collectives.world_size > 1  # another rank may have passed a check that failed
-        try:
-            self.check("trainer.refresh()", first)
-            may_differ = True
-            self.apply()
-        except BaseException as error:
-            if may_differ:
-                give_up(
-                    "trainer.refresh() failed, and its changes may be incomplete or differ between ranks",
-                    "make the same change on all ranks before it; start the job again, from a checkpoint",
-                    error,
-                )
-            raise
-
-    def apply(self) -> None:
-        """Apply every stage."""
-        for stage in self._stages:
-            stage.apply(self._plan)

@@ -24,9 +24,10 @@ from accelcore.training.loss import check_loss
 from accelcore.training.model_changes import Fixed
 from accelcore.training.observers import observed
 from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete, unwrapped
-from accelcore.training.plan import Plan, Preparation
+from accelcore.training.plan import Plan
 from accelcore.training.saving.saver import Saver
 from accelcore.training.schedule import Schedule
+from accelcore.training.stages import Preparation
 from accelcore.training.step import Step
 from accelcore.training.trial import with_trial
 from accelcore.training.window import Window

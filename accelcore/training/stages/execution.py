@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -12,9 +12,7 @@ from accelcore.randomness import draws_on_host
 from accelcore.torch_internals import in_backward
 from accelcore.training.captured import CapturedStep, check_capturable
 from accelcore.training.observers import Hooks, Listeners, Observer
-
-if TYPE_CHECKING:
-    from accelcore.training.plan import Plan
+from accelcore.training.plan import Plan
 
 __all__ = ["Capture", "Compile", "Observe"]
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +12,15 @@ from torch import Tensor, nn
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
-from accelcore.precision.policy import LOW_PRECISION, Policy, choose_policy, skipping
+from accelcore.precision.policy import LOW_PRECISION, choose_policy, skipping
+from accelcore.precision.role import Contexts
 from accelcore.torch_internals import AnyBatchNorm, shares_tensor_objects
 from accelcore.training.observers import Hooks
+from accelcore.training.plan import Plan
 
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
-    from accelcore.training.plan import Plan
-
-__all__ = ["Cast", "Contexts", "Place"]
+__all__ = ["Cast", "Place"]
 
 logger = logging.getLogger("accelcore")
-
-Context = AbstractContextManager[object]
 
 
 class Place:
@@ -73,30 +66,6 @@ class Place:
             nn.SyncBatchNorm.convert_sync_batchnorm(plan.model)  # type: ignore[no-untyped-call]
 
 
-class Contexts:
-    """Precision contexts of a training run.
-
-    Attributes:
-        make_region: returns a new context for a forward pass and its loss.
-        region: such a context that can be entered repeatedly, which is cheaper than a new one.
-        arithmetic: the reusable context of a backward pass and of an update.
-    """
-
-    # No attribute refers to the trainer: a reference cycle would keep the device's memory until garbage collection.
-    def __init__(self, backend: Backend, policy: Policy, fp32: str | None) -> None:
-        dtype = getattr(torch, policy.autocast) if policy.autocast else None
-        self.make_region: Callable[[], Context] = (
-            nullcontext if dtype is None else partial(backend.precision.autocast, dtype, table=policy.table)
-        )
-        self.region = self.make_region()
-        self.arithmetic: Context = nullcontext()
-        if fp32 is not None:
-            backend.precision.fp32(fp32)  # raises here what the first step would raise
-            self.arithmetic = _Reentrant(partial(backend.precision.fp32, fp32))
-            self.make_region = partial(_both, self.arithmetic, self.make_region)
-            self.region = _Reentrant(self.make_region)
-
-
 class Cast:
     """Casts parameters and buffers to the policy's `model_dtype`, and the model's inputs and outputs in hooks.
 
@@ -113,7 +82,7 @@ class Cast:
         plan.policy = policy = choose_policy(options["precision"], options["loss_scale"])
         if options["on_nonfinite"] == "skip":
             plan.policy = policy = skipping(policy)
-        plan.contexts = Contexts(plan.backend, policy, options["fp32"])
+        plan.contexts = Contexts(plan.backend.precision, policy, options["fp32"])
         declared = plan.backend.capabilities.model_dtypes
         for name, parameter in plan.model.named_parameters():
             dtype = policy.model_dtype or str(parameter.dtype).removeprefix("torch.")
@@ -196,26 +165,3 @@ def _check_sync_batchnorm(plan: Plan) -> None:
         raise ConfigurationError(
             "the model itself is a BatchNorm, which cannot be replaced", remedy="make it a submodule of a model"
         )
-
-
-class _Reentrant:
-    """Reusable context that creates a one-time context on each entry."""
-
-    def __init__(self, make: Callable[[], Context]) -> None:
-        self._make = make
-        self._entered: list[Context] = []
-
-    def __enter__(self) -> object:
-        self._entered.append(self._make())
-        return self._entered[-1].__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self._entered.pop().__exit__(kind, error, traceback)
-
-
-@contextmanager
-def _both(outer: Context, make_inner: Callable[[], Context]) -> Iterator[None]:
-    with outer, make_inner():
-        yield

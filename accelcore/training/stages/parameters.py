@@ -27,11 +27,11 @@ from accelcore.training.parallel.strategy import (
     check_no_launcher,
 )
 from accelcore.training.parallel.zero1 import Zero1
+from accelcore.training.plan import Plan
 from accelcore.util.text import did_you_mean
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
-    from accelcore.training.plan import Plan
 
 __all__ = ["Bind", "Replicate", "Shard", "create_strategy"]
 

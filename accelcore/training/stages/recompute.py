@@ -6,7 +6,7 @@ import copyreg
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.training.observers import Hooks
 from accelcore.training.options import Recompute, chosen
-
-if TYPE_CHECKING:
-    from accelcore.training.plan import Plan
+from accelcore.training.plan import Plan
 
 __all__ = ["ActivationCheckpointing", "ActivationStorage"]
 
