@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from accelcore_lint.kinds import is_loss, is_optimizer, is_scaler, is_scheduler
 from accelcore_lint.names import Function
@@ -250,6 +250,7 @@ class Flow:
         return Event(STEP, call, blocks, key=ast.unparse(of)) if is_optimizer(names, of) else None
 
 
+@lru_cache(maxsize=1)  # all rules ask for those of one script
 def flows(script: Script) -> list[Flow]:
     """Return the flow of the module's body and of each function in which something happens."""
     made = [Flow(script, script.tree), *(Flow(script, function) for function in script.functions())]

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from accelcore_lint.names import Function, Names
-
-if TYPE_CHECKING:
-    from accelcore_lint.flow import Flow
 
 __all__ = ["Script", "argument", "last_name", "mentions", "text_of"]
 
@@ -57,13 +53,6 @@ class Script:
                 yield above
             if isinstance(above, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
                 return
-
-    @cached_property
-    def flows(self) -> list[Flow]:
-        """The training code of the module's body and of each function, in order."""
-        from accelcore_lint.flow import flows
-
-        return flows(self)
 
 
 def last_name(node: ast.AST) -> str:

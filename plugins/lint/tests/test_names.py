@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
-from accelcore_lint.flow import BACKWARD, CLIP, FOREIGN, STEP, UNSCALE, ZERO
+from accelcore_lint.flow import BACKWARD, CLIP, FOREIGN, STEP, UNSCALE, ZERO, flows
 from accelcore_lint.script import Script
 
 
@@ -65,7 +65,7 @@ class Trainer:
 
 
 def test_a_flow_has_events_in_order_and_their_objects():
-    (flow,) = Script(LOOP).flows
+    (flow,) = flows(Script(LOOP))
     assert [event.kind for event in flow.events] == [BACKWARD, UNSCALE, CLIP, STEP, ZERO]
     backward, *_, step, _ = flow.events
     assert (backward.scaler, step.key, step.scaler) == ("self.scaler", "self.optimizer", "self.scaler")
@@ -79,7 +79,7 @@ def test_branches_of_one_statement_exclude_each_other():
     source = (
         "if a:\n    loss.backward()\nelif b:\n    optimizer.step()\nelse:\n    optimizer.zero_grad()\noptimizer.step()"
     )
-    (flow,) = Script(source).flows
+    (flow,) = flows(Script(source))
     backward, first, zero, last = flow.events
     assert backward.excludes(first)
     assert first.excludes(zero)
@@ -91,6 +91,6 @@ def test_branches_of_one_statement_exclude_each_other():
     "call", ["accelerator.backward(loss)", "self.fabric.backward(loss)", "engine.step()", "self.manual_backward(loss)"]
 )
 def test_a_framework_that_trains_is_seen(call):
-    (flow,) = Script(f"for batch in loader:\n    loss = f(batch)\n    {call}").flows
+    (flow,) = flows(Script(f"for batch in loader:\n    loss = f(batch)\n    {call}"))
     assert flow.of(FOREIGN)
     assert flow.foreign

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from accelcore_lint.port.facts import dotted, text_of
 from accelcore_lint.port.model import TODO, Level, Note
 from accelcore_lint.port.removed import removed
+from accelcore_lint.port.tree import dotted, text_of
 from accelcore_lint.port.vendors import DEVICES, MODULES
 
 __all__ = ["APEX", "Imports", "names_used"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from accelcore_lint.port.facts import text_of
+from accelcore_lint.port.tree import text_of
 
 __all__ = ["Loop", "NotCanonicalError", "loops_in", "recognise"]
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import libcst as cst
-
-if TYPE_CHECKING:
-    from accelcore_lint.port.facts import Facts
 
 __all__ = ["TODO", "Build", "Example", "Left", "Level", "Note", "Rewrite", "Rule"]
 
@@ -101,7 +98,7 @@ class Rule:
         name: as in the report.
         title: what it rewrites, for the documentation.
         nodes: types of the nodes that it looks at.
-        decide: function of a node and the facts of its file. Returns None if the node is not this rule's.
+        decide: function of a node and the `Facts` of its file. Returns None if the node is not this rule's.
         examples: tested, and printed in the documentation.
         optional: whether the lines also work on other devices as they are. Nothing is reported if one is left.
     """
@@ -109,6 +106,6 @@ class Rule:
     name: str
     title: str
     nodes: tuple[type[cst.CSTNode], ...]
-    decide: Callable[[Any, Facts], Rewrite | Left | None]
+    decide: Callable[[Any, Any], Rewrite | Left | None]
     examples: Sequence[Example] = field(default=())
     optional: bool = False

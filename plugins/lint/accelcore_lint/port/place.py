@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
 import libcst as cst
 
 from accelcore_lint.port.model import Level
-
-if TYPE_CHECKING:
-    from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.tree import Tree
 
 __all__ = ["Place", "UnplacedError"]
 
@@ -38,15 +33,14 @@ class Place:
     current device, which that choice has set.
 
     Args:
-        facts: those of the file.
-        taken: all identifiers of the file.
-        made: names that the module assigns, by the source of their value.
+        tree: of the file.
     """
 
-    def __init__(self, facts: Facts, taken: set[str], made: Mapping[str, str]) -> None:
-        self._facts = facts
-        self._torch_level = facts.level is Level.TORCH
-        torch = facts.torch
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        taken, made = tree.identifiers, tree.helpers
+        self._torch_level = tree.level is Level.TORCH
+        torch = tree.torch
         self._current_value = f'{torch}.accelerator.current_accelerator(check_available=True) or {torch}.device("cpu")'
         self._value = self._current_value if self._torch_level else "accelcore.select()"
         candidates = _NAMES[Level.TORCH if self._torch_level else Level.ROLES]
@@ -97,36 +91,36 @@ class Place:
     def is_apart(self, site: cst.CSTNode) -> bool:
         """Return whether a site runs in a process that the script starts, but not in the function that it starts."""
         function = self._scope(site)
-        return self._facts.spawns and (function is None or function.name.value not in self._facts.spawned)
+        return self._tree.spawns and (function is None or function.name.value not in self._tree.spawned)
 
     def _hides(self, site: cst.CSTNode) -> bool:
         """Return whether devices are hidden after a device would be chosen for a site."""
-        facts, function = self._facts, self._scope(site)
-        for target in facts.hidden_by:
+        tree, function = self._tree, self._scope(site)
+        for target in tree.hidden_by:
             setter = self._scope(target)
             if setter is None:
-                first = [site, *facts.parents(site)][-2]  # the module's statement
-                if facts.line(first) < facts.line(target):
+                first = [site, *tree.parents(site)][-2]  # the module's statement
+                if tree.line(first) < tree.line(target):
                     return True
-            elif setter is not function or facts.line(site) < facts.line(target) or not self._called_once(setter):
+            elif setter is not function or tree.line(site) < tree.line(target) or not self._called_once(setter):
                 return True
         return False
 
     def lines(self) -> dict[cst.CSTNode, str]:
         """Return the lines to add, by the statement before which each is added."""
-        facts = self._facts
+        tree = self._tree
         current: dict[cst.CSTNode, str] = {}
         if self._current_sites and not self._has_current:
-            current = {self._first(facts.module, self._current_sites): f"{self._current} = {self._current_value}"}
+            current = {self._first(tree.module, self._current_sites): f"{self._current} = {self._current_value}"}
         if self._existing or not self._sites:
             return current
         return {**current, **self._backend_lines()}
 
     def _backend_lines(self) -> dict[cst.CSTNode, str]:
-        facts = self._facts
+        tree = self._tree
         scopes = {self._scope(site) for site in self._sites}
-        spawned = facts.spawned
-        if not self._torch_level and facts.spawns:
+        spawned = tree.spawned
+        if not self._torch_level and tree.spawns:
             return {
                 self._first(
                     scope.body, self._sites
@@ -140,7 +134,7 @@ class Place:
             return {self._first(scope.body, self._sites): line}
         if scopes == {None} and (guard := self._common_guard()) is not None:
             return {self._first(guard.body, self._sites): line}
-        return {self._first(facts.module, self._sites): line}
+        return {self._first(tree.module, self._sites): line}
 
     def imports(self) -> set[str]:
         """Return the import statements that those lines need."""
@@ -152,7 +146,7 @@ class Place:
     def _scope(self, site: cst.CSTNode) -> cst.FunctionDef | None:
         """Return the outermost function whose body holds a site."""
         found, inner = None, site
-        for outer in self._facts.parents(site):
+        for outer in self._tree.parents(site):
             if isinstance(outer, cst.FunctionDef) and inner is outer.body:
                 found = outer
             inner = outer
@@ -161,11 +155,11 @@ class Place:
     def _called_once(self, function: cst.FunctionDef) -> bool:
         """Return whether the module calls a function of its own in one place that is not in a loop."""
         name = function.name.value
-        if self._facts.functions.get(name) is not function or not isinstance(function.body, cst.IndentedBlock):
+        if self._tree.functions.get(name) is not function or not isinstance(function.body, cst.IndentedBlock):
             return False
-        calls = [call for call in self._facts.calls if isinstance(call.func, cst.Name) and call.func.value == name]
+        calls = [call for call in self._tree.calls if isinstance(call.func, cst.Name) and call.func.value == name]
         return len(calls) == 1 and not any(
-            isinstance(outer, (cst.FunctionDef, cst.For, cst.While)) for outer in self._facts.parents(calls[0])
+            isinstance(outer, (cst.FunctionDef, cst.For, cst.While)) for outer in self._tree.parents(calls[0])
         )
 
     def _common_guard(self) -> cst.If | None:
@@ -173,7 +167,7 @@ class Place:
         found: set[cst.CSTNode] = set()
         for site in self._sites:
             inner = site
-            for outer in self._facts.parents(site):
+            for outer in self._tree.parents(site):
                 if isinstance(outer, cst.Module):
                     found.add(inner)
                 inner = outer
@@ -193,5 +187,5 @@ class Place:
 
     def _first(self, block: cst.BaseSuite | cst.Module, sites: list[cst.CSTNode]) -> cst.CSTNode:
         """Return the first statement of a block that holds one of the sites."""
-        around = {id(outer) for site in sites for outer in (site, *self._facts.parents(site))}
+        around = {id(outer) for site in sites for outer in (site, *self._tree.parents(site))}
         return next(statement for statement in block.body if id(statement) in around)

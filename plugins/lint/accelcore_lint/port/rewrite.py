@@ -10,13 +10,14 @@ from typing import cast
 import libcst as cst
 from libcst import metadata
 
-from accelcore_lint.port.facts import Facts, text_of
+from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import Imports, names_used
 from accelcore_lint.port.model import TODO, Left, Level, Note, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.removed import sweep
 from accelcore_lint.port.rules import RULES
 from accelcore_lint.port.trainer import with_trainers
+from accelcore_lint.port.tree import text_of
 from accelcore_lint.port.vendors import may_concern, vendor_lines
 
 __all__ = ["Outcome", "UnfaithfulError", "port_source"]

@@ -6,10 +6,10 @@ import re
 
 import libcst as cst
 
-from accelcore_lint.port.facts import text_of
 from accelcore_lint.port.loop import Block, Loop, NotCanonicalError, loops_in, recognise
 from accelcore_lint.port.model import Note
 from accelcore_lint.port.removed import removed, sweep
+from accelcore_lint.port.tree import text_of
 
 __all__ = ["with_trainers"]
 

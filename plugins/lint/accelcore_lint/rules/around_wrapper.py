@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from accelcore_lint.flow import BACKWARD, STEP, Flow
+from accelcore_lint.flow import BACKWARD, STEP, Flow, flows
 from accelcore_lint.kinds import is_wrapper
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, last_name
@@ -16,7 +16,7 @@ _EVALUATES = ("no_grad", "inference_mode", "eval")
 
 
 def _check(script: Script) -> Iterator[Mark]:
-    for flow in script.flows:
+    for flow in flows(script):
         for backward in flow.of(BACKWARD):
             if not flow.foreign and backward.loop is not None and flow.of(STEP):
                 yield from _in_loop(script, flow, backward.loop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from accelcore_lint.flow import BACKWARD
+from accelcore_lint.flow import BACKWARD, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 
@@ -15,7 +15,7 @@ _AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast",
 
 
 def _check(script: Script) -> Iterator[Mark]:
-    for flow in script.flows:
+    for flow in flows(script):
         for backward in flow.of(BACKWARD):
             regions = [block.node for block in backward.blocks if isinstance(block.node, ast.With)]
             if any(_is_autocast(script, item.context_expr) for region in regions for item in region.items):

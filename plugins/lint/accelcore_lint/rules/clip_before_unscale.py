@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from accelcore_lint.flow import BACKWARD, CLIP, HELPER, STEP, UNSCALE, Flow
+from accelcore_lint.flow import BACKWARD, CLIP, HELPER, STEP, UNSCALE, Flow, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 
@@ -12,7 +12,7 @@ __all__ = ["RULE"]
 
 
 def _check(script: Script) -> Iterator[Mark]:
-    for flow in script.flows:
+    for flow in flows(script):
         if not flow.foreign:
             yield from _in_flow(flow)
 

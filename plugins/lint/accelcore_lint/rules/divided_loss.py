@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from accelcore_lint.flow import Flow, Window
+from accelcore_lint.flow import Flow, Window, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, argument, last_name, mentions
 
@@ -40,7 +40,7 @@ def _divides(node: ast.BinOp, count: str) -> bool:
 
 
 def _check(script: Script) -> Iterator[Mark]:
-    for flow in script.flows:
+    for flow in flows(script):
         for window in () if flow.foreign else flow.windows:
             divided = divisions(window)
             if len(divided) == 2 and not _branches(script, window, divided):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from accelcore_lint.flow import BACKWARD, STEP, Event, Flow
+from accelcore_lint.flow import BACKWARD, STEP, Event, Flow, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 
@@ -17,7 +17,7 @@ _NOT_EACH_STEP = (*_CONDITIONS, *_SCOPES)
 
 
 def _check(script: Script) -> Iterator[Mark]:
-    for flow in script.flows:
+    for flow in flows(script):
         marked: set[ast.AST] = set()
         for backward in flow.of(BACKWARD):
             loop = backward.loop

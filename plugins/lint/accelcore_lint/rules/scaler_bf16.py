@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from accelcore_lint.flow import STEP
+from accelcore_lint.flow import STEP, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, argument, last_name
 
@@ -17,7 +17,7 @@ def _check(script: Script) -> Iterator[Mark]:
     dtypes = [argument(call, "dtype", 1) for call in regions]
     # Only if each region says bf16 itself is it certain that fp16 is never meant.
     literal = [dtype is not None and script.names.resolve(dtype) == "torch.bfloat16" for dtype in dtypes]
-    if not regions or not all(literal) or not any(event.scaler for flow in script.flows for event in flow.of(STEP)):
+    if not regions or not all(literal) or not any(event.scaler for flow in flows(script) for event in flow.of(STEP)):
         return
     for call, _ in script.calls(lambda name: name.startswith("torch.") and name.endswith(".GradScaler")):
         if argument(call, "enabled") is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from accelcore_lint.flow import HELPER, SCHEDULE, STEP, Event, Flow
+from accelcore_lint.flow import HELPER, SCHEDULE, STEP, Event, Flow, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, last_name
 
@@ -15,9 +15,9 @@ __all__ = ["RULE"]
 def _check(script: Script) -> Iterator[Mark]:
     if not _makes_schedules(script):
         return  # an object of the same name may be anything
-    trains: set[ast.AST] = {flow.node for flow in script.flows if flow.of(STEP)}
-    schedules: set[ast.AST] = {flow.node for flow in script.flows if flow.of(SCHEDULE)}
-    for flow in script.flows:
+    trains: set[ast.AST] = {flow.node for flow in flows(script) if flow.of(STEP)}
+    schedules: set[ast.AST] = {flow.node for flow in flows(script) if flow.of(SCHEDULE)}
+    for flow in flows(script):
         if not flow.foreign:
             yield from _in_flow(flow, trains, schedules)
 

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from accelcore_lint.flow import HELPER, SCHEDULE, STEP, Event, Flow
+from accelcore_lint.flow import HELPER, SCHEDULE, STEP, Event, Flow, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, argument, mentions
 
@@ -16,8 +16,10 @@ _EPOCHS = re.compile(r"(^|_)(n_?|num_|max_)?epochs?$", re.ASCII | re.IGNORECASE)
 
 
 def _check(script: Script) -> Iterator[Mark]:
-    loops: set[ast.AST] = {flow.node for flow in script.flows if any(event.loop is not None for event in flow.of(STEP))}
-    for flow in script.flows:
+    loops: set[ast.AST] = {
+        flow.node for flow in flows(script) if any(event.loop is not None for event in flow.of(STEP))
+    }
+    for flow in flows(script):
         if flow.foreign:
             continue
         for schedule in flow.of(SCHEDULE):

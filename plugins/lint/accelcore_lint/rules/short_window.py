@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from accelcore_lint.flow import STEP, Flow, Window
+from accelcore_lint.flow import STEP, Flow, Window, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.rules.divided_loss import divisions
 from accelcore_lint.script import Script, last_name
@@ -14,7 +14,7 @@ __all__ = ["RULE"]
 
 
 def _check(script: Script) -> Iterator[Mark]:
-    for flow in script.flows:
+    for flow in flows(script):
         for window in () if flow.foreign else flow.windows:
             if not _counts_batches(script, window):
                 continue

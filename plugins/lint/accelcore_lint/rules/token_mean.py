@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from accelcore_lint.flow import Flow, Window
+from accelcore_lint.flow import Flow, Window, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.rules.divided_loss import divisions
 from accelcore_lint.script import Script, argument, last_name
@@ -16,7 +16,7 @@ _LOSSES = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"}
 
 
 def _check(script: Script) -> Iterator[Mark]:
-    for flow in script.flows:
+    for flow in flows(script):
         for window in () if flow.foreign else flow.windows:
             if divisions(window):
                 yield from _losses(script, flow, window)

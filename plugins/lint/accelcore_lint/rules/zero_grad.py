@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from accelcore_lint.flow import BACKWARD, STEP, ZERO, Flow
+from accelcore_lint.flow import BACKWARD, STEP, ZERO, Flow, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 
@@ -15,7 +15,7 @@ __all__ = ["RULE"]
 def _check(script: Script) -> Iterator[Mark]:
     # Gradients may be cleared in many ways, of which each has one of these words.
     never = not any(word in script.text for word in ("zero_grad", ".grad", "zero_()", "autograd", "clear_grad"))
-    for flow in script.flows:
+    for flow in flows(script):
         if not flow.foreign:
             yield from _between(flow)
             if never:

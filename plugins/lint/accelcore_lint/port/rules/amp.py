@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import libcst as cst
 
-from accelcore_lint.port.facts import Facts, arguments, text_of
+from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import index_of
+from accelcore_lint.port.tree import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 __all__ = ["AUTOCAST", "CUSTOM"]

@@ -6,8 +6,9 @@ import re
 
 import libcst as cst
 
-from accelcore_lint.port.facts import Facts, argument, text_of
+from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.tree import argument, text_of
 from accelcore_lint.port.vendors import DEVICES, device_text
 
 __all__ = ["AVAILABLE", "CHOICES", "STRINGS", "device_source", "index_of", "is_device_name", "kind_source", "whole"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import libcst as cst
 
-from accelcore_lint.port.facts import Facts, text_of
+from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import APEX
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import index_of, whole
+from accelcore_lint.port.tree import text_of
 from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, type_text
 
 __all__ = ["LEFTOVERS"]

@@ -6,9 +6,10 @@ from typing import cast
 
 import libcst as cst
 
-from accelcore_lint.port.facts import Facts, arguments, text_of
+from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import device_source, is_device_name
+from accelcore_lint.port.tree import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 __all__ = ["MOVES"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import libcst as cst
 
-from accelcore_lint.port.facts import Facts, arguments
+from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
+from accelcore_lint.port.tree import arguments
 
 __all__ = ["OPTIMIZERS"]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import libcst as cst
 
-from accelcore_lint.port.facts import Facts, argument, arguments, text_of
+from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.rules.device_strings import whole
+from accelcore_lint.port.tree import argument, arguments, text_of
 from accelcore_lint.port.vendors import GROUPS
 
 __all__ = ["BACKEND_NAMES", "PROCESS_GROUP"]

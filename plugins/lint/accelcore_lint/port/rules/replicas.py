@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from accelcore_lint.port.facts import Facts, argument, text_of
+from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import device_source
+from accelcore_lint.port.tree import argument, text_of
 
 __all__ = ["REPLICAS"]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import libcst as cst
 
-from accelcore_lint.port.facts import Facts, argument, text_of
+from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.removed import removed
 from accelcore_lint.port.rules.device_strings import index_of, whole
+from accelcore_lint.port.tree import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 __all__ = ["ALONE", "WAIT", "called"]

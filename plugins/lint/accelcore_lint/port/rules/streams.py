@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import libcst as cst
 from libcst import matchers as m
 
-from accelcore_lint.port.facts import Facts, text_of
+from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import whole
+from accelcore_lint.port.tree import text_of
 from accelcore_lint.port.vendors import DEVICES
 
 __all__ = ["STREAMS"]

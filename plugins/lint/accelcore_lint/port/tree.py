@@ -1,0 +1,256 @@
+"""Syntax tree of one file with the names, places and calls in it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any, cast
+
+import libcst as cst
+from libcst import metadata
+from libcst.helpers import get_full_name_for_node
+
+from accelcore_lint.port.model import Level
+
+__all__ = ["Tree", "argument", "arguments", "dotted", "text_of"]
+
+_SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn")
+_HIDE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+
+
+class Tree:
+    """What a file contains, collected in one walk.
+
+    Args:
+        wrapper: the parsed file.
+        level: what it is rewritten to.
+
+    Attributes:
+        level: as given; TRAINER has rules of its own, and otherwise those of ROLES.
+        module: the file.
+        identifiers: all names that it uses or defines.
+        uses: how often it uses each of them.
+        attributes, defined_methods, functions, calls, seeds: those in it.
+        assigned: the values that it assigns to each name.
+        helpers: names that the module assigns, by the source of their value.
+        hidden_by: assignments to the environment variables that hide devices.
+        indexes: the numbers in names of devices such as "cuda:1".
+        torch: the name of the module torch; `has_torch_name` is whether the file imports it under a name.
+    """
+
+    def __init__(self, wrapper: metadata.MetadataWrapper, level: Level) -> None:
+        self.level = level
+        self.module = wrapper.module
+        self._names: Mapping[cst.CSTNode, Any] = wrapper.resolve(metadata.QualifiedNameProvider)
+        self._parents: Mapping[cst.CSTNode, cst.CSTNode] = wrapper.resolve(metadata.ParentNodeProvider)
+        self._positions: Mapping[cst.CSTNode, Any] = wrapper.resolve(metadata.PositionProvider)
+        survey = _Survey(self)
+        self.module.visit(survey)
+        self.identifiers = survey.identifiers
+        self.uses = survey.uses
+        self.attributes = survey.attributes
+        self.defined_methods = survey.methods
+        self.functions = survey.functions
+        self.calls = survey.calls
+        self.seeds = survey.seeds
+        self.assigned = survey.assigned
+        self.helpers = survey.helpers
+        self.hidden_by = survey.hidden_by
+        self.indexes = survey.indexes
+        self.imports = survey.imports
+        self.torch = survey.torch or "torch"
+        self.has_torch_name = survey.torch is not None
+
+    def name(self, node: cst.CSTNode) -> str | None:
+        """Return the full name of an imported object, such as `"torch.cuda.synchronize"`; None unless it is certain."""
+        base = node
+        while isinstance(base, cst.Attribute):
+            base = base.value
+        if not isinstance(base, cst.Name):  # such as `nn.Linear(2, 2).cuda`, which libcst names, too
+            return None
+        found = self._names.get(node, ())
+        found = found() if callable(found) else found
+        if len(found) != 1:
+            return None
+        (qualified,) = found
+        if qualified.source is not metadata.QualifiedNameSource.IMPORT:
+            return None
+        return cast("str", qualified.name)
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """Return the node that holds a node; None for the module."""
+        return self._parents.get(node)
+
+    def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """Yield the nodes around a node, from the inside."""
+        above = self.parent(node)
+        while above is not None:
+            yield above
+            above = self.parent(above)
+
+    def line(self, node: cst.CSTNode) -> int:
+        """Return the number of a node's first line."""
+        return cast("int", self._positions[node].start.line)
+
+    def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
+        """Return the outermost function around a node, or None."""
+        found = [each for each in self.parents(node) if isinstance(each, cst.FunctionDef)]
+        return found[-1] if found else None
+
+    @cached_property
+    def spawned(self) -> dict[str, str]:
+        """Return the functions that the script starts as processes, with the name of their first parameter."""
+        names = {text_of(call.args[0].value) for call in self.calls if self.name(call.func) in _SPAWNS and call.args}
+        return {
+            name: function.params.params[0].name.value
+            for name in names
+            if (function := self.functions.get(name)) is not None and function.params.params
+        }
+
+    @cached_property
+    def spawns(self) -> bool:
+        """Return whether the script starts processes that train."""
+        return any(
+            (self.name(call.func) or "").startswith(("torch.multiprocessing.spawn", "torch.multiprocessing.start_proc"))
+            or (self.name(call.func) or "").endswith("multiprocessing.Process")
+            for call in self.calls
+        )
+
+    def import_lines(self) -> dict[str, int]:
+        """Return the numbers of the lines of all import statements, by their text."""
+        return {text_of(node): self.line(node) for node in reversed(self.imports)}
+
+
+class _Survey(cst.CSTVisitor):
+    """One walk over a file that collects what `Facts` answers from."""
+
+    def __init__(self, tree: Tree) -> None:
+        super().__init__()
+        self._tree = tree
+        self.identifiers: set[str] = set()
+        self.uses: Counter[str] = Counter()
+        self.attributes: set[str] = set()
+        self.methods: set[str] = set()
+        self.assigned: dict[str, list[cst.BaseExpression]] = defaultdict(list)
+        self.imports: list[cst.CSTNode] = []
+        self.hidden_by: list[cst.CSTNode] = []
+        self.calls: list[cst.Call] = []
+        self.indexes: set[str] = set()
+        self.seeds: list[cst.Call] = []
+        self.functions: dict[str, cst.FunctionDef] = {}
+        self.helpers: dict[str, str] = {}
+        self.torch: str | None = None
+        self._depth = 0
+
+    def visit_Name(self, node: cst.Name) -> None:
+        parent = self._tree.parent(node)
+        is_attribute = isinstance(parent, cst.Attribute) and parent.attr is node
+        if not is_attribute and not (isinstance(parent, cst.Arg) and parent.keyword is node):
+            self.identifiers.add(node.value)
+            if not isinstance(parent, (cst.FunctionDef, cst.ClassDef)):
+                self.uses[node.value] += 1
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        self.attributes.add(node.attr.value)
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        if match := re.fullmatch(r"(?:cuda|npu):(\d+)", str(node.raw_value)):
+            self.indexes.add(match[1])
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        if self._depth:
+            self.methods.add(node.name.value)
+        else:
+            self.functions[node.name.value] = node
+        self._depth += 1
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:
+        self._depth -= 1
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self._depth += 1
+
+    def leave_ClassDef(self, original_node: cst.ClassDef) -> None:
+        self._depth -= 1
+
+    def visit_Call(self, node: cst.Call) -> None:
+        self.calls.append(node)
+        name = self._tree.name(node.func) or ""
+        if name in ("torch.manual_seed", "random.seed", "numpy.random.seed") or "cuda.manual_seed" in name:
+            self.seeds.append(node)
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+        if isinstance(node.target, cst.Subscript) and any(name in text_of(node.target) for name in _HIDE):
+            self.hidden_by.append(node)
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        for target in node.targets:
+            self._assign(target.target, node.value)
+        if len(node.targets) == 1 and not self._depth and isinstance(node.targets[0].target, cst.Name):
+            self.helpers.setdefault(text_of(node.value), node.targets[0].target.value)
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        if node.value is not None:
+            self._assign(node.target, node.value)
+
+    def _assign(self, target: cst.CSTNode, value: cst.BaseExpression) -> None:
+        if isinstance(target, (cst.Tuple, cst.List)):
+            values = value.elements if isinstance(value, (cst.Tuple, cst.List)) else []
+            pairs = zip(target.elements, values, strict=False) if len(values) == len(target.elements) else []
+            for each, item in pairs:
+                self._assign(each.value, item.value)
+            if not values:
+                for each in target.elements:
+                    self.assigned[text_of(each.value)].append(value)
+        else:
+            self.assigned[text_of(target)].append(value)
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
+        self.imports.append(node)
+
+    def visit_Import(self, node: cst.Import) -> None:
+        self.imports.append(node)
+        for alias in node.names:
+            if dotted(alias.name) == "torch" and not self._depth:
+                self.torch = text_of(alias.asname.name) if alias.asname else "torch"
+            elif dotted(alias.name).startswith("torch.") and alias.asname is None and not self._depth:
+                self.torch = "torch"
+
+
+def text_of(node: cst.CSTNode) -> str:
+    """Return the source of a node without the parentheses around it."""
+    if isinstance(node, cst.BaseExpression) and node.lpar:
+        node = node.with_changes(lpar=(), rpar=())
+    return cst.Module([]).code_for_node(node).strip()
+
+
+def dotted(node: cst.CSTNode) -> str:
+    """Return a name with its dots, or ""."""
+    return get_full_name_for_node(node) or ""
+
+
+def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.BaseExpression | None:
+    """Return the value of an argument by its keyword, or by its position; None if it is not given."""
+    for arg in call.args:
+        if arg.keyword is not None and arg.keyword.value == keyword:
+            return arg.value
+    if position is not None and position < len(call.args):
+        found = call.args[position]
+        if found.keyword is None and not any(arg.star for arg in call.args[: position + 1]):
+            return found.value
+    return None
+
+
+def arguments(call: cst.Call, *names: str) -> dict[str, cst.Arg] | None:
+    """Return the arguments by name, given the names in their order; None if one is starred, or unknown."""
+    found = {}
+    for position, arg in enumerate(call.args):
+        if arg.star or (arg.keyword is None and position >= len(names)):
+            return None
+        name = names[position] if arg.keyword is None else arg.keyword.value
+        if name not in names:
+            return None
+        found[name] = arg
+    return found
