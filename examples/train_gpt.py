@@ -1,7 +1,7 @@
 """Train a byte-level GPT on the Python standard library: one script for every device.
 
     python examples/train_gpt.py                       # well under two minutes on two cores
-    python examples/train_gpt.py --resume              # go on from the newest checkpoint
+    python examples/train_gpt.py --resume              # continue from the newest checkpoint
     torchrun --nproc-per-node 2 examples/train_gpt.py  # the same on two devices
 
 The text is the source code that every Python brings along, so nothing is downloaded. Whole files are held out for
@@ -302,7 +302,7 @@ def run(args: argparse.Namespace) -> int:
             report = Report(args.output, first, args.steps, bigram_loss(text, validation))
         if not train(accel, trainer, loader, validation, args, report):
             if report is not None:
-                print(f"interrupted at step {trainer.steps}; --resume goes on from there", file=sys.stderr)
+                print(f"interrupted at step {trainer.steps}; --resume continues from there", file=sys.stderr)
             return 130
         loss = validation_loss(accel, trainer, validation)
         if report is not None:
@@ -332,7 +332,7 @@ def parse() -> argparse.Namespace:
     add("--log-every", type=count, default=10, help="steps between two lines of metrics")
     add("--checkpoint-every", type=count, default=100, help="steps between two checkpoints, each with a validation")
     add("--output", type=Path, default=Path("outputs/gpt"), help="folder, where a new run replaces an older one")
-    add("--resume", action="store_true", help="go on from the newest checkpoint in the folder, if there is one")
+    add("--resume", action="store_true", help="continue from the newest checkpoint in the folder, if there is one")
     args = parser.parse_args()
     if args.width % HEAD_WIDTH:
         parser.error(f"--width {args.width} is not a multiple of {HEAD_WIDTH}")

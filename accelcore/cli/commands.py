@@ -110,15 +110,16 @@ def app() -> None:
       accelcore doctor                          what is installed, what works, what to do
       accelcore run train.py --epochs 3         on the best device that works here
       accelcore run --nproc 2 train.py          two ranks of one job
-      accelcore verify backend cpu              a backend against what it promises
-      accelcore new-backend mychip              the package of a backend, to start your own from
+      accelcore verify backend cpu              whether a backend does what it declares
+      accelcore new-backend mychip              a package to start your own backend from
       accelcore precision --backend cpu         which operator runs in which dtype
       accelcore export outputs/a model.safetensors  the model of a checkpoint, in one file
       accelcore plot outputs/a outputs/b        the logs of two runs side by side
-      accelcore record --out ref train.py       a run to compare others with
-      accelcore replay ref train.py             where a run elsewhere parts from it
-      accelcore advise train.py                 which precision is quickest and still trains alike
+      accelcore record --out ref train.py       record a run, to compare others with it
+      accelcore replay ref train.py             the first difference between a run here and the recorded one
+      accelcore advise train.py                 the quickest precision that trains as fp32 does
       accelcore lint train.py                   what ties a script to one device, or is wrong on any
+      accelcore port train.py                   rewrite a script for CUDA or NPU, for every device
       accelcore completion bash                 completion for your shell
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
 
@@ -159,7 +160,7 @@ def export(trainer: str | None, checkpoint: str, file: str, *, best: bool) -> No
 @click.argument("folders", nargs=-1, required=True, type=click.Path())
 @common
 def plot(folders: tuple[str, ...], output: str | None) -> None:
-    """Plot the logs of runs side by side: loss, learning rate, and what else they have.
+    """Plot the logs of runs side by side: loss, learning rate, and other values.
 
     FOLDERS are folders of accelcore.Log. An HTML page holds everything in one file. Needs matplotlib: pip
     install 'accelcore[plot]'.

@@ -49,7 +49,7 @@ def record(
     out: str, operators: str, script: str, arguments: tuple[str, ...], *, batches: bool, same_random: bool, steps: int,
     **places: Any,
 ) -> int:  # fmt: skip
-    """Record what becomes of a training, to compare other runs with it.
+    """Record a training run, to compare other runs with it.
 
     The script is unchanged, with a trainer of accelcore or a loop of its own. Options of accelcore go before SCRIPT,
     the script's own after it. The recorded run has the bits of an unrecorded one; with --same-random it draws others.
@@ -93,16 +93,16 @@ def replay(
     reference: str, script: str, arguments: tuple[str, ...], *, itself: bool, out: str | None, report: str | None,
     take_weights: bool, take_batches: bool, batch: int, steps: int, as_json: bool, **places: Any,
 ) -> int:  # fmt: skip
-    """Run a recorded script again, and name the first place where the two runs part.
+    """Run a recorded script again, and name the first difference between the two runs.
 
-    REFERENCE is a recording; with --self it is a new folder, and made first. The replay begins with the recorded
-    weights and random numbers. If the runs part in a forward or backward pass, that step is run again, and each of its
-    operators is compared with the host's float64 result for the same inputs.
+    REFERENCE is a recording; with --self it is a new folder, which is recorded first. The replay begins with the
+    recorded weights and random numbers. If the runs differ in a forward or backward pass, that step is run again, and
+    each of its operators is compared with the host's float64 result for the same inputs.
 
     \b
     Exit code:
       0   the runs agree
-      1   they part
+      1   they differ
       2   nothing could be compared: the script failed, or made no step
       64  the request is invalid, or the recording is damaged
 

@@ -3,10 +3,10 @@
     python examples/gallery/dcgan.py
     torchrun --nproc-per-node 2 examples/gallery/dcgan.py
 
-The real pictures are made on the spot: soft discs of random size and place. Each network has a trainer of its own. The
-generator's loss runs through the discriminator, and the gradients which that leaves there belong to nobody: a trainer
-takes those of its own windows only. Both are saved as one after each epoch; --resume goes on from there, and a run that
-was killed ends as one that was not.
+The script draws the real pictures itself: soft discs of random size and place. Each network has its own trainer. The
+generator's loss runs through the discriminator and leaves gradients there. They have no effect, because each trainer
+uses only the gradients of its own windows. Both networks are saved together after each epoch. --resume continues from
+there; a run that was killed ends like one that was not.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--out", default="outputs/dcgan", help="folder of the checkpoints")
-    add("--resume", action="store_true", help="go on from the last epoch in --out")
+    add("--resume", action="store_true", help="continue from the last epoch in --out")
     add("--seed", type=int, default=999, help="of the weights, the noise, and the order of the data")
     add("--epochs", type=int, default=5, help="passes over the real pictures")
     add("--size", type=int, default=1024, help="real pictures")

@@ -3,9 +3,9 @@
     python examples/gallery/imagenet.py
     torchrun --nproc-per-node 2 examples/gallery/imagenet.py --precision best
 
-The pictures are made on the spot: each class is a pattern of waves, of which a picture shows a random part under noise.
-After each epoch, top-1 and top-5 accuracy are measured on pictures of their own; --resume goes on from the last epoch,
-and --evaluate measures the best one.
+The script draws its pictures itself: each class is a pattern of waves, and a picture shows a random part of it under
+noise. After each epoch, top-1 and top-5 accuracy are measured on other pictures. --resume continues from the last
+epoch, and --evaluate measures the best one.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--out", default="outputs/imagenet", help="folder of the last and the best checkpoint")
-    add("--resume", action="store_true", help="go on from the last epoch in --out")
+    add("--resume", action="store_true", help="continue from the last epoch in --out")
     add("--evaluate", action="store_true", help="measure the best epoch in --out, and train nothing")
     add("--seed", type=int, default=0, help="of the weights and the order of the data")
     add("--epochs", type=int, default=6, help="passes over the pictures")

@@ -3,9 +3,9 @@
     python examples/gallery/nanogpt.py
     torchrun --nproc-per-node 2 examples/gallery/nanogpt.py --precision bf16
 
-The text is made on the spot: sentences of three words each, as bytes. The model learns letters, then words, then which
-word follows which; its validation loss falls from 5.6 to below 0.3 nats a byte. With --resume, it goes on from the best
-checkpoint.
+The script makes its text itself: sentences of three words each, as bytes. The model learns letters, then words, then
+which word follows which. Its validation loss falls from 5.6 to below 0.3 nats a byte. With --resume, it continues from
+the best checkpoint.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--out", default="outputs/nanogpt", help="folder of the best checkpoint")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--resume", action="store_true", help="continue from the checkpoint in --out")
     add("--seed", type=int, default=1337, help="of the weights and the crops")
     add("--text", type=int, default=200_000, help="length of the text, in bytes")
     add("--steps", type=int, default=200, help="updates")

@@ -121,7 +121,7 @@ def test_gpt_saves_on_interrupt_and_starts_afresh_unless_resumed(run, tmp_path):
             process.kill()
     assert process.returncode == 130
     assert "Traceback" not in errors
-    saved = int(re.search(r"^interrupted at step (\d+); --resume goes on from there$", errors, re.MULTILINE)[1])
+    saved = int(re.search(r"^interrupted at step (\d+); --resume continues from there$", errors, re.MULTILINE)[1])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{saved:08d}"]
 
     run("train_gpt.py", *arguments, "--steps", saved + 3, "--resume")

@@ -78,11 +78,10 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
             for line in note.splitlines():
                 yield 2, line, _MEDIUM
     yield from _headed("environment")
-    for name, value in diagnosis.environment.items():
-        if value is not None:
-            yield 2, f"{name}={shown(value, 200)}", ""
-    unset = ", ".join(name for name, value in diagnosis.environment.items() if value is None)
-    yield 2, f"not set: {unset or 'none'}", ""
+    values = {name: value for name, value in diagnosis.environment.items() if value is not None}
+    for name, value in values.items():
+        yield 2, f"{name}={shown(value, 200)}", ""
+    yield 2, f"not set: {len(diagnosis.environment) - len(values)} others (--json lists them)", ""
     if diagnosis.autoload:
         yield from _headed("import torch calls")
         for autoload in diagnosis.autoload:

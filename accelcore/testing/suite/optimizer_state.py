@@ -100,7 +100,7 @@ class StateOfOptimizers:
                 for key, value in entry.items():
                     if isinstance(value, Tensor):
                         assert found[number][key].shape == value.shape, key
-            # Each goes on from the other's state, in which steps may be counted by a plain number.
+            # Each continues from the other's state, in which steps may be counted by a plain number.
             saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(reference.state_dict())
             for entry in saved[1]["state"].values():
                 entry.update({key: int(value) for key, value in entry.items() if key == "step"})

@@ -39,8 +39,9 @@ class Log(Meter):
     `rows_per_second` of all ranks within epochs; `memory_peak` in bytes; `seconds` since the log was made. A value that
     is not finite is null. A step does not wait for the device: a line is written one step later.
 
-    After a resume, lines after the resumed step are dropped, and the log goes on. A run from the start renames an older
-    log to `log-before.jsonl`. The log draws its plot at exit and by `close()`; `accelcore plot FOLDER` at any time.
+    After a resume, lines after the resumed step are dropped, and the log continues. A run from the start renames an
+    older log to `log-before.jsonl`. The log draws its plot at exit and by `close()`; `accelcore plot FOLDER` at any
+    time.
 
     Args:
         folder: made if it does not exist; one for each run.

@@ -237,7 +237,9 @@ def _averages(device: torch.device) -> bool:
     import torch.distributed as dist
 
     ones, mean = torch.ones(dist.get_world_size(), device=device), torch.empty(1, device=device)
-    dist.reduce_scatter_tensor(mean, ones, op=dist.ReduceOp.AVG)
+    # Newer versions of torch warn of the older name.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter(mean, ones, op=dist.ReduceOp.AVG)
     return mean.item() == 1
 
 
