@@ -16,6 +16,7 @@ from pathlib import Path
 
 __all__ = [
     "BACKWARD_PASS_AUTOCAST",
+    "GET_CAPABILITIES",
     "GET_KERNEL",
     "RESET_ITER_STATE",
     "TORCH_FEATURES",
@@ -103,5 +104,13 @@ RESET_ITER_STATE = TorchFeature(
 )
 """Method of sharded modules: forget a forward or backward pass that raised."""
 
-TORCH_FEATURES = (GET_KERNEL, BACKWARD_PASS_AUTOCAST, UNUSED_SHARDS, RESET_ITER_STATE)
+GET_CAPABILITIES = TorchFeature(
+    "torch.cpu",
+    "get_capabilities",
+    "accelcore reads the host's instructions from /proc/cpuinfo; on systems without this file it assumes none for low "
+    "precision",
+)
+"""Returns the instructions of the host's processor."""
+
+TORCH_FEATURES = (GET_KERNEL, BACKWARD_PASS_AUTOCAST, UNUSED_SHARDS, RESET_ITER_STATE, GET_CAPABILITIES)
 """All of them."""

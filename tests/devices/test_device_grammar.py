@@ -154,7 +154,8 @@ def test_a_hostile_value_is_refused_fast_and_shortly_naming_its_source(monkeypat
     assert time.perf_counter() - start < 1
     assert len(str(caught.value)) < 2000
     assert caught.value.remedy
-    assert {name for name in set(sys.modules) - modules if not name.startswith("accelcore")} == set()
+    ours = ("accelcore", "packaging")  # a probe of a build that does not fit the machine compares versions
+    assert {name for name in set(sys.modules) - modules if not name.startswith(ours)} == set()
 
 
 @pytest.mark.parametrize("value", ["trapmodule", "trapmodule:1", "cpu:9,trapmodule", "trapmodule,cpu:9"])

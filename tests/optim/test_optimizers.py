@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
+from accelcore_cpu.known_faults import LOW_PRECISION_SGD
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -339,7 +341,8 @@ def test_sparse_gradients_take_the_loop_and_a_fused_kernel_refuses_them(accel):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sgd_in_low_precision_takes_the_loop_because_torchs_kernel_leaves_elements_out(accel, dtype):
-    with pytest.raises(UnsupportedError, match="leaves most elements"):
+    refused = pytest.raises(UnsupportedError, match="leaves most elements")
+    with refused if LOW_PRECISION_SGD.applies else contextlib.nullcontext():  # newer versions of torch are right
         accel.optimizers.create("sgd", [parameter(dtype=dtype)], route="fused")
     weight = torch.nn.Parameter(torch.ones(100, dtype=dtype))
     weight.grad = torch.ones_like(weight)

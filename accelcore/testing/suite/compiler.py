@@ -90,9 +90,8 @@ class TestCompiler:
     def test_training_is_eager(self, accel: Backend, precision: str, dtype: str) -> None:
         """A head that disables autocast, because its gradients overflow fp16, does not overflow when compiled."""
         known = accel.capabilities
-        with declared(
-            bool(known.compilers) and dtype in known.autocast_dtypes, f"a compiler under autocast to {dtype}"
-        ):
+        low = dtype in known.autocast_dtypes and (precision != "O1" or "O1" in known.autocast_tables)
+        with declared(bool(known.compilers) and low, f"a compiler under precision={precision!r}"):
             data, found = batches(6), []
             for compile_ in (False, True):
                 model = ExactHead(accel.device.type)

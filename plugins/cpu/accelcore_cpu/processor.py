@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from accelcore.torch_features import GET_CAPABILITIES
+
 __all__ = ["ONEDNN", "USUAL", "fast_format", "fast_setting", "has_units", "with_setting"]
 
 USUAL, ONEDNN = "highest", "medium"
@@ -49,8 +51,8 @@ def _has(*names: str) -> bool:
 
 
 def _capabilities() -> Mapping[str, Any]:
-    """Return torch's answer, or the kernel's if torch is too old to answer."""
-    if hasattr(torch.cpu, "get_capabilities"):
+    """Return torch's answer, or that of the operating system's kernel if torch is too old to answer."""
+    if GET_CAPABILITIES.present:
         return torch.cpu.get_capabilities()
     listed = _CPUINFO.read_text(encoding="utf-8") if _CPUINFO.is_file() else ""
     flags = next((line.split() for line in listed.splitlines() if line.startswith(("flags", "Features"))), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,8 +17,12 @@ from accelcore.optim.torch_routes import register_torch_optimizers
 
 __all__ = ["create_optimizers", "fused_kernels"]
 
-# Adagrad of torch 2.11 refuses fused=True on CUDA although the kernel exists; 2.13 accepts it.
-_FUSED_SINCE = {"adagrad": "2.13", "adam": "2.7", "adamw": "2.7", "sgd": "2.7"}
+_FUSED = {
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
 _COMPILED_PRIORITY = 20
 
 
@@ -25,10 +30,16 @@ def fused_kernels() -> tuple[str, ...]:
     """Return the optimizers for which this build of torch has a fused CUDA kernel."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return tuple(
-        name
-        for name, since in _FUSED_SINCE.items()
-        if torch.__version__ >= since and has_kernel(f"aten::_fused_{name}_", "CUDA")
+        name for name, kind in _FUSED.items() if has_kernel(f"aten::_fused_{name}_", "CUDA") and _takes_fused(kind)
     )
+
+
+def _takes_fused(kind: type[torch.optim.Optimizer]) -> bool:
+    """Return whether a class of torch takes fused=True on CUDA. An older Adagrad refuses it although a kernel exists.
+
+    A trial step would have to initialise CUDA, so its source is read.
+    """
+    return "cuda_unsupported=True" not in inspect.getsource(kind)
 
 
 def create_optimizers(fused: tuple[str, ...], *, no_compiler: str | None = None) -> Optimizers:
