@@ -57,7 +57,7 @@ def without(monkeypatch):
         __import__(feature.module)
         owner, _, name = feature.attribute.rpartition(".")
         module = sys.modules[feature.module]
-        monkeypatch.delattr(getattr(module, owner) if owner else module, name)
+        monkeypatch.delattr(getattr(module, owner) if owner else module, name, raising=False)
 
     return lack
 

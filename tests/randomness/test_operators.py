@@ -9,6 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import accelcore
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.torch_features import GET_KERNEL
+
+pytestmark = pytest.mark.skipif(not GET_KERNEL.present, reason=f"refused: torch has no {GET_KERNEL}")
 
 
 @pytest.fixture(autouse=True, scope="module")

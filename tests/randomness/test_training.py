@@ -8,6 +8,9 @@ from torch.nn import functional
 
 import accelcore
 from accelcore.errors import UnsupportedError
+from accelcore.torch_features import GET_KERNEL
+
+pytestmark = pytest.mark.skipif(not GET_KERNEL.present, reason=f"refused: torch has no {GET_KERNEL}")
 
 
 @pytest.fixture(autouse=True)

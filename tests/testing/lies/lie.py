@@ -45,10 +45,14 @@ class Lie:
         return dataclasses.replace(self.tell(create()), name=name) if name == self.name else None
 
 
-def lie(test, *, says, **arguments):
+def lie(test, *, says, needs=None, **arguments):
+    """Add a lie, unless it is about something for which torch lacks the feature `needs`."""
+
     def note(tell):
-        LIES[tell.__name__] = Lie(tell.__name__, tell, test, says, arguments)
-        return LIES[tell.__name__]
+        told = Lie(tell.__name__, tell, test, says, arguments)
+        if needs is None or needs.present:
+            LIES[tell.__name__] = told
+        return told
 
     return note
 

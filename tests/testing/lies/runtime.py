@@ -9,6 +9,7 @@ import torch
 
 from accelcore import Backend
 from accelcore.roles.runtime import Memory
+from accelcore.torch_features import GET_KERNEL
 from lies.lie import declaring, lie, replaced
 
 
@@ -38,12 +39,12 @@ def seed_that_is_ignored(backend):
     return replaced(backend, "runtime", seed=lambda honest, n, deterministic=False: None)
 
 
-@lie("TestRuntime.test_same_seed_everywhere", says="rand gives other numbers than everywhere")
+@lie("TestRuntime.test_same_seed_everywhere", says="rand gives other numbers than everywhere", needs=GET_KERNEL)
 def same_numbers_that_are_its_own(backend):
     return replaced(backend, "runtime", seed=lambda honest, n, same=None: honest.seed(n))
 
 
-@lie("TestRuntime.test_same_seed_everywhere", says="does not give the device's own numbers")
+@lie("TestRuntime.test_same_seed_everywhere", says="does not give the device's own numbers", needs=GET_KERNEL)
 def same_numbers_from_then_on(backend):
     def seed(honest, n, same=None):
         seed.alike = seed.alike or same
