@@ -110,8 +110,16 @@ def run(name, rank, train, *, steps=STEPS, accumulate=1):
         train(batch_of(name, rank, number))
 
 
+def adds_up():
+    """Whether torch adds up gradients where it is asked for their average, as 2.7 does over gloo."""
+    ones, mean = torch.ones(dist.get_world_size()), torch.empty(1)
+    dist.reduce_scatter_tensor(mean, ones, op=dist.ReduceOp.AVG)
+    return mean.item() != 1
+
+
 def by_hand(name, rank, wrap, *, accumulate=1, clip=None, policy=None):
     """A loop with fully_shard as one writes it."""
+    divisor = dist.get_world_size() if adds_up() else 1
     model = made(name)
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     options = {"mp_policy": policy} if policy else {}
@@ -120,7 +128,7 @@ def by_hand(name, rank, wrap, *, accumulate=1, clip=None, policy=None):
     fully_shard(model, mesh=mesh, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3)
     for number in range(STEPS * accumulate):
-        (loss_of(model, batch_of(name, rank, number)) / accumulate).backward()
+        (loss_of(model, batch_of(name, rank, number)) / accumulate / divisor).backward()
         if (number + 1) % accumulate == 0:
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,9 +95,9 @@ def test_a_save_that_fails_leaves_nothing_on_a_full_disk(accel, tmp_path, monkey
     def full(*args, **named):
         raise OSError(28, "No space left on device")
 
-    for what in ("rename", "fsync"):
+    for owner, what in ((Path, "rename"), (os, "fsync")):
         with monkeypatch.context() as patch:
-            patch.setattr(os, what, full)
+            patch.setattr(owner, what, full)
             with pytest.raises(accelcore.CheckpointError, match="No space left"):
                 trainer.save(tmp_path)
         assert list(tmp_path.iterdir()) == []
