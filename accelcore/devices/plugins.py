@@ -173,7 +173,7 @@ def how_to_install(distribution: str) -> str:
 def own_plugins() -> dict[str, str]:
     """Return the distributions of accelcore's own plugins, installed or not, by the backend's name.
 
-    They are the extras in accelcore's metadata, but for those that bring commands. The result is empty if accelcore is
+    They are the extras in accelcore's metadata, except those that bring commands. The result is empty if accelcore is
     only a folder on the path.
     """
     try:

@@ -29,7 +29,7 @@ KNOWN_FAULTS = (
         what="a parameter whose first gradient comes after the first step is never updated",
     ),
     _Emulated(
-        kernel="torch_npu.optim.NpuFused*, but for AdamP",
+        kernel="torch_npu.optim.NpuFused* except AdamP",
         what="after zero_grad() sets gradients to None, steps reuse the gradients of the first step",
     ),
     _Emulated(

@@ -164,7 +164,7 @@ def _trained(kind: Any, values: list[float]) -> Tensor:
 PROBES: dict[str, Callable[[], bool | None]] = {
     "torch._fused_adamw_ on an NPU": scaling_ignored,
     "torch_npu.optim.NpuFusedSGD, NpuFusedBertAdam": late_gradient_lost,
-    "torch_npu.optim.NpuFused*, but for AdamP": stale_gradients,
+    "torch_npu.optim.NpuFused* except AdamP": stale_gradients,
     "torch_npu.optim.NpuFused*": loaded_state_ignored,
     "torch_npu.optim.NpuFusedBertAdam": steps_uncounted,
     "torch_npu.optim.NpuFusedBertAdam with several groups": clipped_by_first_group,
