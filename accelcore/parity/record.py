@@ -202,7 +202,8 @@ class Record(Observer):
             raise RecordingError(
                 f"nothing was recorded into {self._folder}",
                 why="no model ran a forward pass with gradients in the context, or no optimizer made a step",
-                remedy="open the context around the training, and give it the model and optimizer that are trained",
+                remedy="open the context around the training, and give it the model and optimizer that are trained; if "
+                "the script resumed a finished training, delete its checkpoints, or save in another folder",
             )
 
     def _start(self) -> None:
