@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+
 import libcst as cst
 
 from accelcore_lint.port.model import Level
-from accelcore_lint.port.tree import Tree
+from accelcore_lint.port.tree import Tree, text_of
 
 __all__ = ["Place", "UnplacedError"]
 
@@ -49,6 +52,7 @@ class Place:
         self.name = existing or next(free)
         self._existing = existing is not None
         self._sites: list[cst.CSTNode] = []
+        self._local: dict[tuple[cst.FunctionDef, str], list[cst.CSTNode]] = defaultdict(list)
         self._current = made.get(self._current_value) or next(name for name in _CURRENT if name not in taken)
         self._has_current = self._current_value in made
         self._current_sites: list[cst.CSTNode] = []
@@ -59,8 +63,12 @@ class Place:
         Raises:
             UnplacedError: the device cannot be chosen before this expression.
         """
-        if not self._torch_level and not self._hides(site) and self.is_apart(site):
-            self._current_sites.append(site)
+        if not self._torch_level and self.is_apart(site) and self._is_placed(site):
+            function = self._scope(site)
+            if self._hides(site) and function is not None:
+                self._local[function, f"{self._current} = {self._current_value}"].append(site)
+            else:
+                self._current_sites.append(site)
             return self._current
         self._use(site)
         return self.name if self._torch_level else f"{self.name}.device"
@@ -77,12 +85,21 @@ class Place:
     def _use(self, site: cst.CSTNode) -> None:
         if reason := self._obstacle(site):
             raise UnplacedError(reason)
-        self._sites.append(site)
+        function = self._scope(site)
+        if function is not None and self._hides(site) and not self._tree.spawns:
+            self._local[function, f"{self.name} = {self._value}"].append(site)
+        else:
+            self._sites.append(site)
+
+    def _is_placed(self, site: cst.CSTNode) -> bool:
+        """Return whether the device can be chosen after all statements that hide devices."""
+        after = (self._runs_after(self._scope(site), target) for target in self._tree.hidden_by)
+        return not self._hides(site) or all(after)
 
     def _obstacle(self, site: cst.CSTNode) -> str:
         if self._existing:
             return ""
-        if self._hides(site):
+        if not self._is_placed(site):
             return "an environment variable hides devices after this file would choose one: use ACCEL_DEVICE instead"
         if not self._torch_level and self.is_apart(site):
             return "this runs in processes that the script starts itself: pass the backend to it"
@@ -106,25 +123,33 @@ class Place:
                 return True
         return False
 
+    def _runs_after(self, function: cst.FunctionDef | None, target: cst.CSTNode) -> bool:
+        """Return whether a function runs after a statement that hides devices, and can choose the device for itself."""
+        tree, setter = self._tree, self._scope(target)
+        if function is None or function is setter or self._torch_level:
+            return False
+        calls = [call for call in tree.calls if text_of(call.func) == function.name.value]
+        if any(tree.line(call) < tree.line(target) and self._scope(call) is setter for call in calls):
+            return False
+        # A process that is started has the variables of its parent.
+        return tree.spawns or (self._called_once(function) and self._scope(calls[0]) is setter)
+
     def lines(self) -> dict[cst.CSTNode, str]:
         """Return the lines to add, by the statement before which each is added."""
         tree = self._tree
-        current: dict[cst.CSTNode, str] = {}
+        added = {self._first(function.body, sites): line for (function, line), sites in self._local.items()}
         if self._current_sites and not self._has_current:
-            current = {self._first(tree.module, self._current_sites): f"{self._current} = {self._current_value}"}
-        if self._existing or not self._sites:
-            return current
-        return {**current, **self._backend_lines()}
+            added[self._first(tree.module, self._current_sites)] = f"{self._current} = {self._current_value}"
+        if not self._existing and self._sites:
+            added.update(self._backend_lines())
+        return added
 
     def _backend_lines(self) -> dict[cst.CSTNode, str]:
         tree = self._tree
         scopes = {self._scope(site) for site in self._sites}
-        spawned = tree.spawned
         if not self._torch_level and tree.spawns:
             return {
-                self._first(
-                    scope.body, self._sites
-                ): f"{self.name} = accelcore.select(local_rank={spawned[scope.name.value]})"
+                self._first(scope.body, self._sites): f"{self.name} = accelcore.select(local_rank={self._rank(scope)})"
                 for scope in scopes
                 if scope is not None
             }
@@ -136,10 +161,16 @@ class Place:
             return {self._first(guard.body, self._sites): line}
         return {self._first(tree.module, self._sites): line}
 
+    def _rank(self, function: cst.FunctionDef) -> str:
+        """Return the source of the rank of a function that the script starts; -1 means a single process there."""
+        name = self._tree.spawned[function.name.value]
+        return f"max({name}, 0)" if re.search(rf"\b{name} *(==|!=|>|<) *-1\b", text_of(function)) else name
+
     def imports(self) -> set[str]:
         """Return the import statements that those lines need."""
-        needed = {"import torch"} if self._current_sites else set()
-        if self._sites:
+        local = {line.split(" = ")[0] for _, line in self._local}
+        needed = {"import torch"} if self._current_sites or self._current in local else set()
+        if self._sites or self.name in local:
             needed.add("import torch" if self._torch_level else "import accelcore")
         return needed
 

@@ -26,6 +26,8 @@ _OUR_APEX = re.compile(r"(?m)^\s*from accelcore import (.*, *)?apex\b")
 _NAMESPACES = re.compile(r"(?m)^[ \t]*(\w+)(?:, *\w+)?[ \t]*=[ \t]*[\w.]+\.parse_(?:known_)?args\(")
 _FLAGS = re.compile(rf"(?m)^[ \t]*({'|'.join(DEVICES)})[ \t]*=(?!=)")
 _IMPORTED = re.compile(rf"(?m)^[ \t]*(?:from|import)\b[^#\n]*\b({'|'.join(DEVICES)})\b[ \t]*(?:,|as\b|$|#)")
+_HEADS = re.compile(r"(?s)\bdef\s+\w+\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
+_PARAMETER = re.compile(rf"(?:^|,)\s*({'|'.join(DEVICES)})\s*(?:[,:=]|$)")
 _STRING = re.compile(r"(?s)[a-zA-Z]*('''|\"\"\"|'|\")(.*)\1")
 
 
@@ -48,10 +50,12 @@ def own_options(source: str) -> set[str]:
     """Return what a script itself calls as a device: attributes of argparse's namespace, and variables.
 
     What an option `--cuda` stores in `args.cuda`, or what the script sets there (`args.cuda = not args.no_cuda`), is a
-    flag. So is a variable as in `cuda = torch.cuda.is_available()`, unless the file imports something of that name.
+    flag. So is a variable as in `cuda = torch.cuda.is_available()`, or a function's parameter `cuda`, unless the file
+    imports something of that name.
     """
     options = {f"{space}.{device}" for space in _NAMESPACES.findall(source) for device in DEVICES}
-    return options | (set(_FLAGS.findall(source)) - set(_IMPORTED.findall(source)))
+    parameters = {name for head in _HEADS.findall(source) for name in _PARAMETER.findall(head)}
+    return options | ((set(_FLAGS.findall(source)) | parameters) - set(_IMPORTED.findall(source)))
 
 
 def vendor_lines(source: str) -> set[int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from accelcore_lint.flow import STEP, Flow, Window, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.rules.divided_loss import divisions
-from accelcore_lint.script import Script, last_name
+from accelcore_lint.script import Script, last_name, mentions
 
 __all__ = ["RULE"]
 
@@ -16,7 +16,7 @@ __all__ = ["RULE"]
 def _check(script: Script) -> Iterator[Mark]:
     for flow in flows(script):
         for window in () if flow.foreign else flow.windows:
-            if not _counts_batches(script, window):
+            if not _counts_batches(script, window) or _leaves_out(script, window):
                 continue
             count = ast.unparse(window.count)
             if window.flushes and divisions(window):
@@ -55,6 +55,23 @@ def _counts_batches(script: Script, window: Window) -> bool:
     source = enumerated.args[0] if enumerated.args else None
     endless = source is None or any(word in ast.unparse(source) for word in ("range", "cycle", "count", "infinite"))
     return not endless and ast.unparse(loop.target.elts[0]) == window.counter
+
+
+def _leaves_out(script: Script, window: Window) -> bool:
+    """Return whether the loop leaves batches out before backward, by a condition on its counter."""
+    counter = ast.Name(window.counter)
+    begin = window.backward.node.lineno  # type: ignore[attr-defined]  # a call
+    for statement in getattr(window.loop, "body", ()):
+        if (
+            isinstance(statement, ast.If)
+            and statement.lineno < begin
+            and isinstance(statement.body[-1], ast.Continue | ast.Break)
+        ):
+            parts = [part for part in ast.walk(statement.test) if isinstance(part, ast.Name)]
+            values = [value for part in parts if (value := script.names.value(part)) is not None]
+            if any(mentions(value, counter) for value in (*parts, *values)):
+                return True
+    return False
 
 
 def _steps_elsewhere(flow: Flow, window: Window) -> bool:
@@ -104,6 +121,19 @@ RULE = Rule(
                     optimizer.zero_grad()
             optimizer.step()
             optimizer.zero_grad()
+        """,
+        """
+        import torch
+
+        def train(model, optimizer, loader, n, steps):
+            for i, batch in enumerate(loader):
+                step = i // n
+                if step >= steps:
+                    continue
+                (model(batch) / n).backward()
+                if (i + 1) % n == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
         """,
         """
         import torch

@@ -77,3 +77,72 @@ def test_strings_in_an_f_string_have_other_quotes(quote, level):
     outcome = port_source(source, level)
     compile(outcome.source, "ported", "exec")
     assert outcome.after == 0
+
+
+SPAWNED = """import os
+import torch
+import torch.multiprocessing as mp
+
+
+def main():
+    os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
+    mp.spawn(work, nprocs=2)
+
+
+def work(gpu):
+    model = torch.nn.Linear(2, 2).cuda()
+    step(model)
+
+
+def step(model):
+    return model(torch.ones(1, 2).cuda())
+
+
+main()
+"""
+
+
+def test_a_process_that_is_started_has_the_variables_of_its_parent():
+    outcome = port_source(SPAWNED, Level.ROLES)
+    assert not outcome.left
+    assert "def work(gpu):\n    accel = accelcore.select(local_rank=gpu)\n" in outcome.source
+    assert "def step(model):\n    current_device = torch.accelerator" in outcome.source
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "left"), [("", "work(0)", 0), ("work(0)", "", 1), ("", "work(0)\nwork(1)", 1)]
+)
+def test_a_function_that_is_called_after_devices_are_hidden_chooses_the_device(before, after, left):
+    source = (
+        "import os\nimport torch\n\n\ndef work(n):\n    return torch.ones(n).cuda()\n\n\n"
+        f'{before}\nos.environ["CUDA_VISIBLE_DEVICES"] = "1"\n{after}\n'
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert len(outcome.left) == left
+    assert ("def work(n):\n    accel = accelcore.select()\n" in outcome.source) is (left == 0)
+
+
+def test_a_rank_of_minus_one_is_a_single_process():
+    source = (
+        "import torch\nimport torch.multiprocessing as mp\n\n\n"
+        "def work(gpu):\n    x = torch.ones(2)\n    if gpu != -1:\n        x = x.cuda(gpu)\n\n\n"
+        "mp.spawn(work, nprocs=2) if mp.active_children() else work(-1)\n"
+    )
+    assert "accelcore.select(local_rank=max(gpu, 0))" in port_source(source, Level.ROLES).source
+
+
+@pytest.mark.parametrize(("head", "count"), [("cuda, n=f(1)", 1), ("cudas, n=cuda", 2)])
+def test_a_parameter_called_as_a_device_is_no_vendor_line(head, count):
+    source = f"import torch\n\n\ndef fit(\n    model, {head}\n):\n    if cuda:\n        model.cuda()\n"
+    assert port_source(source, Level.TORCH).before == count + (count == 2)
+
+
+def test_devices_that_the_script_chooses_elsewhere_stay_where_there_is_an_accelerator():
+    source = (
+        "import torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\nfrom tools import device_of\n"
+        "model = DDP(net.to(device_of()), device_ids=[device_of()])\n"
+    )
+    assert (
+        "device_ids=[device_of()] if torch.accelerator.is_available() else None"
+        in port_source(source, Level.ROLES).source
+    )

@@ -17,6 +17,7 @@ _NAME = re.compile(
     r"(.*[._])?(device|dev|device_type|device_name|default_device|map_location|map_loc|loc)", re.IGNORECASE
 )
 _PREFIX = tuple(f"{name}:" for name in DEVICES)
+_FORM = re.compile(rf"({'|'.join(DEVICES)}):{{0?(:d)?}}")
 _LOCATION = re.compile(r"(^|[._])(loc|map_loc|map_location)$")
 AVAILABLE = tuple(f"torch.{name}.is_available" for name in DEVICES)
 _OTHERS = ("torch.backends.mps.is_available", "torch.xpu.is_available", "torch.mps.is_available")
@@ -67,7 +68,7 @@ def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]
             return is_text, node.right.args[0].value if is_text else None
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "format":
         form = node.func.value
-        if isinstance(form, cst.SimpleString) and str(form.evaluated_value) in {f"{name}:{{}}" for name in DEVICES}:
+        if isinstance(form, cst.SimpleString) and _FORM.fullmatch(str(form.evaluated_value)):
             return len(node.args) == 1 and node.args[0].keyword is None, node.args[0].value if node.args else None
     return False, None
 
@@ -129,6 +130,8 @@ def _chosen(facts: Facts, node: cst.BaseExpression) -> list[cst.BaseExpression] 
         return []
     if index_of(node)[0]:
         return [node]
+    if isinstance(node, cst.Call) and facts.name(node.func) == "torch.device" and len(node.args) == 1:
+        return _chosen(facts, node.args[0].value)
     if (
         isinstance(node, cst.IfExp)
         and isinstance(node.test, cst.Call)
@@ -156,6 +159,9 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     names = _chosen(facts, choice)
     if not names:
         return None
+    made = [not index_of(branch)[0] and isinstance(branch, cst.Call) for branch in _branches(choice)]
+    if any(made):
+        return _of_devices(facts, node, names) if all(made) and choice is node else None
     index = index_of(names[0])[1]
     if len(names) != 1:
         return None
@@ -167,6 +173,21 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
         source = _inline(facts, node, index)
         if not isinstance(source, Left):
             source = f"({source}).type" if " or " in source else f"{source}.type"
+    return source if isinstance(source, Left) else whole(node, source)
+
+
+def _branches(choice: cst.BaseExpression) -> list[cst.BaseExpression]:
+    """Return what a choice chooses between, also through further choices in it."""
+    if isinstance(choice, cst.IfExp):
+        return _branches(choice.body) + _branches(choice.orelse)
+    return [choice]
+
+
+def _of_devices(facts: Facts, node: cst.BaseExpression, names: list[cst.BaseExpression]) -> Rewrite | Left | None:
+    """Replace `torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")`."""
+    if len(names) != 1:
+        return None
+    source = _inline(facts, node, index_of(names[0])[1])
     return source if isinstance(source, Left) else whole(node, source)
 
 
@@ -283,6 +304,11 @@ CHOICES = Rule(
             "device = accel.device",
         ),
         Example(Level.ROLES, 'device = "cuda" if torch.cuda.is_available() else "cpu"', "device = accel.device.type"),
+        Example(
+            Level.ROLES,
+            'device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")',
+            "device = accel.device",
+        ),
     ),
 )
 

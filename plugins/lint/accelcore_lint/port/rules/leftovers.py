@@ -20,6 +20,7 @@ _REASONS = {
     "Event": "events are each device's own; torch.Event(device) where the device has them",
     "CUDAGraph": "graphs are each device's own; a trainer has graph=True where the backend declares them",
     "FloatTensor": "a type of tensor of one device: write torch.zeros(..., device=...) or .to(device, dtype)",
+    "set_default_tensor_type": "a default of one device: torch.set_default_device(device) is for all of them",
     "get_device_name": "the name of the device: torch has no generic function",
     "get_device_properties": "properties of the device: torch has no generic function",
     "get_device_capability": "the generation of a vendor's chips: torch has no generic function",
@@ -96,7 +97,9 @@ def _decide_string(node: cst.SimpleString, facts: Facts) -> Left | None:
     if isinstance(parent, cst.DictElement) and parent.key is node:
         return None
     if isinstance(node.evaluated_value, str) and type_text(node.evaluated_value):
-        return Left(_REASONS["FloatTensor"])
+        call = facts.parent(parent) if isinstance(parent, cst.Arg) else None
+        name = (facts.name(call.func) or "") if isinstance(call, cst.Call) else ""
+        return Left(_REASONS.get(name.removeprefix("torch."), _REASONS["FloatTensor"]))
     if index_of(node)[0] or node.evaluated_value in GROUPS:
         return Left("a vendor's name in a place where it is not certain what it is for")
     return None

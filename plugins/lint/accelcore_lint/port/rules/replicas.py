@@ -42,7 +42,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     source = device_source(facts, node, index)
     own = text_of(index) in ("device", "args.device") or not (isinstance(index, cst.Integer) or facts.chooses_by(index))
     if isinstance(source, Left) and not own:
-        return source  # otherwise the model is where the script moved it: on the process's one device
+        # The script chooses a device by this index elsewhere, and the model is there.
+        return source if isinstance(index, cst.Integer) else _where_there_is_one(facts, node, given)
     if "module" in facts.attributes:
         # `net.module` is only there if the model is wrapped, also in a job of one rank.
         device = facts.place.device(node)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
@@ -28,14 +30,36 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
         and other.args
         and text_of(other.args[0].value) == seed
         and facts.function_of(other) is function
-        and facts.line(other) < facts.line(call)
-        and _runs_before(facts, other, node)
+        and (
+            (facts.line(other) < facts.line(call) and _runs_before(facts, other, node))
+            or _seeds_next(facts, node, other)
+        )
         for other in facts.seeds
     ):
         return Rewrite(removed, node.body)
     if facts.level is Level.TORCH or not facts.is_whole(call.args[0].value) or _seeds_differ(facts, seed):
-        return Left("a seed of the device alone: torch.manual_seed(seed) seeds all devices, and the CPU")
+        return _seeded_alone(facts, node, call, found[0])
     return _seeded(facts, node, seed)
+
+
+def _seeded_alone(facts: Facts, node: cst.SimpleStatementLine, call: cst.Call, function: str) -> Rewrite | Left:
+    """Seed the device, and not the CPU, by the module that torch has for the device."""
+    if function == "manual_seed_all" and facts.level is Level.TORCH:
+        return Left("a seed of all devices alone: torch.manual_seed(seed) seeds them, and the CPU")
+    of = "" if facts.level is Level.TORCH else facts.place.device(node)
+    test = f'{of}.type != "cpu"' if of else f"{facts.torch}.accelerator.is_available()"
+    func = cst.parse_expression(f"{facts.torch}.get_device_module({of}).manual_seed")
+
+    def build(updated: cst.SimpleStatementLine) -> cst.BaseStatement:
+        seeds = cst.Expr(
+            cst.ensure_type(cst.ensure_type(updated.body[0], cst.Expr).value, cst.Call).with_changes(func=func)
+        )
+        if facts.guards(node):
+            return updated.with_changes(body=[seeds])
+        inner = updated.with_changes(body=[seeds], leading_lines=[])
+        return cst.If(cst.parse_expression(test), cst.IndentedBlock([inner]), leading_lines=updated.leading_lines)
+
+    return Rewrite(build, [call.func], () if facts.has_torch_name else ("import torch",))
 
 
 def _decide_torch(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
@@ -64,6 +88,23 @@ def _runs_before(facts: Facts, other: cst.CSTNode, node: cst.CSTNode) -> bool:
     return blocks[0] in list(facts.parents(node))
 
 
+def _seeds_next(facts: Facts, node: cst.SimpleStatementLine, other: cst.Call) -> bool:
+    """Return whether a later call is in the same block, with nothing but seeds and settings of cuDNN in between."""
+    block = facts.parent(node)
+    lines = list(block.body) if isinstance(block, (cst.IndentedBlock, cst.Module)) else []
+    for line in lines[lines.index(node) + 1 :] if node in lines else ():
+        if not re.match(r"[\w.]*(seed(_all)?\(|cudnn\.\w+ = )", text_of(line.with_changes(leading_lines=[]))):
+            return False
+        if other in list(_calls_of(line)):
+            return True
+    return False
+
+
+def _calls_of(line: cst.BaseStatement | cst.BaseSmallStatement) -> list[cst.CSTNode]:
+    parts = line.body if isinstance(line, cst.SimpleStatementLine) else ()
+    return [part.value for part in parts if isinstance(part, cst.Expr)]
+
+
 def _seeds_differ(facts: Facts, seed: str) -> bool:
     """Return whether the script seeds Python, NumPy or torch with other numbers, which the backend would overrule."""
     return any(text_of(call.args[0].value) != seed for call in facts.seeds if call.args)
@@ -77,6 +118,16 @@ SEEDS = Rule(
     (
         Example(Level.TORCH, "torch.manual_seed(seed)\ntorch.cuda.manual_seed_all(seed)", "torch.manual_seed(seed)"),
         Example(Level.ROLES, "torch.cuda.manual_seed(0)", "accel.runtime.seed(0)"),
+        Example(
+            Level.ROLES,
+            "torch.cuda.manual_seed(config.seed)",
+            'if accel.device.type != "cpu":\n    torch.get_device_module(accel.device).manual_seed(config.seed)',
+        ),
+        Example(
+            Level.TORCH,
+            "torch.cuda.manual_seed_all(seed)\nnumpy.random.seed(seed)\ntorch.manual_seed(seed)",
+            "numpy.random.seed(seed)\ntorch.manual_seed(seed)",
+        ),
     ),
 )
 
