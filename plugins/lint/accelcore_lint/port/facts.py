@@ -23,6 +23,10 @@ _LOCAL_RANK = re.compile(
 )
 _RANK_PER_HOST = re.compile(r"[\w.()\[\]\"' ]*rank[\w.()\[\]\"']* ?% ?([\w.]*device_count\(\)|\w*(gpus|devices)\w*)")
 
+_RANK = re.compile(r"\bget_rank\(|environ\W|getenv\(")
+_SETS = re.compile(r"^torch\.(cuda|npu)\.set_device$")
+_DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
+
 _ENGINES = "accelerate|lightning|pytorch_lightning|lightning_fabric|deepspeed|ignite|fastai|mmengine|colossalai"
 
 
@@ -35,7 +39,20 @@ class Facts(Tree):
 
     def __init__(self, wrapper: metadata.MetadataWrapper, level: Level) -> None:
         super().__init__(wrapper, level)
-        self.place = Place(self)
+        self.place = Place(self, by_hand=self._chooses_by_hand())
+
+    def _chooses_by_hand(self) -> bool:
+        """Return whether the script gives a process its device by a number that no launcher's variable shows."""
+        made = [call.args[0].value for call in self.calls if _SETS.search(self.name(call.func) or "") and call.args]
+        unknown = [
+            index
+            for index in made
+            if not isinstance(index, (cst.SimpleString, cst.FormattedString, cst.Integer))
+            and not _DEVICE.search(text_of(index))
+            and not self.is_local_rank(index)
+        ]
+        options = {name for call in self._added_options() for name in _option_names(call)}
+        return not self.spawns and (bool(unknown) or "rank" in options)
 
     @cached_property
     def own_options(self) -> set[str]:
@@ -52,8 +69,11 @@ class Facts(Tree):
         return self._is_local_rank(text_of(node), node, ())
 
     def _is_local_rank(self, text: str, node: cst.CSTNode, seen: tuple[str, ...]) -> bool:
-        if _LOCAL_RANK.fullmatch(text) or _RANK_PER_HOST.fullmatch(text):
+        if _LOCAL_RANK.fullmatch(text):
             return True
+        if _RANK_PER_HOST.fullmatch(text):
+            rank = node.left if isinstance(node, cst.BinaryOperation) else node
+            return self._is_launchers(rank, ())
         function = self.function_of(node)
         if function is not None and self.spawned.get(function.name.value) == text:
             return text not in self.assigned
@@ -63,6 +83,15 @@ class Facts(Tree):
         # None and 0 are the devices of a script that no launcher started: the one that accelcore chooses.
         ranks = [value for value in values if text_of(value) not in ("None", "0")]
         return bool(ranks) and all(self._is_local_rank(text_of(value), value, (*seen, text)) for value in ranks)
+
+    def _is_launchers(self, rank: cst.CSTNode, seen: tuple[str, ...]) -> bool:
+        """Return whether a rank is the launcher's or of a process that the script starts, and no option of its own."""
+        text = text_of(rank)
+        function = self.function_of(rank)
+        if _RANK.search(text) or (function is not None and self.spawned.get(function.name.value) == text):
+            return True
+        values = [*self.assigned.get(text, []), *self._passed(text, rank)] if text not in seen else []
+        return bool(values) and all(self._is_launchers(value, (*seen, text)) for value in values)
 
     def _passed(self, text: str, node: cst.CSTNode) -> list[cst.BaseExpression]:
         """Return what the file's calls pass for a parameter of the function, or of the constructor, around a node.
@@ -114,14 +143,16 @@ class Facts(Tree):
     def whole_options(self) -> set[str]:
         """Options of argparse that are whole numbers, and never None."""
         found: set[str] = set()
-        for call in self.calls:
-            if isinstance(call.func, cst.Attribute) and call.func.attr.value == "add_argument":
-                kind, default = argument(call, "type"), argument(call, "default")
-                required = argument(call, "required")
-                fixed = isinstance(default, cst.Integer) or (required is not None and text_of(required) == "True")
-                if kind is not None and text_of(kind) == "int" and fixed:
-                    found.update(_option_names(call))
+        for call in self._added_options():
+            kind, default = argument(call, "type"), argument(call, "default")
+            required = argument(call, "required")
+            fixed = isinstance(default, cst.Integer) or (required is not None and text_of(required) == "True")
+            if kind is not None and text_of(kind) == "int" and fixed:
+                found.update(_option_names(call))
         return found
+
+    def _added_options(self) -> list[cst.Call]:
+        return [call for call in self.calls if _last(call.func) == "add_argument"]
 
     def values(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
         """Return what the file assigns to a name."""
@@ -164,6 +195,10 @@ class Facts(Tree):
         return isinstance(test, cst.Call) and (self.name(test.func) or "").endswith(
             (".cuda.is_available", ".npu.is_available", ".accelerator.is_available")
         )
+
+
+def _last(function: cst.BaseExpression) -> str:
+    return function.attr.value if isinstance(function, cst.Attribute) else ""
 
 
 def _option_names(call: cst.Call) -> Iterator[str]:

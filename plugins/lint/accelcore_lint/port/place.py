@@ -37,10 +37,12 @@ class Place:
 
     Args:
         tree: of the file.
+        by_hand: whether the script makes a device current by its own rules, which all expressions must then follow.
     """
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, *, by_hand: bool = False) -> None:
         self._tree = tree
+        self.by_hand = by_hand
         taken, made = tree.identifiers, tree.helpers
         self._torch_level = tree.level is Level.TORCH
         torch = tree.torch
@@ -102,13 +104,18 @@ class Place:
         if not self._is_placed(site):
             return "an environment variable hides devices after this file would choose one: use ACCEL_DEVICE instead"
         if not self._torch_level and self.is_apart(site):
-            return "this runs in processes that the script starts itself: pass the backend to it"
+            return "the script chooses the device of this process itself: pass the backend to this function"
         return ""
 
     def is_apart(self, site: cst.CSTNode) -> bool:
-        """Return whether a site runs in a process that the script starts, but not in the function that it starts."""
+        """Return whether a site takes the current device, as that of the process is chosen elsewhere.
+
+        It is apart if the script starts the process, but not in the function around the site, or chooses by hand.
+        """
         function = self._scope(site)
-        return self._tree.spawns and (function is None or function.name.value not in self._tree.spawned)
+        return self.by_hand or (
+            self._tree.spawns and (function is None or function.name.value not in self._tree.spawned)
+        )
 
     def _hides(self, site: cst.CSTNode) -> bool:
         """Return whether devices are hidden after a device would be chosen for a site."""

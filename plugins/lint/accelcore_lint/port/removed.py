@@ -11,6 +11,8 @@ __all__ = ["is_removed", "removed", "sweep"]
 
 _MARK = "__accelcore_removed__"
 
+_PLAIN = (cst.Comparison, cst.Name, cst.Attribute)
+
 Block = TypeVar("Block", cst.Module, cst.IndentedBlock)
 
 
@@ -40,12 +42,12 @@ class _Sweep(cst.CSTTransformer):
         return _swept(updated_node)
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement:
-        """Remove a condition with nothing under it. Its test was rewritten to a comparison."""
+        """Remove a condition with nothing under it, if its test is a name, or was rewritten to a comparison."""
         body = original_node.body
         empty = (
             isinstance(body, cst.IndentedBlock) and all(map(is_removed, body.body)) and not _has_comment(updated_node)
         )
-        if not empty or updated_node.orelse is not None or not isinstance(updated_node.test, cst.Comparison):
+        if not empty or updated_node.orelse is not None or not isinstance(updated_node.test, _PLAIN):
             return updated_node
         line = cst.SimpleStatementLine([cst.Pass()], leading_lines=updated_node.leading_lines)
         return removed(line)

@@ -146,3 +146,40 @@ def test_devices_that_the_script_chooses_elsewhere_stay_where_there_is_an_accele
         "device_ids=[device_of()] if torch.accelerator.is_available() else None"
         in port_source(source, Level.ROLES).source
     )
+
+
+BY_HAND = """import argparse
+import torch
+
+
+def setup(rank):
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def train(args):
+    setup(args.rank)
+    with torch.cuda.amp.autocast():
+        return torch.ones(2).cuda()
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rank", type=int)
+train(parser.parse_args())
+"""
+
+
+def test_a_process_whose_device_the_script_chooses_takes_the_current_device():
+    outcome = port_source(BY_HAND, Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "accelcore" not in outcome.source
+    assert "torch.accelerator.set_device_index(rank % torch.accelerator.device_count())" in outcome.source
+    assert "torch.autocast(current_device.type, dtype=torch.float16)" in outcome.source
+    assert "torch.ones(2).to(current_device)" in outcome.source
+
+
+def test_a_rank_of_the_launcher_chooses_no_device_by_hand():
+    source = BY_HAND.replace("args.rank)", "torch.distributed.get_rank())").replace('"--rank"', '"--seed"')
+    outcome = port_source(source, Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "set_device" not in outcome.source
+    assert "torch.ones(2).to(accel.device)" in outcome.source

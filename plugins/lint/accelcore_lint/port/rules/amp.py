@@ -35,7 +35,7 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if given is None:
         return Left("arguments of autocast that are not known")
     keeps = {key: node.args.index(arg) for key, arg in given.items()}
-    with_backend = facts.level is not Level.TORCH and "cache_enabled" not in given
+    with_backend = facts.level is not Level.TORCH and not facts.place.is_apart(node) and "cache_enabled" not in given
     if with_backend:
         func = f"{facts.place.backend(node)}.autocast"
         first = []

@@ -102,7 +102,7 @@ def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | N
         return facts.place.device(site)
     assert index is not None, "the device without an index is the process's own"
     if facts.level is not Level.TORCH:
-        return _refused(index)
+        return facts.place.device(site) if facts.place.by_hand and facts.sets_device(index) else _refused(index)
     if facts.is_whole(index) or facts.is_local_rank(index):
         return f"{facts.torch}.device({facts.place.kind(site)}, {_index_source(index)})"
     if facts.sets_device(index):

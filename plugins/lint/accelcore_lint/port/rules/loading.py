@@ -25,7 +25,7 @@ def _decide_pin(node: cst.Arg, facts: Facts) -> Rewrite | None:
     asks = isinstance(node.value, cst.Call) and facts.name(node.value.func) in AVAILABLE
     if text_of(node.value) != "True" and not asks:
         return None
-    if facts.level is Level.TORCH:
+    if facts.level is Level.TORCH or facts.place.is_apart(node):
         value = cst.parse_expression(f"{facts.torch}.accelerator.is_available()")
         imports = () if facts.has_torch_name else ("import torch",)
         return Rewrite(lambda updated: updated.with_changes(value=value), node.children, imports)

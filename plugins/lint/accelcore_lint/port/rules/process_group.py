@@ -22,7 +22,12 @@ def _is_group(node: cst.CSTNode) -> bool:
 
 def _decide_init(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:
     """Join the job through the backend, if the script says no more than a launcher or its own ranks do."""
-    if facts.level is Level.TORCH or len(node.body) != 1 or not isinstance(node.body[0], cst.Expr):
+    if (
+        facts.level is Level.TORCH
+        or facts.place.is_apart(node)
+        or len(node.body) != 1
+        or not isinstance(node.body[0], cst.Expr)
+    ):
         return None
     call = node.body[0].value
     if not isinstance(call, cst.Call) or facts.name(call.func) not in _INIT:

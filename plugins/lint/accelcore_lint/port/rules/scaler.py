@@ -40,7 +40,9 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if given is None:
         return Left("arguments of GradScaler that are not known")
     keeps = {key: node.args.index(arg) for key, arg in given.items()}
-    with_backend = facts.level is not Level.TORCH and not facts.attributes & _ONLY_TORCHS
+    with_backend = (
+        facts.level is not Level.TORCH and not facts.place.is_apart(node) and not facts.attributes & _ONLY_TORCHS
+    )
     prefix = facts.place.backend(node) if with_backend else facts.place.kind(node)
 
     def build(updated: cst.Call) -> cst.BaseExpression:

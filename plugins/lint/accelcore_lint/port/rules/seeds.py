@@ -37,7 +37,8 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
         for other in facts.seeds
     ):
         return Rewrite(removed, node.body)
-    if facts.level is Level.TORCH or not facts.is_whole(call.args[0].value) or _seeds_differ(facts, seed):
+    apart = facts.level is Level.TORCH or facts.place.is_apart(node)
+    if apart or not facts.is_whole(call.args[0].value) or _seeds_differ(facts, seed):
         return _seeded_alone(facts, node, call, found[0])
     return _seeded(facts, node, seed)
 

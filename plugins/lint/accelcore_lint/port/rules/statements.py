@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
@@ -59,8 +61,12 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
     if facts.level is not Level.TORCH:
         if name == "synchronize" and own and not facts.place.is_apart(node):
             return None  # an expression, wherever it stands
-        if name == "set_device" and facts.place.is_apart(node) and device is not None and facts.is_local_rank(device):
-            return _guarded(facts, node, f"{module}.set_device_index({text})")  # what follows takes the current device
+        known = device is not None and (
+            facts.is_local_rank(device) or (facts.place.by_hand and not index_of(device)[0])
+        )
+        if name == "set_device" and facts.place.is_apart(node) and known:
+            count = re.sub(r"\btorch\.(cuda|npu)\.device_count\(\)", f"{module}.device_count()", text)
+            return _guarded(facts, node, f"{module}.set_device_index({count})")  # what follows takes the current device
         if name == "set_device":
             return _set_device(facts, node, device)
     if device is not None and index_of(device)[0]:
