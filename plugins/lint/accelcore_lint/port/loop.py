@@ -10,11 +10,15 @@ import libcst as cst
 
 from accelcore_lint.port.tree import text_of
 
-__all__ = ["Loop", "NotCanonicalError", "loops_in", "recognise"]
+__all__ = ["Loop", "NotCanonicalError", "loops_in", "recognise", "source_of"]
 
 _CLIPS = re.compile(
     r"(?:torch\.)?(?:nn\.)?(?:utils\.)?clip_grad_norm_\((\w+)\.parameters\(\), (?:max_norm=)?([^,()]+)\)"
 )
+_OF_TENSOR = re.compile(
+    r"(?!(?:args|opt|opts|options|self|config|cfg|conf|params|hparams|flags)\.)\w+\.device", re.IGNORECASE
+)
+_AROUND = ("enumerate", "tqdm", "tqdm.tqdm")
 _PRECISIONS = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
 _OF_RANKS = r"DistributedSampler|DistributedDataParallel|\breplicate\(|init_process_group|accel\w*\.join\(|DataParallel"
 
@@ -33,7 +37,7 @@ class Loop:
         node: the `for` over batches.
         anchor: the statement of the block that holds the loop; the trainer is made before it.
         model, optimizer, loss: names.
-        data: name of what the loop reads.
+        data: name of what the loop reads; "" if the loop stays as it is.
         backward: the line that calls backward.
         update: the line that steps the optimizer, or the `if` around it.
         gone: lines that the trainer does itself.
@@ -97,23 +101,30 @@ def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, sour
     text = text_of(loop)
     if word := re.search(r"\.grad\b|\b(continue|break|yield|return|retain_graph)\b", text):
         raise NotCanonicalError(f"there is `{word[0]}` in it")
+    if (several := text.count(".backward(")) > 1:
+        raise NotCanonicalError(f"it calls backward {several} times: a trainer has one optimizer")
     before = {text_of(part): part for line in _plain(block, anchor) for part in line.body}
     made = _assigned(before)
     steps = _Steps(loop)
     optimizer = steps.optimizer
     creation = made.get(optimizer, "")
-    model_match = re.search(r"[(, ](\w+)\.parameters\(\)", creation)
-    if not model_match or not re.match(rf"{accel}\.optimizers\.create\(|[\w.]*optim\.\w+\(", creation):
+    models = set(re.findall(r"([\w.]+)\.parameters\(\)", creation))
+    if (
+        len(models) != 1
+        or not all(map(str.isidentifier, models))
+        or not re.match(rf"{accel}\.optimizers\.create\(|[\w.]*optim\.\w+\(", creation)
+    ):
         raise NotCanonicalError(f"{optimizer} is not made in the same function, of one model's parameters")
-    model = model_match[1]
-    if model not in made or made[model] == "":
-        raise NotCanonicalError(f"{model} is not made in the same function")
+    (model,) = models
+    if _made_again(block, anchor, optimizer, model):
+        raise NotCanonicalError(f"{model} is made again after {optimizer}")
     others = [
         name for name, value in made.items() if re.match(rf"{accel}\.optimizers\.create|[\w.]*optim\.[A-Z]", value)
     ]
     if len([name for name in others if "lr_scheduler" not in made[name]]) != 1:
         raise NotCanonicalError("there are several optimizers")
-    data = _data(loop, made)
+    _check_devices("\n".join(map(text_of, block.body)), accel, source)
+    data = _data(loop, made, accumulates=bool(steps.every))
     if steps.zeroed not in (optimizer, model):
         raise NotCanonicalError("gradients are not cleared in it, or of something else")
     found = Loop(loop, anchor, model, optimizer, steps.loss, data, steps.backward, steps.update, steps.gone)
@@ -127,6 +138,29 @@ def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, sour
     if steps.scaler:
         found.gone += [line for line in _plain(block, anchor) if text_of(line.body[0]).startswith(f"{steps.scaler} = ")]
     return found
+
+
+def _check_devices(text: str, accel: str, source: str) -> None:
+    """Raise if the function moves something to a device that may differ from the trainer's."""
+    for device in set(re.findall(r"(?:\.to\(|\bdevice ?= ?)([\w.\[\]\"']+)", text)):
+        if "dev" not in device.lower() or device == f"{accel}.device" or _OF_TENSOR.fullmatch(device):
+            continue
+        values = re.findall(rf"(?m)^ *{re.escape(device)} = (.+)$", source)
+        if [value.split("  #")[0].strip() for value in values] not in ([f"{accel}.device"], [f"{accel}.device.type"]):
+            raise NotCanonicalError(f"{device} may be another device than the backend's")
+
+
+def _made_again(block: Block, anchor: cst.CSTNode, optimizer: str, model: str) -> bool:
+    """Return whether the model's name is assigned between the optimizer's line and the loop, other than by moves."""
+    made = False
+    for statement in block.body:
+        if statement is anchor:
+            return False
+        text = text_of(statement)
+        if made and re.search(rf"(?m)^ *(\w+, *)*{model}( *, *\w+)* *=(?!=| *{model}\.(to|train|eval)\()", text):
+            return True
+        made = made or re.match(rf"{optimizer} *=", text) is not None
+    return False
 
 
 def _plain(block: Block, anchor: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:
@@ -149,18 +183,24 @@ def _assigned(lines: Mapping[str, cst.CSTNode]) -> dict[str, str]:
     return made
 
 
-def _data(loop: cst.For, made: dict[str, str]) -> str:
-    """Return the name of what a loop reads; it must be a DataLoader or a list that the function made."""
+def source_of(loop: cst.For) -> cst.BaseExpression:
+    """Return what a loop reads, without `enumerate` and progress bars around it."""
     source: cst.BaseExpression = loop.iter
-    if isinstance(source, cst.Call) and text_of(source.func) == "enumerate" and source.args:
+    while isinstance(source, cst.Call) and text_of(source.func) in _AROUND and source.args and not source.args[0].star:
         source = source.args[0].value
-    name = text_of(source)
-    value = made.get(name, "")
-    if not isinstance(source, cst.Name) or not re.match(r"[\w.]*DataLoader\(|\[", value):
-        raise NotCanonicalError(f"its data, {name}, is not a DataLoader or a list that the same function makes")
+    return source
+
+
+def _data(loop: cst.For, made: dict[str, str], *, accumulates: bool) -> str:
+    """Return the name of the DataLoader or list that a loop reads; "" if it may read something else."""
     if loop.orelse is not None or loop.asynchronous is not None:
         raise NotCanonicalError("it has an else")
-    return name
+    name = text_of(source_of(loop))
+    if re.match(r"[\w.]*DataLoader\(|\[", made.get(name, "")):
+        return name
+    if accumulates:
+        raise NotCanonicalError(f"it accumulates, and {name} is not a DataLoader or a list that the function makes")
+    return ""
 
 
 class _Steps:
@@ -176,12 +216,15 @@ class _Steps:
         self.backward: cst.CSTNode = loop
         self.update: cst.CSTNode = loop
         self._stage = "forward"
+        self.in_window = self._in_window = self.zeroed_in_window = False
         for line in lines_of(loop.body):
             self._read(line, loop)
         if not (self.loss and self.optimizer):
             raise NotCanonicalError("backward and step are not both lines of its own body")
         if self.every != self.divisor:
             raise NotCanonicalError("it accumulates, and the loss is not divided by the same number")
+        if self.every and not self.zeroed_in_window:
+            raise NotCanonicalError("it accumulates, and clears gradients outside of the update's condition")
 
     def _read(self, line: cst.BaseStatement, loop: cst.For) -> None:
         text = text_of(line.with_changes(leading_lines=[])) if isinstance(line, cst.SimpleStatementLine) else ""
@@ -205,10 +248,13 @@ class _Steps:
             self.scaler, self.loss = match[1] or "", match[2]
             self.divisor = match[3] or self.divisor
             self.backward, self._stage = line, "backward"
+        elif self._stage == "forward" and (loss := _loss_of(line)) is not None:
+            self.scaler, self.loss = loss
+            self.backward, self._stage = line, "backward"
         elif match := re.fullmatch(r"(\w+)\.zero_grad\((?:set_to_none=True)?\)", text):
             if self.zeroed or self._stage == "backward":
                 raise NotCanonicalError("it clears gradients between backward and step, or twice")
-            self.zeroed = match[1]
+            self.zeroed, self.zeroed_in_window = match[1], self._in_window
             self.gone.append(line)
         elif match := re.fullmatch(r"(\w+) = \1 / (\w+)|(\w+) /= (\w+)", text):
             self.division, self.divisor = line, match[2] or match[4]
@@ -232,7 +278,7 @@ class _Steps:
                 raise NotCanonicalError("the optimizer is stepped around the scaler")
             self.optimizer, self.update, self._stage = argument or name, line, "step"
         elif self._stage == "step" and not argument and not self.scheduler:
-            self.scheduler = name
+            self.scheduler, self.in_window = name, self._in_window
             self.gone.append(line)
         else:
             raise NotCanonicalError("it steps before backward, or twice")
@@ -243,11 +289,27 @@ class _Steps:
         test = re.fullmatch(r"\((\w+) \+ 1\) % (\w+) == 0", text_of(line.test))
         if not test or counter is None or text_of(counter) != test[1] or line.orelse is not None:
             raise NotCanonicalError("the update is under a condition that is not (i + 1) % n == 0")
+        self._in_window = True
         for inner in lines_of(line.body):
             self._read(inner, loop)
             if inner not in self.gone and inner is not self.update:
                 raise NotCanonicalError("there is more than the update under its condition")
-        self.every, self.update = test[2], line
+        self.every, self.update, self._in_window = test[2], line, False
+
+
+def _loss_of(line: cst.CSTNode) -> tuple[str, str] | None:
+    """Return the scaler, or "", and the expression that backward is called on, of a line that only calls backward."""
+    statement = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
+    call = statement.value if isinstance(statement, cst.Expr) else None
+    if not isinstance(call, cst.Call) or call.args or not isinstance(call.func, cst.Attribute):
+        return None
+    of = call.func.value
+    divided = isinstance(of, cst.BinaryOperation) and isinstance(of.operator, cst.Divide)
+    if call.func.attr.value != "backward" or divided:
+        return None  # a division of it may belong to accumulation
+    if isinstance(of, cst.Call) and len(of.args) == 1 and re.fullmatch(r"(?!self\.)\w+\.scale", text_of(of.func)):
+        return text_of(of.func).removesuffix(".scale"), text_of(of.args[0].value)
+    return "", text_of(of)
 
 
 def _read_options(found: Loop, steps: _Steps, made: dict[str, str], accel: str, source: str) -> None:
@@ -258,8 +320,8 @@ def _read_options(found: Loop, steps: _Steps, made: dict[str, str], accel: str, 
             raise NotCanonicalError("it clips the gradients of something else")
         found.options["clip_norm"] = steps.clip[1]
     if steps.scheduler:
-        if steps.every:
-            raise NotCanonicalError("a schedule under accumulation")
+        if steps.every and not steps.in_window:
+            raise NotCanonicalError("a schedule that steps within a window")
         if f"({found.optimizer}" not in made.get(steps.scheduler, ""):
             raise NotCanonicalError(f"{steps.scheduler} is not made in the same function")
         found.options["scheduler"] = steps.scheduler

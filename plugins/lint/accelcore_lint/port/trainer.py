@@ -6,7 +6,7 @@ import re
 
 import libcst as cst
 
-from accelcore_lint.port.loop import Block, Loop, NotCanonicalError, loops_in, recognise
+from accelcore_lint.port.loop import Block, Loop, NotCanonicalError, loops_in, recognise, source_of
 from accelcore_lint.port.model import Note
 from accelcore_lint.port.removed import removed, sweep
 from accelcore_lint.port.tree import text_of
@@ -43,6 +43,8 @@ def with_trainers(source: str, original: str) -> tuple[str, list[Note]]:
                 done = "replaced by a trainer"
                 if "accumulate" in found[-1].options:
                     done += "; a short last window is updated, which the loop carried over or dropped"
+                if not found[-1].data:
+                    done += "; for a job of several ranks, read its data through trainer.batches"
                 notes.append(Note(line, "loop", done))
             except NotCanonicalError as reason:
                 notes.append(Note(line, "loop", f"stays at level roles: {reason}"))
@@ -138,11 +140,11 @@ class _Replace(cst.CSTTransformer):
         return cst.SimpleStatementLine([call], leading_lines=[*condition.leading_lines, *comments, *trailing])
 
     def _over_batches(self, node: cst.For) -> cst.For:
-        data = cst.parse_expression(f"{self._name}.batches({self._loop.data})")
-        if isinstance(node.iter, cst.Call) and text_of(node.iter.func) == "enumerate":
-            first, *rest = node.iter.args
-            return node.with_changes(iter=node.iter.with_changes(args=[first.with_changes(value=data), *rest]))
-        return node.with_changes(iter=data)
+        if not self._loop.data:
+            return node
+        old = source_of(node)
+        new = cst.parse_expression(f"{self._name}.batches({self._loop.data})")
+        return node.with_changes(iter=new if old is node.iter else node.iter.deep_replace(old, new))
 
     def _made(self) -> cst.BaseStatement:
         loop = self._loop

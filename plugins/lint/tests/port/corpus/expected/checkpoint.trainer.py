@@ -24,12 +24,12 @@ def fit(path, epochs):
     model = nn.Linear(4, 1).to(accel.device)
     optimizer = accel.optimizers.create("adam", model.parameters(), lr=0.1)
     start = resume(path, model, optimizer) if os.path.isfile(path) else 0
+    trainer = accel.trainer(model, optimizer)
     for epoch in range(start, epochs):
         x = torch.full((2, 4), 1.0 + epoch, device=accel.device)
-        loss = model(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = trainer.forward(x).square().mean()
+        trainer.backward(loss)
+        trainer.update()
         save(path, model, optimizer, epoch)
         print("loss", loss.item())
 

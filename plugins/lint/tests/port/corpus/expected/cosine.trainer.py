@@ -16,14 +16,13 @@ model = nn.Linear(4, 4).to(DEVICE)
 optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.5, momentum=0.9, nesterov=True)
 scheduler = CosineAnnealingLR(optimizer, T_max=6)
 batches = th.randn(3, 8, 4, device=DEVICE)
+trainer = accel.trainer(model, optimizer, scheduler=scheduler)
 
 for epoch in range(2):
     for batch in batches:
-        optimizer.zero_grad()
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
+        loss = trainer.forward(batch).square().mean()
+        trainer.backward(loss)
+        trainer.update()
         print("loss", loss.item())
 
 assert math.isfinite(loss.item())

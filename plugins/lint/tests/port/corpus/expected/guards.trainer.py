@@ -12,6 +12,7 @@ model = nn.Linear(3, 1).to(device)
 # TODO(accelcore): a condition on one vendor's device: other accelerators skip what follows
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=device.type == "cuda")
 context = accel.autocast(torch.bfloat16) if device.type != "cpu" else contextlib.nullcontext()
+trainer = accel.trainer(model, optimizer)
 
 for step in range(3):
     x = torch.ones(4, 3)
@@ -20,10 +21,9 @@ for step in range(3):
     else:
         x = x.to(device)
     with context:
-        loss = model(x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+        loss = trainer.forward(x).square().mean()
+    trainer.backward(loss)
+    trainer.update()
     if loss.device.type != "cpu":
         accel.runtime.synchronize()
     # TODO(accelcore): a condition on one vendor's device: other accelerators skip what follows

@@ -18,8 +18,8 @@ class TwoParts(nn.Module):
 
 
 def main(gpu=None):
-    # TODO(accelcore): set_device: ACCEL_DEVICE or the launcher's local rank chooses the device; remove this if they do
-    torch.cuda.set_device(gpu or 1)
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(gpu or 1)
     model = TwoParts()
     # TODO(accelcore): a type of tensor of one device: write torch.zeros(..., device=...) or .to(device, dtype)
     weights = model.second.weight.type(torch.cuda.FloatTensor)

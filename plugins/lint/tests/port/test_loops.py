@@ -1,0 +1,89 @@
+"""Training loops at level trainer: which are taken, which are left and why, and that those taken train as before."""
+
+import port_runs
+import pytest
+from accelcore_lint.port import Level, port_source
+
+SCRIPT = """import torch
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+
+def progress(batches):
+    return batches
+
+
+def main(model, batches):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    schedule = StepLR(optimizer, 2, 0.5)
+    loader = DataLoader(batches, 1)
+    n = 2
+    optimizer.zero_grad()
+    for i, x in enumerate({data}):
+        x = x.to(device)
+{body}
+        print("loss", model(x).square().mean().item())
+
+
+torch.manual_seed(0)
+main(torch.nn.Linear(4, 1), [torch.full((2, 4), float(k)) for k in range(1, 7)])
+"""
+PLAIN = """
+optimizer.zero_grad()
+loss = model(x).square().mean()
+loss.backward()
+optimizer.step()
+"""
+WINDOW = """
+loss = model(x).square().mean()
+(loss / n).backward()
+if (i + 1) % n == 0:
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+"""
+
+
+def script(body, data="batches"):
+    return SCRIPT.format(data=data, body="\n".join(f"        {line}" for line in body.strip().splitlines()))
+
+
+TAKEN = [
+    pytest.param(script(PLAIN), id="plain, over data that it does not know"),
+    pytest.param(script(PLAIN, "progress(batches)"), id="a call"),
+    pytest.param(script(PLAIN, "loader"), id="a loader"),
+    pytest.param(script(WINDOW, "loader"), id="a window with a schedule"),
+    pytest.param(script(PLAIN.replace("loss.backward()", "loss.mean().backward()")), id="an expression"),
+    pytest.param(script(PLAIN.replace("loss.backward()", "(loss + 0.5 * loss).backward()")), id="a sum"),
+    pytest.param(script(PLAIN + "schedule.step()\n"), id="a schedule after each batch"),
+]
+
+
+@pytest.mark.parametrize("source", TAKEN)
+def test_a_loop_that_is_taken_trains_as_before(source, monkeypatch):
+    pytest.importorskip("accelcore")
+    monkeypatch.setenv("ACCEL_DEVICE", "cpu")
+    outcome = port_source(source, Level.TRAINER)
+    assert [note.text.split(";")[0] for note in outcome.loops] == ["replaced by a trainer"]
+    assert ("trainer.batches(loader)" in outcome.source) == ("enumerate(loader)" in source)
+    assert port_runs.losses(outcome.source) == pytest.approx(port_runs.losses(source), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (script(PLAIN + PLAIN), "backward 2 times"),
+        (script(WINDOW), "not a DataLoader"),
+        (script(WINDOW.replace("    schedule.step()\n", "") + "schedule.step()\n", "loader"), "within a window"),
+        (script("optimizer.zero_grad()\n" + WINDOW.replace("    optimizer.zero_grad()\n", ""), "loader"), "outside"),
+        (script(PLAIN).replace("    n = 2", "    model, n = torch.nn.Linear(4, 1), 2"), "made again"),
+        (script(PLAIN).replace("(model.parameters()", "([*model.parameters(), *other.parameters()]"), "one model"),
+        (script(PLAIN).replace("x.to(device)", 'x.to(options["device"])'), "another device"),
+        (script(PLAIN + "print(model.weight.grad)\n"), ".grad"),
+    ],
+)
+def test_a_loop_that_is_left_says_why(source, words):
+    (note,) = port_source(source, Level.TRAINER).loops
+    assert words in note.text
