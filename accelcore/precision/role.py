@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
+from threading import local
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -29,20 +30,30 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Autocast:
     """Context of a backend's autocast. As a decorator, it makes each call of a function run in a context of its own.
 
-    Calls may be recursive or run in several threads. Generators and coroutines are refused: what runs between their
-    parts would be cast, too.
+    It can be entered again while it is entered, also in another thread. Calls may be recursive or run in several
+    threads. Generators and coroutines are refused: what runs between their parts would be cast, too.
     """
 
     def __init__(self, create: Callable[[], AbstractContextManager[object]]) -> None:
-        self._create, self._context = create, create()
+        self._create = create
+        self._entered = local()
+        self._spare = [create()]  # to be entered again, which is quicker than to make one
 
     def __enter__(self) -> object:
-        return self._context.__enter__()
+        try:
+            context = self._spare.pop()
+        except IndexError:  # this one is entered, here or in another thread
+            context = self._create()
+        returned = context.__enter__()
+        self._entered.__dict__.setdefault("contexts", []).append(context)
+        return returned
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._context.__exit__(kind, error, traceback)
+        context = self._entered.contexts.pop()
+        context.__exit__(kind, error, traceback)
+        self._spare.append(context)
 
     def __call__(self, function: F) -> F:
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)

@@ -59,6 +59,26 @@ def test_disabled_autocast_switches_an_outer_one_off(accel, dtype):
 
 
 @pytest.mark.parametrize("table", ["torch", "O1"])
+def test_a_context_is_entered_again_while_it_is_entered(accel, table):
+    """torch's own would go on behind its end."""
+    context, found = accel.autocast("bf16", table=table), []
+
+    def within(depth):
+        with context:
+            found.append((A @ B).dtype)
+            if depth:
+                within(depth - 1)
+            found.append((A @ B).dtype)
+
+    within(2)
+    with ThreadPoolExecutor(4) as pool, context:
+        list(pool.map(within, [1] * 8))
+        found.append((A @ B).dtype)
+    assert set(found) == {torch.bfloat16}
+    assert (A @ B).dtype is torch.float32
+
+
+@pytest.mark.parametrize("table", ["torch", "O1"])
 def test_a_decorated_function_runs_in_a_context_of_its_own(accel, table):
     @accel.autocast("bf16", table=table)
     def products(depth):

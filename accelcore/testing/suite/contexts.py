@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from accelcore import Backend
@@ -136,9 +137,59 @@ class ContextTests:
             found.append(layer(rows).dtype)
             exact = torch.float32
             assert found == [low, exact, low, exact, low, exact, low, exact], "nested regions end in a wrong order"
+            with on:
+                with on:
+                    assert layer(rows).dtype == low
+                assert layer(rows).dtype == low, "a context that was entered twice ends when it is left once"
+            assert layer(rows).dtype == exact, "a context that was entered twice goes on"
             with on, pytest.raises(ZeroDivisionError), off:
                 raise ZeroDivisionError
             assert layer(rows).dtype == exact, "a region that an error left goes on"
+
+    @pytest.mark.parametrize("width", [1023, 1024, 4097])
+    @_of_tables
+    def test_autocast_of_wide_layers(self, accel: Backend, table: str, width: int) -> None:
+        """Wide products under autocast add up every term, forward and backward, to within the dtype's rounding."""
+        with _declared(accel, table):
+            low, _, _ = _of(accel)
+            generator = torch.Generator().manual_seed(3)
+            rows, weight = (torch.randn(shape, generator=generator) for shape in ((4, width), (6, width)))
+            found = [each.to(accel.device, copy=True).requires_grad_() for each in (rows, weight)]
+            exact = [each.double().requires_grad_() for each in (rows, weight)]
+            with accel.autocast(low, table=table):
+                result = functional.linear(*found)
+            expected = functional.linear(*exact)
+            for output, leaves in ((result, found), (expected, exact)):
+                torch.autograd.backward(output, torch.ones_like(output), inputs=leaves)
+            for what, one, other in (("result", result, expected), *_gradients(found, exact)):
+                assert error(one, other) < 4 * eps(low), f"the {what} of a layer of width {width} is wrong"
+
+    @pytest.mark.parametrize("mask", ["none", "causal", "hidden", "added"])
+    @_of_tables
+    def test_autocast_of_attention(self, accel: Backend, table: str, mask: str) -> None:
+        """Attention under autocast obeys its mask and scale, forward and backward, over keys of any number."""
+        with _declared(accel, table):
+            low, _, _ = _of(accel)
+            generator = torch.Generator().manual_seed(4)
+            for queries, keys in ((5, 5), (33, 17)):
+                shapes = ((2, 2, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8))
+                given = [torch.randn(shape, generator=generator).to(low).float() for shape in shapes]
+                hidden = torch.rand(queries, keys, generator=generator) < 0.7
+                hidden[:, 0] = True
+                added = torch.randn(queries, keys, generator=generator).to(low).float()
+                outputs = []
+                for place, dtype in ((accel.device, torch.float32), (torch.device("cpu"), torch.float64)):
+                    leaves = [each.to(place, dtype, copy=True).requires_grad_() for each in given]
+                    bias = {"hidden": hidden.to(place), "added": added.to(place, dtype)}.get(mask)
+                    with accel.autocast(low, table=table, enabled=dtype == torch.float32):
+                        output = functional.scaled_dot_product_attention(
+                            leaves[0], leaves[1], leaves[2], bias, is_causal=mask == "causal", scale=0.5
+                        )
+                    torch.autograd.backward(output, torch.ones_like(output))
+                    outputs.append((output, leaves))
+                (result, found), (expected, exact) = outputs
+                for what, one, other in (("result", result, expected), *_gradients(found, exact)):
+                    assert error(one, other) < 16 * eps(low), f"the {what} of attention over {keys} keys is wrong"
 
     @_of_tables
     def test_autocast_in_backward(self, accel: Backend, table: str) -> None:
@@ -181,6 +232,13 @@ class ContextTests:
                 held += rows @ rows.T
             assert held.dtype == torch.float32, "a sum in place changed its dtype"
             assert torch.equal(rows, before), "autocast changed an input"
+
+
+def _gradients(found: list[Tensor], exact: list[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    for number, (leaf, other) in enumerate(zip(found, exact, strict=True)):
+        assert leaf.grad is not None
+        assert other.grad is not None
+        yield f"gradient {number}", leaf.grad, other.grad
 
 
 def _declared(accel: Backend, table: str) -> Any:

@@ -108,6 +108,7 @@ class DrawnTests:
         assert not bool(functional.dropout(ones, 1.0).cpu().any()), "dropout at 1 keeps something"
         image = functional.dropout2d(ones.reshape(-1, 50, 2, 2), 0.5).cpu().flatten(2)
         assert torch.equal(image.amin(2), image.amax(2)), "dropout2d drops parts of a channel"
+        assert set(image.flatten().tolist()) == {0.0, 2.0}, "dropout2d does not rescale what it keeps"
         held = ones.clone()
         returned = functional.dropout(held, 0.5, inplace=True)
         assert returned.data_ptr() == held.data_ptr(), "dropout in place returns another tensor"
@@ -180,6 +181,22 @@ class DrawnTests:
             assert abs(_correlation(one, other)) < _SIGMAS, f"{draw}: {what.strip()} are correlated"
         if accel.device.type != "cpu":  # the host is seeded alike, and must not draw the same
             assert not torch.equal(third, host), f"{draw}: the device draws the host's numbers"
+
+    @pytest.mark.parametrize("draw", ["rand", "randn", "dropout", "bernoulli_"])
+    def test_large_draws(self, accel: Backend, draw: str) -> None:
+        """In a large tensor no part repeats another, however far it is away."""
+        accel.runtime.seed(21)
+        count = 2**20 + 2**17
+        empty = torch.empty(count, device=accel.device)
+        drawn = {
+            "rand": lambda: torch.rand(count, device=accel.device),
+            "randn": lambda: torch.randn(count, device=accel.device),
+            "dropout": lambda: functional.dropout(torch.ones_like(empty), 0.5),
+            "bernoulli_": lambda: empty.bernoulli_(0.5),
+        }[draw]().cpu()
+        for shift in (2**power for power in range(13, 21)):
+            correlation = _correlation(drawn[shift:].double(), drawn[:-shift].double())
+            assert abs(correlation) < _SIGMAS, f"{draw}: elements {shift} apart are correlated"
 
     @_of_draws
     def test_state_at_any_point(self, accel: Backend, draw: str) -> None:

@@ -73,7 +73,7 @@ class StateOfOptimizers:
                 step(optimizer, through, number)
             saved = copy.deepcopy(optimizer.state_dict())
             restored = [nn.Parameter(parameter.detach().clone()) for parameter in through]
-            twin = accel.optimizers.create(name, restored, **{**options, "lr": LR / 4})
+            twin = accel.optimizers.create(name, restored, lr=LR / 4)
             twin.load_state_dict(saved)
             for number in range(2, 4):
                 step(optimizer, through, number)

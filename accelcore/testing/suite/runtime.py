@@ -29,6 +29,7 @@ def draw(accel: Backend) -> list[Any]:
         torch.nn.functional.dropout(ones, 0.5).cpu().tolist(),
         torch.randn(4).tolist(),
         random.random(),  # noqa: S311  # what is tested
+        random.gauss(0, 1),  # of every second call Python keeps a number for the next
         *_numpy(),
     ]
 
@@ -39,7 +40,7 @@ def _numpy() -> list[float]:
         return []
     import numpy
 
-    return [float(numpy.random.random())]
+    return [float(numpy.random.random()), float(numpy.random.standard_normal())]
 
 
 def _busy(accel: Backend) -> Any:
@@ -162,7 +163,7 @@ class TestRuntime(DrawnTests, TransferTests):
     @pytest.mark.parametrize("way", ["to_device", "prefetch"])
     def test_batches_move_whole(self, accel: Backend, kind: str, way: str) -> None:
         """Every tensor of a batch arrives on the device; containers and other values do not change."""
-        batch = CONTAINERS[kind](torch.arange(3.0))
+        batch = CONTAINERS[kind](torch.arange(6.0).reshape(2, 3).t())
         before = described(batch)
         moved = accel.runtime.to_device(batch) if way == "to_device" else accel.runtime.prefetch(batch)()
         assert type(moved) is type(batch), f"a {type(batch).__name__} arrived as a {type(moved).__name__}"
@@ -170,6 +171,8 @@ class TestRuntime(DrawnTests, TransferTests):
         assert len(arrived) == len(tensors_in(batch))
         for tensor in arrived:
             assert tensor.device == accel.device, f"a tensor of the batch stayed on {tensor.device}"
+        strides = [tensor.stride() for tensor in tensors_in(batch)]
+        assert [tensor.stride() for tensor in arrived] == strides, "a tensor of the batch has other strides"
         assert described(moved) == before, "something arrived as something else"
         assert described(batch) == before, "the batch itself was changed"
 

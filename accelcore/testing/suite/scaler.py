@@ -98,6 +98,52 @@ class TestScaler:
         assert all(torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True))
 
     @every_optimizer
+    @pytest.mark.parametrize("position", [0, 31, 64, 255, 299])
+    def test_overflow_in_any_tensor(self, accel: Backend, make: Make, position: int) -> None:
+        """One inf is found in any of hundreds of gradients, also if they are of several dtypes."""
+        parameters = _parameters(accel, *[1 + number % 3 for number in range(300)])
+        known = [name for name in accel.capabilities.model_dtypes if name in ("float64", "bfloat16")]
+        for mixed in (False, True) if known else (False,):
+            for number, parameter in enumerate(parameters):
+                if mixed and number % 2 == position % 2:
+                    parameter.data = parameter.data.to(getattr(torch, known[0]))
+            optimizer, scaler = make(accel, parameters), accel.scaler.create(init=8.0)
+            before = weights(parameters)
+            for spoilt in (True, False):
+                _backward(accel, scaler, parameters, 2.0**-4)
+                if spoilt:
+                    gradient = parameters[position].grad
+                    assert gradient is not None
+                    gradient[0] = math.inf
+                _update(scaler, optimizer)
+                same = [torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True)]
+                assert all(same) if spoilt else not any(same), (
+                    f"an overflow in gradient {position} of 300 was not found"
+                )
+            assert scaler.skipped == 1
+
+    def test_gradients_of_several_dtypes(self, accel: Backend) -> None:
+        """Gradients of every declared dtype but fp16 are divided by the scale."""
+        kinds = [getattr(torch, name) for name in accel.capabilities.model_dtypes if name != "float16"]
+        parameters = [nn.Parameter(torch.ones(3, dtype=kind, device=accel.device)) for kind in kinds]
+        optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=1024.0)
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 256.0)
+        scaler.unscale_(optimizer)
+        for parameter in parameters:
+            assert parameter.grad is not None
+            assert parameter.grad.tolist() == [0.25] * 3, f"a gradient in {parameter.dtype} was not unscaled"
+
+    def test_large_gradients_are_no_overflow(self, accel: Backend) -> None:
+        """Finite gradients do not count as overflow, even if their sum or their squares do."""
+        parameters = _parameters(accel, 64, 64)
+        optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=2.0)
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 3e38)
+        _update(scaler, optimizer)
+        assert scaler.skipped == 0, "gradients that are large and finite count as overflow"
+
+    @every_optimizer
     def test_overflow_ages_no_state(self, accel: Backend, make: Make) -> None:
         """A skipped update does not change momentum and step counts."""
         parameters = _parameters(accel)

@@ -136,6 +136,7 @@ class TransferTests:
             "a view": torch.arange(6.0).reshape(2, 3).t()[1:],
             "no elements": torch.ones(0, 3),
             "large": torch.arange(1.0, _MEBIBYTE),
+            **{name: torch.tensor([1.5], dtype=getattr(torch, name)) for name in accel.capabilities.model_dtypes},
             **known,
         }
         waiting = {name: accel.runtime.fetch(tensor.to(accel.device)) for name, tensor in cases.items()}

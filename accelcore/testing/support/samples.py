@@ -13,6 +13,7 @@ import torch
 
 __all__ = [
     "FRAGILE",
+    "HOST_ARGUMENTS",
     "IGNORES_OUT",
     "NOT_UNIQUE",
     "READS_MEMORY",
@@ -77,6 +78,9 @@ READS_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter", "stft", "
 IGNORES_OUT = ("fft.ihfft2", "fft.ihfftn")
 """Operators that torch does not let write `out=` on any device if one dimension is transformed: a known kernel bug."""
 
+HOST_ARGUMENTS = ("tensor_split",)
+"""Operators of which torch takes only the first tensor on a device, and the others on the CPU."""
+
 NOT_UNIQUE = (
     *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"),
     *("resize_as_", "linalg.eig", "linalg.eigh", "linalg.svd", "svd", "svd_lowrank", "pca_lowrank", "linalg.qr", "qr"),
@@ -89,6 +93,7 @@ NOT_UNIQUE = (
     ),
     *("nn.functional.multi_margin_loss", "nn.functional.multilabel_margin_loss"),  # they read unwritten memory
     "as_strided.partial_views",  # it reads memory around the view, which a copy to a device lacks
+    "native_dropout_backward",  # it takes a mask in the form in which the device's own dropout returns it
 )
 """Operators with several right results, of which only shape and dtype are compared."""
 

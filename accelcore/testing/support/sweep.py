@@ -17,13 +17,22 @@ from torch.utils import _pytree as pytree
 from accelcore.testing.support.host_kernels import HostKernels
 from accelcore.testing.support.layouts import LAYOUTS, emptied, placed, repeated, scalars, wide
 from accelcore.testing.support.rounding import Rounding
-from accelcore.testing.support.samples import IGNORES_OUT, NOT_UNIQUE, READS_MEMORY, REPEATABLE, ROUGH, samples
+from accelcore.testing.support.samples import (
+    HOST_ARGUMENTS,
+    IGNORES_OUT,
+    NOT_UNIQUE,
+    READS_MEMORY,
+    REPEATABLE,
+    ROUGH,
+    samples,
+)
 
 __all__ = ["Found", "compare"]
 
 _EXACT = 8  # times the rounding errors of inputs and result
 _REFUSES = re.compile(
-    r"not (currently )?(implemented|supported)|unsupported|no kernel|EMULATED|requires dtype|must be .*(Half|BFloat16)",
+    r"not (currently )?(implemented|supported)|unsupported|only supports|no kernel|EMULATED|requires dtype|"
+    r"must be .*(Half|BFloat16)",
     re.I,
 )
 _COMPLEX = {torch.float16: torch.complex32, torch.bfloat16: torch.complex64, torch.float32: torch.complex64}
@@ -134,8 +143,9 @@ class _Case:
         if self.info.supports_out and self.name not in IGNORES_OUT and self._works(self._out, exact):
             self._check("with out=", values, floors, lambda: self._out(self._placed("")))
 
-    def _placed(self, layout: str) -> Any:
-        return placed(self.arguments, self.device, layout)
+    def _placed(self, layout: str, *, graph: bool = False) -> Any:
+        moved, options = placed(self.arguments, self.device, layout, graph=graph)
+        return (moved[0], *self.arguments[0][1:]) if self.name in HOST_ARGUMENTS else moved, options
 
     def _works(self, form: Callable[[Any], Any], arguments: Any) -> bool:
         try:
@@ -147,7 +157,7 @@ class _Case:
         return True
 
     def _on_device(self, layout: str) -> list[tuple[str, Tensor]]:
-        return self._results(placed(self.arguments, self.device, layout, graph=True), exact=False)
+        return self._results(self._placed(layout, graph=True), exact=False)
 
     def _results(self, arguments: Any, *, exact: bool) -> list[tuple[str, Tensor]]:
         """Return the operator's tensors, and the gradients of a weighted sum of them."""
@@ -195,7 +205,9 @@ class _Case:
             return
         except Exception as error:  # noqa: BLE001  a device raises errors of any kind
             text = " ".join((str(error).strip() or repr(error)).splitlines()[:2])[:200]
-            rare = self.what not in ("", "broadcast") or form not in ("as it is", "in place as it is", "with out=")
+            empty = any(not tensor.numel() for tensor in tensors(self.arguments))
+            usual = self.what in ("", "broadcast") and form in ("as it is", "in place as it is", "with out=")
+            rare = empty or not usual
             refuses = rare or isinstance(error, NotImplementedError) or _REFUSES.search(text)
             (self.found.refused if refuses else self.found.wrong).append(f"{where}: {type(error).__name__}: {text}")
             return

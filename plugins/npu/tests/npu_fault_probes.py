@@ -131,6 +131,16 @@ def scaling_ignored() -> bool | None:
     return not torch.equal(parameter.detach(), _weights(1)[0].detach())
 
 
+def gradient_of_determinant_transposed() -> bool:
+    """A matrix with gaps, and the same one without: do their determinants have other gradients?"""
+    matrix = torch.tensor([[2.0, 1.0], [0.5, 3.0]], device="npu")
+    gradients = []
+    for leaf in (torch.stack([matrix, matrix], -1)[..., 0], matrix):
+        leaf = leaf.detach().requires_grad_()
+        gradients += torch.autograd.grad(torch.linalg.det(leaf), leaf)
+    return not torch.allclose(*gradients)
+
+
 def _weights(count: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     """Parameters that are equal each time."""
     return [nn.Parameter(torch.linspace(0.5, 2.0, 12).reshape(3, 4).to("npu", dtype)) for _ in range(count)]
@@ -169,5 +179,6 @@ PROBES: dict[str, Callable[[], bool | None]] = {
     "torch_npu.optim.NpuFusedBertAdam": steps_uncounted,
     "torch_npu.optim.NpuFusedBertAdam with several groups": clipped_by_first_group,
     "torch_npu.optim.NpuFusedAdam, NpuFusedAdamW, fp16": fp16_epsilon,
+    "torch.linalg.det, slogdet and torch.logdet on an NPU": gradient_of_determinant_transposed,
 }
 """By the kernel of a known fault, its probe; None if it cannot tell here."""

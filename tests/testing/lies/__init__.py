@@ -14,6 +14,7 @@ from lies import (  # noqa: F401  # each adds its own to LIES
     precision,
     runtime,
     scaler,
+    steps,
     training,
     verify,
 )

@@ -216,6 +216,11 @@ drawn("uniform_that_repeats", "test_independence", "two calls", {"rand": lambda 
 drawn("normal_that_repeats_within", "test_independence", "are correlated",
       {"randn": lambda function, count, **kwargs: function(count // 1024 + 1, 1, **kwargs).expand(-1, 1024).reshape(-1)[
           :count].clone()}, draw="randn")  # fmt: skip
+drawn("uniform_that_repeats_far_away", "test_large_draws", "elements 131072 apart",
+      {"rand": lambda function, count, **kwargs: function(2**17, **kwargs).repeat(-(-count // 2**17))[:count]},
+      draw="rand")  # fmt: skip
+drawn("channel_dropout_without_rescaling", "test_dropout_at_the_ends", "does not rescale",
+      {"dropout2d": lambda function, x, p, **options: function(x, p, **options) * (1 - p)})  # fmt: skip
 drawn("permutation_that_turns", "test_whole_numbers", "hardly permutes",
       {"randperm": lambda function, count, **kwargs: torch.arange(count).roll(int(torch.randint(9, ())))})  # fmt: skip
 drawn("bernoulli_of_another_rate", "test_moments", "mean",

@@ -205,9 +205,9 @@ def _views(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _fresh(out: Any) -> Any:
-    """Return an empty host tensor to write to, because resizing a host view does not resize the tensor."""
+    """Return a host tensor of that shape to write to, because resizing a host view does not resize the tensor."""
     if isinstance(out, Tensor):
-        return torch.empty(0, dtype=out.dtype, device=CPU)
+        return torch.empty(out.shape, dtype=out.dtype, device=CPU)
     return [_fresh(item) for item in out]
 
 

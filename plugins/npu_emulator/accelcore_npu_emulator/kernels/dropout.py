@@ -28,6 +28,11 @@ def _packed(kept: Tensor) -> Tensor:
 
 
 def _unpacked(mask: Tensor, count: int) -> Tensor:
+    if mask.dtype != torch.uint8 or mask.numel() != -(-count // _BLOCK) * _BLOCK // _BYTE:
+        raise RuntimeError(
+            f"EMULATED: the device takes a mask of dropout as its own operators return it, a bit for each of {count} "
+            f"elements, not {mask.numel()} of {mask.dtype}"
+        )
     bits = mask.unsqueeze(1) & torch.tensor(_BITS, dtype=torch.uint8, device=mask.device)
     return (bits != 0).flatten()[:count]
 

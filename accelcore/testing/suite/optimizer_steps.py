@@ -1,0 +1,212 @@
+"""Conformance of an optimizer's step: numbers of tensors, layouts, learning rates, overflows, and what it leaves."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accelcore import AccelError, Backend, UnsupportedError
+from accelcore.testing.suite.optimizer_state import on_host, routes_of
+from accelcore.testing.support.declared import declared
+from accelcore.testing.support.options import EVERY, LR, ORACLES, gradients, oracle, parameters, step
+from accelcore.testing.support.oracles import error, spoil, weights
+
+__all__ = ["StepsOfOptimizers"]
+
+_MOST = 36  # tensors: kernels take them in parts of a power of two
+
+of_every = pytest.mark.parametrize("name", EVERY)
+
+
+class StepsOfOptimizers:
+    """The part of `TestOptimizers` that is about single steps."""
+
+    @of_every
+    def test_any_number_of_tensors(self, accel: Backend, name: str) -> None:
+        """Every tensor is updated, however many there are, also beside one without elements."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            for count in range(1, _MOST + 1):
+                start = [torch.linspace(1, 2, 1 + number % 3) for number in range(count)]
+                start.insert(count // 2, torch.ones(0))
+                found = [nn.Parameter(tensor.to(accel.device, copy=True)) for tensor in start]
+                expected = [nn.Parameter(tensor.double()) for tensor in start]
+                pair = accel.optimizers.create(name, found, lr=LR), oracle(name, expected, lr=LR)
+                for number, optimizer in enumerate(pair):
+                    for parameter in (found, expected)[number]:
+                        parameter.grad = torch.ones_like(parameter) / 2
+                    optimizer.step()
+                off = [index for index in range(count + 1) if not error(found[index], expected[index]) < 2e-5]
+                assert not off, f"of {count} tensors and an empty one, those at {off} are wrong"
+
+    @of_every
+    def test_layouts_of_gradients(self, accel: Backend, name: str) -> None:
+        """A gradient of other strides than its parameter's, or of none, is read in the right order."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            start = torch.linspace(-1, 1, 24).reshape(4, 6)
+            given = torch.linspace(2, -1, 24).reshape(6, 4).t()
+            layouts: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+                "transposed": (lambda value: value, given),
+                "contiguous, of a transposed parameter": (lambda value: value.t().contiguous().t(), given.contiguous()),
+                "expanded": (lambda value: value, torch.linspace(1, 2, 6).expand(4, 6)),
+                "with gaps": (lambda value: value, torch.stack([given, given + 9], -1)[..., 0]),
+            }
+            for layout, (lay_out, gradient) in layouts.items():
+                reference = nn.Parameter(start.double())
+                plain = oracle(name, [reference], lr=LR)
+                for _ in range(2):
+                    reference.grad = gradient.double()
+                    plain.step()
+                for choice in accel.optimizers.explain(name, lr=LR):
+                    found = nn.Parameter(lay_out(start.to(accel.device, copy=True)))
+                    strides = found.stride()
+                    try:
+                        optimizer = accel.optimizers.create(name, [found], route=choice.route, lr=LR)
+                    except UnsupportedError:
+                        continue
+                    for _ in range(2):
+                        found.grad = _placed(gradient, accel.device)
+                        optimizer.step()
+                    off = error(found, reference)
+                    assert off < 2e-5, f"route {choice.route}: with a gradient that is {layout} it is off by {off:.1e}"
+                    assert found.stride() == strides, f"route {choice.route} changed the strides of a parameter"
+
+    @of_every
+    def test_options_of_groups(self, accel: Backend, name: str) -> None:
+        """Each parameter group has its own options, by every route."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            for options in ORACLES[name][1][1:]:
+                if "use_global_grad_norm" in options:
+                    continue  # the norm is that of all groups
+
+                def groups(members: list[nn.Parameter], options: dict[str, Any] = options) -> list[dict[str, Any]]:
+                    return [{"params": members[:2]}, {"params": members[2:], **options}]
+
+                expected = parameters(torch.device("cpu"), torch.float64)
+                reference = oracle(name, groups(expected), lr=LR)
+                for number in range(3):
+                    step(reference, expected, number)
+                for choice in accel.optimizers.explain(name, lr=LR):
+                    members = parameters(accel.device)
+                    try:
+                        optimizer = accel.optimizers.create(name, groups(members), route=choice.route, lr=LR)
+                    except UnsupportedError:
+                        continue
+                    for number in range(3):
+                        step(optimizer, members, number)
+                    off = max(map(error, members, expected))
+                    assert off < 2e-5, (
+                        f"route {choice.route}: with {options} in the second group it is off by {off:.1e}"
+                    )
+
+    @of_every
+    def test_learning_rates(self, accel: Backend, name: str) -> None:
+        """A learning rate of 0, one that is a tensor, and one that is changed in place each count from the next step.
+
+        An optimizer that takes no tensor refuses it.
+        """
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+
+            def train(optimizer: torch.optim.Optimizer, members: list[nn.Parameter], *, tensor: bool) -> None:
+                for number, rate in enumerate((LR, LR / 4, 0.0, LR / 2)):
+                    for group in optimizer.param_groups:
+                        if tensor:
+                            group["lr"].fill_(rate)
+                        else:
+                            group["lr"] = rate
+                    step(optimizer, members, number)
+
+            reference, expected = on_host(name, {})
+            train(reference, expected, tensor=False)
+            for route, optimizer, members in routes_of(accel, name, {}):
+                train(optimizer, members, tensor=False)
+                assert max(map(error, members, expected)) < 2e-5, f"route {route} steps by another learning rate"
+            members = parameters(accel.device)
+            try:
+                optimizer = accel.optimizers.create(name, members, lr=torch.tensor(LR))
+            except AccelError:
+                return
+            train(optimizer, members, tensor=True)
+            assert max(map(error, members, expected)) < 2e-5, "a learning rate that changed in place is not seen"
+
+    @of_every
+    def test_overflow_is_skipped_by_every_optimizer(self, accel: Backend, name: str) -> None:
+        """An overflow leaves parameters and the state as they are, and the next step is as without it."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            members = parameters(accel.device)
+            optimizer, scaler = accel.optimizers.create(name, members, lr=LR), accel.scaler.create(init=4.0)
+            reference, expected = on_host(name, {})
+            for number, value in enumerate((None, math.inf, None, math.nan, None)):
+                for parameter, gradient in zip(members, gradients(number), strict=True):
+                    parameter.grad = (torch.empty_like(parameter).copy_(gradient)) * scaler.state_dict()["scale"]
+                if value is None:
+                    step(reference, expected, number)
+                else:
+                    spoil(members[1], value)
+                before = weights(members), _state_of(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                if value is not None:
+                    assert all(map(torch.equal, weights(members), before[0])), "an overflow changed a parameter"
+                    assert _same(_state_of(optimizer), before[1]), "an overflow changed the state"
+            assert max(map(error, members, expected)) < 2e-5, "after an overflow it steps otherwise"
+
+    @of_every
+    def test_step_leaves_the_rest(self, accel: Backend, name: str) -> None:
+        """A step changes no gradient, and no stride, dtype or `requires_grad`; a closure is called once."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            for route, optimizer, members in routes_of(accel, name, ORACLES[name][1][-1]):
+                form = [_form(parameter) for parameter in members]
+                calls: list[int] = []
+
+                def closure(calls: list[int] = calls, members: list[nn.Parameter] = members) -> Tensor:
+                    calls.append(1)
+                    loss = torch.stack([parameter.square().sum() for parameter in members]).sum()
+                    torch.autograd.backward(loss)
+                    return loss
+
+                for number in range(2):
+                    step(optimizer, members, number)
+                    given = gradients(number)
+                    same = all(
+                        error(p.grad, g) == 0.0 for p, g in zip(members, given, strict=True) if p.grad is not None
+                    )
+                    assert same, f"route {route} changes gradients"
+                for enabled in (True, False):
+                    optimizer.zero_grad()
+                    calls.clear()
+                    with torch.set_grad_enabled(enabled):
+                        optimizer.step(closure)  # type: ignore[arg-type]
+                        assert torch.is_grad_enabled() == enabled, f"route {route} leaves gradients {not enabled}"
+                    assert calls == [1], f"route {route} calls a closure {len(calls)} times"
+                assert [_form(parameter) for parameter in members] == form, f"route {route} changes more than values"
+
+
+def _placed(gradient: Tensor, device: torch.device) -> Tensor:
+    """Return a gradient on a device, in its strides."""
+    size = sum((count - 1) * stride for count, stride in zip(gradient.shape, gradient.stride(), strict=True)) + 1
+    memory = gradient.as_strided((size,), (1,), gradient.storage_offset()).to(device, copy=True)
+    return memory.as_strided(gradient.shape, gradient.stride())
+
+
+def _form(parameter: nn.Parameter) -> tuple[Any, ...]:
+    return parameter.shape, parameter.stride(), parameter.dtype, parameter.device, parameter.requires_grad
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Any:
+    return copy.deepcopy(optimizer.state_dict()["state"])
+
+
+def _same(found: Any, expected: Any) -> bool:
+    """Return whether two states are equal; one that was made and is all zeros counts as absent."""
+    return all(
+        torch.equal(torch.as_tensor(value), torch.as_tensor(expected.get(number, {}).get(key, 0 * value)))
+        for number, entry in found.items()
+        for key, value in entry.items()
+        if value is not None
+    )
