@@ -22,7 +22,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from accelcore.errors import UnsupportedError
 from accelcore.torch_features import BACKWARD_PASS_AUTOCAST, GET_KERNEL, RESET_ITER_STATE
@@ -36,6 +42,7 @@ __all__ = [
     "compiler_error",
     "device_dispatch_key",
     "dispatch_keyset",
+    "end_dispatch_mode",
     "flatten",
     "flight_records",
     "forget_python_dispatch",
@@ -196,6 +203,23 @@ def is_fake_mode_active() -> bool:
     Without it, the cache of casts would keep fake tensors.
     """
     return torch._C._get_dispatch_mode(_FAKE) is not None
+
+
+def end_dispatch_mode(mode: TorchDispatchMode) -> bool:
+    """End a mode of torch's dispatcher, and return whether it was the last to begin, as a mode that ends should be.
+
+    Without it, torch ends the last mode, whichever it is: if others have begun or ended meanwhile, the one that was to
+    end goes on. Here the others are left as their own ends expect them.
+    """
+    modes = _get_current_dispatch_mode_stack()
+    if mode not in modes:  # one that began earlier has ended, and torch has taken this one in its place
+        _pop_mode()
+        return False
+    others = [_pop_mode() for _ in modes[modes.index(mode) + 1 :]]
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    for other in reversed(others):
+        _push_mode(other)
+    return not others
 
 
 def operators_registered_at(dispatch_key: str) -> frozenset[str]:

@@ -62,6 +62,44 @@ def test_tracing_is_seen_by_its_fake_tensors():
     assert not internals.is_fake_mode_active()
 
 
+class Named(TorchDispatchMode):
+    """A mode that lists its name for each operator."""
+
+    def __init__(self, name, seen):
+        super().__init__()
+        self.name, self.seen = name, seen
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(self.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("other", ["none", "began before", "begins after"])
+def test_a_mode_that_ends_out_of_turn_leaves_the_others_in_order(other):
+    seen = []
+    ours, theirs, outer = Named("ours", seen), Named("theirs", seen), Named("outer", seen)
+    x = torch.ones(2)
+    with outer:
+        if other == "began before":
+            with theirs:
+                ours.__enter__()
+            assert not internals.end_dispatch_mode(ours)
+        elif other == "begins after":
+            ours.__enter__()
+            with theirs:
+                assert not internals.end_dispatch_mode(ours)
+                x.sin()
+                assert seen == ["theirs", "outer"]
+        else:
+            ours.__enter__()
+            assert internals.end_dispatch_mode(ours)
+        seen.clear()
+        x.sin()
+        assert seen == ["outer"]
+    x.sin()
+    assert seen == ["outer"]
+
+
 def test_autocast_is_off_below_its_key():
     with torch.autocast("cpu", torch.bfloat16):
         with internals.without_autocast():

@@ -6,6 +6,8 @@ imported unless its function is called.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from accelcore.errors import ConfigurationError
@@ -23,12 +25,9 @@ def huggingface_callback(context: Record) -> Any:
     Raises:
         ConfigurationError: transformers is not installed.
     """
-    try:
-        from transformers import TrainerCallback  # type: ignore[import-not-found,unused-ignore]
-    except ImportError as error:
-        raise _not_installed("transformers", error) from error
+    Base = _class_in(("transformers",), "TrainerCallback")  # noqa: N806  # a class
 
-    class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    class Callback(Base):  # type: ignore[misc, valid-type]
         def on_train_begin(
             self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **more: Any
         ) -> None:
@@ -49,15 +48,9 @@ def lightning_callback(context: Record) -> Any:
     Raises:
         ConfigurationError: neither lightning nor pytorch_lightning is installed.
     """
-    try:
-        from lightning.pytorch.callbacks import Callback as Base  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
-        try:
-            from pytorch_lightning.callbacks import Callback as Base  # type: ignore[import-not-found,unused-ignore]
-        except ImportError as error:
-            raise _not_installed("lightning", error) from error
+    Base = _class_in(("lightning.pytorch.callbacks", "pytorch_lightning.callbacks"), "Callback")  # noqa: N806  # a class
 
-    class Callback(Base):  # type: ignore[misc,unused-ignore]
+    class Callback(Base):  # type: ignore[misc, valid-type]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             context.watch(pl_module, trainer.optimizers)
 
@@ -70,7 +63,14 @@ def lightning_callback(context: Record) -> Any:
     return Callback()
 
 
-def _not_installed(package: str, error: ImportError) -> ConfigurationError:
-    return ConfigurationError(
-        f"this callback needs {package}, which cannot be imported", why=str(error), remedy=f"pip install {package}"
-    )
+def _class_in(modules: Sequence[str], name: str) -> Any:
+    """Return a class of the first module that can be imported."""
+    for module in modules:
+        try:
+            return getattr(import_module(module), name)
+        except ImportError as error:
+            missing = error
+    package = modules[0].partition(".")[0]
+    raise ConfigurationError(
+        f"this callback needs {package}, which cannot be imported", why=str(missing), remedy=f"pip install {package}"
+    ) from missing

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from accelcore.parity.events import Event, Seen, Step
+from accelcore.parity.invariants import BEFORE
 from accelcore.parity.result import Result
 
 __all__ = ["begins_at", "is_wrong_here"]
@@ -38,8 +39,8 @@ def begins_at(
         known = True
     elif event.kind == "batch":
         known = not any(each.kind == "output" for each in agreed)  # another model may have made it
-    elif event.kind == "weight":
-        known = before is None or any(replace(event, kind=kind) in before for kind in ("parameter", "buffer"))
+    elif event.kind in BEFORE:
+        known = before is None or any(replace(event, kind=kind) in before for kind in BEFORE[event.kind])
     elif event.kind in ("input", "output"):
         known = not _alone(event, both, _FORWARD)
     elif event.kind == "buffer":

@@ -38,11 +38,13 @@ class Watched:
     Attributes:
         prefix: before the names of its modules: empty for the first model, `"model2."` for the second.
         compiled: whether it is called through a compiler, so that its modules are not seen.
+        autocast: the dtype of torch's autocast around its first call, or `"off"`.
     """
 
     model: nn.Module
     prefix: str
     compiled: bool
+    autocast: str = "off"
     entered: int = 0  # the step in which it was last called
     calls: int = 0  # in this step
     outermost: nn.Module | None = None  # the module of it that is running and was called by none of it
@@ -94,7 +96,7 @@ class Collector:
 
     def close(self) -> None:
         """Remove all hooks."""
-        self.operators.stop()
+        self.operators.stop(quietly=True)
         self._hooks.close()
         self.is_done = True
 
@@ -166,6 +168,8 @@ class Collector:
         with self.operators.paused(), torch.no_grad():
             if watched.entered < self.step:
                 first, watched.entered, watched.calls = watched.entered == 0, self.step, 0
+                if first:
+                    watched.autocast = _autocast(_device_of(watched.model))
                 self._begin(watched, first)
                 for name, state in _generators(watched.model):
                     self._saw("random", "", name, _digest(state))
@@ -184,23 +188,22 @@ class Collector:
                 self._saw(kind, "", item, tensor)
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Look at the gradients that an optimizer is about to use."""
+        """Look at the gradients and the state that an optimizer is about to use."""
         self.operators.stop()
         if self._is_open and not torch.compiler.is_compiling():
             for name, parameter in self._parameters_of(optimizer):
                 if parameter.grad is not None:
                     self._saw_named("reduced", name, parameter.grad)
+            if self.step > 1:  # in the first step, an optimizer of ours would make its state when it is asked for
+                self._look_at_state(optimizer, "old state")
 
     def after_update(self, optimizer: Optimizer, end_step: Callable[[], None] | None) -> None:
         """Look at the state of an optimizer and the parameters after its step."""
         if not self._is_open or torch.compiler.is_compiling():
             return
         with torch.no_grad():
-            states = optimizer.state  # ours makes it when it is asked for
+            self._look_at_state(optimizer, "state")
             for name, parameter in self._parameters_of(optimizer):
-                for key, value in states.get(parameter, {}).items():
-                    if isinstance(value, Tensor):
-                        self._saw_named("state", name, value, beside=key)
                 self._saw_named("parameter", name, parameter)
         if end_step is not None:
             end_step()
@@ -326,6 +329,13 @@ class Collector:
 
         return seen
 
+    def _look_at_state(self, optimizer: Optimizer, kind: str) -> None:
+        states = optimizer.state
+        for name, parameter in self._parameters_of(optimizer):
+            for key, value in states.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    self._saw_named(kind, name, value, beside=key)
+
     def _look_at(self, watched: Watched, kind: str) -> None:
         for name, tensor in (*watched.model.named_parameters(), *watched.model.named_buffers()):
             self._saw_named(kind, watched.prefix + name, tensor)
@@ -353,10 +363,20 @@ class Collector:
         self._numbers[key] += 1
 
 
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _autocast(device: torch.device) -> str:
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return "off"
+    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+
+
 def _generators(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the states of the generators of the host and of a model's device, which both keep them on the host."""
     yield "host generator", torch.get_rng_state()
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = _device_of(model)
     if device.type not in ("cpu", "meta"):
         module: Any = torch.get_device_module(device)
         state = module.get_rng_state(device)

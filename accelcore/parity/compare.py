@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from accelcore.errors import RecordingError
 from accelcore.parity.cause import begins_at, is_wrong_here
 from accelcore.parity.events import PHASE_OF, Event, Seen, Step
+from accelcore.parity.invariants import BEFORE, certainly_wrong, moved, odd_ranks
 from accelcore.parity.recording import Reader, ranks_of
 from accelcore.parity.result import Result
 from accelcore.parity.rounding import Distance, distance, unit_of
@@ -28,8 +34,9 @@ _SHARE = 0.05
 _FREE_UPDATE = 4.0
 """Units of rounding of the parameter by which an update may differ besides."""
 _HIDDEN = 0.02
-"""Relative difference of the weights at the start of a step from which on nothing can be told any more."""
-_SAME_IN_EVERY_JOB = ("weight", "reduced", "norm", "state", "parameter", "buffer")
+"""Relative difference of the weights from which on only what needs no tolerance is compared."""
+_WITHOUT_TOLERANCE = "batches, random numbers, what a step begins with, operators and equal gradients of all ranks"
+_SAME_IN_EVERY_JOB = ("weight", "reduced", "norm", "old state", "state", "parameter", "buffer")
 """Kinds of events that do not depend on how a batch is divided among ranks."""
 
 
@@ -50,18 +57,25 @@ def compare(reference: Path | str, other: Path | str, *, rank: int | None = None
     Raises:
         RecordingError: a folder has no recording, one is damaged, or they have no step or module in common.
     """
-    recorded, replayed = ranks_of(Path(reference)), ranks_of(Path(other))
-    ranks = sorted(replayed) if rank is None else [rank]
-    # A rank that was not recorded is compared with rank 0: gradients and weights do not depend on the rank.
-    results = [
-        _of_rank(
-            each,
-            Reader(recorded.get(each, recorded[min(recorded)])),
-            Reader(replayed[each]),
-            all_ranks=set(ranks) >= recorded.keys() | replayed.keys(),
-        )
-        for each in ranks
-    ]
+    folders, others = ranks_of(Path(reference)), ranks_of(Path(other))
+    ranks = sorted(others) if rank is None else [rank]
+    # A rank that was not recorded is compared with the first: gradients and weights do not depend on the rank.
+    recorded = {each: Reader(folders.get(each, folders[min(folders)])) for each in ranks}
+    replayed = {each: Reader(others[each]) for each in ranks}
+
+    @cache
+    def odd(number: int) -> Mapping[Event, int]:
+        """Return the reduced gradients of a step that differ among ranks only in the replay, and the odd rank."""
+        both = [
+            {each: reader.step(number) for each, reader in readers.items() if number in reader.steps}
+            for readers in (recorded, replayed)
+        ]
+        found = odd_ranks(both[1])
+        differ = odd_ranks(both[0]) if found else {}
+        return {event: each for event, each in found.items() if event not in differ}
+
+    everywhere = set(ranks) >= folders.keys() | others.keys()
+    results = [_of_rank(each, recorded[each], replayed[each], odd, everywhere=everywhere) for each in ranks]
     parted = [result for result in results if not result.agrees]
     return min(parted, key=lambda each: (each.step or 0, _order(each.phase), each.rank or 0)) if parted else results[0]
 
@@ -71,7 +85,9 @@ def _order(phase: str | None) -> int:
     return order.index(phase) if phase in order else 0
 
 
-def _of_rank(rank: int, recorded: Reader, replayed: Reader, *, all_ranks: bool) -> Result:
+def _of_rank(
+    rank: int, recorded: Reader, replayed: Reader, odd: Callable[[int], Mapping[Event, int]], *, everywhere: bool
+) -> Result:
     settings = differences(recorded.facts["settings"], replayed.facts["settings"])
     changed = {each.name for each in settings}
     kinds = _SAME_IN_EVERY_JOB if "ranks" in changed else tuple(PHASE_OF)
@@ -80,7 +96,10 @@ def _of_rank(rank: int, recorded: Reader, replayed: Reader, *, all_ranks: bool) 
     steps = sorted(set(recorded.steps) & set(replayed.steps))
     if not steps:
         raise RecordingError("the two recordings have no step in common", remedy="let the replay run one step at least")
-    notes, before = [str(note) for note in replayed.facts.get("notes", [])], dict[Event, tuple[Seen, Seen]]()
+    notes, checked = [str(note) for note in replayed.facts.get("notes", [])], replayed.facts.get("checked", [])
+    before: tuple[dict[Event, Tensor], dict[Event, Tensor]] = ({}, {})
+    unit = max(_compiled_unit(each.facts["settings"]) for each in (recorded, replayed))
+    hidden = False
     if len(replayed.steps) < len(recorded.steps):
         notes.append(f"the replay has {len(replayed.steps)} of {len(recorded.steps)} steps")
     for count, number in enumerate(steps, start=1):
@@ -94,24 +113,23 @@ def _of_rank(rank: int, recorded: Reader, replayed: Reader, *, all_ranks: bool) 
             )
         if number == 1 and (others := replayed.facts.get("other_weights")):
             return _told(_other_weights(others, rank, exact=exact, settings=settings, notes=tuple(notes)))
-        parted = _exactly(pairs) if exact else _by_rounding(pairs, before)
+        if exact:
+            parted = _exactly(pairs)
+        else:
+            uneven = {event for event, each in odd(number).items() if each == rank}
+            parted = _by_rounding(both, pairs, before, certainly_wrong(checked, number), uneven, unit, hidden=hidden)
         if parted is not None:
-            checked = replayed.facts.get("checked", [])
             found = _with_operator(_result(parted, number, rank, exact=exact), both, checked)
             cause = is_wrong_here(found, checked) or begins_at(
-                parted.seen,
-                both,
-                [mine.event for mine, _ in pairs],
-                before=before if number > 1 else None,
-                ranks=all_ranks,
-            )
+                parted.seen, both, [mine.event for mine, _ in pairs],
+                before=before[0] if number > 1 else None, ranks=everywhere,
+            )  # fmt: skip
             found = replace(found, is_cause=cause)
             return _told(replace(found, steps=count, settings=settings, notes=(*notes, *found.notes)))
-        before = {mine.event: (mine, theirs) for mine, theirs in pairs}
-        if not exact and _is_hidden(pairs):
-            notes.append(f"after step {number} rounding has grown so far that nothing smaller can be seen")
-            steps = steps[:count]
-            break
+        before = ({mine.event: mine.values for mine, _ in pairs}, {mine.event: other.values for mine, other in pairs})
+        if not exact and not hidden and _is_hidden(pairs):
+            hidden = True
+            notes.append(f"after step {number} rounding hides differences: only {_WITHOUT_TOLERANCE} are compared")
     return Result(agrees=True, steps=len(steps), exact=exact, settings=settings, notes=tuple(notes))
 
 
@@ -142,52 +160,94 @@ def _exactly(pairs: Sequence[tuple[Seen, Seen]]) -> _Parted | None:
     for mine, theirs in pairs:
         apart = distance(mine.values, theirs.values)
         if not apart.equal:
-            return _Parted(mine, apart, apart.ratio(unit_of(mine) or 1.0))
+            return _Parted(mine, apart, apart.ratio(unit_of(mine.dtype) or 1.0))
     return None
 
 
-def _by_rounding(pairs: Sequence[tuple[Seen, Seen]], before: Mapping[Event, tuple[Seen, Seen]]) -> _Parted | None:
-    """Return the first event that is further apart than what it was computed from explains."""
-    carried, unit = 1.0, 2.0**-23
-    scales = _scales(pairs)
+def _by_rounding(
+    both: tuple[Step, Step],
+    pairs: Sequence[tuple[Seen, Seen]],
+    before: tuple[Mapping[Event, Tensor], Mapping[Event, Tensor]],
+    wrong: Mapping[str, Any] | None,
+    odd: Container[Event],
+    hidden_unit: float,
+    *,
+    hidden: bool,
+) -> _Parted | None:
+    """Return the first event that is further apart than what it was computed from explains.
+
+    Args:
+        wrong: an operator of this step that is certainly wrong.
+        odd: reduced gradients that the other ranks do not have.
+        hidden_unit: rounding of the coarsest dtype within compiled code, where it is not seen.
+        hidden: whether rounding has grown so far that only what needs no tolerance is compared.
+    """
+    carried, computes, scales = 1.0, False, _scales(pairs)
+    units = [_units(step, hidden_unit) for step in both]
     noisy: set[tuple[str, str]] = set()
     entered = {
         (mine.event.module, mine.event.item): (mine, theirs) for mine, theirs in pairs if mine.event.kind == "weight"
     }
     for mine, theirs in pairs:
-        kind, apart = mine.event.kind, distance(mine.values, theirs.values)
-        unit = max(unit, unit_of(mine), unit_of(theirs))
-        if kind in ("random",) or unit_of(mine) == 0:
+        event, kind, apart = mine.event, mine.event.kind, distance(mine.values, theirs.values)
+        own, unit = max(unit_of(mine.dtype), unit_of(theirs.dtype)), max(found[event] for found in units)
+        computes = computes or kind not in ("random", "weight", "batch")
+        if computes and wrong is not None:
+            return _operator(wrong)
+        if kind == "random" or (kind == "batch" and not computes):  # the script's own, not made by another model
+            if apart.error > _FREE * own * apart.size:
+                return _Parted(mine, apart, apart.ratio(own or 1.0))
+        elif kind in BEFORE:
+            carried = max(carried, apart.ratio(unit)) if kind == "weight" else carried
+            moves = moved(mine, before[0]), moved(theirs, before[1])
+            if moves[0] is not None and moves[1] is not None:
+                by = distance(moves[0], moves[1])
+                # If the script itself changes weights between steps, it changes other weights otherwise.
+                free = _FREE * own * apart.size * (carried if bool(moves[0].any()) else 1.0)
+                if by.error > free:
+                    return _Parted(mine, by, by.error / (own * apart.size or 1.0))
+            elif not before[0] and apart.ratio(unit) > _FREE:
+                return _Parted(mine, apart, apart.ratio(unit))
+        elif event in odd:
+            return _Parted(mine, apart, apart.ratio(unit))
+        elif hidden:
+            continue
+        elif own == 0:
             if apart.error > 0:
                 return _Parted(mine, apart, apart.ratio(1.0))
-            continue
-        if kind == "weight":
-            after = before.get(replace(mine.event, kind="parameter")) or before.get(replace(mine.event, kind="buffer"))
-            if after is not None:
-                moved = distance(
-                    mine.values.double() - after[0].values.double(), theirs.values.double() - after[1].values.double()
-                )
-                if moved.error > _FREE * unit * apart.size:
-                    return _Parted(mine, moved, moved.error / (unit * apart.size or 1.0))
-            elif apart.ratio(unit) > _FREE:
-                return _Parted(mine, apart, apart.ratio(unit))
-            carried = max(carried, apart.ratio(unit))
-            continue
-        if kind == "parameter":
-            parted = _update(mine, theirs, entered.get((mine.event.module, mine.event.item)), unit, noisy)
+        elif kind == "parameter":
+            parted = _update(mine, theirs, entered.get((event.module, event.item)), unit, noisy)
             if parted is not None:
                 return parted
-            continue
-        if kind == "state" and (mine.event.module, mine.event.item.rpartition(" of ")[2]) in noisy:
-            continue
-        backward = kind in ("grad", "gradient", "reduced", "norm", "state", "operator of backward")
-        ratio = apart.ratio(unit, scales.get((kind, mine.event.module), 0.0))
-        if ratio > (_FREE_BACKWARD if backward else _FREE) * carried:
-            return _Parted(mine, apart, ratio)
-        if kind in ("gradient", "reduced") and apart.error > max(1e-3, 8 * unit) * apart.size:
-            noisy.add((mine.event.module, mine.event.item))
-        carried = max(carried, ratio if not backward else ratio / 16)
+        elif kind != "state" or (event.module, event.item.rpartition(" of ")[2]) not in noisy:
+            backward = PHASE_OF[kind] in ("backward", "collective", "update")
+            ratio = apart.ratio(unit, scales.get((kind, event.module), 0.0))
+            if ratio > (_FREE_BACKWARD if backward else _FREE) * carried:
+                return _Parted(mine, apart, ratio)
+            if kind in ("gradient", "reduced") and apart.error > max(1e-3, 8 * unit) * apart.size:
+                noisy.add((event.module, event.item))
+            carried = max(carried, ratio / 16 if backward else ratio)
     return None
+
+
+def _compiled_unit(settings: Mapping[str, str]) -> float:
+    autocast = settings.get("autocast", "off") if settings.get("compiled") == "True" else "off"
+    return max(unit_of(dtype) for dtype in ("float32", *autocast.split(", ")))
+
+
+def _units(step: Step, coarsest: float) -> dict[Event, float]:
+    """Return for each event the rounding of the coarsest dtype so far in the step."""
+    units = accumulate((unit_of(seen.dtype) for seen in step.seen), max, initial=coarsest)
+    return dict(zip((seen.event for seen in step.seen), list(units)[1:], strict=True))
+
+
+def _operator(wrong: Mapping[str, Any]) -> _Parted:
+    """Return an operator that is wrong for its own inputs as where the runs part."""
+    event = Event(
+        "operator of backward" if wrong["backward"] else "operator", wrong["module"], f"{wrong['operator']} 0"
+    )
+    nothing = torch.zeros(0)
+    return _Parted(Seen(event, "float32", (), "", nothing), distance(nothing, nothing), wrong["ratio"])
 
 
 def _update(

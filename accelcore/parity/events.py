@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelcore.optim.shards import to_local
 
-__all__ = ["PHASE_OF", "Event", "Seen", "Step", "fetch", "sample"]
+__all__ = ["PHASE_OF", "Event", "Seen", "Step", "fetch", "sample", "shorter"]
 
 PHASE_OF = {
     "random": "random",
@@ -29,6 +29,7 @@ PHASE_OF = {
     "operator of backward": "backward",
     "reduced": "collective",
     "norm": "collective",
+    "old state": "update",
     "state": "update",
     "parameter": "update",
 }
@@ -103,7 +104,15 @@ def _places(size: int, count: int, device: torch.device) -> Tensor:
     stride = max(1, int(size * _SCATTER))
     while gcd(stride, size) != 1:
         stride += 1
-    return (torch.arange(count, dtype=torch.int64) * stride % size).sort().values.to(device)
+    return (torch.arange(count, dtype=torch.int64) * stride % size).to(device)
+
+
+def shorter(values: Tensor, seen: Seen) -> Tensor:
+    """Return of another step's sample of the same tensor the elements that `seen` has: fewer, after step 1."""
+    count = len(seen.values)
+    if count < len(values) == prod(seen.shape):
+        return values[_places(len(values), count, values.device)]
+    return values[:count]
 
 
 def fetch(tensor: Tensor) -> Callable[[], Tensor]:

@@ -32,19 +32,16 @@ _ROUNDING = 64.0
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of one tensor. A value is None where the dump has null.
+    """Statistics of one tensor.
 
     Attributes:
         dtype: torch's name, such as `"bfloat16"`.
-        maximum, minimum, mean, norm: over all elements; the norm is the 2-norm.
+        values: by their names `"Max"`, `"Min"`, `"Mean"` and `"Norm"`; those that the dump has, which are not null.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    maximum: float | None
-    minimum: float | None
-    mean: float | None
-    norm: float | None
+    values: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -134,38 +131,22 @@ def compare_dump(path: str | Path, model: nn.Module, run: Callable[[], object]) 
         if here.shape != recorded.shape:
             return DumpDifference(*key, "shape", recorded.shape, here.shape, math.inf)
         unit = max(unit, *(torch.finfo(getattr(torch, each.dtype)).eps for each in (recorded, here)))
-        for name, ratio, one, other in _apart(recorded, here, unit):
-            if ratio > _ROUNDING:
-                return DumpDifference(*key, name, one, other, ratio)
+        largest = max(abs(recorded.values.get(name, 0.0)) for name in ("Max", "Min"))
+        for name in [each for each in _STATISTICS if each in recorded.values and each in here.values]:
+            one, other = recorded.values[name], here.values[name]
+            scale = unit * (abs(one) if name == "Norm" else max(largest, abs(one)))
+            same = one == other or (math.isnan(one) and math.isnan(other))
+            ratio = 0.0 if same else abs(one - other) / scale if scale else math.inf
+            if not ratio <= _ROUNDING:
+                return DumpDifference(*key, name, one, other, math.inf if math.isnan(ratio) else ratio)
     return None
 
 
-def _apart(recorded: Statistics, here: Statistics, unit: float) -> list[tuple[str, float, float, float]]:
-    """Return for each statistic its name, the difference in units of rounding, and both values."""
-    pairs = zip(
-        _STATISTICS,
-        (recorded.maximum, recorded.minimum, recorded.mean, recorded.norm),
-        (here.maximum, here.minimum, here.mean, here.norm),
-        strict=True,
-    )
-    known = [(name, one, other) for name, one, other in pairs if one is not None and other is not None]
-    largest = max((abs(each) for each in (recorded.maximum, recorded.minimum) if each is not None), default=0.0)
-    found = []
-    for name, one, other in known:
-        scale = unit * (abs(one) if name == "Norm" else max(largest, abs(one)))
-        same = one == other or (math.isnan(one) and math.isnan(other))
-        ratio = 0.0 if same else abs(one - other) / scale if scale else math.inf
-        found.append((name, math.inf if math.isnan(ratio) else ratio, one, other))
-    return found
-
-
 def _measured(tensor: Tensor) -> Statistics:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if not tensor.numel():
-        return Statistics(dtype, tuple(tensor.shape), None, None, None, None)
     values = tensor.double()
-    numbers = (values.max(), values.min(), values.mean(), values.norm())
-    return Statistics(dtype, tuple(tensor.shape), *(each.item() for each in numbers))
+    numbers = (values.max(), values.min(), values.mean(), values.norm()) if tensor.numel() else ()
+    found = {name: number.item() for name, number in zip(_STATISTICS, numbers, strict=False)}
+    return Statistics(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), found)
 
 
 def _statistics(path: str | Path, name: str, given: Mapping[str, Any]) -> Statistics:
@@ -175,12 +156,12 @@ def _statistics(path: str | Path, name: str, given: Mapping[str, Any]) -> Statis
     shape = given.get("shape")
     if not isinstance(shape, list) or not all(is_whole(size) for size in shape):
         raise _damaged(path, name, f"{shape!r} is not a shape")
-    numbers = [given.get(each) for each in _STATISTICS]
-    if not all(each is None or is_number(each) for each in numbers):
+    numbers = {each: given[each] for each in _STATISTICS if given.get(each) is not None}
+    if not all(is_number(each) for each in numbers.values()):
         raise _damaged(path, name, f"{numbers} are not {', '.join(_STATISTICS)}")
     if not getattr(torch, dtype).is_floating_point:
-        return Statistics("float32", tuple(shape), None, None, None, None)
-    return Statistics(dtype, tuple(shape), *(None if each is None else float(each) for each in numbers))
+        dtype, numbers = "float32", {}
+    return Statistics(dtype, tuple(shape), {each: float(number) for each, number in numbers.items()})
 
 
 def _damaged(path: str | Path, name: str, why: str) -> RecordingError:

@@ -11,32 +11,32 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelcore.torch_internals import OpOverload, backward_number, operator_name, pytree
+from accelcore.errors import ConfigurationError
+from accelcore.torch_internals import OpOverload, backward_number, end_dispatch_mode, operator_name, pytree
 from accelcore.util.containers import tensors
 
 __all__ = ["Checked", "Operators"]
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 _SUMS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "convolution",
-    "sum",
-    "mean",
-    "linear",
-    "dot",
-    "mv",
-    "addmv",
-    "embedding_dense",
-)
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "sum", "mean", "linear", "dot", "mv", "addmv", "embedding_dense",
+)  # fmt: skip
 """Operators whose rounding grows with the number of terms that they add up."""
+_COPIES = (
+    "empty", "new_", "detach", "_to_copy", "clone", "copy_", "zeros", "ones", "full", "arange", "fill_", "zero_",
+    "scalar_tensor",
+)  # fmt: skip
+"""How the names of operators begin that compute nothing."""
 _ASYNCHRONOUS = ("c10d", "_c10d_functional")
 """Namespaces of collectives, whose results arrive later. The events of reduced gradients cover them."""
 _LARGEST = 1 << 26  # elements: a larger operator is not computed on the host
 _LARGEST_ERROR_POINTWISE, _LARGEST_ERROR = 3.5, 16.0
 """Errors in units of rounding that a right kernel stays below. They name a suspect, and raise no alarm themselves."""
+_CERTAIN, _CERTAIN_SHORT = 64.0, 16.0
+"""Errors that are an alarm: of operators on single elements and of sums, whose terms are known; in 16 bits the second.
+
+Other operators, such as the backward pass of a convolution, may cancel all but rounding.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Checked:
     Attributes:
         ratio: the largest error in units of the expected rounding.
         is_wrong: whether the error is larger than a right kernel's.
+        is_certain: whether it is so large, and the operator such, that nothing else explains it.
     """
 
     step: int
@@ -54,6 +55,7 @@ class Checked:
     backward: bool
     ratio: float
     is_wrong: bool
+    is_certain: bool
 
 
 class Operators:
@@ -82,11 +84,20 @@ class Operators:
             self._mode = _Mode(self._saw)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
-    def stop(self) -> None:
-        """Report no more."""
-        if self._mode is not None:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._mode = None
+    def stop(self, *, quietly: bool = False) -> None:
+        """Report no more.
+
+        Raises:
+            ConfigurationError: another mode of torch's dispatcher began or ended within the step, unless `quietly`.
+        """
+        mode, self._mode = self._mode, None
+        if mode is not None and not end_dispatch_mode(mode) and not quietly:
+            raise ConfigurationError(
+                f"a mode of torch's dispatcher began or ended within step {self._step}, whose operators are recorded",
+                why="recording operators is a mode, too, from the first forward pass of the step to its update, and "
+                "modes must end in the reverse order",
+                remedy="open your mode around the whole step, with its update, or leave operators= out",
+            )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -126,8 +137,13 @@ class Operators:
             if self._checks:
                 ratio = _error_of(operator, (arguments, options), result)
                 if ratio is not None:
-                    is_wrong = ratio > (_LARGEST_ERROR_POINTWISE if _is_pointwise(operator) else _LARGEST_ERROR)
-                    self.checked.append(Checked(self._step, name, module, node is not None, ratio, is_wrong))
+                    pointwise = _is_pointwise(operator)
+                    is_wrong = ratio > (_LARGEST_ERROR_POINTWISE if pointwise else _LARGEST_ERROR)
+                    short = any(each.element_size() == 2 for each in results)
+                    is_certain = ratio > (_CERTAIN_SHORT if short else _CERTAIN)
+                    is_certain = is_certain and (pointwise or _name(operator) in _SUMS)
+                    place = (self._step, name, module, node is not None)
+                    self.checked.append(Checked(*place, ratio, is_wrong, is_certain))
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -144,24 +160,11 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _computes(operator: OpOverload) -> bool:
     """Return whether an operator computes floating-point numbers from others: it neither draws nor copies."""
-    name = operator_name(operator).removeprefix("aten::").split(".")[0]
-    return not name.startswith(
-        (
-            "empty",
-            "new_",
-            "detach",
-            "_to_copy",
-            "clone",
-            "copy_",
-            "zeros",
-            "ones",
-            "full",
-            "arange",
-            "fill_",
-            "zero_",
-            "scalar_tensor",
-        )
-    )
+    return not _name(operator).startswith(_COPIES)
+
+
+def _name(operator: OpOverload) -> str:
+    return operator_name(operator).removeprefix("aten::").split(".")[0]
 
 
 def _error_of(operator: OpOverload, given: Any, result: Any) -> float | None:
@@ -206,8 +209,7 @@ def _on_host(operator: OpOverload, given: Any, dtype: torch.dtype) -> Any:
 
 def _sums_of(operator: OpOverload, given: Any) -> Tensor | None:
     """Return the sums of the absolute values of all terms, which bound an operator's rounding; None if it adds none."""
-    name = operator_name(operator).removeprefix("aten::").split(".")[0]
-    if name not in _SUMS:
+    if _name(operator) not in _SUMS:
         return None
     absolute = pytree.tree_map(
         lambda value: value.abs() if isinstance(value, Tensor) and value.is_floating_point() else value, given

@@ -67,8 +67,8 @@ def _curves(reference: Path, other: Path, result: Result) -> _Curves:
                 found.losses[side][number] = torch.cat(losses).mean().item()
         theirs = {seen.event: seen for seen in steps[1].seen}
         for seen in steps[0].seen:
-            if seen.event in theirs and unit_of(seen):
-                ratio = min(distance(seen.values, theirs[seen.event].values).ratio(unit_of(seen)), 1e16)
+            if seen.event in theirs and unit_of(seen.dtype):
+                ratio = min(distance(seen.values, theirs[seen.event].values).ratio(unit_of(seen.dtype)), 1e16)
                 of_phase = found.phases.setdefault(PHASE_OF[seen.event.kind], {})
                 of_phase[number] = max(of_phase.get(number, 0.0), ratio)
                 if number == (result.step or readers[0].steps[-1]):

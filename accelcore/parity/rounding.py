@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accelcore.parity.events import Seen
-
 __all__ = ["Distance", "distance", "unit_of"]
 
 _SHORT = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
@@ -52,9 +50,9 @@ def distance(recorded: Tensor, replayed: Tensor) -> Distance:
     return Distance(equal=False, error=_rms(difference), size=_rms(a), masks=int(zeros.sum()) > changed // 2)
 
 
-def unit_of(seen: Seen) -> float:
-    """Return the rounding of a tensor's dtype relative to its values; 0 for whole numbers."""
-    return _SHORT.get(seen.dtype, 0.0)
+def unit_of(dtype: str) -> float:
+    """Return the rounding of a dtype, named as `"float32"`, relative to its values; 0 for whole numbers."""
+    return _SHORT.get(dtype, 0.0)
 
 
 def _rms(values: Tensor) -> float:

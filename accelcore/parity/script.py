@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from collections.abc import Callable
 from os.path import dirname, realpath
 from time import monotonic
-from typing import Any
 
 from accelcore.errors import AccelError
 from accelcore.parity.record import Record
@@ -30,7 +28,7 @@ def main() -> None:
     script = sys.argv[0]
     if not getattr(sys.flags, "safe_path", False):  # Python has put the folder of this file there
         sys.path[0] = dirname(realpath(script))
-    context = _Recorded if mode == "record" else _Replayed
+    context = _Shown if mode == "record" else _ShownReplay
     code = _INVALID
     try:
         with context(folder, **json.loads(options)):
@@ -50,37 +48,23 @@ def _run(script: str) -> None:
             raise
 
 
-class _Progress:
-    """Lines on stderr that show how far a recording is."""
+class _Shown(Record):
+    """Show progress on stderr, and end the script after the last step that was asked for."""
 
-    def __init__(self, word: str) -> None:
-        self._word, self._next = word, monotonic() + _EVERY
+    _next = monotonic() + _EVERY
 
-    def show(self, step: int, last: int | None) -> None:
+    def _step_ended(self, step: int) -> None:
         if monotonic() >= self._next:
-            of = "" if last is None else f" of {last}"
-            sys.stderr.write(f"accelcore: {step}{of} steps {self._word}\n")
+            of = "" if self._steps is None else f" of {self._steps}"
+            sys.stderr.write(f"accelcore: {step}{of} steps done\n")
             self._next = monotonic() + _EVERY
 
-
-def _shown(base: type[Any], word: str) -> Callable[..., Any]:
-    """Return a class that shows its progress, and ends the script after the last step that was asked for."""
-
-    class Shown(base):  # type: ignore[misc]  # one of two
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            self._progress = _Progress(word)
-
-        def _step_ended(self, step: int) -> None:
-            self._progress.show(step, self._steps)
-
-        def _ended(self) -> None:
-            sys.exit(0)
-
-    return Shown
+    def _ended(self) -> None:
+        sys.exit(0)
 
 
-_Recorded, _Replayed = _shown(Record, "recorded"), _shown(Replay, "replayed")
+class _ShownReplay(_Shown, Replay):
+    """The same for a replay."""
 
 
 if __name__ == "__main__":

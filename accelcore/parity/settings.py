@@ -27,20 +27,9 @@ _VARIABLES = re.compile(r"(ACCEL|MKL|OMP|PYTORCH|TORCH)_\w+|\w*(DETERMINISTIC|FP
 _PER_RUN = re.compile(r"TORCHELASTIC_\w+|ACCEL_EMULATE\w*")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _ARITHMETIC = (
-    "device",
-    "kind",
-    "torch",
-    "processor",
-    "threads",
-    "fp32",
-    "ranks",
-    "compiled",
-    "trainer precision",
-    "trainer fp32",
-    "trainer parallel",
-    "trainer compile",
-    "trainer flat",
-)
+    "device", "kind", "torch", "processor", "threads", "fp32", "ranks", "compiled", "autocast",
+    "trainer precision", "trainer fp32", "trainer parallel", "trainer compile", "trainer flat",
+)  # fmt: skip
 """Settings under which equal inputs give equal bits on a deterministic device."""
 
 _BY_CLASS = ("observers", "loss", "weight", "clip", "scheduler")  # the user's objects, whose texts say nothing
@@ -63,6 +52,7 @@ def gather(
         "fp32": _fp32(),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "compiled": str(any(watched.compiled for watched in models)),
+        "autocast": ", ".join(dict.fromkeys(watched.autocast for watched in models)),
         "known kernel bugs": _kernels(TORCH_FAULTS),
     }
     found |= {f"variable {name}": value for name, value in os.environ.items() if _is_recorded(name)}

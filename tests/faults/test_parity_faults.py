@@ -23,7 +23,7 @@ def test_planted_faults_are_named_and_clean_pairs_agree(first, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("pair", ["cpu"])
+@pytest.mark.parametrize("pair", ["cpu", "compiled", "1to2", "2to2"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_many_planted_faults_are_named(pair, dtype):
     found = parity_faults.counts(parity_faults.cases(range(100), 1, (f"{pair} {dtype}",)))

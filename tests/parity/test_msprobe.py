@@ -65,7 +65,7 @@ def test_a_model_agrees_with_its_own_dump(dump, model, inputs):
     assert compare_dump(dump(), model, lambda: model(inputs)) is None
     found = read_dump(dump())
     assert list(found)[:2] == [("0", 0, "input 0"), ("0", 0, "output 0")]
-    assert found["0", 0, "input 0"].norm == pytest.approx(inputs.norm().item())
+    assert found["0", 0, "input 0"].values["Norm"] == pytest.approx(inputs.norm().item())
 
 
 @pytest.mark.parametrize("name", ["0", "2.0", "3"])
