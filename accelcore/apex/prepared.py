@@ -24,7 +24,7 @@ from accelcore.errors import AmpError, ConfigurationError
 from accelcore.optim.flat.memory import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.precision.policy import Policy
-from accelcore.scaling.contract import SkippingOptimizer
+from accelcore.scaling.contract import SkippingOptimizer, step_in_kernel
 from accelcore.training.finite import first_not_finite
 from accelcore.training.gradients import Clipping
 from accelcore.training.options import complete
@@ -126,11 +126,7 @@ class Prepared:
         if overflow is None:
             return step()
         if getattr(optimizer, "_step_supports_amp_scaling", False) and all(each.trusts_kernels for each in scalers):
-            optimizer.grad_scale, optimizer.found_inf = None, overflow
-            try:
-                return step()
-            finally:
-                del optimizer.grad_scale, optimizer.found_inf
+            return step_in_kernel(optimizer, overflow, None, step)
         if not overflow.item():
             return step()
         if self._warns:

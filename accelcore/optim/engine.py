@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.optim.flat.memory import Run
+from accelcore.scaling.contract import step_in_kernel
 from accelcore.util.text import did_you_mean
 
 __all__ = [
@@ -188,15 +189,10 @@ class _BySteps(Engine):
         self._optimizer = optimizer
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-        optimizer = self._optimizer
         if found_inf is None and grad_scale is None:
-            optimizer.step()
-            return
-        optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.found_inf, optimizer.grad_scale
+            self._optimizer.step()
+        else:
+            step_in_kernel(self._optimizer, found_inf, grad_scale)
 
 
 def as_engine(optimizer: Optimizer) -> Engine:

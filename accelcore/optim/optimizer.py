@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RoutedOptimizer"]
 
+_OF_ROUTE = ("foreach", "fused", "param_names")
+"""Entries of a group that another route, or other tensors, may not have."""
+
 
 class RoutedOptimizer(torch.optim.Optimizer):
     """Optimizer by name. It chooses its route for what it trains. Made by `accel.optimizers.create`.
@@ -124,16 +127,9 @@ class RoutedOptimizer(torch.optim.Optimizer):
         entries, flat = dict(self.state), all(run.memory is not None for run in runs)
         if flat and self.route_for((run.value.dtype for run in runs), flat=True).memory == "tensors":
             runs = list(chain.from_iterable(run.by_slot() for run in runs))
-        groups: list[dict[str, Any]] = []
-        for number, group in enumerate(self.param_groups):
-            options = {key: value for key, value in group.items() if key not in ("foreach", "fused", "param_names")}
-            groups.append({**options, "params": [run.value for run in runs if run.group == number]})
-        trained = tuple(run.value for run in runs)
+        members = [[run.value for run in runs if run.group == number] for number in range(len(self.param_groups))]
         sharded = any(is_sharded(slot.parameter) for run in runs for slot in run.slots)
-        request = replace(self._request, parameters=trained, groups=_options_of(groups), flat=flat, sharded=sharded)
-        self._take_route(request, groups)
-        for group, own_group in zip(self.param_groups, self.implementation.param_groups, strict=True):
-            group.update({key: own_group[key] for key in ("foreach", "fused") if key in own_group})
+        self._choose_for(members, flat=flat, sharded=sharded)
         self.binding = RunBinding(self.implementation, runs, self.param_groups, entries, in_part=in_part)
 
     def replace(self, replacements: Mapping[Tensor, Tensor], entries: dict[Tensor, Entry]) -> None:
@@ -255,13 +251,20 @@ class RoutedOptimizer(torch.optim.Optimizer):
         flat = self._route.memory == "flat"
         self.binding = GroupBinding(self.name, self.implementation, self.param_groups, entries, flat)
 
-    def _choose_again(self, entries: dict[Tensor, Entry]) -> None:
-        """Choose the route for the parameters and options as they are now, with this state."""
-        groups = [{key: v for key, v in g.items() if key not in ("foreach", "fused")} for g in self.param_groups]
-        tensors = tuple(chain.from_iterable(group["params"] for group in groups))
-        self._take_route(replace(self._request, parameters=tensors, groups=_options_of(groups)), groups)
+    def _choose_for(self, members: Sequence[list[Tensor]], *, flat: bool = True, sharded: bool = False) -> None:
+        """Choose the route for these tensors, a list for each group, and for the groups' options as they are now."""
+        groups = [
+            {**{key: value for key, value in group.items() if key not in _OF_ROUTE}, "params": tensors}
+            for group, tensors in zip(self.param_groups, members, strict=True)
+        ]
+        request = replace(self._request, parameters=tuple(chain.from_iterable(members)), groups=_options_of(groups))
+        self._take_route(replace(request, flat=flat, sharded=sharded), groups)
         for group, own_group in zip(self.param_groups, self.implementation.param_groups, strict=True):
             group.update({key: value for key, value in own_group.items() if key != "params"})
+
+    def _choose_again(self, entries: dict[Tensor, Entry]) -> None:
+        """Choose the route for the parameters in the groups as they are now, with this state."""
+        self._choose_for([group["params"] for group in self.param_groups])
         self._bind_groups(entries)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -224,6 +224,7 @@ class Optimizers:
         )
 
     def _explain(self, request: Request) -> tuple[ExplainedRoute, ...]:
+        """Return every route, best first, and whether it is chosen for this request. At most one is."""
         if request.name not in self._routes:
             raise UnsupportedError(
                 f"there is no optimizer {request.name!r} here",
@@ -240,28 +241,23 @@ class Optimizers:
                 available=", ".join(route.name for route in self._routes[request.name]),
                 remedy=f"leave {switch}= out for the fastest route, or name the route",
             )
-        return _explained(self._routes[request.name], request)
-
-
-def _explained(routes: Sequence[Route], request: Request) -> tuple[ExplainedRoute, ...]:
-    """Return for each route, best first, whether it is chosen for this request. At most one is."""
-    choices: list[ExplainedRoute] = []
-    formula, taken = FORMULAS.get(request.name), False
-    by_element = formula is None or (formula.by_element and not formula.by_group)
-    for route in routes:
-        if request.route not in ("auto", route.name):
-            choices.append(ExplainedRoute(route.name, False, f"route {request.route!r} was requested"))
-        elif taken:
-            choices.append(ExplainedRoute(route.name, False, "a better route serves this request"))
-        else:
-            reason = route.supports(request)
-            if reason is None and route.memory == "flat":
-                reason = unfit(request.parameters) if request.flat else "it updates flat memory only"
-            if reason is None and request.sharded and not (route.memory == "any" and by_element):
-                reason = "it needs whole parameters, and this rank has shards"
-            taken = reason is None
-            choices.append(ExplainedRoute(route.name, taken, reason or ""))
-    return _Explanation(choices)
+        choices: list[ExplainedRoute] = []
+        formula, taken = FORMULAS.get(request.name), False
+        by_element = formula is None or (formula.by_element and not formula.by_group)
+        for route in self._routes[request.name]:
+            if request.route not in ("auto", route.name):
+                choices.append(ExplainedRoute(route.name, False, f"route {request.route!r} was requested"))
+            elif taken:
+                choices.append(ExplainedRoute(route.name, False, "a better route serves this request"))
+            else:
+                reason = route.supports(request)
+                if reason is None and route.memory == "flat":
+                    reason = unfit(request.parameters) if request.flat else "it updates flat memory only"
+                if reason is None and request.sharded and not (route.memory == "any" and by_element):
+                    reason = "it needs whole parameters, and this rank has shards"
+                taken = reason is None
+                choices.append(ExplainedRoute(route.name, taken, reason or ""))
+        return _Explanation(choices)
 
 
 def _formula_route(name: str, kind: type[Formula]) -> Route:

@@ -161,15 +161,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def preset_name(precision: object, backend: Backend) -> str | Policy:
-    """Return the preset's name for any word for a precision; a `Policy` is returned as it is.
-
-    Args:
-        precision: a preset, an alias of one, a torch dtype, `"best"`, or a `Policy`.
-        backend: decides what `"best"` is.
-
-    Raises:
-        ConfigurationError: unknown precision.
-    """
+    """Return the preset's name for a preset, an alias of one, a torch dtype, or `"best"`; a `Policy` as it is."""
     if isinstance(precision, Policy):
         return precision
     if precision == _BEST:
@@ -181,11 +173,7 @@ def preset_name(precision: object, backend: Backend) -> str | Policy:
 
 
 def choose_policy(precision: object, loss_scale: float | str | LossScale | None) -> Policy:
-    """Return the policy of a preset, with `loss_scale` instead of the preset's own unless it is None.
-
-    Raises:
-        ConfigurationError: unknown preset, or a loss scale that is neither a number > 0 nor `"dynamic"`.
-    """
+    """Return the policy of a preset, with `loss_scale` instead of the preset's own unless it is None."""
     policy = precision if isinstance(precision, Policy) else Policy.preset(str(precision))
     return policy if loss_scale is None else replace(policy, loss_scale=loss_scale)
 
@@ -199,11 +187,7 @@ def skipping(policy: Policy) -> Policy:
 
 
 def autocast_dtype(dtype: torch.dtype | str, backend: Backend) -> torch.dtype | None:
-    """Return the dtype of a word such as `"bf16"`; None for fp32, also if that is what `"best"` is on the device.
-
-    Raises:
-        ConfigurationError: unknown word.
-    """
+    """Return the dtype of a word such as `"bf16"`; None for fp32, also if that is what `"best"` is on the device."""
     if dtype == _BEST:
         return _fastest(backend)
     found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(_canonical(dtype))
@@ -217,11 +201,7 @@ def autocast_dtype(dtype: torch.dtype | str, backend: Backend) -> torch.dtype | 
 
 
 def fp32_mode(mode: str | None, backend: Backend) -> str | None:
-    """Return `"ieee"`, `"fast"` or None for a trainer's option `fp32`.
-
-    Raises:
-        ConfigurationError: unknown mode.
-    """
+    """Return `"ieee"`, `"fast"` or None for a trainer's option `fp32`."""
     if mode is not None and mode not in _FP32_MODES:
         raise ConfigurationError(
             f"fp32={mode!r} is not a mode of fp32 products",

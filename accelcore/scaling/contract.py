@@ -21,6 +21,7 @@ __all__ = [
     "VERSION",
     "AnyRank",
     "FindBad",
+    "Given",
     "LossScale",
     "LossScaler",
     "NoScaler",
@@ -34,10 +35,14 @@ __all__ = [
     "is_static",
     "refuse_closure",
     "refuse_fp16",
+    "step_in_kernel",
 ]
 
-AnyRank = Callable[[Tensor], Tensor]
-"""Function of 1.0 if this rank found an overflow, which returns 1.0 if any rank did."""
+Given = Sequence[Tensor] | None
+"""Gradients that a scaler reads; None: those of the optimizer's parameters."""
+
+AnyRank = Callable[[Tensor], Tensor] | None
+"""Function of 1.0 if this rank found an overflow, which returns 1.0 if any rank did; None: this rank decides alone."""
 
 FindBad = Callable[[], "str | None"]
 """Function that returns the name of the first parameter whose gradient is not finite; None if all are finite."""
@@ -121,15 +126,11 @@ class LossScaler(ABC):
         """Return the loss to call backward on."""
 
     @abstractmethod
-    def unscale_(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
-    ) -> None:
+    def unscale_(self, optimizer: Optimizer, gradients: Given = None, any_rank: AnyRank = None) -> None:
         """Divide the gradients by the scale in place. Call it before gradients are clipped or read."""
 
     @abstractmethod
-    def step(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
-    ) -> None:
+    def step(self, optimizer: Optimizer, gradients: Given = None, any_rank: AnyRank = None) -> None:
         """Update the parameters with unscaled gradients, unless a gradient overflowed."""
 
     @abstractmethod
@@ -179,14 +180,10 @@ class NoScaler(LossScaler):
     def scale(self, loss: Tensor) -> Tensor:
         return loss
 
-    def unscale_(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
-    ) -> None:
+    def unscale_(self, optimizer: Optimizer, gradients: Given = None, any_rank: AnyRank = None) -> None:
         pass
 
-    def step(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
-    ) -> None:
+    def step(self, optimizer: Optimizer, gradients: Given = None, any_rank: AnyRank = None) -> None:
         refuse_closure(gradients)
         optimizer.step()
 
@@ -217,9 +214,7 @@ class StaticScaler(NoScaler):
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self._scale
 
-    def unscale_(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
-    ) -> None:
+    def unscale_(self, optimizer: Optimizer, gradients: Given = None, any_rank: AnyRank = None) -> None:
         if id(optimizer) in self._unscaled:
             raise TrainingError("unscale_ was called twice for one optimizer since the last update")
         given = by_dtype(gradients_of(optimizer) if gradients is None else gradients)
@@ -229,9 +224,7 @@ class StaticScaler(NoScaler):
         for members in given.values():
             torch._foreach_mul_(members, self._inverse(members[0]))  # type: ignore[call-overload]
 
-    def step(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
-    ) -> None:
+    def step(self, optimizer: Optimizer, gradients: Given = None, any_rank: AnyRank = None) -> None:
         refuse_closure(gradients)
         if id(optimizer) not in self._unscaled:
             self.unscale_(optimizer, gradients)
@@ -307,6 +300,17 @@ def refuse_closure(gradients: object) -> None:
             why="a closure computes the loss several times a step, which is unscaled once",
             remedy="compute the loss before step; or train in fp32 or bf16, without a loss scale",
         )
+
+
+def step_in_kernel(
+    optimizer: Any, found_inf: Tensor | None, grad_scale: Tensor | None, step: Callable[[], Any] | None = None
+) -> Any:
+    """Call `step`, by default the optimizer's own, so that its kernel divides the gradients and skips an overflow."""
+    optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale
+    try:
+        return (step or optimizer.step)()
+    finally:
+        del optimizer.found_inf, optimizer.grad_scale
 
 
 def is_finite(gradient: Tensor) -> bool:

@@ -22,6 +22,7 @@ from accelcore.scaling.contract import (
     VERSION,
     AnyRank,
     FindBad,
+    Given,
     LossScale,
     LossScaler,
     NoScaler,
@@ -34,6 +35,7 @@ from accelcore.scaling.contract import (
     is_static,
     refuse_closure,
     refuse_fp16,
+    step_in_kernel,
 )
 from accelcore.util.text import is_number, is_whole
 
@@ -96,9 +98,7 @@ class GradScaler(LossScaler):
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self._scale
 
-    def unscale_(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
-    ) -> None:
+    def unscale_(self, optimizer: Optimizer, gradients: Given = None, any_rank: AnyRank = None) -> None:
         progress = self._progress.get(id(optimizer))
         if progress is not None and (progress.unscaled or progress.stepped):
             done = "step was" if progress.stepped else "unscale_ was"
@@ -107,9 +107,7 @@ class GradScaler(LossScaler):
             )
         self._find_overflow(optimizer, gradients, self._scale.double().reciprocal().float(), any_rank).unscaled = True
 
-    def step(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None = None, any_rank: AnyRank | None = None
-    ) -> None:
+    def step(self, optimizer: Optimizer, gradients: Given = None, any_rank: AnyRank = None) -> None:
         refuse_closure(gradients)
         progress = self._progress.get(id(optimizer))
         if progress is not None and progress.stepped:
@@ -117,7 +115,7 @@ class GradScaler(LossScaler):
         if self.trusts_kernels and getattr(optimizer, "_step_supports_amp_scaling", False):
             if progress is None or not progress.unscaled:
                 progress = self._find_overflow(optimizer, gradients, self._one, any_rank)
-            _step_in_kernel(optimizer, None if progress.unscaled else self._scale, progress.found)
+            step_in_kernel(optimizer, progress.found, None if progress.unscaled else self._scale)
         else:
             if progress is None or not progress.unscaled:
                 self.unscale_(optimizer, gradients, any_rank)
@@ -252,7 +250,7 @@ class GradScaler(LossScaler):
         return int(self._skipped.item())
 
     def _find_overflow(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor] | None, multiplier: Tensor, any_rank: AnyRank | None
+        self, optimizer: Optimizer, gradients: Given, multiplier: Tensor, any_rank: AnyRank
     ) -> _Progress:
         given = gradients_of(optimizer) if gradients is None else gradients
         found = self.check(given, multiplier)
@@ -292,14 +290,6 @@ def _bad_parameter(optimizers: Iterable[Optimizer]) -> str | None:
                         return str(names[position])
                     return f"parameter {position} of group {number}, of shape {tuple(parameter.shape)}"
     return None
-
-
-def _step_in_kernel(optimizer: Any, scale: Tensor | None, found: Tensor) -> None:
-    optimizer.grad_scale, optimizer.found_inf = scale, found
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf
 
 
 def _as_torch_writes(state: Mapping[str, Any]) -> Mapping[str, Any]:

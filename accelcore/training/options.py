@@ -222,34 +222,20 @@ def check_values(options: TrainerOptions) -> None:
     """Raise ConfigurationError for option values of the wrong type or out of range."""
     accumulate, clip_norm, observers = options["accumulate"], options["clip_norm"], options["observers"]
     clip, weight, flat, graph = options["clip"], options["weight"], options["flat"], options["graph"]
-    nonfinite = options["on_nonfinite"]
+    nonfinite, updates = options["on_nonfinite"], options["total_steps"]
     by_value = "clip=lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 1.0)"
     norm_fits = clip_norm is None or (is_number(clip_norm) and clip_norm > 0)
+    nonfinite_fits, updates_fit = nonfinite in (None, "raise", "skip"), updates is None or is_whole(updates, 1)
+    clip_fits, weight_fits = (value is None or callable(value) for value in (clip, weight))
     for fits, wrong, remedy in (
         (is_whole(accumulate, 1), f"accumulate={accumulate!r} is not a number of micro-batches", "give 1 or more"),
         (norm_fits, f"clip_norm={clip_norm!r} is not a norm", "give a number > 0, or None"),
-        (
-            clip is None or callable(clip),
-            f"clip={clip!r} is not a function",
-            f"pass a norm as clip_norm=, or {by_value}",
-        ),
-        (
-            weight is None or callable(weight),
-            f"weight={weight!r} is not a function",
-            "pass lambda batch: len(batch[0])",
-        ),
+        (clip_fits, f"clip={clip!r} is not a function", f"pass a norm as clip_norm=, or {by_value}"),
+        (weight_fits, f"weight={weight!r} is not a function", "pass lambda batch: len(batch[0])"),
         (flat is None or isinstance(flat, bool), f"flat={flat!r} is unknown", "give True, False, or None to choose"),
         (isinstance(graph, bool), f"graph={graph!r} is not True or False", "give one of them"),
-        (
-            nonfinite in (None, "raise", "skip"),
-            f"on_nonfinite={nonfinite!r} is unknown",
-            'give "raise", "skip" or None',
-        ),
-        (
-            options["total_steps"] is None or is_whole(options["total_steps"], 1),
-            f"total_steps={options['total_steps']!r} is not a number of updates",
-            "give 1 or more, or None",
-        ),
+        (nonfinite_fits, f"on_nonfinite={nonfinite!r} is unknown", 'give "raise", "skip" or None'),
+        (updates_fit, f"total_steps={updates!r} is not a number of updates", "give 1 or more, or None"),
         # It is read more than once.
         (isinstance(observers, Sequence), f"observers={observers!r} is not a list", "pass observers=[...]"),
     ):
@@ -298,17 +284,14 @@ def chosen(model: nn.Module, parts: Parts | None, option: str) -> list[nn.Module
     if parts is None:
         return list(_blocks(model))
     check_parts(parts, option)
-    found = [module for module in model.modules() if module is not model and _fits(parts, module)]
+    inside = [module for module in model.modules() if module is not model]
+    found = [each for each in inside if (isinstance(each, parts) if isinstance(parts, type | tuple) else parts(each))]
     if not found:
         raise ConfigurationError(
             f"{option}={parts!r} chooses no part of this model",
-            available=", ".join(sorted({type(module).__name__ for module in model.modules() if module is not model})),
+            available=", ".join(sorted({type(module).__name__ for module in inside})),
         )
     return found
-
-
-def _fits(parts: Parts, module: nn.Module) -> bool:
-    return isinstance(module, parts) if isinstance(parts, type | tuple) else bool(parts(module))
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,8 +27,9 @@ __all__ = ["Plan", "Stage"]
 
 @dataclass
 class Plan:
-    """The objects that a training is made of. Each stage adds its own, some already in its `check`: `Shard` makes the
-    strategy there, which `Place` and `Cast` read when they are applied.
+    """The objects that a training is made of. Each stage adds its own, in `apply` or already in `check`.
+
+    So what the `check` of any stage adds, such as the strategy of `Shard`, is known to the `apply` of every stage.
 
     Attributes:
         backend, model, optimizer, options: as given.
@@ -66,11 +68,12 @@ class Plan:
         return [[self.of_model(held) for held in group["params"]] for group in self.optimizer.param_groups]
 
 
-class Stage(Protocol):
+class Stage(ABC):
     """One change of the model or the optimizer before the training. All stages are checked before one is applied."""
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: Plan) -> None:  # noqa: B027  # some make changes that are always possible
         """Raise an error if this stage is impossible. Changes neither model nor optimizer."""
 
+    @abstractmethod
     def apply(self, plan: Plan) -> None:
         """Make the change. `Trainer.refresh` calls it again."""

@@ -119,11 +119,8 @@ class ScalerPart(Part):
         return self._scaler.state_dict()
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
-        scaler, before, state = (
-            self._scaler,
-            self._scaler.state_dict(),
-            as_dict(saved.shared.get("scaler"), "loss scale"),
-        )
+        scaler, state = self._scaler, as_dict(saved.shared.get("scaler"), "loss scale")
+        before = scaler.state_dict()
         if scaler.takes(state):
             _rehearse(scaler.load_state_dict, state, before)
             return lambda: scaler.load_state_dict(state)

@@ -12,12 +12,12 @@ from accelcore.randomness import draws_on_host
 from accelcore.torch_internals import in_backward
 from accelcore.training.captured import CapturedStep, check_capturable
 from accelcore.training.observers import Hooks, Listeners, Observer
-from accelcore.training.plan import Plan
+from accelcore.training.plan import Plan, Stage
 
 __all__ = ["Capture", "Compile", "Observe"]
 
 
-class Observe:
+class Observe(Stage):
     """Register a forward hook on each module if an observer overrides `output`."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class _Tell:
         return self
 
 
-class Compile:
+class Compile(Stage):
     """Let the backend compile the model, after it was replicated."""
 
     def check(self, plan: Plan) -> None:
@@ -87,7 +87,7 @@ class Compile:
             plan.forward = plan.compiled.module
 
 
-class Capture:
+class Capture(Stage):
     """Make the object that captures steps, if `graph=True`."""
 
     def check(self, plan: Plan) -> None:

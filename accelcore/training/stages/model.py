@@ -16,14 +16,14 @@ from accelcore.precision.policy import LOW_PRECISION, choose_policy, skipping
 from accelcore.precision.role import Contexts
 from accelcore.torch_internals import AnyBatchNorm, shares_tensor_objects
 from accelcore.training.observers import Hooks
-from accelcore.training.plan import Plan
+from accelcore.training.plan import Plan, Stage
 
 __all__ = ["Cast", "Place"]
 
 logger = logging.getLogger("accelcore")
 
 
-class Place:
+class Place(Stage):
     """Move the model, and state that the optimizer already has, to the device.
 
     If `sync_batchnorm=True`, torch's SyncBatchNorm then replaces each BatchNorm, with the same parameters.
@@ -66,7 +66,7 @@ class Place:
             nn.SyncBatchNorm.convert_sync_batchnorm(plan.model)  # type: ignore[no-untyped-call]
 
 
-class Cast:
+class Cast(Stage):
     """Casts parameters and buffers to the policy's `model_dtype`, and the model's inputs and outputs in hooks.
 
     The hooks are removed with the trainer; the model stays in that dtype.

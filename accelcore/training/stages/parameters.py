@@ -27,7 +27,7 @@ from accelcore.training.parallel.strategy import (
     check_no_launcher,
 )
 from accelcore.training.parallel.zero1 import Zero1
-from accelcore.training.plan import Plan
+from accelcore.training.plan import Plan, Stage
 from accelcore.util.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _FLAT_BELOW = 1 << 14
 """Elements per parameter, on average, up to which flat memory is faster; `benchmarks/flat.py` measures it."""
 
 
-class Shard:
+class Shard(Stage):
     """Create the strategy, divide the model, and give the optimizer the shards.
 
     `FullySharded` lists what shards change in the other stages.
@@ -63,7 +63,7 @@ class Shard:
             _train_instead(plan.optimizer, shards)
 
 
-class Bind:
+class Bind(Stage):
     """Find the slots, choose their memory, and give the optimizer the tensors that it updates.
 
     Slots are laid flat if asked for or if that is faster, and get fp32 masters. An optimizer of accelcore is bound to
@@ -93,11 +93,8 @@ class Bind:
             _give_masters(plan)
 
 
-class Replicate:
+class Replicate(Stage):
     """Give all ranks rank 0's parameters, and let the strategy wrap the model."""
-
-    def check(self, plan: Plan) -> None:
-        pass  # `Shard` checked the strategy
 
     def apply(self, plan: Plan) -> None:
         plan.forward = plan.strategy.replicate(plan.model, plan.gradients)

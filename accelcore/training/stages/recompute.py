@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.training.observers import Hooks
 from accelcore.training.options import Recompute, chosen
-from accelcore.training.plan import Plan
+from accelcore.training.plan import Plan, Stage
 
 __all__ = ["ActivationCheckpointing", "ActivationStorage"]
 
@@ -131,7 +131,7 @@ def _offload(module: nn.Module, device: torch.device) -> AbstractContextManager[
     return saved_tensors_hooks(pack, unpack)
 
 
-class ActivationCheckpointing:
+class ActivationCheckpointing(Stage):
     """Recomputes or offloads the activations of chosen modules, until the trainer is gone."""
 
     def __init__(self) -> None:
