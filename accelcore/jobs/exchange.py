@@ -1,4 +1,4 @@
-"""What ranks exchange: rows and objects, after they have compared their calls. Nothing is pickled."""
+"""Exchange of rows and objects between ranks, which compare their calls first. Nothing is pickled."""
 
 from __future__ import annotations
 

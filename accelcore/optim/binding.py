@@ -20,7 +20,7 @@ Groups = Sequence[dict[str, Any]]
 
 
 class RunBinding:
-    """Binding to runs. Whoever makes it sets the gradients before each step.
+    """Binding to the runs of a trainer, which sets their gradients before each step.
 
     A run is divided, and its state with it, if only some of its parameters receive a gradient, or if the options of
     their groups differ.

@@ -92,7 +92,10 @@ class RoutedOptimizer(torch.optim.Optimizer):
         return self.binding.runs if isinstance(self.binding, RunBinding) else None
 
     def route_for(self, dtypes: Iterable[torch.dtype], *, flat: bool, sharded: bool = False) -> Route:
-        """Return the route for these dtypes, maybe in flat memory, or for shards. UnsupportedError if there is none."""
+        """Return the route for these dtypes; raise UnsupportedError if no route serves them.
+
+        `flat`: whether the parameters may lie in flat memory. `sharded`: whether they are shards.
+        """
         request = replace(self._request, groups=_options_of(self.param_groups), flat=flat, sharded=sharded)
         device = next((member.device for group in self.param_groups for member in group["params"]), None)
         stand_ins = tuple(torch.empty(0, dtype=dtype, device=device) for dtype in dtypes)

@@ -211,7 +211,7 @@ class Optimizers:
         return made
 
     def choose(self, request: Request) -> Route:
-        """Return the best route that supports a request; UnsupportedError if there is none."""
+        """Return the best route that supports a request; raise UnsupportedError if no route does."""
         choices = self._explain(request)
         for route, choice in zip(self._routes[request.name], choices, strict=True):
             if choice.chosen:

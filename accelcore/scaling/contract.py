@@ -144,7 +144,7 @@ class LossScaler(ABC):
         """
 
     def warn(self, find_bad: FindBad | None = None) -> None:  # noqa: B027  # most scalers skip nothing
-        """Log if many updates in a row were skipped. `update` does this, unless a graph may record it."""
+        """Log if many updates in a row were skipped. `update` calls it, but not in a step that a graph records."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

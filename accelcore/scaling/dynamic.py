@@ -347,7 +347,7 @@ class Scalers:
         return NoScaler()
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Raise ConfigurationError: this is no class of scalers, as torch's `GradScaler` is."""
+        """Raise ConfigurationError for `accel.scaler()`, which a script may write for torch's class `GradScaler`."""
         raise ConfigurationError("accel.scaler is not a class of loss scalers", remedy=_HOW)
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -21,7 +21,7 @@ _SMALL = 1024  # bytes; a loss that is a view of more would keep that memory
 
 
 class FiniteCheck:
-    """Look for NaN and inf in what the optimizer updates: often in the first windows, later in every 64th.
+    """Look for NaN and inf in the parameters or masters: often in the first windows, later in every 64th.
 
     What is found on the device is read one window later, so that the device does not become idle meanwhile.
 

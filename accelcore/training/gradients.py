@@ -72,15 +72,15 @@ class Gradients(ABC):
 
     @abstractmethod
     def reduce(self, mean: Callable[[Tensor], None]) -> None:
-        """Let `mean` make packed gradients their mean over ranks, in place.
+        """Average the gradients over ranks. `mean` does so in place, for a packed tensor of each dtype and device.
 
-        There is one 1-D tensor for each dtype and device: the gradients of all slots, zeros for a slot without one, and
-        behind them for each slot a 1 if it has one. Afterwards a slot has a gradient if it had one on any rank.
+        A packed tensor has the gradients of all slots, with zeros for a slot without one, and then a flag for each
+        slot: 1 if it has a gradient. Afterwards a slot has a gradient if it had one on any rank.
         """
 
     @abstractmethod
     def of_values(self) -> Sequence[Tensor | None]:
-        """Return the gradient of each of `values`."""
+        """Return the gradient of each of `values`; sparse gradients are coalesced first."""
 
     def buffers(self) -> list[Tensor]:
         """Return all gradients, dense, as the optimizer takes them; flat memory has zeros for a slot without one."""
@@ -234,6 +234,7 @@ class ShardedGradients(PerTensor):
         return [None if parameter.grad is None else to_local(parameter.grad) for parameter in self.parameters]
 
     def grads_to_masters(self) -> None:
+        """Set `grad` of this rank's shards, which an optimizer of accelcore reads."""
         for value, gradient in zip(self.values, self.of_values(), strict=True):
             value.grad = gradient
 

@@ -34,6 +34,9 @@ class Step:
 
     Everything that a step needs is bound here. A step walks neither the model nor the optimizer's groups.
 
+    The trainer calls `check` before each micro-batch, and `check_unchanged` when a window begins or ends. When an epoch
+    begins, and before it saves, it calls `check_model`, which walks the model.
+
     Attributes:
         finite: the check that the parameters stay finite.
         failure: why the trainer can no longer train; None if it can.
@@ -54,7 +57,7 @@ class Step:
         # A scaler that reads gradients may skip. A captured step has to be torch's, which checks what a graph bakes in.
         self._captured = plan.captured is not None
         fused = not self._captured and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
-        self._fused_step = FusedStep(plan.optimizer) if fused else None
+        self._fused_step = FusedStep(plan.optimizer) if fused else None  # instead of the optimizer's slower own step
         self._binding = getattr(plan.optimizer, "binding", None)
         self._device, self._to_device = plan.backend.device, plan.backend.runtime.to_device
         self._job, self._world_size = plan.backend.collectives, plan.backend.collectives.world_size
@@ -109,7 +112,7 @@ class Step:
         loss = loss.detach().clone() if self._overwrites else loss.detach()
         return loss, None if aux is None else detached(aux)
 
-    def launch(self, captured: CapturedStep, batch: Any) -> tuple[Tensor, Any]:
+    def run_captured(self, captured: CapturedStep, batch: Any) -> tuple[Tensor, Any]:
         """Do what `forward_backward` does as one graph, which also updates the parameters at the end of a window."""
         first, last = self._window.micro == 0, self._window.is_last
         self._open()  # not in the graph, which later micro-batches of a window replay
@@ -171,7 +174,7 @@ class Step:
         return True
 
     def observe_loss(self, loss: Tensor | None) -> None:
-        """Call the observers of losses, unless there is none."""
+        """Call the observers of losses, if there is a loss."""
         if loss is not None:
             for listener in self._listeners.loss:
                 listener(loss)

@@ -235,7 +235,7 @@ class Trainer:
             refuse_arguments(1 + len(more))
         self._check_step(begins=self._window.micro == 0)
         captured, step = self._plan.captured, self._step
-        loss, self.aux = step.forward_backward(batch) if captured is None else step.launch(captured, batch)
+        loss, self.aux = step.forward_backward(batch) if captured is None else step.run_captured(captured, batch)
         step.finite.losses.append((self._window.steps + 1, loss, loss._version))
         step.end_micro_batch(loss, updated=captured is not None)
         return loss

@@ -87,7 +87,7 @@ class Strategy(ABC):
         """
 
     def agree(self, found: Tensor) -> Tensor:
-        """Return 1.0 if any rank found an overflow. Gradients that are summed over ranks carry it to all of them."""
+        """Return 1.0 if any rank found an overflow. Sums of gradients over ranks have it on every rank already."""
         return found
 
     def norm(self, local: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Saving and restoring a training, on all ranks together.
 
-`Saver` lists the parts of a checkpoint, each of which has a class in this folder. The shared state of all parts is in
-two files of rank 0, that of the model and that of the rest; each rank's own state is in a file of its own (`_write`).
+`Saver._parts` lists the parts of a checkpoint, each of which has a class in this folder. `_write` writes the files.
+Rank 0 writes the state that ranks share, the model's in one file and the rest in another. If the model is sharded,
+every rank writes its rows of both. Each rank's own state is in a file of its own.
 
 To restore, every rank first reads, checks and converts everything and changes nothing. If all ranks succeed, all
 commit. A commit only fails in the user's own code, such as a hook. The trainers then refuse to train, on every rank.
@@ -52,7 +53,7 @@ from accelcore.util.trial import requested_trial
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Saver", "TrainingState", "new_extra", "resume", "save"]
+__all__ = ["Saver", "TrainingState", "new_extra", "restore_checkpoint", "write_checkpoint"]
 
 logger = logging.getLogger("accelcore")
 
@@ -78,13 +79,13 @@ class Saver:
     def save(self, folder: str | Path, *, keep: int | None, best: Any, extra: Mapping[str, Any] | None) -> Path:
         """Save a checkpoint; see `Trainer.save`."""
         new = new_extra(extra, self.extra)
-        path = save({"": self.state(new)}, store.as_path(folder), run=self.run, keep=keep, best=best)
+        path = write_checkpoint({"": self.state(new)}, store.as_path(folder), run=self.run, keep=keep, best=best)
         self.extra = new
         return path
 
     def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
         """Restore a checkpoint; see `Trainer.resume`."""
-        found = resume({"": self.state()}, store.as_path(folder), best=best, must_exist=must_exist)
+        found = restore_checkpoint({"": self.state()}, store.as_path(folder), best=best, must_exist=must_exist)
         if found is None:
             return None
         self.run = found.manifest["run"]
@@ -92,7 +93,7 @@ class Saver:
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a file of another program; see `Trainer.load`."""
-        return load(self.state(), store.as_path(path))
+        return _load(self.state(), store.as_path(path))
 
     @property
     def steps(self) -> int:
@@ -157,8 +158,8 @@ Trainings = Mapping[str, TrainingState]
 """Trainings of one checkpoint by the trainers' names; a trainer that is saved alone has the name ""."""
 
 
-def save(trainings: Trainings, folder: Path, *, run: str, keep: int | None, best: Any = None) -> Path:
-    """Write a new checkpoint; see `Trainer.save`. `run` identifies the checkpoints of this run.
+def write_checkpoint(trainings: Trainings, folder: Path, *, run: str, keep: int | None, best: Any = None) -> Path:
+    """Write a new checkpoint of one or several trainings; `run` identifies the checkpoints of this run.
 
     A trial of `accelcore advise` writes nothing: it must not replace what the user has trained.
     """
@@ -217,10 +218,10 @@ def _metric(given: Any) -> float:
     return float(value)
 
 
-def resume(
+def restore_checkpoint(
     trainings: Trainings, folder: Path, *, best: bool = False, must_exist: bool = False
 ) -> store.Checkpoint | None:
-    """Restore a checkpoint and return it, or None if `folder` has none; see `Trainer.resume`."""
+    """Restore one or several trainings. Return the checkpoint, or None if `folder` has none."""
     if requested_trial() is not None and not must_exist:
         return None
     backend, agreement = _agreement(trainings)
@@ -257,8 +258,8 @@ def resume(
     return checkpoint
 
 
-def load(training: TrainingState, path: Path) -> dict[str, Any]:
-    """Restore what another program saved of a model and its optimizer; see `Trainer.load`."""
+def _load(training: TrainingState, path: Path) -> dict[str, Any]:
+    """Restore what another program saved of a model and its optimizer. Return the rest of its file."""
     _, agreement = _agreement({"": training})
     agreement.meet("trainer.load()")
     commits: Sequence[Callable[[], object]] = []
