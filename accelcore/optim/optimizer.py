@@ -246,7 +246,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
     def _take_route(self, request: Request, groups: Sequence[dict[str, Any]]) -> None:
         self._route = self._choose(request)
         self.implementation = self._route.make(request, groups)
-        self._engine = as_engine(self.implementation)
+        self._engine = as_engine(self.implementation)  # the implementation itself, or an adapter that calls its `step`
         self.needs_closure = needs_closure(self.implementation)
 
     def _bind_groups(self, entries: dict[Tensor, Entry]) -> None:

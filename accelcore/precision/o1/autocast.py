@@ -114,11 +114,6 @@ class Region:
         self._autocast.__exit__(kind, error, traceback)
 
 
-def _is_torch_table_active() -> bool:
-    """Return whether autocast follows torch's table now, in a `Region` of this thread."""
-    return _state.torch_depth > 0 and torch.is_autocast_cache_enabled()
-
-
 def is_o1_active() -> bool:
     """Return whether autocast follows table O1 now.
 
@@ -158,8 +153,8 @@ def _install_o1(device_type: str, dispatch_key: str) -> None:
         known = _torch_operators[dispatch_key] = operators_registered_at(dispatch_key)
         for operator, treatment in listed_operators():
             if _is_needed(operator, treatment, known):
-                outside = _covered(operator, dispatch_key, known, device_type)
-                yield (operator, dispatch_key), _kernel(_treated(operator, treatment, device_type), outside)
+                outside = _kernel_before(operator, dispatch_key, known, device_type)
+                yield (operator, dispatch_key), _o1_kernel(_treated(operator, treatment, device_type), outside)
 
     overrides.install(dispatch_key, lambda: dict(make()))
 
@@ -170,13 +165,14 @@ def _install_refusals(device_type: str, dispatch_key: str) -> None:
     torch refuses these operators on some devices, whatever their dtype, and computes them in fp32 on others.
     """
 
-    def make() -> dict[tuple[OpOverload, str], Kernel]:
+    def make() -> Iterator[tuple[tuple[OpOverload, str], Kernel]]:
         known = operators_registered_at(dispatch_key)
-        refused = [operator for operator, treatment in listed_operators() if treatment is Treatment.REFUSED]
-        covered = {operator: _covered(operator, dispatch_key, known, device_type) for operator in refused}
-        return {(operator, dispatch_key): _refusing(operator, device_type, covered[operator]) for operator in refused}
+        for operator, treatment in listed_operators():
+            if treatment is Treatment.REFUSED:
+                outside = _kernel_before(operator, dispatch_key, known, device_type)
+                yield (operator, dispatch_key), _refusing_kernel(operator, device_type, outside)
 
-    overrides.install(f"refused on {dispatch_key}", make)
+    overrides.install(f"refused on {dispatch_key}", lambda: dict(make()))
 
 
 def forget_installed() -> None:
@@ -201,13 +197,12 @@ def listed_operators() -> Iterator[tuple[OpOverload, Treatment]]:
                 and not schema.is_mutable
                 and any("Tensor" in str(argument.type) for argument in schema.arguments)
                 # With an out_dtype the caller decides. Names of dimensions are a prototype that newer versions lack.
-                and not any(each.name == "out_dtype" or _is_name(each) for each in schema.arguments)
+                and not any(
+                    each.name == "out_dtype" or (each.name == "dim" and "str" in str(each.type))
+                    for each in schema.arguments
+                )
             ):
                 yield operator, treatment
-
-
-def _is_name(argument: Any) -> bool:
-    return argument.name == "dim" and "str" in str(argument.type)
 
 
 def castable_tensors(values: Iterable[Any], device_type: str | None = None) -> Iterator[Tensor]:
@@ -266,19 +261,19 @@ def _is_needed(operator: OpOverload, treatment: Treatment, known: frozenset[str]
     return treatment is not Treatment.AS_IS and name not in PROMOTES_BY_ITSELF
 
 
-def _covered(operator: OpOverload, dispatch_key: str, known: frozenset[str], device_type: str) -> Kernel:
+def _kernel_before(operator: OpOverload, dispatch_key: str, known: frozenset[str], device_type: str) -> Kernel:
     """Return what the dispatcher called at this key before an O1 kernel."""
     if (ours := overrides.kernel_at(operator, dispatch_key)) is not None:
         return ours
     if operator_name(operator) in known:
         if GET_KERNEL.present:
             return replaceable_kernel(operator, dispatch_key)
-        return _as_torch(operator, known, device_type)
+        return _kernel_as_torch(operator, known, device_type)
     below = keyset_below(dispatch_key)
     return lambda keys, *arguments, **options: operator.redispatch(keys & below, *arguments, **options)
 
 
-def _as_torch(operator: OpOverload, known: frozenset[str], device_type: str) -> Kernel:
+def _kernel_as_torch(operator: OpOverload, known: frozenset[str], device_type: str) -> Kernel:
     """Return a kernel that treats an operator as torch's autocast does, in place of one that torch cannot return."""
     treated = _treated(operator, torch_treatment(operator._opname, known), device_type)
 
@@ -289,7 +284,7 @@ def _as_torch(operator: OpOverload, known: frozenset[str], device_type: str) -> 
     return kernel
 
 
-def _kernel(treated: Kernel, outside: Kernel) -> Kernel:
+def _o1_kernel(treated: Kernel, outside: Kernel) -> Kernel:
     def kernel(keys: torch.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         if is_o1_active():
             with without_autocast():
@@ -299,13 +294,14 @@ def _kernel(treated: Kernel, outside: Kernel) -> Kernel:
     return kernel
 
 
-def _refusing(operator: OpOverload, device_type: str, outside: Kernel) -> Kernel:
+def _refusing_kernel(operator: OpOverload, device_type: str, outside: Kernel) -> Kernel:
     refused, in_fp32 = _refused(operator, device_type), _treated(operator, Treatment.FP32, device_type)
 
     def kernel(keys: torch.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # The forward pass did not refuse what is now recomputed; its region is not known any more.
         recomputed = in_backward() and not is_o1_active()
-        if recomputed or _is_torch_table_active():
+        by_torch = _state.torch_depth > 0 and torch.is_autocast_cache_enabled()  # in a region of torch's table
+        if recomputed or by_torch:
             with without_autocast():
                 return (in_fp32 if recomputed else refused)(*arguments, **options)
         return outside(keys, *arguments, **options)
@@ -320,11 +316,11 @@ def _treated(operator: OpOverload, treatment: Treatment, device_type: str) -> Ke
     if treatment is Treatment.REFUSED:
         return _refused(operator, device_type)
     if treatment is Treatment.FP32 and operator._opname in _CONVERTING:
-        return _converting(operator, device_type)
+        return _converted(operator, device_type)
     return lambda *arguments, **options: with_casts(operator, treatment, arguments, options, device_type)
 
 
-def _converting(operator: OpOverload, device_type: str) -> Kernel:
+def _converted(operator: OpOverload, device_type: str) -> Kernel:
     position = [argument.name for argument in operator._schema.arguments].index("dtype")
 
     def compute(*arguments: Any, **options: Any) -> Any:
