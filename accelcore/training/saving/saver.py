@@ -79,13 +79,13 @@ class Saver:
     def save(self, folder: str | Path, *, keep: int | None, best: Any, extra: Mapping[str, Any] | None) -> Path:
         """Save a checkpoint; see `Trainer.save`."""
         new = new_extra(extra, self.extra)
-        path = write_checkpoint({"": self.state(new)}, store.as_path(folder), run=self.run, keep=keep, best=best)
+        path = write_checkpoint({"": self.state(new)}, folder, run=self.run, keep=keep, best=best)
         self.extra = new
         return path
 
     def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
         """Restore a checkpoint; see `Trainer.resume`."""
-        found = restore_checkpoint({"": self.state()}, store.as_path(folder), best=best, must_exist=must_exist)
+        found = restore_checkpoint({"": self.state()}, folder, best=best, must_exist=must_exist)
         if found is None:
             return None
         self.run = found.manifest["run"]
@@ -158,14 +158,14 @@ Trainings = Mapping[str, TrainingState]
 """Trainings of one checkpoint by the trainers' names; a trainer that is saved alone has the name ""."""
 
 
-def write_checkpoint(trainings: Trainings, folder: Path, *, run: str, keep: int | None, best: Any = None) -> Path:
+def write_checkpoint(trainings: Trainings, given: str | Path, *, run: str, keep: int | None, best: Any = None) -> Path:
     """Write a new checkpoint of one or several trainings; `run` identifies the checkpoints of this run.
 
     A trial of `accelcore advise` writes nothing: it must not replace what the user has trained.
     """
     if keep is not None and not is_whole(keep, 1):
         raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
-    metric = None if best is None else _metric(best)
+    metric, folder = None if best is None else _metric(best), store.as_path(given)
     if requested_trial() is not None:
         return folder
     backend, agreement = _agreement(trainings)
@@ -219,9 +219,10 @@ def _metric(given: Any) -> float:
 
 
 def restore_checkpoint(
-    trainings: Trainings, folder: Path, *, best: bool = False, must_exist: bool = False
+    trainings: Trainings, given: str | Path, *, best: bool = False, must_exist: bool = False
 ) -> store.Checkpoint | None:
     """Restore one or several trainings. Return the checkpoint, or None if `folder` has none."""
+    folder = store.as_path(given)
     if requested_trial() is not None and not must_exist:
         return None
     backend, agreement = _agreement(trainings)

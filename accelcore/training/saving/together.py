@@ -10,7 +10,6 @@ from uuid import uuid4
 
 from torch import Tensor
 
-from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError
 from accelcore.training.saving.parts import ExtraPart
 from accelcore.training.saving.saver import Saver, TrainingState, new_extra, restore_checkpoint, write_checkpoint
@@ -94,7 +93,7 @@ class Together:
         """
         new = new_extra(extra, self.extra)
         states = {name: saver.state(saver.extra) for name, saver in self._savers.items()}
-        path = write_checkpoint(_with_extra(states, new), as_path(folder), run=self._run, keep=keep, best=best)
+        path = write_checkpoint(_with_extra(states, new), folder, run=self._run, keep=keep, best=best)
         self.extra = new
         return path
 
@@ -113,8 +112,7 @@ class Together:
                 yours raises while the state is restored, none of the trainers can train any more.
         """
         states = {name: saver.state() for name, saver in self._savers.items()}
-        own = _with_extra(states, self.extra)
-        found = restore_checkpoint(own, as_path(folder), best=best, must_exist=must_exist)
+        found = restore_checkpoint(_with_extra(states, self.extra), folder, best=best, must_exist=must_exist)
         if found is None:
             return None
         self._run = found.manifest["run"]
