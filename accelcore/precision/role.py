@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from threading import local
 from types import TracebackType
@@ -209,42 +209,48 @@ class TorchPrecision(Precision):
 
 
 class Contexts:
-    """Contexts of a training, all of which can be entered repeatedly.
+    """Contexts of a training.
 
     Attributes:
-        region: of a forward pass and its loss. `make_region` makes another one.
-        arithmetic: of a backward pass and of an update.
+        make_region: returns a new context for a forward pass and its loss.
+        region: such a context that can be entered repeatedly.
+        arithmetic: the context of a backward pass and of an update, which can be entered repeatedly.
     """
 
     # No attribute refers to the trainer: a reference cycle would keep the device's memory until garbage collection.
     def __init__(self, precision: Precision, policy: Policy, fp32: str | None) -> None:
         dtype = getattr(torch, policy.autocast) if policy.autocast else None
-        self.arithmetic: Context = nullcontext()
         self.make_region: Callable[[], Context] = (
             nullcontext if dtype is None else partial(precision.autocast, dtype, table=policy.table)
         )
+        self.region: Context = self.make_region()
+        self.arithmetic: Context = nullcontext()
         if fp32 is not None:
             products = partial(precision.fp32, fp32)
             products()  # raises here what the first step would raise
             self.arithmetic = _Repeated(products)
-            self.make_region = partial(_Repeated, products, self.make_region)
-        self.region = self.make_region()
+            self.make_region = partial(_both, products, self.make_region)
+            self.region = _Repeated(self.make_region)
 
 
 class _Repeated:
-    """Context that can be entered repeatedly: each time it makes contexts that cannot, and enters all of them."""
+    """Context that can be entered repeatedly, because it makes a new one each time."""
 
-    def __init__(self, *makers: Callable[[], Context]) -> None:
-        self._makers = makers
-        self._entered: list[ExitStack] = []
+    def __init__(self, make: Callable[[], Context]) -> None:
+        self._make = make
+        self._entered: list[Context] = []
 
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for make in self._makers:
-                stack.enter_context(make())
-            self._entered.append(stack.pop_all())
+    def __enter__(self) -> object:
+        self._entered.append(self._make())
+        return self._entered[-1].__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         return self._entered.pop().__exit__(kind, error, traceback)
+
+
+@contextmanager
+def _both(make_outer: Callable[[], Context], make_inner: Callable[[], Context]) -> Iterator[None]:
+    with make_outer(), make_inner():
+        yield
