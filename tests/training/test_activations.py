@@ -178,6 +178,7 @@ def test_an_observer_is_told_of_an_output_once(accel):
         ({"checkpoint": ()}, ConfigurationError, "does not choose modules"),
         ({"checkpoint": Block, "graph": True}, ConfigurationError, "checkpoint= and graph=True"),
         ({"offload": Block, "graph": True}, ConfigurationError, "offload= and graph=True"),
+        ({"offload": Block, "compile": True}, ConfigurationError, "offload= and compile=True"),
         ({"offload": Block}, UnsupportedError, "does not declare streams and pinned memory"),
         ({"offload": "Block"}, ConfigurationError, "offload='Block' does not choose"),
     ],

@@ -1,4 +1,4 @@
-"""Activation checkpointing and offloading of parts of a model, by torch's `checkpoint` and `save_on_cpu`."""
+"""Activation checkpointing and offloading of parts of a model, by torch's `checkpoint` and by `Offload`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.training.observers import Hooks
 from accelcore.training.options import Recompute, chosen
 from accelcore.training.plan import Plan, Stage
+from accelcore.training.stages.offload import Offload
 
 __all__ = ["ActivationCheckpointing", "ActivationStorage"]
 
@@ -24,10 +24,10 @@ __all__ = ["ActivationCheckpointing", "ActivationStorage"]
 class ActivationStorage:
     """Storage of a module's activations between forward and backward: they are recomputed or offloaded.
 
-    `save`: operators whose results are kept in any case.
+    `save`: operators whose results are kept in any case. `offload`: None if tensors stay on the device.
     """
 
-    def __init__(self, device: torch.device, *, recompute: bool, save: Sequence[Any], offload: bool) -> None:
+    def __init__(self, device: torch.device, *, recompute: bool, save: Sequence[Any], offload: Offload | None) -> None:
         self._recompute, self._offload = recompute, offload
         # checkpoint finds the device whose random state it restores by its positional arguments.
         self._anchor = torch.empty(0, device=device)
@@ -47,7 +47,7 @@ class ActivationStorage:
                 module.__class__ = type(module).__dict__[_MADE_FROM]
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
-        with _offload(module, self._anchor.device) if self._offload else nullcontext():
+        with nullcontext() if self._offload is None else self._offload.of(module):
             if not self._recompute:
                 return forward(*args, **named)
             computed = partial(_computed, forward, tuple(named))
@@ -116,21 +116,6 @@ def _unchanged(module: nn.Module, inner: AbstractContextManager[Any]) -> Iterato
                 buffer.copy_(value)
 
 
-def _offload(module: nn.Module, device: torch.device) -> AbstractContextManager[object]:
-    """Return torch's `save_on_cpu`, but leave parameters on the device: they take no extra memory."""
-    inner = save_on_cpu(pin_memory=True, device_type=device.type)
-    held = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-
-    def pack(tensor: Tensor) -> Any:
-        stays = tensor.device != device or tensor.untyped_storage().data_ptr() in held
-        return tensor if stays else inner.pack_hook(tensor)
-
-    def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else inner.unpack_hook(packed)
-
-    return saved_tensors_hooks(pack, unpack)
-
-
 class ActivationCheckpointing(Stage):
     """Recomputes or offloads the activations of chosen modules, until the trainer is gone."""
 
@@ -139,10 +124,14 @@ class ActivationCheckpointing(Stage):
 
     def check(self, plan: Plan) -> None:
         _chosen_parts(plan)
-        for option in ("checkpoint", "offload"):  # neither a restored random state nor a waiting copy can be captured
-            if plan.options[option] is not None and plan.options["graph"]:
+        for option, other, why in (
+            ("checkpoint", "graph", "a graph cannot restore a random state"),
+            ("offload", "graph", "a graph cannot wait for the copies"),
+            ("offload", "compile", "a compiler decides by itself what to save for backward"),
+        ):
+            if plan.options[option] is not None and plan.options[other] is not False:
                 raise ConfigurationError(
-                    f"{option}= and graph=True cannot be combined", remedy="leave one of the two out"
+                    f"{option}= and {other}=True cannot be combined", why=why, remedy="leave one of the two out"
                 )
         able = plan.backend.capabilities
         if plan.options["offload"] is not None and not (able.streams and able.pinned_memory):
@@ -156,8 +145,11 @@ class ActivationCheckpointing(Stage):
         self._hooks.close()
         save = plan.options["checkpoint"].save if isinstance(plan.options["checkpoint"], Recompute) else ()
         device, (recomputed, offloaded) = plan.backend.device, _chosen_parts(plan)
+        offload = Offload(device) if offloaded else None
         for module in dict.fromkeys((*recomputed, *offloaded)):
-            storage = ActivationStorage(device, recompute=module in recomputed, save=save, offload=module in offloaded)
+            storage = ActivationStorage(
+                device, recompute=module in recomputed, save=save, offload=offload if module in offloaded else None
+            )
             storage.install(module)
             self._hooks.callback(storage.remove, module)
 
