@@ -183,8 +183,10 @@ class MissingRanks:
     def _stop_waiting(self) -> None:
         """Let the training thread raise, and abort what it may wait for.
 
-        An aborted collective leaves wrong values. The error is set before, so that no script can use them: Python
-        raises it when the thread returns from the call that waits.
+        torch raises nothing here. A collective of NCCL returns before it is done. An abort ends it without an error and
+        leaves wrong values; only the next collective would raise, and a script may save before. Waiting for each
+        collective on the host (`TORCH_NCCL_BLOCKING_WAIT`) would raise, and slow down every step. So the error is set
+        first: Python raises it when the thread returns from the call that waits.
         """
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._training_thread), ctypes.py_object(DistError))
         if (group := dist.group.WORLD) is not None:

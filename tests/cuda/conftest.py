@@ -17,6 +17,7 @@ import tempfile
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -152,6 +153,21 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def accel() -> accelcore.Backend:
     """The GPU, selected as a user would."""
     return accelcore.select("cuda")
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def no_waiting() -> Callable[[], AbstractContextManager[None]]:
+    """A context in which torch raises where the host would wait for the GPU."""
+    return _no_waiting
 
 
 @pytest.fixture

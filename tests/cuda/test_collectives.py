@@ -6,6 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accelcore.testing.support.oracles import batches, error, network, weights
+from accelcore.training.parallel.ddp import DDP
+from accelcore.training.parallel.fsdp import FullySharded
+from accelcore.training.parallel.strategy import CombineDDP
+from accelcore.training.parallel.zero1 import Zero1
+
+STRATEGIES = {"ddp": DDP, "combine_ddp": CombineDDP, "zero1": Zero1, "fsdp": FullySharded}
+
 needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 pytestmark = needs_nccl
@@ -37,23 +45,30 @@ def test_a_group_of_nccl_alone_gets_one_for_the_host(accel, tmp_path):
         dist.destroy_process_group()
 
 
-def test_ddp_with_one_rank_is_the_training_without_it(accel, tmp_path):
-    from accelcore.testing.support.oracles import batches, error, network, weights
+@pytest.mark.parametrize("parallel", STRATEGIES)
+def test_a_strategy_over_one_rank_is_the_training_without_it_and_waits_for_nothing(
+    accel, tmp_path, monkeypatch, no_waiting, parallel
+):
+    """A job of one process needs no strategy, and takes none. Here it gets one, whose collectives are NCCL's."""
 
-    def train(parallel):
+    def train(**options):
         model = network()
         optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.01)
         loss = torch.nn.functional.cross_entropy
-        trainer = accel.trainer(
-            model, optimizer, loss=lambda model, batch: loss(model(batch[0]), batch[1]), parallel=parallel
-        )
-        for batch in batches(10):
-            trainer(accel.runtime.to_device(batch))
-        return weights(model)
+        trainer = accel.trainer(model, optimizer, loss=lambda model, batch: loss(model(batch[0]), batch[1]), **options)
+        data = accel.runtime.to_device(batches(10))
+        for batch in data[:4]:  # NCCL starts, and state is made
+            trainer(batch)
+        with no_waiting():
+            for batch in data[4:]:
+                trainer(batch)
+        return [getattr(weight, "full_tensor", lambda weight=weight: weight)() for weight in weights(model)]
 
-    alone = train("none")
+    alone = train()
+    kind = STRATEGIES[parallel]
+    monkeypatch.setattr("accelcore.training.stages.parameters.create_strategy", kind)
     with accel.distributed(rank=0, world_size=1, init_method=f"file://{tmp_path}/meeting"):
-        together = train("ddp")
+        together = train(parallel=parallel)
     assert all(error(a, b) < 1e-6 for a, b in zip(together, alone, strict=True))
 
 

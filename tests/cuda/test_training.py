@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,16 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelcore.testing.support.oracles import batches, error, network, weights
 
 FUSED = ("adam", "adamw", "sgd")
-
-
-@contextmanager
-def no_waiting():
-    """Within it, torch raises where the host would wait for the GPU."""
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def make(accel, optimizer="adamw", **options):
@@ -36,7 +25,7 @@ def cross_entropy(model, batch):
     return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def test_waiting_is_noticed(accel):
+def test_waiting_is_noticed(accel, no_waiting):
     total = torch.ones(3, device=accel.device).sum()
     with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
         total.item()
@@ -45,7 +34,7 @@ def test_waiting_is_noticed(accel):
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"accumulate": 2}], ids=["plain", "clip", "accumulate"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", FUSED)
-def test_a_step_waits_for_nothing(accel, optimizer, precision, options):
+def test_a_step_waits_for_nothing(accel, optimizer, precision, options, no_waiting):
     needed = {"bf16": "bfloat16", "fp16": "float16"}.get(precision)
     if needed and needed not in accel.capabilities.autocast_dtypes:
         pytest.skip(f"not declared: {needed}")
@@ -60,7 +49,7 @@ def test_a_step_waits_for_nothing(accel, optimizer, precision, options):
 
 
 @pytest.mark.parametrize("optimizer", FUSED)
-def test_a_kernel_skips_an_overflow_without_waiting(accel, optimizer):
+def test_a_kernel_skips_an_overflow_without_waiting(accel, optimizer, no_waiting):
     if "float16" not in accel.capabilities.autocast_dtypes:
         pytest.skip("not declared: float16")
     trainer = make(accel, optimizer, precision="fp16")
@@ -105,7 +94,7 @@ def test_graphs_of_the_compiler_train_as_without_them(accel, options, accumulate
     assert all(error(a, b) < 1e-3 for a, b in zip(compiled_weights, eager_weights, strict=True))
 
 
-def test_an_optimizer_without_a_kernel_waits_once_a_step(accel):
+def test_an_optimizer_without_a_kernel_waits_once_a_step(accel, no_waiting):
     trainer = make(accel, "nadam", precision="fp16")
     data = [accel.runtime.to_device(batch) for batch in batches(3)]
     trainer(data[0])
@@ -153,7 +142,7 @@ def test_an_endless_overflow_leaves_the_weights_alone(accel):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_captured_steps_are_the_eager_ones(accel, optimizer, precision):
+def test_captured_steps_are_the_eager_ones(accel, optimizer, precision, no_waiting):
     """Loss, weights and skipped updates, scaling and clipping included; a replay waits for nothing."""
     needed = {"bf16": "bfloat16", "fp16": "float16"}.get(precision)
     if needed and needed not in accel.capabilities.autocast_dtypes:
@@ -210,7 +199,7 @@ def test_a_capture_that_breaks_says_what_broke_it(run_python):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_pinned_batches_arrive_without_waiting(accel, workers):
+def test_pinned_batches_arrive_without_waiting(accel, workers, no_waiting):
     rows, classes = (torch.cat(parts) for parts in zip(*batches(8), strict=True))
     loader = DataLoader(TensorDataset(rows, classes), batch_size=16, pin_memory=True, num_workers=workers)
     trainer = make(accel)
@@ -225,7 +214,7 @@ def test_pinned_batches_arrive_without_waiting(accel, workers):
     assert count == 8
 
 
-def test_a_pinned_batch_moves_on_a_side_stream(accel):
+def test_a_pinned_batch_moves_on_a_side_stream(accel, no_waiting):
     pinned = torch.arange(2.0**20).pin_memory()
     with no_waiting(), accel.runtime.side_stream():
         moved = accel.runtime.to_device(pinned)
@@ -243,3 +232,17 @@ def test_training_holds_no_more_memory_from_step_to_step(accel):
     for batch in data:
         trainer(batch)
     assert accel.runtime.memory().used == held
+
+
+def test_offloaded_activations_come_back_in_time_without_waiting(accel, no_waiting):
+    data = accel.runtime.to_device(batches(12))
+    found = []
+    for options in ({}, {"offload": torch.nn.Linear}):
+        trainer = make(accel, **options)
+        losses = [trainer(batch) for batch in data[:4]]  # pinned memory is allocated
+        with no_waiting():
+            losses += [trainer(batch) for batch in data[4:]]
+        found.append((torch.stack(losses), weights(trainer.model)))
+    (plain, plain_weights), (offloaded, offloaded_weights) = found
+    assert torch.equal(offloaded, plain)
+    assert all(torch.equal(a, b) for a, b in zip(offloaded_weights, plain_weights, strict=True))

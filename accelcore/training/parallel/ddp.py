@@ -91,14 +91,15 @@ class DDP(Strategy):
         received = self._module.received
         has = [parameter.grad is not None for parameter in self._parameters]
         with torch.enable_grad():
-            # Copying flags to the device would make the host wait.
-            loss = (received if all(has) else received * torch.tensor(has).to(received)).sum()
+            if not all(has):  # by a copy that does not make the host wait for the whole backward pass
+                received = received * torch.tensor(has, dtype=received.dtype).to(received.device, non_blocking=True)
+            loss = received.sum()
             for parameter in self._parameters:
                 if id(parameter) not in arrived:
                     loss = loss + parameter.reshape(-1)[:0].sum()  # of no element: 0, even if the parameter has an inf
         loss.backward()  # type: ignore[no-untyped-call]
         self._arrived.clear()
-        flags, received.grad = received.grad, None
+        flags, self._module.received.grad = self._module.received.grad, None
         assert flags is not None
         if not all(has):  # only then the host waits for the flags of the other ranks
             for parameter, anywhere in zip(self._parameters, (flags > 0).tolist(), strict=True):
