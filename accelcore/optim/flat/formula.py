@@ -16,7 +16,7 @@ from accelcore.optim.formulas.formula import FusibleFormula, Number, Numbers, St
 
 __all__ = ["FLAT_FORMULAS", "FlatFormula"]
 
-Compile = Callable[[Callable[..., None]], Callable[..., None]]
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class FlatFormula(FusibleFormula):
@@ -40,7 +40,7 @@ class FlatFormula(FusibleFormula):
         super().__init__(params, *arguments, **options)
         self.counts_on_device = self._step_supports_amp_scaling = asynchronous
         self._compile = compile
-        self._compiled: dict[Any, Callable[..., None]] = {}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
         self._parts: dict[Tensor, Any] = {}
         self._tensors: dict[float, Tensor] = {}
 
@@ -53,8 +53,10 @@ class FlatFormula(FusibleFormula):
     def update_one(
         self, group: dict[str, Any], value: Tensor, gradient: Tensor, factor: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        entry = self.entry(group, value)
-        numbers = self.coefficients(group, self._count(entry, found_inf))
+        entry, numbers = self.entry(group, value), self.coefficients(group)
+        if self._compile is not None:
+            numbers = {name: self._tensor(number) for name, number in numbers.items()}
+        numbers |= self._count(entry["step"], numbers, found_inf)
         parts = self._parts.get(value)
         state = {name: entry[name] for name in self.initial_state(group)}
         negative = bool(group.get("maximize"))
@@ -63,25 +65,36 @@ class FlatFormula(FusibleFormula):
             absent = tuple(name for name, number in numbers.items() if number is None)
             dtypes = (value.dtype, *(tensor.dtype for tensor in state.values()))
             flags = (negative, factor is None, found_inf is None)
-            advance = self._program((getattr(parts, "structure", None), absent, dtypes, flags))
-            numbers = {name: self._tensor(number) for name, number in numbers.items()}
+            advance = self._program(_advance, (getattr(parts, "structure", None), absent, dtypes, flags))
         advance(self.arithmetic, numbers, parts, value, gradient, state, factor, found_inf, negative)
 
-    def _count(self, entry: dict[str, Any], found_inf: Tensor | None) -> Number:
-        """Count this update, if it is not skipped. Return the number of updates."""
-        step: Tensor = entry["step"]
-        if self.counts_on_device:
-            step.add_(1 if found_inf is None else 1 - found_inf)
-            return step.double()
-        assert found_inf is None, "only the host skips if it counts"
-        return step.add_(1).item()
+    def clip_factor(self, limit: float, gradients: Sequence[Tensor]) -> Tensor:
+        if self._compile is None or not gradients:
+            return super().clip_factor(limit, gradients)
+        dtypes = tuple(gradient.dtype for gradient in gradients)
+        factor: Tensor = self._program(self.factor, (limit, dtypes))(limit, gradients)
+        return factor
 
-    def _program(self, key: Any) -> Callable[..., None]:
-        """Return the compiled arithmetic for runs that differ in sizes and numbers only."""
+    def _count(self, step: Tensor, numbers: Numbers, found_inf: Tensor | None) -> Numbers:
+        """Count this update, if it is not skipped. Return the numbers that depend on the count."""
+        if not self.counts_on_device:
+            assert found_inf is None, "only the host skips if it counts"
+            return self.gains(numbers, step.add_(1).item())
+        if self._compile is None or self.gains is FusibleFormula.gains:  # to add 1 is one kernel anyway
+            return _count(self.gains, numbers, step, found_inf)
+        # Apart from `_advance`: in one kernel with it, each thread would compute powers in float64.
+        absent = tuple(name for name, number in numbers.items() if number is None)
+        gains: Numbers = self._program(_count, (absent, found_inf is None))(self.gains, numbers, step, found_inf)
+        return gains
+
+    def _program(self, function: Callable[..., Any], key: Any) -> Callable[..., Any]:
+        """Return the compiled function for runs that differ in sizes and numbers only."""
+        key = (function.__name__, key)
         if key not in self._compiled:
             assert self._compile is not None
+            assert isinstance(function, FunctionType)
             # A copy of the code, because torch.compile counts compilations by code object, and gives up at 8.
-            self._compiled[key] = self._compile(FunctionType(_advance.__code__.replace(), globals()))
+            self._compiled[key] = self._compile(FunctionType(function.__code__.replace(), function.__globals__))
         return self._compiled[key]
 
     def _tensor(self, number: Any) -> Any:
@@ -93,6 +106,14 @@ class FlatFormula(FusibleFormula):
                 self._tensors.clear()
             self._tensors[number] = torch.tensor(number, dtype=torch.float64, device="cpu")
         return self._tensors[number]
+
+
+def _count(
+    gains: Callable[[Numbers, Number], Numbers], numbers: Numbers, step: Tensor, found_inf: Tensor | None
+) -> Numbers:
+    """Count an update on the device, and return what `gains` computes from the count."""
+    step.add_(1 if found_inf is None else 1 - found_inf)
+    return gains(numbers, step.double())
 
 
 def _advance(
@@ -125,7 +146,7 @@ def _advance(
 
 
 @lru_cache(maxsize=64)
-def _programs(compile: Compile | None, arithmetic: Callable[..., None], alike: Any) -> dict[Any, Callable[..., None]]:
+def _programs(compile: Compile | None, arithmetic: Callable[..., None], alike: Any) -> dict[Any, Callable[..., Any]]:
     """Return the programs that all optimizers with this arithmetic share whose runs are alike."""
     return {}
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from accelcore.optim.formulas.formula import (
     FusibleFormula,
-    Number,
     Numbers,
     State,
     decay,
@@ -31,7 +30,7 @@ class Adadelta(FusibleFormula, torch.optim.Adadelta):
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         return {"square_avg": 0.0, "acc_delta": 0.0}
 
-    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
+    def coefficients(self, group: dict[str, Any]) -> Numbers:
         return options(group, "lr", "eps", "weight_decay") | decay("rho", group["rho"])
 
     @staticmethod

@@ -72,11 +72,14 @@ class AdamP(FusibleFormula):
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
-    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
+    def coefficients(self, group: dict[str, Any]) -> Numbers:
         beta1, beta2 = group["betas"]
         numbers = options(group, "lr", "eps", "weight_decay", "nesterov", "delta", "wd_ratio")
-        corrections = {"mean_gain": 1 / (1 - beta1**step), "root_gain": (1 - beta2**step) ** -0.5}
-        return numbers | decay("beta1", beta1) | decay("beta2", beta2) | corrections
+        return numbers | decay("beta1", beta1) | decay("beta2", beta2)
+
+    @staticmethod
+    def gains(n: Numbers, step: Number) -> Numbers:
+        return {"mean_gain": 1 / (1 - n["beta1"] ** step), "root_gain": (1 - n["beta2"] ** step) ** -0.5}
 
     @staticmethod
     def parts_of(value: Tensor | Run) -> Channels | None:

@@ -86,33 +86,42 @@ class BertAdam(FusibleFormula):
     def factors(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor | None]:
         limits = [group["max_grad_norm"] for group in self.param_groups]
         return [
-            (limit / (norm_of(group_gradients) + 1e-6)).clamp(max=1.0) if limit > 0 else None
+            self.clip_factor(limit, group_gradients) if limit > 0 else None
             for limit, group_gradients in zip(limits, gradients, strict=True)
         ]
 
-    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
+    @staticmethod
+    def factor(limit: float, gradients: Sequence[Tensor]) -> Tensor:
+        return (limit / (norm_of(gradients) + 1e-6)).clamp(max=1.0)
+
+    def coefficients(self, group: dict[str, Any]) -> Numbers:
         numbers = options(group, "lr", "weight_decay", "e") | decay("beta1", group["b1"]) | decay("beta2", group["b2"])
-        return numbers | {"schedule": None if group["t_total"] == -1 else _schedule_factor(group, step)}
+        schedule = options(group, "schedule", "warmup", "t_total") if group["t_total"] != -1 else {"schedule": None}
+        return numbers | schedule
+
+    @staticmethod
+    def gains(n: Numbers, step: Number) -> Numbers:
+        return {"factor": None if n["schedule"] is None else _schedule_factor(n, step)}
 
     @staticmethod
     def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: None) -> None:
         mean, square = moments(n, gradient, state)
         update = plus_decay(n, value, mean / square.sqrt().add_(n["e"]))
-        value.sub_(update * n["lr"] if n["schedule"] is None else update * n["schedule"] * n["lr"])
+        value.sub_(update * n["lr"] if n["factor"] is None else update * n["factor"] * n["lr"])
 
 
-def _schedule_factor(group: dict[str, Any], updates: Number) -> Tensor:
+def _schedule_factor(n: Numbers, updates: Number) -> Tensor:
     """Return the factor of the learning rate in update number `updates`, counted from 1.
 
     It is float64 and on the device of `updates`, so that the host does not wait for a number counted on the device.
     """
-    place = updates.device if isinstance(updates, Tensor) else "cpu"  # and not the default device
-    updates = torch.as_tensor(updates, dtype=torch.float64, device=place)
-    progress, warmup = (updates - 1) / group["t_total"], group["warmup"]
-    return torch.where(progress < warmup, progress / warmup, _SCHEDULES[group["schedule"]](progress, warmup))
+    if not isinstance(updates, Tensor):
+        updates = torch.tensor(updates, dtype=torch.float64, device="cpu")  # and not on the default device
+    progress, warmup = (updates - 1) / n["t_total"], n["warmup"]
+    return torch.where(progress < warmup, progress / warmup, _SCHEDULES[n["schedule"]](progress, warmup))
 
 
-_SCHEDULES: dict[str, Callable[[Tensor, float], Tensor]] = {
+_SCHEDULES: dict[str, Callable[[Tensor, Number], Tensor]] = {
     "warmup_constant": lambda progress, warmup: torch.ones_like(progress),
     "warmup_cosine": lambda progress, warmup: 0.5 * (1.0 + torch.cos(math.pi * progress.clamp(max=1.0))),
     "warmup_linear": lambda progress, warmup: ((progress - 1.0) / (warmup - 1.0)).clamp(min=0.0),

@@ -87,6 +87,15 @@ class Formula(Engine, torch.optim.Optimizer):
         """Return for each group what its gradients are multiplied by first, or None."""
         return [None] * len(gradients)
 
+    @staticmethod
+    def factor(limit: float, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the factor that clips the norm of all these gradients together."""
+        raise NotImplementedError
+
+    def clip_factor(self, limit: float, gradients: Sequence[Tensor]) -> Tensor:
+        """Return `factor`, for `factors` to call: a route may compile it."""
+        return self.factor(limit, gradients)
+
     def state_dtype(self, group: dict[str, Any], value: Tensor) -> torch.dtype:
         name = group.get("state_dtype")
         return _exact(value.dtype) if name is None else STATE_DTYPES[name]
@@ -149,19 +158,25 @@ class FusibleFormula(Formula):
 
     A compiler gets its numbers as tensors without dimensions, so that another learning rate needs no other program.
     Therefore `arithmetic` only multiplies by numbers or adds them. What depends on several numbers is computed in
-    `coefficients`, on the host and in float64.
+    `coefficients`, on the host and in float64. What depends on the count of updates is computed in `gains`, in float64
+    and where the updates are counted.
     """
 
-    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
-        """Return the numbers of the arithmetic for tensors of this group in their update number `step`."""
+    def coefficients(self, group: dict[str, Any]) -> Numbers:
+        """Return the numbers of the arithmetic for tensors of this group that are the same in each update."""
         raise NotImplementedError
+
+    @staticmethod
+    def gains(n: Numbers, step: Number) -> Numbers:
+        """Return the other numbers of update number `step`; `n` are the `coefficients`."""
+        return {}
 
     @staticmethod
     def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: Any) -> None:
         """Update a tensor and its state in place. Gaps between the parameters of a run must stay zero.
 
         Args:
-            n: as `coefficients` returned it.
+            n: what `coefficients` and `gains` returned.
             value, gradient, state: of one parameter, or of a run of flat memory.
             parts: computes norms of each parameter or of its channels: what `parts_of` returned.
         """
@@ -173,7 +188,8 @@ class FusibleFormula(Formula):
         return None
 
     def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
-        numbers = self.coefficients(group, state["step"].item())
+        numbers = self.coefficients(group)
+        numbers |= self.gains(numbers, state["step"].item())
         self.arithmetic(numbers, value, gradient, state, self.parts_of(value))
 
 

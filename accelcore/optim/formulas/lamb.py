@@ -12,7 +12,6 @@ from accelcore.optim.flat.memory import Run
 from accelcore.optim.flat.segments import Segments, Whole, parameters_of
 from accelcore.optim.formulas.formula import (
     FusibleFormula,
-    Number,
     Numbers,
     State,
     decay,
@@ -74,10 +73,14 @@ class Lamb(FusibleFormula):
 
     def factors(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor | None]:
         wanted = [group["use_global_grad_norm"] for group in self.param_groups]
-        factor = 1 / norm_of(chain.from_iterable(gradients)).clamp(min=1.0) if any(wanted) else None
+        factor = self.clip_factor(1.0, list(chain.from_iterable(gradients))) if any(wanted) else None
         return [factor if wants else None for wants in wanted]
 
-    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
+    @staticmethod
+    def factor(limit: float, gradients: Sequence[Tensor]) -> Tensor:
+        return limit / norm_of(gradients).clamp(min=limit)
+
+    def coefficients(self, group: dict[str, Any]) -> Numbers:
         beta1, beta2 = group["betas"]
         return options(group, "lr", "weight_decay", "eps", "adam") | decay("beta1", beta1) | decay("beta2", beta2)
 

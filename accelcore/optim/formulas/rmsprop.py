@@ -9,7 +9,6 @@ from torch import Tensor
 
 from accelcore.optim.formulas.formula import (
     FusibleFormula,
-    Number,
     Numbers,
     State,
     decay,
@@ -33,7 +32,7 @@ class RMSprop(FusibleFormula, torch.optim.RMSprop):
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         return _state(group, square=0.0)
 
-    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
+    def coefficients(self, group: dict[str, Any]) -> Numbers:
         return _coefficients(group)
 
     @staticmethod
@@ -88,7 +87,7 @@ class RMSpropTF(FusibleFormula):
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         return _state(group, square=1.0)
 
-    def coefficients(self, group: dict[str, Any], step: Number) -> Numbers:
+    def coefficients(self, group: dict[str, Any]) -> Numbers:
         return _coefficients(group) | options(group, "decoupled_decay", "lr_in_momentum")
 
     @staticmethod

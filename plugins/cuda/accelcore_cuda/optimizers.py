@@ -63,13 +63,13 @@ def create_optimizers(fused: tuple[str, ...], *, no_compiler: str | None = None)
     return registry
 
 
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function to Triton kernels for GPU tensors. For a model on the host, the function runs uncompiled."""
     kernels = torch.compile(function, fullgraph=True)
 
-    def run(*arguments: Any) -> None:
-        there = any(isinstance(argument, Tensor) and not argument.is_cpu for argument in arguments)
-        (kernels if there else function)(*arguments)
+    def run(*arguments: Any) -> Any:
+        there = any(isinstance(part, Tensor) and not part.is_cpu for argument in arguments for part in _parts(argument))
+        return (kernels if there else function)(*arguments)
 
     return run
 
