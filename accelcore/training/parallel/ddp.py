@@ -88,7 +88,7 @@ class DDP(Strategy):
         if not self._ddp.require_backward_grad_sync:
             return
         arrived = set(map(id, self._arrived))
-        received = self._module.received
+        received: Tensor = self._module.received
         has = [parameter.grad is not None for parameter in self._parameters]
         with torch.enable_grad():
             if not all(has):  # by a copy that does not make the host wait for the whole backward pass

@@ -61,7 +61,7 @@ class Offload:
             )
         if not offloaded.call.returns:
             self._return_all(offloaded.call)
-        earlier = offloaded.call.earlier and offloaded.call.earlier()
+        earlier = None if offloaded.call.earlier is None else offloaded.call.earlier()
         user = self._streams.current_stream(self._device)
         tensor, arrived = offloaded.take() or self._return(offloaded)
         user.wait_event(arrived)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -124,12 +124,13 @@ class ActivationCheckpointing(Stage):
 
     def check(self, plan: Plan) -> None:
         _chosen_parts(plan)
+        options: Mapping[str, Any] = plan.options
         for option, other, why in (
             ("checkpoint", "graph", "a graph cannot restore a random state"),
             ("offload", "graph", "a graph cannot wait for the copies"),
             ("offload", "compile", "a compiler decides by itself what to save for backward"),
         ):
-            if plan.options[option] is not None and plan.options[other] is not False:
+            if options[option] is not None and options[other] is not False:
                 raise ConfigurationError(
                     f"{option}= and {other}=True cannot be combined", why=why, remedy="leave one of the two out"
                 )
