@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch._inductor
 
 import accelcore
 from benchmarks.machine import describe_machine, describe_versions
@@ -50,9 +51,24 @@ class Device:
         self.cuda = self.type == "cuda"
         self.rehearsal = toy or not self.cuda or self.accel.emulated
 
-    def compile_options(self) -> dict[str, Any]:
-        """What torch.compile is given: nothing. A rehearsal on the CPU leaves out inductor, which is slow there."""
-        return {"backend": "eager"} if self.toy and not self.cuda else {}
+    def compile_options(self, mode: str | None = None) -> dict[str, Any]:
+        """Return the options for torch.compile that every loop gets.
+
+        accelcore turns off an optimization that may compute wrong gradients. Loops by hand then turn it off, too:
+        otherwise two different programs would be compared. A rehearsal on the CPU leaves out inductor, which is slow
+        there.
+        """
+        if self.toy and not self.cuda:
+            return {"backend": "eager"}
+        if not self.cuda:
+            return {} if mode is None else {"mode": mode}
+
+        from accelcore_cuda.known_faults import MIX_ORDER_REDUCTION  # the plugin may be missing where there is no GPU
+
+        if not MIX_ORDER_REDUCTION.applies:
+            return {} if mode is None else {"mode": mode}
+        of_mode = {} if mode is None else torch._inductor.list_mode_options(mode)  # torch takes a mode or options
+        return {"options": {**of_mode, "triton.mix_order_reduction": False}}
 
     def clock(self) -> float:
         """The time, once all that was asked of the device is done."""

@@ -36,6 +36,7 @@ _VALUES = {
     "kernels_a_step": ("kernels a step", "{:.0f}", 1.0),
     "launches_a_step": ("launches a step", "{:.0f}", 1.0),
     "idle_share": ("GPU idle", "{:.0%}", 1.0),
+    "overlapped_copies": ("copies beside kernels", "{:.0%}", 1.0),
 }
 _VERSIONS = (
     "torch",
@@ -54,7 +55,7 @@ _TITLES = {
     "resnet": "ResNet-50",
     "precision": "Precisions",
     "optimizers": "Optimizers",
-    "batches": "GPT-2 124M at small batches",
+    "batches": "GPT-2 124M at small batches and at the full one",
     "options": "What options cost",
     "profile": "Launches and idle time",
     "start": "Until the first step",

@@ -87,7 +87,7 @@ def mix_order_reduction(device: Device) -> Found:
 
 
 def fused_adamw(device: Device) -> Found:
-    """Measure torch's fused AdamW and a compiled one in bytes a second, by a captured graph, beside a copy."""
+    """Measure torch's AdamW, fused, foreach and compiled, in bytes a second, as a graph and by the host."""
     with torch.device("meta"):
         gpt = [tuple(parameter.shape) for parameter in GPT(_shape(device)).parameters()]
     size = 2**10 if device.toy else 21_000_000
@@ -97,15 +97,16 @@ def fused_adamw(device: Device) -> Found:
     passes: dict[str, Callable[[], object]] = {"copy": _captured(device, lambda: target.copy_(source))}
     moved = {"copy": 8 * size}
     for name, shapes in lists.items():
-        for kind in ("fused", "compiled") if device.cuda else ("fused",):
+        for kind in ("fused", "foreach", "compiled") if device.cuda else ("fused", "foreach"):
             values = [nn.Parameter(torch.randn(shape, device=device.torch)) for shape in shapes]
             for value in values:
                 value.grad = torch.randn_like(value)
             capturable = {"capturable": True} if device.cuda else {}
-            optimizer = torch.optim.AdamW(values, fused=kind == "fused", **capturable)
+            optimizer = torch.optim.AdamW(values, fused=kind == "fused", foreach=kind != "fused", **capturable)
             step = torch.compile(optimizer.step) if kind == "compiled" else optimizer.step
-            passes[f"{kind}, {name}"] = _captured(device, step)
-            moved[f"{kind}, {name}"] = 28 * sum(value.numel() for value in values)
+            case = f"{kind}, {name}"
+            passes[case], passes[f"{case}, launched by the host"] = _captured(device, step), step
+            moved |= dict.fromkeys((case, f"{case}, launched by the host"), 28 * sum(map(Tensor.numel, values)))
     found = _timed(passes, device)
     return {name: {**found[name], "bytes_per_second": moved[name] / found[name]["seconds"]} for name in found}
 
@@ -118,7 +119,11 @@ def waits(device: Device) -> Found:
         "O2": {"precision": "O2"},
         "lamb": {"optimizer": "lamb"},
         "weight": {"weight": lambda batch: torch.ones((), device=device.torch)},
-        **({"reduce-overhead": {"compile": {"mode": "reduce-overhead"}}} if device.cuda and not device.toy else {}),
+        **(
+            {"reduce-overhead": {"compile": device.compile_options("reduce-overhead")}}
+            if device.cuda and not device.toy
+            else {}
+        ),
     }
     found: Found = {}
     for name, options in cases.items():

@@ -213,7 +213,7 @@ def accelerate(work: Work, mode: Mode, device: Device) -> Pass:
     accelerator = Accelerator(
         cpu=not device.cuda,
         mixed_precision={"fp32": "no", "bf16": "bf16"}[mode.precision],
-        dynamo_plugin=None if mode.compile is None else TorchDynamoPlugin(backend="inductor", **mode.compile),
+        dynamo_plugin=None if mode.compile is None else TorchDynamoPlugin(**{"backend": "inductor", **mode.compile}),
     )
     optimizer: Any = torch.optim.AdamW(work.model.parameters(), lr=work.lr, fused=True)
     model, optimizer = accelerator.prepare(work.model, optimizer)

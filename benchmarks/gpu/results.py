@@ -16,8 +16,8 @@ __all__ = ["DONE", "FAILED", "MISSED", "SCHEMA", "STAGES", "Case", "Findings", "
 
 SCHEMA = 1
 STAGES = (
-    "experiments", "tests", "step", "gpt", "resnet", "precision", "optimizers",
-    "batches", "options", "profile", "start", "feed", "checkpoint",
+    "experiments", "tests", "step", "gpt", "batches", "profile", "optimizers",
+    "options", "resnet", "start", "feed", "checkpoint", "precision",
 )  # fmt: skip
 """The most telling ones first."""
 DONE, MISSED, FAILED = "done", "goal missed", "failed"

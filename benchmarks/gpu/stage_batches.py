@@ -1,4 +1,7 @@
-"""GPT-2 124M at small batches, where the host and not the GPU may set the pace, in every way to launch a step."""
+"""GPT-2 124M at small batches and at the full one, in every way to launch a step.
+
+At small batches the host and not the GPU may set the pace.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ from benchmarks.gpu.gpt import GPT, GPT2_124M
 from benchmarks.gpu.loops import Loop, Mode
 from benchmarks.gpu.measure import Entry, Measured, measure
 from benchmarks.gpu.results import Findings
-from benchmarks.gpu.stage_gpt import TOY, make_work, with_speed
+from benchmarks.gpu.stage_gpt import TOY, full_batch, make_work, with_speed
 
 __all__ = ["run"]
 
 BATCHES = (4, 8)
+IN_GPT = ("eager", "compile")
+"""Ways that the stage `gpt` measures at the full batch."""
 HAND, TWIN, TRAINER = "by hand", "by hand, again", "trainer"
 
 
@@ -30,20 +35,21 @@ def run(device: Device, deadline: Deadline) -> Findings:
         operations = GPT(shape).operations()
     rounds, seconds = (2, 0.0) if device.toy else (20, 0.2)
     measured = Measured()
-    ways = _ways(device)
-    for number, batch in enumerate(BATCHES):
-        for place, (name, mode) in enumerate(ways.items()):
-            left = len(ways) * (len(BATCHES) - number) - place
-            device.forget()
-            table, work = f"batch {batch}, {name}", partial(make_work, device, shape, batch)
-            hand: Loop = loops.captured_by_hand if mode.graph else loops.by_hand
-            cases = ((HAND, hand), *(((TWIN, hand),) if name == "eager" else ()), (TRAINER, loops.with_trainer))
-            entries = [Entry(table, case, HAND, work, loop, mode) for case, loop in cases]
-            share = Deadline(deadline.left / left)
-            found = measure(entries, device, share, rounds=rounds, seconds=seconds, reserve=0.0)
-            found.cases = [with_speed(case, batch * shape.context, operations, peak) for case in found.cases]
-            measured.extend(found)
-    settings = {"precision": "bf16", "context": shape.context, "batches": BATCHES, **ceiling}
+    ways, full = _ways(device), full_batch(device, shape)
+    tables = [(batch, name) for batch in BATCHES for name in ways]
+    tables += [(full, name) for name in ways if name not in IN_GPT]
+    for number, (batch, name) in enumerate(tables):
+        device.forget()
+        mode, table, work = ways[name], f"batch {batch}, {name}", partial(make_work, device, shape, batch)
+        hand: Loop = loops.captured_by_hand if mode.graph else loops.by_hand
+        twin = () if number >= len(BATCHES) * len(ways) else ((TWIN, hand),)  # three full graphs may not fit
+        cases = ((HAND, hand), *twin, (TRAINER, loops.with_trainer))
+        entries = [Entry(table, case, HAND, work, loop, mode) for case, loop in cases]
+        share = Deadline(deadline.left / (len(tables) - number))
+        found = measure(entries, device, share, rounds=rounds, seconds=seconds, reserve=0.0)
+        found.cases = [with_speed(case, batch * shape.context, operations, peak) for case in found.cases]
+        measured.extend(found)
+    settings = {"precision": "bf16", "context": shape.context, "batches": [*BATCHES, full], **ceiling}
     return Findings(settings, measured.cases, failures=measured.failures)
 
 
@@ -51,7 +57,7 @@ def _ways(device: Device) -> dict[str, Mode]:
     compiled = device.compile_options()
     ways = {"eager": Mode("bf16"), "compile": Mode("bf16", compile=compiled)}
     if not device.toy:
-        ways["reduce-overhead"] = Mode("bf16", compile={"mode": "reduce-overhead"})
+        ways["reduce-overhead"] = Mode("bf16", compile=device.compile_options("reduce-overhead"))
     return {
         **ways,
         "graph": Mode("bf16", graph=True),

@@ -35,11 +35,20 @@ def run(device: Device, deadline: Deadline) -> Findings:
         def by_hand() -> None:
             torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}, state)
 
-        save: dict[str, Callable[[], object]] = {HAND: by_hand, "trainer.save": partial(trainer.save, folder)}
+        save: dict[str, Callable[[], object]] = {
+            HAND: by_hand,
+            f"{HAND}, again": by_hand,
+            "trainer.save": partial(trainer.save, folder),
+        }
         rounds = 2 if device.toy else 4
         saved = compare(sample(save, rounds=rounds, clock=device.clock), HAND)
+
+        def load_by_hand() -> None:
+            torch.load(state, map_location=device.torch, weights_only=True)
+
         load: dict[str, Callable[[], object]] = {
-            "torch.load": lambda: torch.load(state, map_location=device.torch, weights_only=True),
+            "torch.load": load_by_hand,
+            "torch.load, again": load_by_hand,
             "trainer.resume": partial(trainer.resume, folder),
         }
         loaded = compare(sample(load, rounds=rounds, clock=device.clock), "torch.load")

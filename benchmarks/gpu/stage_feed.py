@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.gpu.device import Deadline, Device
 from benchmarks.gpu.results import Case, Findings
+from benchmarks.gpu.stage_profile import busy, events_on_gpu
 from benchmarks.paired import compare, sample
 from benchmarks.report import Row, Table, print_table
 
@@ -42,13 +43,30 @@ def run(device: Device, deadline: Deadline) -> Findings:
         RESIDENT: epoch(there, lambda: resident),
         "by hand": epoch(hand, lambda: moved(False)),
         "by hand, non_blocking": epoch(hand, lambda: moved(True)),
+        "by hand, non_blocking, again": epoch(hand, lambda: moved(True)),
         "trainer.batches": epoch(ours, lambda: ours.batches(loader)),
     }
     rounds = 2 if device.toy else 10
     timings = compare(sample(cases, rounds=rounds, clock=device.clock), RESIDENT)
     print_table(Table("feed", RESIDENT, "ms", {}, [Row(name, timing, "") for name, timing in timings.items()]))
     settings = {"batches": count, "batch": [batch, 3, size, size], "bytes a batch": 12 * batch * size * size}
-    return Findings(settings, [Case("feed", name, timing, rounds, RESIDENT) for name, timing in timings.items()])
+    found = [
+        Case("feed", name, timing, rounds, RESIDENT, values=_overlap(cases[name], device))
+        for name, timing in timings.items()
+    ]
+    return Findings(settings, found)
+
+
+def _overlap(train: Callable[[], None], device: Device) -> dict[str, float]:
+    """Profile an epoch: the share of the time of copies to the GPU in which kernels run, too."""
+    if not device.cuda:
+        return {}
+    spans = [
+        ("HtoD" in event.name, (event.time_range.start, event.time_range.end)) for event in events_on_gpu(train, device)
+    ]
+    copies, others = (busy(span for copies, span in spans if copies is wanted) for wanted in (True, False))
+    both = copies + others - busy(span for _, span in spans)
+    return {"overlapped_copies": both / copies} if copies else {}
 
 
 def _stepper(device: Device) -> object:

@@ -18,11 +18,12 @@ from benchmarks.gpu.loops import Mode, Work
 from benchmarks.gpu.measure import Entry, largest_batch, measure, peers
 from benchmarks.gpu.results import Case, Findings, Goal
 
-__all__ = ["TOY", "make_work", "run", "with_speed"]
+__all__ = ["TOY", "full_batch", "make_work", "run", "with_speed"]
 
 TOY = Shape(layers=1, heads=2, width=16, context=8, vocabulary=64)
 FP32, TF32, BF16 = Mode(fp32="ieee"), Mode(fp32="fast"), Mode("bf16")
 HAND, TWIN, TRAINER = "by hand", "by hand, again", "trainer"
+DEFAULTS = "by hand, torch's defaults"
 
 
 def run(device: Device, deadline: Deadline) -> Findings:
@@ -31,7 +32,7 @@ def run(device: Device, deadline: Deadline) -> Findings:
     compiled = Mode("bf16", compile=device.compile_options())
     modes = (FP32, TF32, BF16, compiled)
     ceiling = {} if loops.undeclared(BF16, device) else matmul_ceiling(device)
-    batch = _batch(device, shape)
+    batch = full_batch(device, shape)
     print(f"  a batch of {batch}", flush=True)
     work = partial(make_work, device, shape, batch)
     entries = [
@@ -39,6 +40,8 @@ def run(device: Device, deadline: Deadline) -> Findings:
         for mode in modes
         for name, loop in ((HAND, loops.by_hand), (TWIN, loops.by_hand), (TRAINER, loops.with_trainer))
     ]
+    if "options" in compiled.compile:
+        entries.append(Entry(str(compiled), DEFAULTS, HAND, work, loops.by_hand, Mode("bf16", compile={})))
     # One process allows accelerate one precision.
     entries += [entry for mode in (BF16, compiled) for entry in peers(str(mode), HAND, work, mode)]
     rounds, seconds = (2, 0.0) if device.toy else (20, 0.3)
@@ -110,7 +113,7 @@ def _attention(device: Device, shape: Shape) -> str:
     return SDPBackend(torch._fused_sdp_choice(query, query, query, is_causal=True)).name
 
 
-def _batch(device: Device, shape: Shape) -> int:
+def full_batch(device: Device, shape: Shape) -> int:
     """Up to 32, as large as fits in three fifths of the memory in fp32; where memory is the host's, 4."""
     memory = device.memory()
     if memory is None or device.toy:

@@ -47,6 +47,7 @@ def run(device: Device, deadline: Deadline) -> Findings:
         "an observer of losses": {"observers": [Losses()]},
         'precision="O2"': {"precision": "O2"},
         'precision="O1"': {"precision": "O1"},
+        "flat=True": {"flat": True},
         "checkpoint=": {"checkpoint": Block},
         "offload=": {"offload": Block},
     }

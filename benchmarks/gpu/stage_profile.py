@@ -17,7 +17,7 @@ from benchmarks.gpu.loops import Mode, Pass, Work
 from benchmarks.gpu.results import Case, Findings
 from benchmarks.gpu.stage_gpt import TOY, make_work
 
-__all__ = ["busy", "run"]
+__all__ = ["busy", "events_on_gpu", "run"]
 
 PASSES = 5
 BATCH = 4
@@ -35,7 +35,7 @@ def run(device: Device, deadline: Deadline) -> Findings:
             if loops.undeclared(mode, device):
                 continue
             hand = loops.captured_by_hand if mode.graph else loops.by_hand
-            for name, loop in (("by hand", hand), ("trainer", loops.with_trainer)):
+            for name, loop in (("by hand", hand), ("by hand, again", hand), ("trainer", loops.with_trainer)):
                 device.forget()
                 made = work()
                 found = _profiled(loop(made, mode, device), len(made.batches), device)
@@ -53,12 +53,8 @@ def _profiled(train: Pass, steps: int, device: Device) -> dict[str, float]:
         train()
     issued = perf_counter() - start
     whole = device.clock() - start
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.cuda else [])]
-    with profile(activities=kinds) as profiled:
-        train()
-        device.clock()
-    events: list[Any] = list(profiled.events() or [])
-    on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = _profile(train, device)
+    on_device = _on_gpu(events)
     found = {
         "host_microseconds_a_step": 1e6 * issued / (PASSES * steps),
         "microseconds_a_step": 1e6 * whole / (PASSES * steps),
@@ -69,6 +65,23 @@ def _profiled(train: Pass, steps: int, device: Device) -> dict[str, float]:
         working = busy((event.time_range.start, event.time_range.end) for event in on_device) / steps
         found["idle_share"] = max(0.0, 1 - working / found["microseconds_a_step"])
     return found
+
+
+def events_on_gpu(train: Callable[[], object], device: Device) -> list[Any]:
+    """Return what a pass does on the GPU, as the profiler's events."""
+    return _on_gpu(_profile(train, device))
+
+
+def _profile(train: Callable[[], object], device: Device) -> list[Any]:
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.cuda else [])]
+    with profile(activities=kinds) as profiled:
+        train()
+        device.clock()
+    return list(profiled.events() or [])
+
+
+def _on_gpu(events: list[Any]) -> list[Any]:
+    return [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelcore_cuda.compiler import replays_graphs
+from accelcore_cuda.known_faults import MIX_ORDER_REDUCTION
 from torch.nn.functional import cross_entropy
 
 from benchmarks.gpu.device import Deadline, Device
@@ -137,3 +139,13 @@ def test_the_largest_batch_is_a_power_of_two_that_fits():
     assert largest_batch(peak, room=10**6, sizes=(2, 4), most=64) == 64
     with pytest.raises(MemoryError):
         largest_batch(peak, room=105, sizes=(2, 4), most=64)
+
+
+def test_loops_by_hand_are_compiled_without_what_the_trainer_turns_off():
+    device = object.__new__(Device)  # as it is with a GPU
+    device.cuda, device.toy = True, False
+    assert not replays_graphs(device.compile_options())
+    options = device.compile_options("reduce-overhead")
+    assert replays_graphs(options)
+    turned_off = options.get("options", {}).get("triton.mix_order_reduction") is False
+    assert turned_off is MIX_ORDER_REDUCTION.applies

@@ -146,18 +146,18 @@ def test_the_optimizers_are_compared_with_float64_and_with_a_copy(rehearse):
 
 def test_a_resume_and_a_repetition_give_the_same_bits(rehearse):
     record = rehearse("checkpoint")
-    assert len(timed(record["cases"])) == 4
+    assert len(timed(record["cases"])) == 6
     assert [goal["measured"] for goal in record["goals"]] == [0, 0]
 
 
 def test_launches_are_counted_for_both(rehearse):
     for case in rehearse("profile")["cases"]:
-        assert case["name"] in OURS
+        assert case["name"] in (*OURS, "by hand, again")
         assert 0 < case["values"]["host_microseconds_a_step"] <= case["values"]["microseconds_a_step"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("stage", "count"), [("batches", 10), ("options", 10), ("start", 10), ("feed", 4)])
+@pytest.mark.parametrize(("stage", "count"), [("batches", 12), ("options", 11), ("start", 13), ("feed", 5)])
 def test_the_other_stages_come_to_their_end(rehearse, stage, count):
     found = rehearse(stage)["cases"]
     assert len([case for case in found if case["timing"] or case["values"]]) == count
