@@ -209,7 +209,7 @@ class TorchPrecision(Precision):
 
 
 class Contexts:
-    """Contexts of a training.
+    """Precision contexts of a training run.
 
     Attributes:
         make_region: returns a new context for a forward pass and its loss.
