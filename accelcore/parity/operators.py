@@ -19,7 +19,7 @@ __all__ = ["Checked", "Operators"]
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 _SUMS = (
-    "mm", "addmm", "bmm", "baddbmm", "convolution", "sum", "mean", "linear", "dot", "mv", "addmv", "embedding_dense",
+    "mm", "addmm", "bmm", "baddbmm", "matmul", "convolution", "sum", "mean", "linear", "dot", "mv", "addmv",
 )  # fmt: skip
 """Operators whose rounding grows with the number of terms that they add up."""
 _COPIES = (
