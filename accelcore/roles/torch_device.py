@@ -135,7 +135,7 @@ def _what_torch_has() -> str:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return "cpu; this torch has no accelerator"
-    count = torch.accelerator.device_count()
+    count = torch.get_device_module(accelerator).device_count()  # torch.accelerator's raises if there is no driver
     return f"cpu; torch's accelerator is {accelerator.type}, with {count} device{'s' * (count != 1)}"
 
 

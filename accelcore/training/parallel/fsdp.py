@@ -158,10 +158,13 @@ class FullySharded(Strategy):
         return self.collectives.all_reduce(squared).sqrt().to(local.device)
 
     def reset(self) -> None:
+        gradients = [parameter.grad for parameter in self._parameters]
         if self._ran:  # before its first forward pass torch has nothing to reset, and raises
             reset_sharded_model(self._model)
         for group in self._groups:
             group.reshard()
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient  # newer versions of torch drop it, also where a save only frees what was gathered
 
     def _plan_groups(self, model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype | None]]:
         """Return the groups, inner ones first, each with the low precision it is gathered in; None: as it is."""
