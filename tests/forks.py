@@ -158,6 +158,8 @@ def _main(command: list[str], environ: dict[str, str], cwd: str, folder: Path) -
     os.environ.update(environ)
     os.chdir(cwd)
     warnings.filterwarnings("error", category=UserWarning)
+    # torch 2.7 raises this at its own SequentialLR.
+    warnings.filterwarnings("ignore", "The epoch parameter in .scheduler.step", UserWarning)
     # torch 2.11 raises this whenever its profiler starts.
     warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
     if command[0] == "-m":

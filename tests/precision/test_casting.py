@@ -225,6 +225,7 @@ def test_a_held_model_behind_its_boundary_trains_on_fp32(dtype, wrap):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it, but as error
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")  # of torch 2.7
 @pytest.mark.parametrize(("kind", "whole"), [(dict, True), (Output, False)])  # dynamo leaves the graph for the latter
 def test_a_mapping_is_cast_in_a_compiled_model(kind, whole):
     class Model(nn.Module):

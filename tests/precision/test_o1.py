@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from accelcore import Policy, precision
 from accelcore.precision import O1, Treatment
+from accelcore.torch_features import BACKWARD_PASS_AUTOCAST
 
 LOW, FP32 = torch.bfloat16, torch.float32
 KEY = "AutocastCPU"
@@ -156,6 +157,7 @@ def fresh_cache(backend, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
+@pytest.mark.skipif(not BACKWARD_PASS_AUTOCAST.present, reason=f"torch has no {BACKWARD_PASS_AUTOCAST}")
 @pytest.mark.usefixtures("fresh_cache")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_is_eager(accel, backend):

@@ -12,6 +12,9 @@ import accelcore.precision
 from accelcore.errors import ConfigurationError
 from accelcore.precision.dispatcher import replace_kernels
 from accelcore.roles.compiler import TorchCompiler
+from accelcore.torch_features import BACKWARD_PASS_AUTOCAST, GET_KERNEL
+
+SETTING = pytest.mark.skipif(not BACKWARD_PASS_AUTOCAST.present, reason=f"torch has no {BACKWARD_PASS_AUTOCAST}")
 
 needs_a_cpp_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
@@ -184,6 +187,8 @@ class Moody(nn.Module):
 def _kernels(request):
     """Dynamo must not compile kernels in Python, such as those for fp16: it would warn of torch's, which they call."""
     if request.param:
+        if not GET_KERNEL.present:
+            pytest.skip(f"torch has no {GET_KERNEL}")
         replace_kernels("a test's", {torch.ops.aten.mm.default: lambda torchs: lambda *given: torchs(*given)}, "CPU")
     yield
     accelcore.precision.reset()
@@ -297,6 +302,7 @@ class ExactHead(nn.Module):
             return self.head(hidden.float())
 
 
+@SETTING
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_backward_computes_in_the_dtypes_it_has_without_a_compiler(accel, compiler, dtype):
     """By default torch compiles all of backward as if it ran under autocast (pytorch#153044)."""
@@ -313,6 +319,7 @@ def test_backward_computes_in_the_dtypes_it_has_without_a_compiler(accel, compil
         assert torch.equal(weight.grad, other.grad)
 
 
+@SETTING
 def test_compiling_leaves_torchs_settings_of_others_alone(compiler):
     before = torch._functorch.config.backward_pass_autocast
     compiled = compiler.compile(model(), {"backend": eager})

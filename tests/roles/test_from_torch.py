@@ -14,6 +14,7 @@ import accelcore
 from accelcore.devices.select import imitations, ten_lines
 from accelcore.errors import BackendUnavailableError, ConfigurationError, UnknownBackendError, UnsupportedError
 from accelcore.roles import from_torch
+from accelcore.torch_internals import register_kernel
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_a_kernel_that_computes_something_else_is_not_declared(caplog):
         pass
 
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_fused_sgd_", nothing, "CPU", allow_override=True)
+    register_kernel(library, torch.ops.aten._fused_sgd_.default, nothing, "CPU", False)
     try:
         with caplog.at_level(logging.INFO, "accelcore"):
             declared = from_torch("cpu").capabilities.native_optimizers

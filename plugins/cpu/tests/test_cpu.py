@@ -192,6 +192,7 @@ def test_slow_low_precision_is_said_once_and_fast_not_at_all():
         messages = []
         handler = logging.Handler()
         handler.emit = lambda record: messages.append(record.getMessage())
+        handler.addFilter(lambda record: "units for" in record.getMessage())  # an older torch has slower kernels, too
         logging.getLogger("accelcore").addHandler(handler)
         torch.cpu.get_capabilities = lambda: {"avx512_bf16": True}
         for _ in range(3):

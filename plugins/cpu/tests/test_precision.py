@@ -11,6 +11,9 @@ from accelcore_cpu import fp16_products, precision, processor
 from toys import precision_watch
 
 from accelcore.precision import reset
+from accelcore.torch_features import GET_KERNEL
+
+REPLACES = pytest.mark.skipif(not GET_KERNEL.present, reason=f"torch has no {GET_KERNEL}")
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +171,7 @@ def test_products_of_fp16_are_those_of_fp32_rounded(accel, without_fp16_units, p
         assert worst(one, true) <= 0.51 * torch.finfo(torch.float16).eps
 
 
+@REPLACES
 def test_a_model_that_its_owner_cast_to_fp16_has_the_products_of_fp16(accel, without_fp16_units, monkeypatch, caplog):
     installed = []
     monkeypatch.setattr(fp16_products, "install", lambda: installed.append(True))
@@ -183,6 +187,7 @@ def test_products_of_fp16_overflow_as_fp16(accel, without_fp16_units):
         assert (torch.full((2, 2), 300.0) @ torch.full((2, 2), 300.0)).isinf().all()
 
 
+@REPLACES
 @pytest.mark.parametrize("table", ["torch", "O1"])
 def test_recurrent_layers_train_in_fp16(accel, without_fp16_units, table):
     layer, rows = torch.nn.LSTM(8, 16, batch_first=True), torch.randn(4, 5, 8)
@@ -215,6 +220,7 @@ def test_compiled_products_of_fp16_are_the_eager_ones(accel, without_fp16_units)
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
 
 
+@REPLACES
 def test_reset_gives_torchs_kernels_back(accel, without_fp16_units):
     kernels = {name: torch._C._dispatch_dump(name) for name in ("aten::mm", "aten::convolution")}
     with accel.autocast(torch.float16):

@@ -11,6 +11,10 @@ from accelcore_cuda.precision import CudaPrecision, _warn_of_emulation
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 
+NEW_SETTINGS = pytest.mark.skipif(
+    not hasattr(torch.backends.cudnn, "conv"), reason="this torch has the legacy settings of fp32 alone"
+)
+
 
 def role(compute=(9, 0), *, emulated=False):
     return CudaPrecision(declare(compute, rocm=False, nccl=True, fused=()), emulated_bfloat16=emulated)
@@ -67,6 +71,7 @@ def test_asking_alone_changes_nothing():
     assert switches() == before
 
 
+@NEW_SETTINGS
 def test_the_setting_can_be_read_both_ways_inside():
     """inductor reads the legacy switches while it compiles; a write through the new API would make that fail."""
     with role().fp32("fast"):
@@ -82,6 +87,7 @@ def test_before_sm_80_there_is_no_fast_fp32(compute):
         pass
 
 
+@NEW_SETTINGS
 def test_a_setting_that_torch_cannot_read_back_is_refused():
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     try:
