@@ -70,7 +70,7 @@ FP16_EPSILON = KnownFault(
     "parameters become inf or NaN in one step",
     instead="the route is refused for such a request, and the fused kernel or the formula taken, where there is one",
     reference="https://github.com/pytorch/pytorch/issues/147437",
-    seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, CPU",
+    seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, 2.15.0, CPU",
 )
 SKIPPED_FIRST_STEP = KnownFault(
     kernel="torch.optim.SGD(fused=True) with momentum",
@@ -80,7 +80,7 @@ SKIPPED_FIRST_STEP = KnownFault(
     "it",
     instead="our route to the same kernel begins with momentum that is 0",
     reference="https://github.com/LibreYOLO/libreyolo/pull/771",
-    seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, CPU",
+    seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, 2.15.0, CPU",
 )
 BACKWARD_UNDER_AUTOCAST = KnownFault(
     kernel="torch.compile, backward of a model that was called under autocast",
@@ -89,7 +89,7 @@ BACKWARD_UNDER_AUTOCAST = KnownFault(
     what="all of backward is computed in low precision, also what forward computed in fp32",
     instead='compiled models are called with the setting backward_pass_autocast="off"',
     reference="https://github.com/pytorch/pytorch/issues/153044",
-    seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, CPU",
+    seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, 2.15.0, CPU",
 )
 CAST_WITHOUT_GRADIENT = KnownFault(
     kernel="torch.autocast, weights that were first used under no_grad",
