@@ -164,7 +164,8 @@ class FullySharded(Strategy):
         for group in self._groups:
             group.reshard()
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient  # newer versions of torch drop it, also where a save only frees what was gathered
+            if parameter.grad is not gradient:  # torch 2.15 drops it, and a save within a window comes here, too
+                parameter.grad = gradient
 
     def _plan_groups(self, model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype | None]]:
         """Return the groups, inner ones first, each with the low precision it is gathered in; None: as it is."""
