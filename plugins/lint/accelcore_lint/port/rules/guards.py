@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import cast
 
 import libcst as cst
 
@@ -15,6 +16,7 @@ from accelcore_lint.port.vendors import DEVICES
 __all__ = ["GUARDS", "IS_CUDA"]
 
 _SKIPS = "a condition on one vendor's device: other accelerators skip what follows"
+_COPIES = ("pin_memory", "non_blocking")
 _TYPE = re.compile(r".*(\.type|device_type|device)")
 
 
@@ -29,6 +31,8 @@ def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
         operator = "!=" if isinstance(target.operator, cst.Equal) else "=="
         new = cst.parse_expression(f'{text_of(left)} {operator} "cpu"')
         rewrite = Rewrite(lambda updated: new.with_changes(lpar=updated.lpar, rpar=updated.rpar), node.children)
+        if is_text and _is_of_copies(node, facts):
+            return rewrite
         return Left(_SKIPS, node.children, retry=rewrite if is_text else None)
     if isinstance(target.operator, cst.In) and _is_vendor(left) and is_device_name(text_of(right)):
         new = cst.parse_expression(f'"cpu" not in {text_of(right)}')
@@ -45,6 +49,14 @@ def _decide_flag(node: cst.Attribute, facts: Facts) -> Rewrite | Left | None:
         return None
     new = cst.parse_expression(f'{text_of(node.value)}.device.type != "cpu"')
     return Left(_SKIPS, node.children, retry=Rewrite(lambda updated: new, node.children))
+
+
+def _is_of_copies(node: cst.Comparison, facts: Facts) -> bool:
+    """Return whether a condition is the value of `pin_memory` or `non_blocking`, or chooses it."""
+    inner, outer = cast("cst.CSTNode", node), facts.parent(node)
+    while isinstance(outer, cst.BooleanOperation) or (isinstance(outer, cst.IfExp) and inner is outer.test):
+        inner, outer = outer, facts.parent(outer)
+    return isinstance(outer, cst.Arg) and outer.keyword is not None and outer.keyword.value in _COPIES
 
 
 def _left(node: cst.Comparison) -> Left:
@@ -75,6 +87,11 @@ GUARDS = Rule(
             Level.ROLES,
             'if device.type == "cuda":\n    torch.cuda.synchronize()',
             'if device.type != "cpu":\n    accel.runtime.synchronize()',
+        ),
+        Example(
+            Level.ROLES,
+            "x = x.to(device, non_blocking=True if device.type == 'cuda' else False)",
+            'x = x.to(device, non_blocking=True if device.type != "cpu" else False)',
         ),
         Example(
             Level.ROLES,

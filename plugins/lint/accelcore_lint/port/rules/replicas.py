@@ -30,7 +30,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return None
     given = [arg for arg in node.args if arg.keyword is not None and arg.keyword.value in _DEVICES]
     ids = argument(node, "device_ids")
-    if any(arg.star for arg in node.args) or len([arg for arg in node.args if arg.keyword is None]) != 1:
+    models = [arg for arg in node.args if arg.keyword is None or arg.keyword.value == "module"]
+    if any(arg.star for arg in node.args) or len(models) != 1:
         return Left("the devices of DistributedDataParallel, given by position") if len(node.args) > 1 else None
     if ids is None or text_of(ids) == "None" or isinstance(ids, cst.IfExp):
         return None
@@ -105,6 +106,11 @@ REPLICAS = Rule(
             Level.ROLES,
             "net = torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank])",
             "net = accel.replicate(model)",
+        ),
+        Example(
+            Level.ROLES,
+            "net = torch.nn.parallel.DistributedDataParallel(module=model, device_ids=[local_rank])",
+            "net = accel.replicate(module=model)",
         ),
     ),
 )
