@@ -51,12 +51,13 @@ class Place:
         candidates = _NAMES[Level.TORCH if self._torch_level else Level.ROLES]
         existing = made.get(self._value)
         free = (name for name in (*candidates, *(f"{candidates[-1]}_{n}" for n in range(2, 99))) if name not in taken)
-        self.name = existing or next(free)
-        self._existing = existing is not None
+        self.name = existing.value if existing else next(free)
+        self._existing = existing
         self._sites: list[cst.CSTNode] = []
         self._local: dict[tuple[cst.FunctionDef, str], list[cst.CSTNode]] = defaultdict(list)
-        self._current = made.get(self._current_value) or next(name for name in _CURRENT if name not in taken)
-        self._has_current = self._current_value in made
+        current = made.get(self._current_value)
+        self._current = current.value if current else next(name for name in _CURRENT if name not in taken)
+        self._has_current = current is not None
         self._current_sites: list[cst.CSTNode] = []
 
     def device(self, site: cst.CSTNode) -> str:
@@ -100,7 +101,8 @@ class Place:
 
     def _obstacle(self, site: cst.CSTNode) -> str:
         if self._existing:
-            return ""
+            early = self._scope(site) is None and self._tree.line(site) < self._tree.line(self._existing)
+            return "the device is chosen below this line" if early else ""
         if not self._is_placed(site):
             return "an environment variable hides devices after this file would choose one: use ACCEL_DEVICE instead"
         if not self._torch_level and self.is_apart(site):

@@ -140,7 +140,7 @@ class _Survey(cst.CSTVisitor):
         self.indexes: set[str] = set()
         self.seeds: list[cst.Call] = []
         self.functions: dict[str, cst.FunctionDef] = {}
-        self.helpers: dict[str, str] = {}
+        self.helpers: dict[str, cst.Name] = {}
         self.torch: str | None = None
         self._depth = 0
 
@@ -189,7 +189,7 @@ class _Survey(cst.CSTVisitor):
         for target in node.targets:
             self._assign(target.target, node.value)
         if len(node.targets) == 1 and not self._depth and isinstance(node.targets[0].target, cst.Name):
-            self.helpers.setdefault(text_of(node.value), node.targets[0].target.value)
+            self.helpers.setdefault(text_of(node.value), node.targets[0].target)
 
     def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
         if node.value is not None:

@@ -26,6 +26,7 @@ _OUR_APEX = re.compile(r"(?m)^\s*from accelcore import (.*, *)?apex\b")
 _NAMESPACES = re.compile(r"(?m)^[ \t]*(\w+)(?:, *\w+)?[ \t]*=[ \t]*[\w.]+\.parse_(?:known_)?args\(")
 _FLAGS = re.compile(rf"(?m)^[ \t]*({'|'.join(DEVICES)})[ \t]*=(?!=)")
 _IMPORTED = re.compile(rf"(?m)^[ \t]*(?:from|import)\b[^#\n]*\b({'|'.join(DEVICES)})\b[ \t]*(?:,|as\b|$|#)")
+_MEMBERS = re.compile(rf"(?m)^[ \t]*self\.({'|'.join(DEVICES)})[ \t]*=(?!=)")
 _HEADS = re.compile(r"(?s)\bdef\s+\w+\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 _PARAMETER = re.compile(rf"(?:^|,)\s*({'|'.join(DEVICES)})\s*(?:[,:=]|$)")
 _STRING = re.compile(r"(?s)[a-zA-Z]*('''|\"\"\"|'|\")(.*)\1")
@@ -51,9 +52,10 @@ def own_options(source: str) -> set[str]:
 
     What an option `--cuda` stores in `args.cuda`, or what the script sets there (`args.cuda = not args.no_cuda`), is a
     flag. So is a variable as in `cuda = torch.cuda.is_available()`, or a function's parameter `cuda`, unless the file
-    imports something of that name.
+    imports something of that name, and an attribute that the script sets: `self.cuda = use_cuda`.
     """
     options = {f"{space}.{device}" for space in _NAMESPACES.findall(source) for device in DEVICES}
+    options |= {f"self.{device}" for device in _MEMBERS.findall(source)}
     parameters = {name for head in _HEADS.findall(source) for name in _PARAMETER.findall(head)}
     return options | ((set(_FLAGS.findall(source)) | parameters) - set(_IMPORTED.findall(source)))
 

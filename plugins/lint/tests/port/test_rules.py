@@ -183,3 +183,28 @@ def test_a_rank_of_the_launcher_chooses_no_device_by_hand():
     assert (outcome.after, outcome.left) == (0, [])
     assert "set_device" not in outcome.source
     assert "torch.ones(2).to(accel.device)" in outcome.source
+
+
+def test_a_device_that_is_chosen_below_a_line_is_not_used_in_it():
+    source = (
+        "import os\nimport torch\ntorch.manual_seed(1)\n"
+        'os.environ["CUDA_VISIBLE_DEVICES"] = "1"\nx = torch.ones(2).cuda()\n'
+    )
+    once = port_source(source, Level.ROLES).source
+    assert port_source(once, Level.ROLES).source == once
+    assert (
+        once.index("torch.manual_seed(1)") < once.index("accel = accelcore.select()") < once.index(".to(accel.device)")
+    )
+
+
+@pytest.mark.parametrize(("value", "after"), [("0", 0), ("1", 2)])
+def test_a_name_of_the_first_device_is_the_only_one(value, after):
+    source = f"import torch\ngpu = {value}\nx = torch.ones(2).cuda(gpu)\ny = x.cuda(gpu)\n"
+    assert port_source(source, Level.ROLES).after == after
+
+
+def test_an_attribute_that_the_script_sets_is_no_vendor_line():
+    source = (
+        "import torch\n\n\nclass A:\n    def __init__(self, use):\n        self.cuda = use\n        print(self.cuda)\n"
+    )
+    assert (port_source(source, Level.ROLES).before, port_source(source, Level.ROLES).left) == (0, [])

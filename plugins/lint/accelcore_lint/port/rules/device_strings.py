@@ -81,7 +81,8 @@ def _own_device(facts: Facts, index: cst.BaseExpression | None) -> bool:
     if name is not None and name.endswith(".current_device"):
         return True
     one = facts.indexes <= {"0"} and not any(facts.name(call.func) == "torch.cuda.set_device" for call in facts.calls)
-    return text_of(index) == "0" and one
+    values = facts.values(index)
+    return one and (text_of(index) == "0" or (bool(values) and all(text_of(value) == "0" for value in values)))
 
 
 def _refused(index: cst.BaseExpression) -> Left:
