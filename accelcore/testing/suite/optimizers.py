@@ -65,7 +65,7 @@ class TestOptimizers(StateOfOptimizers, StepsOfOptimizers):
             found = [nn.Parameter(tensor.to(accel.device, copy=True)) for tensor in start]
             expected = [nn.Parameter(tensor.double()) for tensor in start]
             optimizer, reference = accel.optimizers.create(name, found, lr=LR), oracle(name, expected, lr=LR)
-            for number in range(3):
+            for number in range(4):
                 for parameter, twin in zip(found, expected, strict=True):
                     gradient = torch.randn(parameter.shape, generator=generator)
                     parameter.grad, twin.grad = gradient.to(accel.device), gradient.double()
