@@ -178,6 +178,8 @@ class _Survey(cst.CSTVisitor):
     def visit_Call(self, node: cst.Call) -> None:
         self.calls.append(node)
         name = self._tree.name(node.func) or ""
+        if name == "torch.device" and isinstance(index := argument(node, "index", 1), cst.Integer):
+            self.indexes.add(index.value)
         if name in ("torch.manual_seed", "random.seed", "numpy.random.seed") or "cuda.manual_seed" in name:
             self.seeds.append(node)
 
