@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError, RecordingError, UnsupportedError
+from accelcore.optim.shards import is_sharded
 from accelcore.parity.collector import Collector, Watched
 from accelcore.parity.finder import Finder
 from accelcore.parity.recording import Writer, check_place
@@ -268,7 +269,13 @@ class Record(Observer):
 
     def _first_time(self, watched: Watched, writer: Writer) -> None:
         """Keep the weights of a model before its first forward pass."""
-        writer.weights(self._collector.models.index(watched), watched.model.state_dict(), self._limit)
+        if not self._is_divided():  # state_dict would divide them again, between the gathering and the forward pass
+            writer.weights(self._collector.models.index(watched), watched.model.state_dict(), self._limit)
+
+    def _is_divided(self) -> bool:
+        """Return whether ranks divide the weights: then a module has others before its forward pass than after it."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return any(is_sharded(parameter) for group in groups for parameter in group["params"])
 
     def _settings(self) -> dict[str, str]:
         return gather(self._collector.models, list(self._optimizers), self._trainers, world_size_now())

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError, RecordingError
-from accelcore.optim.shards import is_sharded
 from accelcore.parity.batch_size import compare_batch_sizes
 from accelcore.parity.collector import Watched
 from accelcore.parity.compare import compare
@@ -182,12 +181,13 @@ class Replay(Record):
     def _first_time(self, watched: Watched, writer: Writer) -> None:
         number = self._collector.models.index(watched)
         recorded = self._recorded.weights(number)
-        own = {name: value for name, value in watched.model.state_dict().items() if isinstance(value, Tensor)}
-        if not recorded:
-            self._notes.append("the recording has no weights, and the replay begins with its own")
-        elif self._is_divided():
+        if self._is_divided():
             self._notes.append("the weights are divided among ranks, and the replay begins with its own")
+        elif not recorded:
+            self._notes.append("the recording has no weights, and the replay begins with its own")
         else:
+            state = watched.model.state_dict()
+            own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
             _check_names(recorded, own)
             for name, value in own.items():
                 if not torch.equal(value.detach().cpu().to(recorded[name].dtype), recorded[name]):
@@ -195,11 +195,6 @@ class Replay(Record):
             if self._other_weights:
                 self._load(watched, number, recorded, own)
         super()._first_time(watched, writer)
-
-    def _is_divided(self) -> bool:
-        """Return whether ranks divide the weights: then a module has others before its forward pass than after it."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        return any(is_sharded(parameter) for group in groups for parameter in group["params"])
 
     def _load(self, watched: Watched, number: int, recorded: dict[str, Tensor], own: dict[str, Tensor]) -> None:
         trainer = next((each for each in self._trainers if each.model is watched.model), None)
