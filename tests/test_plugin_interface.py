@@ -15,6 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from accelcore.jobs.collectives import Collectives
+from accelcore.precision.role import Precision
+from accelcore.roles.compiler import Compiler
+from accelcore.roles.runtime import Runtime
+from accelcore.scaling.contract import LossScaler
+
 RECORD = Path(__file__).parent / "plugins_kept" / "interface.json"
 PROMISED = """
     accelcore: Backend Capabilities KnownFault LossScale Probe hookimpl
@@ -126,6 +132,15 @@ def test_a_change_that_breaks_a_plugin_is_noticed(change):
     check(ONE, ONE | {"call": [*ONE["call"], ["b", "KEYWORD_ONLY", True]]}, "it")
     with pytest.raises(AssertionError):
         check(ONE, ONE | change, "it")
+
+
+@pytest.mark.parametrize("role", [Precision, LossScaler, Collectives, Compiler, Runtime])
+def test_a_role_leaves_at_most_eight_methods_to_its_author(role):
+    """What can be computed from these is final, or a function."""
+    public = {name: value for name, value in vars(role).items() if not name.startswith("_")}
+    methods = {name: getattr(value, "fget", value) for name, value in public.items()}
+    left = [name for name, value in methods.items() if callable(value) and not getattr(value, "__final__", False)]
+    assert 1 <= len(left) <= 8, left
 
 
 if __name__ == "__main__":

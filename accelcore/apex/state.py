@@ -23,7 +23,8 @@ from accelcore.devices.select import select
 from accelcore.errors import AmpError, CheckpointError
 from accelcore.precision.o1.autocast import clear_cast_cache
 from accelcore.precision.policy import Policy, create_scaler
-from accelcore.scaling.contract import AnyRank, FindBad, LossScale, LossScaler
+from accelcore.scaling.contract import AnyRank, LossScale, LossScaler
+from accelcore.scaling.streak import FindBad
 
 __all__ = ["AmpScaler", "State", "backend_of", "casts_suspended", "enter_o1", "leave_o1", "listed", "state"]
 

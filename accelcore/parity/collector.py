@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.optim.shards import to_local
-from accelcore.parity.events import Event, Seen, Step, fetch, sample
+from accelcore.parity.events import Event, Seen, Step, sample
 from accelcore.parity.operators import Operators
+from accelcore.roles.runtime import fetch
 from accelcore.torch_internals import forward_number, in_backward, is_fake_mode_active, uncompiled
 from accelcore.training.observers import Hooks
 from accelcore.util.containers import tensors

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from accelcore.optim.shards import to_local
 
-__all__ = ["PHASE_OF", "Event", "Seen", "Step", "fetch", "sample", "shorter"]
+__all__ = ["PHASE_OF", "Event", "Seen", "Step", "sample", "shorter"]
 
 PHASE_OF = {
     "random": "random",
@@ -113,18 +111,3 @@ def shorter(values: Tensor, seen: Seen) -> Tensor:
     if count < len(values) == prod(seen.shape):
         return values[_places(len(values), count, values.device)]
     return values[:count]
-
-
-def fetch(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy a tensor to the host; return a function that waits for the copy and returns it."""
-    if tensor.device.type == "cpu":
-        return lambda: tensor
-    module: Any = torch.get_device_module(tensor.device)
-    copy = tensor.to("cpu", non_blocking=True)
-    arrived = module.current_stream(tensor.device).record_event()
-
-    def ready() -> Tensor:
-        arrived.synchronize()
-        return copy
-
-    return ready

@@ -9,6 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, final
 
@@ -22,7 +23,7 @@ from accelcore.torch_internals import pytree
 from accelcore.util.containers import moved
 from accelcore.util.trial import requested_trial
 
-__all__ = ["AcceleratorRuntime", "Memory", "Runtime", "TorchRuntime", "host_rng_state", "set_host_rng_state"]
+__all__ = ["AcceleratorRuntime", "Memory", "Runtime", "TorchRuntime", "fetch", "host_rng_state", "set_host_rng_state"]
 
 T = TypeVar("T")
 
@@ -45,7 +46,13 @@ class Memory:
 
 
 class Runtime(ABC):
-    """One device of this process: its queue of work, random numbers, memory and transfers."""
+    """One device of this process: its queue of work, random numbers, memory and transfers.
+
+    Attributes:
+        streams: whether torch's module of the device has streams, on which transfers overlap other work.
+    """
+
+    streams = False
 
     @property
     @abstractmethod
@@ -85,32 +92,6 @@ class Runtime(ABC):
     def memory(self) -> Memory:
         """Return how much memory is used."""
 
-    @final
-    def to_device(self, batch: T) -> T:
-        """Return a batch with its tensors on the device.
-
-        Args:
-            batch: a tensor, an object with a `to` method, or dicts, lists, tuples and dataclasses of these. Others
-                in it are kept. Tensors that are already on the device are not copied.
-        """
-        return moved(batch, self.device)
-
-    def prefetch(self, batch: T) -> Callable[[], T]:
-        """Begin to move a batch, and return a function that returns it for the work queued afterwards.
-
-        Transfers from pinned memory overlap other work if the device can do so.
-        """
-        moved = self.to_device(batch)
-        return lambda: moved
-
-    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to copy a tensor to the host, and return a function that waits for the copy and returns it.
-
-        The function waits for the work queued before `fetch`, and not for later work, if the device can do so.
-        """
-        copy = tensor.detach().to("cpu", copy=True)
-        return lambda: copy
-
     def side_stream(self) -> AbstractContextManager[object]:
         """Return a context whose work runs after the work queued before it, on another stream; later work waits for it.
 
@@ -133,6 +114,58 @@ class Runtime(ABC):
             UnsupportedError: the backend declares no `graphs`.
         """
         raise UnsupportedError(f"there are no graphs on {self.device}", remedy="queue the work without one")
+
+    @final
+    def to_device(self, batch: T) -> T:
+        """Return a batch with its tensors on the device.
+
+        Args:
+            batch: a tensor, an object with a `to` method, or dicts, lists, tuples and dataclasses of these. Others
+                in it are kept. Tensors that are already on the device are not copied.
+        """
+        return moved(batch, self.device)
+
+    @final
+    def prefetch(self, batch: T) -> Callable[[], T]:
+        """Begin to move a batch, and return a function that returns it for the work queued afterwards.
+
+        With `streams`, transfers from pinned memory overlap other work.
+        """
+        if not self.streams:
+            moved = self.to_device(batch)
+            return lambda: moved
+        device = self.device
+        module, transfers = torch.get_device_module(device), self._transfers
+        with module.stream(transfers):
+            with _Made() as made:
+                moved = self.to_device(batch)
+            arrived = transfers.record_event()
+
+        def ready() -> T:
+            user = module.current_stream(device)
+            user.wait_event(arrived)
+            for tensor in made.tensors:
+                if tensor.device.type == device.type:  # the other stream's memory must not be reused before its use
+                    tensor.record_stream(user)
+            return moved
+
+        return ready
+
+    @cached_property
+    def _transfers(self) -> Any:
+        """Stream of `prefetch`."""
+        return torch.get_device_module(self.device).Stream(self.device)
+
+    @final
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy a tensor to the host, and return a function that waits for the copy and returns it.
+
+        With `streams`, the function waits for the work queued before `fetch`, and not for later work.
+        """
+        if self.streams:
+            return fetch(tensor)
+        copy = tensor.detach().to("cpu", copy=True)
+        return lambda: copy
 
 
 class TorchRuntime(Runtime):
@@ -231,11 +264,10 @@ class AcceleratorRuntime(TorchRuntime):
         capture: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(device)
-        self._streams = streams
+        self.streams = streams
         self._new_graph, self._capture_options = graph, capture or {}
         self._module: Any = torch.get_device_module(device)
         self._side: Any = None
-        self._transfers: Any = None
 
     def rng_state(self) -> dict[str, Tensor]:
         device = self.device
@@ -256,41 +288,8 @@ class AcceleratorRuntime(TorchRuntime):
                 ) from error
         return unknown
 
-    def prefetch(self, batch: T) -> Callable[[], T]:
-        if not self._streams:
-            return super().prefetch(batch)
-        device = self.device
-        if self._transfers is None:
-            self._transfers = self._module.Stream(device)
-        with self._module.stream(self._transfers):
-            with _Made() as made:
-                moved = self.to_device(batch)
-            arrived = self._transfers.record_event()
-
-        def ready() -> T:
-            user = self._module.current_stream(device)
-            user.wait_event(arrived)
-            for tensor in made.tensors:
-                if tensor.device.type == device.type:  # the other stream's memory must not be reused before its use
-                    tensor.record_stream(user)
-            return moved
-
-        return ready
-
-    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        if not self._streams:
-            return super().fetch(tensor)
-        copy = tensor.detach().to("cpu", non_blocking=True, copy=True)
-        arrived = self._module.current_stream(self.device).record_event()
-
-        def ready() -> Tensor:
-            arrived.synchronize()
-            return copy
-
-        return ready
-
     def side_stream(self) -> AbstractContextManager[object]:
-        return self._beside(self.device) if self._streams else super().side_stream()
+        return self._beside(self.device) if self.streams else super().side_stream()
 
     def capture(
         self, work: Callable[[], T], *, beside: Callable[[], None] | None = None
@@ -352,6 +351,20 @@ def set_host_rng_state(state: Mapping[str, Tensor]) -> list[str]:
         )
         unknown -= {"numpy", "numpy_gauss"}
     return sorted(unknown)
+
+
+def fetch(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor of the host, or of a device with streams; see `Runtime.fetch`."""
+    copy = tensor.detach().to("cpu", non_blocking=True, copy=True)
+    if tensor.is_cpu:
+        return lambda: copy
+    arrived = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
+
+    def ready() -> Tensor:
+        arrived.synchronize()
+        return copy
+
+    return ready
 
 
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]

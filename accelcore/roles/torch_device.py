@@ -310,6 +310,8 @@ def _try_fused(device: torch.device, name: str) -> None:
 
 
 def _try_streams(device: torch.device) -> None:
+    event = torch.get_device_module(device).current_stream(device).record_event()
+    _require(event is not None, "the streams of torch's module of the device do nothing")
     runtime, numbers = AcceleratorRuntime(device), _ramp(1000)
     arrived = runtime.prefetch(numbers)()
     with runtime.side_stream():

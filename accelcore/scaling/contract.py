@@ -7,20 +7,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import attrgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
+from accelcore.scaling.streak import FindBad, OverflowStreak
 from accelcore.util.text import Settings, is_number
 
 __all__ = [
     "OF_APEX",
     "VERSION",
     "AnyRank",
-    "FindBad",
     "Given",
     "LossScale",
     "LossScaler",
@@ -43,9 +43,6 @@ Given = Sequence[Tensor] | None
 
 AnyRank = Callable[[Tensor], Tensor] | None
 """Function of 1.0 if this rank found an overflow, which returns 1.0 if any rank did; None: this rank decides alone."""
-
-FindBad = Callable[[], "str | None"]
-"""Function that returns the name of the first parameter whose gradient is not finite; None if all are finite."""
 
 VERSION = 1
 """Version of the states written here. States of other libraries have none."""
@@ -116,10 +113,12 @@ class LossScaler(ABC):
         reads_gradients: whether the scaler reads gradients at all.
         takes_fp16: whether fp16 gradients are accepted. They are refused by default, because dividing them by the scale
             loses small values.
+        streak: its count of overflows in a row, for `warn`; None if it skips nothing.
     """
 
     reads_gradients = True
     takes_fp16 = False
+    streak: OverflowStreak | None = None
 
     @abstractmethod
     def scale(self, loss: Tensor) -> Tensor:
@@ -143,9 +142,6 @@ class LossScaler(ABC):
             captured: whether a graph may record this call. Then `warn` is called after each replay, on the host.
         """
 
-    def warn(self, find_bad: FindBad | None = None) -> None:  # noqa: B027  # most scalers skip nothing
-        """Log if many updates in a row were skipped. `update` calls it, but not in a step that a graph records."""
-
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the state, which may be empty. It has the keys of torch.amp.GradScaler's, which can load it."""
@@ -153,10 +149,6 @@ class LossScaler(ABC):
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`; raises CheckpointError if the state is that of another kind of scaler."""
-
-    def takes(self, state: Mapping[str, Any]) -> bool:
-        """Return whether a state, complete or not, is that of this kind of scaler."""
-        return bool(state) == bool(self.state_dict())
 
     def abandon(self) -> None:  # noqa: B027  # most scalers keep nothing during a step
         """Forget a step that has failed, so that the next one can begin."""
@@ -166,10 +158,30 @@ class LossScaler(ABC):
         """1.0 if a gradient of this step overflowed, from `unscale_` or `step` to `update`; None if not known."""
         return None
 
+    @final
+    def warn(self, find_bad: FindBad | None = None) -> None:
+        """Log if many updates in a row were skipped. `update` calls it, but not in a step that a graph records.
+
+        Without `find_bad` the log has no name: a replayed graph has cleared its gradients.
+        """
+        if self.streak is not None and self.streak.is_due():
+            self.streak.log(self.state_dict()["scale"], find_bad)
+
+    @final
+    def takes(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state, complete or not, is that of this kind of scaler."""
+        own = self.state_dict()
+        if not (own and state):
+            return not own and not state
+        if is_static(own):
+            return is_static(state) and _scale_of(state) == _scale_of(own)
+        return set(state) == OF_APEX or not is_static(state)
+
     @property
+    @final
     def skipped(self) -> int:
         """Number of updates skipped so far. Reading it waits for the device."""
-        return 0
+        return int(self.state_dict().get("skipped", 0))
 
 
 class NoScaler(LossScaler):
@@ -249,9 +261,6 @@ class StaticScaler(NoScaler):
                 f"the checkpoint was saved with loss_scale={saved}, and this training has {self._scale}",
                 remedy="train with the loss scale that the checkpoint was saved with",
             )
-
-    def takes(self, state: Mapping[str, Any]) -> bool:
-        return is_static(state) and _scale_of(state) == self._scale
 
     def _inverse(self, like: Tensor) -> float | Tensor:
         """Return the factor, as a tensor if the dtype is exact enough: kernels for tensors are faster."""

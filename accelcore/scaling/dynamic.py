@@ -21,7 +21,6 @@ from accelcore.scaling.contract import (
     OF_APEX,
     VERSION,
     AnyRank,
-    FindBad,
     Given,
     LossScale,
     LossScaler,
@@ -32,11 +31,11 @@ from accelcore.scaling.contract import (
     check_version,
     gradients_of,
     is_finite,
-    is_static,
     refuse_closure,
     refuse_fp16,
     step_in_kernel,
 )
+from accelcore.scaling.streak import FindBad, OverflowStreak
 from accelcore.util.text import is_number, is_whole
 
 __all__ = ["GradScaler", "Scalers"]
@@ -49,9 +48,6 @@ _OF_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_gr
 
 _LARGEST = 2**31 - 1
 """Largest count in a state: counts are int32 on the device, as torch's."""
-
-_PATIENCE = 20
-"""Overflows in a row before a warning. The search for the first scale takes at most sixteen halvings of the default."""
 
 
 @dataclass
@@ -91,9 +87,7 @@ class GradScaler(LossScaler):
         self._skipped = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._progress: dict[int, _Progress] = {}
-        self._in_a_row, self._warns_at = 0, _PATIENCE
-        self._count: Tensor | None = None
-        self._count_on_host: Tensor | None = None
+        self.streak: OverflowStreak = OverflowStreak()
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self._scale
@@ -141,34 +135,10 @@ class GradScaler(LossScaler):
             )
             self._scale.clamp_(settings.min, settings.max)
             self._skipped += found
-            self._count_in_a_row(found)
+            self.streak.count(found, [step.known for step in self._progress.values()])
             if not captured:
                 self.warn(find_bad or (lambda: _bad_parameter(step.optimizer for step in self._progress.values())))
         self.abandon()
-
-    def warn(self, find_bad: FindBad | None = None) -> None:
-        """Log every `_PATIENCE` overflows in a row, with the name of the first parameter that overflowed.
-
-        Without `find_bad` there is no name: a replayed graph has cleared its gradients.
-        """
-        if self._count_on_host is not None:
-            self._in_a_row = int(self._count_on_host.numpy())  # `item()` would wait for the device
-        if self._in_a_row < _PATIENCE:
-            self._warns_at = _PATIENCE
-        elif self._in_a_row >= self._warns_at:
-            self._warns_at = self._in_a_row + _PATIENCE
-            if find_bad is None:
-                where = "Train without graph=True to see which parameter's gradient is inf or NaN first"
-            else:
-                name = find_bad()
-                where = f"The first inf or NaN gradient is that of {name}" if name else "No gradient is inf or NaN now"
-            logger.warning(
-                "%d updates in a row were skipped because gradients overflowed. The loss scale is %g. %s. Look for an "
-                "inf or NaN in losses and activations, lower the learning rate, or train in bf16",
-                self._in_a_row,
-                self._scale.item(),
-                where,
-            )
 
     def abandon(self) -> None:
         self._progress = {}
@@ -185,7 +155,7 @@ class GradScaler(LossScaler):
             "backoff_factor": self._settings.backoff,
             "growth_interval": self._settings.interval,
             "_growth_tracker": self._clean_steps.item(),
-            "skipped": self.skipped,
+            "skipped": int(self._skipped.item()),
             "dynamic": True,  # torch_npu's scaler requires it
             "version": VERSION,
         }
@@ -202,9 +172,6 @@ class GradScaler(LossScaler):
         for members in alike.values():
             torch._amp_foreach_non_finite_check_and_unscale_(list(members), found, multiplier)
         return found
-
-    def takes(self, state: Mapping[str, Any]) -> bool:
-        return bool(state) and (set(state) == OF_APEX or not is_static(state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`, or the state of torch's, torch_npu's or apex's scaler.
@@ -245,10 +212,6 @@ class GradScaler(LossScaler):
         self._clean_steps.fill_(clean_steps)
         self._skipped.fill_(skipped)
 
-    @property
-    def skipped(self) -> int:
-        return int(self._skipped.item())
-
     def _find_overflow(
         self, optimizer: Optimizer, gradients: Given, multiplier: Tensor, any_rank: AnyRank
     ) -> _Progress:
@@ -259,24 +222,6 @@ class GradScaler(LossScaler):
         )
         self._progress[id(optimizer)] = progress
         return progress
-
-    def _count_in_a_row(self, found: Tensor) -> None:
-        """Count the overflows in a row, without waiting for the device.
-
-        If a kernel skips steps, only the device knows. It copies its count to the host, which learns of it some steps
-        later.
-        """
-        known = [step.known for step in self._progress.values()]
-        if None not in known:
-            self._in_a_row, self._count_on_host = self._in_a_row + 1 if any(known) else 0, None
-            return
-        if self._count is None or self._count_on_host is None:
-            self._count = torch.zeros((), device=found.device)
-            on_host = found.device.type == "cpu"
-            self._count_on_host = self._count if on_host else torch.zeros((), pin_memory=True)
-        torch.addcmul(found, self._count, found, out=self._count)
-        if self._count_on_host is not self._count:
-            self._count_on_host.copy_(self._count, non_blocking=True)
 
 
 def _bad_parameter(optimizers: Iterable[Optimizer]) -> str | None:
