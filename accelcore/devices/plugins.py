@@ -26,7 +26,7 @@ from accelcore.devices.hookspecs import Probe
 from accelcore.devices.request import probe_timeout
 from accelcore.errors import PluginError
 from accelcore.known_faults import KnownFault
-from accelcore.util.text import shown
+from accelcore.util.text import first_line, shown
 
 __all__ = [
     "AUTOLOAD",
@@ -341,7 +341,7 @@ def hooks_of(point: EntryPoint) -> Any:
 def describe(error: BaseException | None) -> str:
     """Return the first line of an error, shortened; safe for an error whose `__str__` raises."""
     try:
-        text = str(error).split("\n", 1)[0][:_LONGEST]
+        text = first_line(error)[:_LONGEST]
     except Exception:  # noqa: BLE001  # its __str__ may raise
         text = ""
     if isinstance(error, SystemExit):

@@ -17,6 +17,7 @@ from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-d
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.jobs.launchers import Launch
 from accelcore.jobs.meeting import meet
+from accelcore.util.text import first_line
 
 __all__ = ["Collectives", "NoCollectives", "Op", "TorchCollectives"]
 
@@ -191,7 +192,7 @@ class TorchCollectives(Collectives):
                 self._stop_records()
                 raise DistributedError(
                     f"rank {launch.rank} of {launch.world_size} could not join the others at {launch.init_method}",
-                    why=str(error).split("\n", 1)[0],
+                    why=first_line(error),
                     remedy="check that every rank was started, that the address is right and that its port is free",
                 ) from error
         self._entered.append(forms)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelcore.errors import CheckpointError, ConfigurationError, DistributedError
 from accelcore.jobs.collectives import Collectives
-from accelcore.util.text import kind_of, ranks
+from accelcore.util.text import first_line, kind_of, ranks
 
 __all__ = ["exchange", "gather", "gather_objects", "not_all_came", "tensor_kind"]
 
@@ -103,7 +103,7 @@ def not_all_came(call: str, error: RuntimeError) -> DistributedError:
     """Return the error for a call that some ranks did not make in time; `error` is torch's."""
     return DistributedError(
         f"not every rank of the job came to {call}",
-        why=str(error).strip().split("\n", 1)[0],
+        why=first_line(error),
         remedy=f"call {call} on all ranks, and not under `if job.is_main:`",
     )
 

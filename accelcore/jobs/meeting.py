@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 
 from accelcore.errors import DistributedError
 from accelcore.jobs.launchers import Launch
-from accelcore.util.text import ranks
+from accelcore.util.text import first_line, ranks
 
 __all__ = ["meet"]
 
@@ -71,7 +71,7 @@ def _not_joined(launch: Launch, address: str, absent: list[int], late: str, erro
     what = f"rank {launch.rank} of {launch.world_size} could not join the others at {address}"
     return DistributedError(
         f"{ranks(absent)} of {launch.world_size} {late}" if absent else what,
-        why=str(error).split("\n", 1)[0],
+        why=first_line(error),
         remedy="check that every rank was started, that the address is right and that its port is free; if ranks need "
         "more time to start, raise accel.distributed(timeout=...)",
     )

@@ -31,7 +31,7 @@ from torch.distributed import DistError, PrefixStore  # type: ignore[attr-define
 from accelcore.errors import DistributedError
 from accelcore.jobs.collectives import Collectives
 from accelcore.torch_internals import flight_records
-from accelcore.util.text import ranks
+from accelcore.util.text import first_line, ranks
 
 __all__ = ["MissingRanks"]
 
@@ -135,9 +135,8 @@ class MissingRanks:
         # SystemExit is for the launcher, and KeyboardInterrupt for the user; a script may wrap any other error.
         lost = next(filter(_is_loss, _causes(error)), None) if isinstance(error, Exception) else None
         if lost is not None:
-            explained = self._name_missing(str(lost).strip().split("\n", 1)[0], getattr(lost, "remedy", ""))
-        lines = str(explained or error).splitlines()
-        self._failed = f"{type(explained or error).__name__}: {lines[0] if lines else ''}"
+            explained = self._name_missing(first_line(lost), getattr(lost, "remedy", ""))
+        self._failed = f"{type(explained or error).__name__}: {first_line(explained or error)}"
         self._follows = self._follows or lost is not None
         with suppress(RuntimeError):  # the store has gone, and its readers with it
             self._write()

@@ -21,6 +21,7 @@ from accelcore.errors import CheckpointError, ConfigurationError, UnsupportedErr
 from accelcore.randomness import draw_on_device, draw_on_host, draws_on_host
 from accelcore.torch_internals import pytree
 from accelcore.util.containers import moved
+from accelcore.util.text import first_line
 from accelcore.util.trial import requested_trial
 
 __all__ = ["AcceleratorRuntime", "Memory", "Runtime", "TorchRuntime", "fetch", "host_rng_state", "set_host_rng_state"]
@@ -231,7 +232,7 @@ def _memory_elsewhere(device: torch.device) -> Memory:
         except (AttributeError, RuntimeError, ValueError) as error:
             raise UnsupportedError(
                 f"torch does not report the memory of {device}",
-                why=str(error).split("\n", 1)[0],
+                why=first_line(error),
                 remedy="override memory() in a subclass of AcceleratorRuntime, and give the backend that runtime",
             ) from error
     import resource  # only where it exists

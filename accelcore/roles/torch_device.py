@@ -32,6 +32,7 @@ from accelcore.roles.compiler import NoCompiler, TorchCompiler
 from accelcore.roles.runtime import AcceleratorRuntime, TorchRuntime
 from accelcore.scaling.dynamic import Scalers
 from accelcore.torch_internals import device_dispatch_key, has_kernel, inductor_generates_code
+from accelcore.util.text import first_line
 
 __all__ = ["from_torch"]
 
@@ -89,7 +90,7 @@ def _module(device: str) -> Any:
     except RuntimeError as error:
         raise BackendUnavailableError(
             f"torch {torch.__version__} has no device {device!r}",
-            why=str(error).split("\n", 1)[0],
+            why=first_line(error),
             available=_what_torch_has(),
             remedy="import the vendor's package before from_torch, or use the name that it gives the device in torch",
         ) from error
@@ -113,7 +114,7 @@ def _usable(module: Any, device: str, index: int) -> torch.device:
     except Exception as error:
         raise BackendUnavailableError(
             f"torch cannot compute on {place}",
-            why=f"{type(error).__name__}: {str(error).split(chr(10), 1)[0]}",
+            why=f"{type(error).__name__}: {first_line(error)}",
             available=_what_torch_has(),
             remedy="see whether torch.ones(3, device=...) works in this environment",
         ) from error

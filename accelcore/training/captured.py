@@ -21,6 +21,7 @@ from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.roles.runtime import Runtime
 from accelcore.torch_internals import pytree
 from accelcore.training.gradients import Gradients
+from accelcore.util.text import first_line
 
 __all__ = ["CapturedStep", "check_capturable"]
 
@@ -157,7 +158,7 @@ class CapturedStep:
             cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             raise TrainingError(
                 "the training step cannot be captured as a graph",
-                why=str(cause).strip().split("\n", 1)[0],
+                why=first_line(cause),
                 remedy="remove from model and loss what makes the host wait: item(), print, shapes that depend on "
                 "values. Keep no loss or output of an earlier call with its graph: detach() it. Or leave graph=True "
                 "out. Start a new process: after a broken capture the device's random generator may be unusable",

@@ -14,7 +14,18 @@ from accelcore.errors import ConfigurationError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Settings", "did_you_mean", "is_number", "is_whole", "kind_of", "nearest", "ranks", "replace_file", "shown"]
+__all__ = [
+    "Settings",
+    "did_you_mean",
+    "first_line",
+    "is_number",
+    "is_whole",
+    "kind_of",
+    "nearest",
+    "ranks",
+    "replace_file",
+    "shown",
+]
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
@@ -31,6 +42,11 @@ def kind_of(value: object) -> str:
     """Return the name of a value's class with its article, `an int` or `a list`."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def first_line(text: object) -> str:
+    """Return the first line of an error or another text that is not blank, or nothing."""
+    return str(text).strip().split("\n", 1)[0]
 
 
 def shown(text: str, limit: int = 60) -> str:

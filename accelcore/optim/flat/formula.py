@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accelcore.optim.flat.memory import Run
 from accelcore.optim.formulas import FORMULAS
-from accelcore.optim.formulas.formula import FusibleFormula, Number, Numbers, State
+from accelcore.optim.formulas.formula import ClipFactor, FusibleFormula, Number, Numbers, State
 
 __all__ = ["FLAT_FORMULAS", "FlatFormula"]
 
@@ -68,12 +68,10 @@ class FlatFormula(FusibleFormula):
             advance = self._program(_advance, (getattr(parts, "structure", None), absent, dtypes, flags))
         advance(self.arithmetic, numbers, parts, value, gradient, state, factor, found_inf, negative)
 
-    def clip_factor(self, limit: float, gradients: Sequence[Tensor]) -> Tensor:
-        if self._compile is None or not gradients:
-            return super().clip_factor(limit, gradients)
-        dtypes = tuple(gradient.dtype for gradient in gradients)
-        factor: Tensor = self._program(self.factor, (limit, dtypes))(limit, gradients)
-        return factor
+    def clip_factor(self, factor: ClipFactor, limit: float, gradients: Sequence[Tensor]) -> Tensor:
+        if self._compile is not None and gradients:
+            factor = self._program(factor, (limit, tuple(gradient.dtype for gradient in gradients)))
+        return factor(limit, gradients)
 
     def _count(self, step: Tensor, numbers: Numbers, found_inf: Tensor | None) -> Numbers:
         """Count this update, if it is not skipped. Return the numbers that depend on the count."""

@@ -86,13 +86,9 @@ class BertAdam(FusibleFormula):
     def factors(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor | None]:
         limits = [group["max_grad_norm"] for group in self.param_groups]
         return [
-            self.clip_factor(limit, group_gradients) if limit > 0 else None
+            self.clip_factor(_clip_factor, limit, group_gradients) if limit > 0 else None
             for limit, group_gradients in zip(limits, gradients, strict=True)
         ]
-
-    @staticmethod
-    def factor(limit: float, gradients: Sequence[Tensor]) -> Tensor:
-        return (limit / (norm_of(gradients) + 1e-6)).clamp(max=1.0)
 
     def coefficients(self, group: dict[str, Any]) -> Numbers:
         numbers = options(group, "lr", "weight_decay", "e") | decay("beta1", group["b1"]) | decay("beta2", group["b2"])
@@ -108,6 +104,10 @@ class BertAdam(FusibleFormula):
         mean, square = moments(n, gradient, state)
         update = plus_decay(n, value, mean / square.sqrt().add_(n["e"]))
         value.sub_(update * n["lr"] if n["factor"] is None else update * n["factor"] * n["lr"])
+
+
+def _clip_factor(limit: float, gradients: Sequence[Tensor]) -> Tensor:
+    return (limit / (norm_of(gradients) + 1e-6)).clamp(max=1.0)
 
 
 def _schedule_factor(n: Numbers, updates: Number) -> Tensor:

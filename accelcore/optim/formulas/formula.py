@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +14,7 @@ from accelcore.optim.flat.memory import Run
 
 __all__ = [
     "STATE_DTYPES",
+    "ClipFactor",
     "Formula",
     "FusibleFormula",
     "Number",
@@ -36,6 +37,8 @@ Number: TypeAlias = "float | Tensor"
 Numbers = dict[str, Any]
 """By name: numbers, switches, and None for a term that is left out."""
 State = dict[str, Tensor]
+ClipFactor = Callable[[float, Sequence[Tensor]], Tensor]
+"""Function that returns the factor which clips the norm of all these gradients together."""
 
 
 class Formula(Engine, torch.optim.Optimizer):
@@ -87,14 +90,9 @@ class Formula(Engine, torch.optim.Optimizer):
         """Return for each group what its gradients are multiplied by first, or None."""
         return [None] * len(gradients)
 
-    @staticmethod
-    def factor(limit: float, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the factor that clips the norm of all these gradients together."""
-        raise NotImplementedError
-
-    def clip_factor(self, limit: float, gradients: Sequence[Tensor]) -> Tensor:
-        """Return `factor`, for `factors` to call: a route may compile it."""
-        return self.factor(limit, gradients)
+    def clip_factor(self, factor: ClipFactor, limit: float, gradients: Sequence[Tensor]) -> Tensor:
+        """Call a module's function that `factors` needs; a route may compile it."""
+        return factor(limit, gradients)
 
     def state_dtype(self, group: dict[str, Any], value: Tensor) -> torch.dtype:
         name = group.get("state_dtype")

@@ -73,12 +73,8 @@ class Lamb(FusibleFormula):
 
     def factors(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor | None]:
         wanted = [group["use_global_grad_norm"] for group in self.param_groups]
-        factor = self.clip_factor(1.0, list(chain.from_iterable(gradients))) if any(wanted) else None
+        factor = self.clip_factor(_clip_factor, 1.0, list(chain.from_iterable(gradients))) if any(wanted) else None
         return [factor if wants else None for wants in wanted]
-
-    @staticmethod
-    def factor(limit: float, gradients: Sequence[Tensor]) -> Tensor:
-        return limit / norm_of(gradients).clamp(min=limit)
 
     def coefficients(self, group: dict[str, Any]) -> Numbers:
         beta1, beta2 = group["betas"]
@@ -97,3 +93,7 @@ class Lamb(FusibleFormula):
             ratios = (norms / lengths).where((norms > 0) & (lengths > 0), 1.0)
             update = parts.multiply(update, ratios, elsewhere=0.0)
         value.sub_(update * n["lr"])
+
+
+def _clip_factor(limit: float, gradients: Sequence[Tensor]) -> Tensor:
+    return limit / norm_of(gradients).clamp(min=limit)

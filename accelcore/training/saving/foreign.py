@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accelcore.errors import CheckpointError
 from accelcore.training.saving.parts import Part, Saved, as_dict
+from accelcore.util.text import first_line
 
 __all__ = ["prepare_foreign"]
 
@@ -140,7 +141,7 @@ def _read(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} has more than tensors and plain values, and reading it would run code",
-            why=str(error).strip().split("\n", 1)[0],
+            why=first_line(error),
             remedy="if you trust it, allow its classes by torch.serialization.add_safe_globals; or save only the "
             "state_dicts again",
         ) from error

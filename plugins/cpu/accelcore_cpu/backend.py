@@ -10,6 +10,7 @@ from accelcore.backend import Backend, Capabilities
 from accelcore.jobs.collectives import TorchCollectives
 from accelcore.roles.compiler import TorchCompiler
 from accelcore.scaling.dynamic import Scalers
+from accelcore.util.text import first_line
 from accelcore_cpu.kernels.library import unavailable
 from accelcore_cpu.optimizers import FUSED, NATIVE, create_optimizers
 from accelcore_cpu.precision import CpuPrecision
@@ -65,5 +66,5 @@ def missing_compiler() -> str | None:
             f"the C++ compiler CXX={os.environ.get('CXX')!r} cannot be run: {error} (name one that can, or unset CXX)"
         )
     except InvalidCxxCompiler as error:
-        return f"{str(error).strip().splitlines()[0]} (install g++, or name a compiler in CXX)"
+        return f"{first_line(error)} (install g++, or name a compiler in CXX)"
     return None
