@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -53,7 +54,7 @@ from accelcore.util.trial import requested_trial
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Saver", "TrainingState", "new_extra", "restore_checkpoint", "write_checkpoint"]
+__all__ = ["Checkpoints", "Saver", "TrainingState", "Trainings"]
 
 logger = logging.getLogger("accelcore")
 
@@ -61,39 +62,150 @@ _SHARED = "training"
 """File of the state that all ranks share, except for the model."""
 
 
-class Saver:
-    """Save and restore one trainer.
+class Checkpoints(ABC):
+    """Save and resume one or several trainings of a process as one.
 
-    The trainer sets `step` whenever it is prepared. `run` identifies the checkpoints of this run.
+    Attributes:
+        extra: the dict last given to `save(extra=...)` or read by `resume`; each checkpoint holds it.
     """
+
+    def __init__(self) -> None:
+        self._run = uuid4().hex  # identifies the checkpoints of this run
+        self.extra: dict[str, Any] = {}
+
+    @abstractmethod
+    def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
+        """Return the state of each trainer: to write it with `extra`, or without `extra` to restore it."""
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        keep: int | None = None,
+        best: float | Tensor | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Save a new checkpoint, named by the largest number of steps; see `Trainer.save`."""
+        if keep is not None and not is_whole(keep, 1):
+            raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
+        if extra is not None and not isinstance(extra, Mapping):
+            raise ConfigurationError(f"extra={extra!r} is not a dict", remedy='name what you save: extra={"best": 0.5}')
+        new = self.extra if extra is None else dict(extra)
+        trainings = self._trainings(new)
+        metric, folder = None if best is None else _metric(best), store.as_path(folder)
+        if requested_trial() is not None:  # a trial must not replace what the user has trained
+            self.extra = new
+            return folder
+        backend, agreement = _agreement(trainings)
+        agreement.meet("trainer.save()")
+        if not agreement.all_equal(repr(metric)):
+            raise ConfigurationError(
+                f"the ranks of this job give different metrics as best=: this one gives {metric}",
+                remedy="give all ranks the same: trainer.evaluate(loader).mean(...), or job.mean(...)",
+            )
+        rank, number, doing = backend.collectives.rank, 0, "save its files of the checkpoint"
+        trainers = {name: training.saver.steps for name, training in trainings.items()}
+        steps = max(trainers.values())
+        facts = {
+            "run": self._run,
+            "metric": metric if metric is None or math.isfinite(metric) else None,
+            "trainers": trainers,
+            "world_size": backend.collectives.world_size,
+            "device": backend.name,
+            "accelcore": version("accelcore"),
+            "torch": torch.__version__,
+        }
+        with ExitStack() as held:
+            with agreement.together(doing), store.writing(folder):
+                if rank == 0:
+                    held.enter_context(store.alone(folder))
+            with agreement.together(doing), store.writing(folder):
+                for name, training in trainings.items():
+                    _write(training, folder, name, rank)
+            with agreement.together(doing), store.writing(folder):
+                if rank == 0:
+                    number = store.finish(folder, steps, facts)
+        path = store.path_of(folder, steps, agreement.of_rank_0(number))
+        if rank == 0 and keep is not None:
+            try:
+                if others := store.keep_newest(path, keep):
+                    logger.warning("%s also has checkpoints of another run, such as %s", folder, others[-1].name)
+            except OSError as error:  # the new checkpoint is saved
+                logger.warning("%s is saved, but older checkpoints could not be deleted: %s", path, error)
+        self.extra = new
+        return path
+
+    def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
+        """Resume from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint; see `Trainer.resume`.
+
+        Either all trainers are restored, or none. If a hook or class of yours raises while the state is restored, none
+        of the trainers can train any more.
+        """
+        trainings, folder = self._trainings(None), store.as_path(folder)
+        if requested_trial() is not None and not must_exist:
+            return None
+        backend, agreement = _agreement(trainings)
+        agreement.meet("trainer.resume()")
+        rank, world_size = backend.collectives.rank, backend.collectives.world_size
+        checkpoint, commits = None, {}
+        with agreement.together("resume"), _as_checkpoint_error(folder):
+            checkpoint = store.find(folder, (rank, world_size), best=best)
+            if checkpoint is not None:
+                _check_trainers(trainings, checkpoint)
+                for name, training in trainings.items():
+                    saved = _read(checkpoint, name, rank, world_size, training.saver.sharded)
+                    commits[name] = [part.prepare(saved) for part in training.parts]
+        if not agreement.all_equal("" if checkpoint is None else str(checkpoint.fingerprint)):
+            raise CheckpointError(
+                f"the ranks do not find the same checkpoint in {folder}",
+                why="this rank finds " + ("none" if checkpoint is None else checkpoint.path.name),
+                remedy="give all ranks one folder that all of them see",
+            )
+        if checkpoint is not None:
+            _commit(trainings, commits, checkpoint.manifest["trainers"], agreement)
+            if rank == 0:
+                savers = [(name, training.saver) for name, training in trainings.items()]
+                at = "; ".join(f"{name} step {one.steps}, epoch {one.epoch}".lstrip() for name, one in savers)
+                logger.warning("resumed from %s: %s", checkpoint.path, at)
+            self._run = checkpoint.manifest["run"]
+            return checkpoint.path
+        if must_exist:
+            raise CheckpointError(
+                f"there is no checkpoint in {folder}",
+                available=store.beneath(folder),
+                remedy="give the folder of an earlier save, or leave must_exist out",
+            )
+        if rank == 0:
+            logger.warning("there is no checkpoint in %s: training starts at the beginning", folder.absolute())
+        return None
+
+
+class Saver(Checkpoints):
+    """Save and restore one trainer, which sets `step` whenever it is prepared."""
 
     step: Step
 
     def __init__(
         self, plan: Plan, *, scaler: LossScaler, schedule: Schedule, streams: DataStreams, window: Window
     ) -> None:
+        super().__init__()
         self._plan, self._scaler, self._schedule, self._streams, self._window = plan, scaler, schedule, streams, window
-        self.backend, self.run = plan.backend, uuid4().hex
-        self.extra: dict[str, Any] = {}
+        self.backend = plan.backend
 
-    def save(self, folder: str | Path, *, keep: int | None, best: Any, extra: Mapping[str, Any] | None) -> Path:
-        """Save a checkpoint; see `Trainer.save`."""
-        new = new_extra(extra, self.extra)
-        path = write_checkpoint({"": self.state(new)}, folder, run=self.run, keep=keep, best=best)
-        self.extra = new
-        return path
-
-    def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
-        """Restore a checkpoint; see `Trainer.resume`."""
-        found = restore_checkpoint({"": self.state()}, folder, best=best, must_exist=must_exist)
-        if found is None:
-            return None
-        self.run = found.manifest["run"]
-        return found.path
+    def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
+        return {"": self.state(extra)}
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a file of another program; see `Trainer.load`."""
-        return _load(self.state(), store.as_path(path))
+        training, file = self.state(), store.as_path(path)
+        _, agreement = _agreement({"": training})
+        agreement.meet("trainer.load()")
+        commits: Sequence[Callable[[], object]] = []
+        rest: dict[str, Any] = {}
+        with agreement.together("load"), _as_checkpoint_error(file):
+            commits, rest = prepare_foreign(training.parts, file)
+        _commit({"": training}, {"": commits}, {"": self.steps}, agreement)
+        return rest
 
     @property
     def steps(self) -> int:
@@ -158,55 +270,6 @@ Trainings = Mapping[str, TrainingState]
 """Trainings of one checkpoint by the trainers' names; a trainer that is saved alone has the name ""."""
 
 
-def write_checkpoint(trainings: Trainings, given: str | Path, *, run: str, keep: int | None, best: Any = None) -> Path:
-    """Write a new checkpoint of one or several trainings; `run` identifies the checkpoints of this run.
-
-    A trial of `accelcore advise` writes nothing: it must not replace what the user has trained.
-    """
-    if keep is not None and not is_whole(keep, 1):
-        raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
-    metric, folder = None if best is None else _metric(best), store.as_path(given)
-    if requested_trial() is not None:
-        return folder
-    backend, agreement = _agreement(trainings)
-    agreement.meet("trainer.save()")
-    if not agreement.all_equal(repr(metric)):
-        raise ConfigurationError(
-            f"the ranks of this job give different metrics as best=: this one gives {metric}",
-            remedy="give all ranks the same: trainer.evaluate(loader).mean(...), or job.mean(...)",
-        )
-    rank, number, doing = backend.collectives.rank, 0, "save its files of the checkpoint"
-    trainers = {name: training.saver.steps for name, training in trainings.items()}
-    steps = max(trainers.values())
-    facts = {
-        "run": run,
-        "metric": metric if metric is None or math.isfinite(metric) else None,
-        "trainers": trainers,
-        "world_size": backend.collectives.world_size,
-        "device": backend.name,
-        "accelcore": version("accelcore"),
-        "torch": torch.__version__,
-    }
-    with ExitStack() as held:
-        with agreement.together(doing), store.writing(folder):
-            if rank == 0:
-                held.enter_context(store.alone(folder))
-        with agreement.together(doing), store.writing(folder):
-            for name, training in trainings.items():
-                _write(training, folder, name, rank)
-        with agreement.together(doing), store.writing(folder):
-            if rank == 0:
-                number = store.finish(folder, steps, facts)
-    path = store.path_of(folder, steps, agreement.of_rank_0(number))
-    if rank == 0 and keep is not None:
-        try:
-            if others := store.keep_newest(path, keep):
-                logger.warning("%s also has checkpoints of another run, such as %s", folder, others[-1].name)
-        except OSError as error:  # the new checkpoint is saved
-            logger.warning("%s is saved, but older checkpoints could not be deleted: %s", path, error)
-    return path
-
-
 def _metric(given: Any) -> float:
     """Return a metric as a number; raise ConfigurationError for anything else."""
     if not is_number(value := given.item() if isinstance(given, Tensor) and given.numel() == 1 else given):
@@ -216,59 +279,6 @@ def _metric(given: Any) -> float:
     if not math.isfinite(value):
         logger.warning("the metric of this checkpoint is %s, so that it will not be the best", value)
     return float(value)
-
-
-def restore_checkpoint(
-    trainings: Trainings, given: str | Path, *, best: bool = False, must_exist: bool = False
-) -> store.Checkpoint | None:
-    """Restore one or several trainings. Return the checkpoint, or None if `folder` has none."""
-    folder = store.as_path(given)
-    if requested_trial() is not None and not must_exist:
-        return None
-    backend, agreement = _agreement(trainings)
-    agreement.meet("trainer.resume()")
-    rank, world_size = backend.collectives.rank, backend.collectives.world_size
-    checkpoint, commits = None, {}
-    with agreement.together("resume"), _as_checkpoint_error(folder):
-        checkpoint = store.find(folder, (rank, world_size), best=best)
-        if checkpoint is not None:
-            _check_trainers(trainings, checkpoint)
-            for name, training in trainings.items():
-                saved = _read(checkpoint, name, rank, world_size, training.saver.sharded)
-                commits[name] = [part.prepare(saved) for part in training.parts]
-    if not agreement.all_equal("" if checkpoint is None else str(checkpoint.fingerprint)):
-        raise CheckpointError(
-            f"the ranks do not find the same checkpoint in {folder}",
-            why="this rank finds " + ("none" if checkpoint is None else checkpoint.path.name),
-            remedy="give all ranks one folder that all of them see",
-        )
-    if checkpoint is not None:
-        _commit(trainings, commits, checkpoint.manifest["trainers"], agreement)
-        if rank == 0:
-            savers = [(name, training.saver) for name, training in trainings.items()]
-            at = "; ".join(f"{name} step {one.steps}, epoch {one.epoch}".lstrip() for name, one in savers)
-            logger.warning("resumed from %s: %s", checkpoint.path, at)
-    elif must_exist:
-        raise CheckpointError(
-            f"there is no checkpoint in {folder}",
-            available=store.beneath(folder),
-            remedy="give the folder of an earlier save, or leave must_exist out",
-        )
-    elif rank == 0:
-        logger.warning("there is no checkpoint in %s: training starts at the beginning", folder.absolute())
-    return checkpoint
-
-
-def _load(training: TrainingState, path: Path) -> dict[str, Any]:
-    """Restore what another program saved of a model and its optimizer. Return the rest of its file."""
-    _, agreement = _agreement({"": training})
-    agreement.meet("trainer.load()")
-    commits: Sequence[Callable[[], object]] = []
-    rest: dict[str, Any] = {}
-    with agreement.together("load"), _as_checkpoint_error(path):
-        commits, rest = prepare_foreign(training.parts, path)
-    _commit({"": training}, {"": commits}, {"": training.saver.steps}, agreement)
-    return rest
 
 
 def _commit(
@@ -372,15 +382,6 @@ def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:
     """Return the backend that all these trainers share, and the agreement of its job."""
     backend = next(iter(trainings.values())).saver.backend
     return backend, Agreement(backend.collectives, backend.device)
-
-
-def new_extra(given: Mapping[str, Any] | None, before: dict[str, Any]) -> dict[str, Any]:
-    """Return the given `extra`, or the one before; raise ConfigurationError for anything but a dict."""
-    if given is None:
-        return before
-    if not isinstance(given, Mapping):
-        raise ConfigurationError(f"extra={given!r} is not a dict", remedy='name what you save: extra={"best": 0.5}')
-    return dict(given)
 
 
 @contextmanager
