@@ -35,6 +35,7 @@ __all__ = [
     "is_static",
     "refuse_closure",
     "refuse_fp16",
+    "resolved",
     "step_in_kernel",
 ]
 
@@ -51,7 +52,7 @@ OF_APEX = {"loss_scale", "unskipped"}
 """Keys of a state of apex, which are the same for static and dynamic scales."""
 
 # Called for every gradient in every step, so without a Python frame for each.
-_DTYPE, _IS_SPARSE = attrgetter("dtype"), attrgetter("is_sparse")
+_DTYPE, _IS_SPARSE, _GRAD = attrgetter("dtype"), attrgetter("is_sparse"), attrgetter("grad")
 
 
 @dataclass(frozen=True)
@@ -273,10 +274,23 @@ class StaticScaler(NoScaler):
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the gradients of an optimizer's parameters, of sparse ones the values."""
-    groups = optimizer.param_groups
-    found = [gradient for group in groups for p in group["params"] if (gradient := p.grad) is not None]
+    found = resolved([p for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
     if True in map(_IS_SPARSE, found):
         return [gradient._values() if gradient.is_sparse else gradient for gradient in found]
+    return found
+
+
+def resolved(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the parameters, which all have one.
+
+    Complex arithmetic may leave torch's negative or conjugate bit on a gradient. A kernel that changes many tensors
+    refuses it, so that gradient is replaced by one whose memory holds its values.
+    """
+    found: list[Tensor] = list(map(_GRAD, parameters))
+    if True in map(Tensor.is_neg, found) or True in map(Tensor.is_conj, found):
+        found = [gradient.resolve_neg().resolve_conj() for gradient in found]
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from accelcore.errors import TrainingError
 from accelcore.optim.flat.memory import FlatMemory, GradientMemory, Slot, by_kind, lay_flat
 from accelcore.optim.shards import as_shard, to_local
 from accelcore.precision.policy import LOW_PRECISION
+from accelcore.scaling.contract import resolved
 
 __all__ = [
     "Clipping",
@@ -68,7 +69,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def collect(self) -> None:
-        """Find the gradients of a window, after its backward passes."""
+        """Find the gradients of a window, after its backward passes; resolve negative and conjugate bits."""
 
     @abstractmethod
     def reduce(self, mean: Callable[[Tensor], None]) -> None:
@@ -134,6 +135,7 @@ class PerTensor(Gradients):
 
     def collect(self) -> None:
         self.received = [parameter.grad is not None for parameter in self.parameters]
+        resolved(list(compress(self.parameters, self.received)))
 
     def reduce(self, mean: Callable[[Tensor], None]) -> None:
         if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in self.parameters):

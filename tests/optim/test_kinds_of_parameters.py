@@ -41,6 +41,55 @@ def test_complex_parameters_are_trained_as_by_torch(accel, flat):
         torch.testing.assert_close(mine, its)
 
 
+class _Wave(nn.Module):
+    """A real and a complex parameter, whose gradients have the negative and the conjugate bit."""
+
+    def __init__(self):
+        super().__init__()
+        self.real, self.complex = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor([1 + 2j, 0.5j]))
+
+    def forward(self, factor):
+        product = torch.complex(torch.ones(()), self.real).conj() * factor
+        return product.abs() + (self.complex.conj() * factor).real.square().sum()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clip_norm": 0.5},
+        {"clip": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5)},
+        {"loss_scale": "dynamic"},
+        {"loss_scale": 64.0},
+        {"loss_scale": "dynamic", "clip_norm": 0.5, "accumulate": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_gradients_with_the_negative_or_conjugate_bit_are_trained_as_by_torch(accel, name, options):
+    one, other = _Wave(), _Wave()
+    optimizer = accel.optimizers.create(name, one.parameters(), lr=0.1)
+    trainer = accel.trainer(one, optimizer, loss=lambda model, factor: model(factor), flat=False, **options)
+    theirs = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](other.parameters(), lr=0.1)
+    factors = torch.tensor([1 + 2j, 3 - 1j, -1j, 2])
+    for factor in factors:
+        trainer(factor)
+    for window in factors.split(options.get("accumulate", 1)):
+        for factor in window:
+            (other(factor) / len(window)).backward()
+        if len(window) == 1:
+            assert other.real.grad.is_neg()
+            assert other.complex.grad.is_conj()
+        for parameter in other.parameters():
+            parameter.grad = parameter.grad.resolve_neg().resolve_conj()
+        if "clip" in "".join(options):
+            nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+        theirs.step()
+        theirs.zero_grad()
+    for mine, its in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, its)
+
+
 def test_sparse_gradients_take_the_loop_and_the_error_says_so(accel):
     def embedding():
         torch.manual_seed(0)

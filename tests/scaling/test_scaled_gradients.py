@@ -84,6 +84,25 @@ def test_complex_gradients_are_unscaled_and_checked(accel, dtype, dynamic):
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
+def test_gradients_with_the_negative_or_conjugate_bit_are_unscaled_and_checked(accel, dynamic):
+    """torch's kernels for many tensors refuse to write to them."""
+    scaler = accel.scaler.create(init=8.0, dynamic=dynamic)
+    weights = [torch.nn.Parameter(torch.tensor(2.0)), parameter(1 + 2j, 3j, dtype=torch.complex64)]
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    for bad in (False, True):
+        weights[0].grad = torch._neg_view(torch.tensor(NAN if bad else 16.0))
+        weights[1].grad = torch.tensor([8 + 16j, 24j]).conj()
+        scaler.unscale_(optimizer)
+        if not bad:
+            assert [weight.grad.tolist() for weight in weights] == [-2.0, [1 - 2j, -3j]]
+        scaler.step(optimizer)
+        scaler.update()
+        if not bad:
+            assert [weight.tolist() for weight in weights] == [4.0, [4j, 6j]]
+    assert scaler.skipped == int(dynamic)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("exact", [0.0, -0.0, 1.5e-45, -3e-40, 1.17e-38])
 def test_zeros_and_denormals_are_no_overflow_and_come_back(accel, exact, dynamic):
     scaler, weight = accel.scaler.create(init=1024.0, dynamic=dynamic), parameter(1.0)

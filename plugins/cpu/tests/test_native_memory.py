@@ -144,6 +144,26 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "sgd"])
+def test_a_view_that_grew_where_it_is_is_refused(accel, name):
+    """New rows at the same address would never be trained."""
+    memory = torch.ones(6, 3)
+    weight = nn.Parameter(memory[:2])
+    optimizer = accel.optimizers.create(name, [weight], lr=0.1, route="native")
+    weight.grad = torch.ones(2, 3)
+    optimizer.step()
+    before = memory.clone()
+    weight.data = memory
+    assert weight.data_ptr() == memory.data_ptr()
+    for gradient in (weight.grad, torch.ones(6, 3)):
+        weight.grad = None
+        weight.data, weight.grad = memory[: len(gradient)], gradient
+        weight.data = memory
+        with pytest.raises(TrainingError, match="shape"):
+            optimizer.step()
+    assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "sgd"])
 @pytest.mark.parametrize("change", SHAPES.values(), ids=list(SHAPES))
 def test_a_parameter_that_changed_its_shape_is_refused(accel, change, name):
     weight, other = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(4))
