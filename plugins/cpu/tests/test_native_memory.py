@@ -148,18 +148,18 @@ def test_a_view_that_grew_where_it_is_is_refused(accel, name):
     """New rows at the same address would never be trained."""
     memory = torch.ones(6, 3)
     weight = nn.Parameter(memory[:2])
-    optimizer = accel.optimizers.create(name, [weight], lr=0.1, route="native")
+    options = {"momentum": 0.9} if name == "sgd" else {}
+    optimizer = accel.optimizers.create(name, [weight], lr=0.1, route="native", **options)
     weight.grad = torch.ones(2, 3)
     optimizer.step()
     before = memory.clone()
     weight.data = memory
     assert weight.data_ptr() == memory.data_ptr()
-    for gradient in (weight.grad, torch.ones(6, 3)):
-        weight.grad = None
-        weight.data, weight.grad = memory[: len(gradient)], gradient
-        weight.data = memory
-        with pytest.raises(TrainingError, match="shape"):
-            optimizer.step()
+    with pytest.raises(TrainingError, match="shape"):
+        optimizer.step()
+    weight.grad = torch.ones(6, 3)
+    with pytest.raises(TrainingError, match="shape"):
+        optimizer.step()
     assert torch.equal(memory, before)
 
 
