@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from accelcore.parity.events import Event, Seen, Step
@@ -40,7 +39,7 @@ def begins_at(
     elif event.kind == "batch":
         known = not any(each.kind == "output" for each in agreed)  # another model may have made it
     elif event.kind in BEFORE:
-        known = before is None or any(replace(event, kind=kind) in before for kind in BEFORE[event.kind])
+        known = before is None or any(event._replace(kind=kind) in before for kind in BEFORE[event.kind])
     elif event.kind in ("input", "output"):
         known = not _alone(event, both, _FORWARD)
     elif event.kind == "buffer":

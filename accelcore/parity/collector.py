@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.optim.shards import to_local
-from accelcore.parity.events import Event, Seen, Step, sample
+from accelcore.parity.events import Event, Row, Step, elements
 from accelcore.parity.operators import Operators
 from accelcore.roles.runtime import fetch
 from accelcore.torch_internals import forward_number, in_backward, is_fake_mode_active, uncompiled
@@ -27,9 +28,6 @@ from accelcore.training.observers import Hooks
 from accelcore.util.containers import tensors
 
 __all__ = ["Collector", "Watched"]
-
-_FLOATS_PER_STEP = 250_000  # 1 MB
-_LEAST = 16
 
 
 @dataclass
@@ -49,7 +47,7 @@ class Watched:
     entered: int = 0  # the step in which it was last called
     calls: int = 0  # in this step
     outermost: nn.Module | None = None  # the module of it that is running and was called by none of it
-    names: dict[int, str] = field(default_factory=dict)  # of its parameters, by id
+    names: dict[int, tuple[str, str]] = field(default_factory=dict)  # module and name of each parameter, by id
 
 
 class Collector:
@@ -59,7 +57,6 @@ class Collector:
         is_done: set it to open no further step. The hooks stay until `close`, because one of them may be running.
 
     Args:
-        counts: how many elements a sample has: in step 1, and later, or None for what fits into 1 MB a step.
         operators: the steps in which operators are recorded, too.
         begin: called before the first forward pass of each model in a step, and whether it is the model's first.
         receive: called with the arguments of each forward pass, a tuple and a dict; returns those to use instead.
@@ -68,14 +65,13 @@ class Collector:
 
     def __init__(
         self,
-        counts: tuple[int, int | None],
         operators: Sequence[int],
         begin: Callable[[Watched, bool], None],
         receive: Callable[[Watched, tuple[Any, Any]], tuple[Any, Any]],
         *,
         checks: bool,
     ) -> None:
-        self.counts, self._begin, self._receive = counts, begin, receive
+        self._begin, self._receive = begin, receive
         self.models: list[Watched] = []
         self.step = 1
         self.is_done = False
@@ -84,12 +80,15 @@ class Collector:
         self._hooks = Hooks()
         self._known: dict[int, ReferenceType[nn.Module]] = {}
         self._of_optimizers: dict[int, ReferenceType[Optimizer]] = {}
-        self._last: tuple[int, Callable[[], list[Seen]]] | None = None
+        self._last: Callable[[], Step] | None = None
+        # Each state of an optimizer at the end of its update, by id: the tensor and its version.
+        self._states: dict[int, tuple[ReferenceType[Tensor], int]] = {}
         self._clear()
         self._is_open = False
 
     def _clear(self) -> None:
-        self._events: list[tuple[Event, str, tuple[int, ...], Tensor]] = []
+        self._rows: list[Row] = []
+        self._samples: defaultdict[str, list[Tensor]] = defaultdict(list)
         self._numbers: Counter[tuple[str, str, str]] = Counter()
         # The tensors that were seen, by id: the tensor, its version, and the module that made it.
         self._made: dict[int, tuple[ReferenceType[Tensor], int, str]] = {}
@@ -136,7 +135,7 @@ class Collector:
                 module.register_forward_hook(self._closing(watched), always_call=True),
             )
             for item, parameter in module.named_parameters(recurse=False):
-                watched.names.setdefault(id(parameter), f"{full}.{item}".lstrip("."))
+                watched.names.setdefault(id(parameter), (full, item))
                 if parameter.requires_grad and parameter.is_leaf:
                     seen = self._accumulated(full, item)
                     self._hooks.add(parameter.register_post_accumulate_grad_hook(seen))
@@ -174,7 +173,8 @@ class Collector:
                 self._begin(watched, first)
                 for name, state in _generators(watched.model):
                     self._saw("random", "", name, _digest(state))
-                self._look_at(watched, "weight")
+                named = (*watched.model.named_parameters(), *watched.model.named_buffers())
+                self._saw_all("weight", [(*_split(watched.prefix + name), tensor) for name, tensor in named])
             given = self._receive(watched, own)
             watched.calls += 1
             for number, tensor in enumerate(tensors(given)):
@@ -191,21 +191,30 @@ class Collector:
     def before_update(self, optimizer: Optimizer) -> None:
         """Look at the gradients and the state that an optimizer is about to use."""
         self.operators.stop()
-        if self._is_open and not torch.compiler.is_compiling():
-            for name, parameter in self._parameters_of(optimizer):
-                if parameter.grad is not None:
-                    self._saw_named("reduced", name, parameter.grad)
+        if torch.compiler.is_compiling() or self.is_done:
+            return
+        held = self._parameters_of(optimizer)
+        with torch.no_grad():
+            if not self._is_open:  # the step of the forward pass ended with another optimizer's
+                if self.step == 1:
+                    return
+                self._is_open = True
+                self._saw_all("weight", held)
+            gradients = [(module, item, each.grad) for module, item, each in held if each.grad is not None]
+            self._saw_all("reduced", gradients)
             if self.step > 1:  # in the first step, an optimizer of ours would make its state when it is asked for
-                self._look_at_state(optimizer, "old state")
+                state = self._state_of(optimizer)
+                self._saw_all("old state", [each for each in state if not self._is_as_before(each[2])])
 
     def after_update(self, optimizer: Optimizer, end_step: Callable[[], None] | None) -> None:
         """Look at the state of an optimizer and the parameters after its step."""
         if not self._is_open or torch.compiler.is_compiling():
             return
         with torch.no_grad():
-            self._look_at_state(optimizer, "state")
-            for name, parameter in self._parameters_of(optimizer):
-                self._saw_named("parameter", name, parameter)
+            state = self._state_of(optimizer)
+            self._saw_all("state", state)
+            self._states |= {id(each): (ref(each), to_local(each)._version) for *_, each in state}
+            self._saw_all("parameter", self._parameters_of(optimizer))
         if end_step is not None:
             end_step()
 
@@ -216,12 +225,10 @@ class Collector:
             return None
         with torch.no_grad():
             for watched in self.models:
-                for name, buffer in watched.model.named_buffers():
-                    self._saw_named("buffer", watched.prefix + name, buffer)
-        if self.counts[1] is None:
-            fits = _FLOATS_PER_STEP // max(1, len(self._events))
-            self.counts = (self.counts[0], max(_LEAST, min(self.counts[0], fits)))
-        finished, self._last = self._waiting(), (self.step, self._begin_to_read())
+                buffers = watched.model.named_buffers()
+                self._saw_all("buffer", [(*_split(watched.prefix + name), buffer) for name, buffer in buffers])
+        finished = self.last()
+        self._last = self._begin_to_read()
         self._clear()
         self._is_open = False
         self.step += 1
@@ -229,35 +236,14 @@ class Collector:
 
     def last(self) -> Step | None:
         """Return the last step that ended, if it was not returned yet."""
-        finished, self._last = self._waiting(), None
-        return finished
+        last, self._last = self._last, None
+        return None if last is None else last()
 
-    def _waiting(self) -> Step | None:
-        return None if self._last is None else Step(self._last[0], self._last[1]())
-
-    def _begin_to_read(self) -> Callable[[], list[Seen]]:
-        """Join the samples of a step by dtype, and begin to copy them: one copy for each dtype and device."""
-        events, joined = self._events, defaultdict(list)
-        for *_, values in events:
-            joined[values.dtype, values.device].append(values)
-        arriving = {key: fetch(torch.cat(parts)) for key, parts in joined.items()}
-
-        def read() -> list[Seen]:
-            arrived = {
-                key: iter(torch.split(ready(), [len(part) for part in joined[key]])) for key, ready in arriving.items()
-            }
-            return [
-                Seen(
-                    event,
-                    str(values.dtype).removeprefix("torch."),
-                    shape,
-                    source,
-                    next(arrived[values.dtype, values.device]),
-                )
-                for event, source, shape, values in events
-            ]
-
-        return read
+    def _begin_to_read(self) -> Callable[[], Step]:
+        """Join the samples of a step, and begin to copy them: one copy for each dtype and device."""
+        number, rows = self.step, self._rows
+        arriving = {key: fetch(torch.cat(samples)) for key, samples in self._samples.items()}
+        return lambda: Step(number, rows, {key: ready() for key, ready in arriving.items()})
 
     def _is_quiet(self) -> bool:
         """Return whether nothing is to be seen now: an evaluation, a recomputation, or a trace of a compiler."""
@@ -330,25 +316,24 @@ class Collector:
 
         return seen
 
-    def _look_at_state(self, optimizer: Optimizer, kind: str) -> None:
+    def _state_of(self, optimizer: Optimizer) -> list[tuple[str, str, Tensor]]:
         states = optimizer.state
-        for name, parameter in self._parameters_of(optimizer):
-            for key, value in states.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    self._saw_named(kind, name, value, beside=key)
+        return [
+            (module, f"{key} of {item}", value)
+            for module, item, parameter in self._parameters_of(optimizer)
+            for key, value in states.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        ]
 
-    def _look_at(self, watched: Watched, kind: str) -> None:
-        for name, tensor in (*watched.model.named_parameters(), *watched.model.named_buffers()):
-            self._saw_named(kind, watched.prefix + name, tensor)
+    def _is_as_before(self, state: Tensor) -> bool:
+        """Return whether nothing has changed a tensor of an optimizer's state since the end of its last update."""
+        seen = self._states.get(id(state))
+        return seen is not None and seen[0]() is state and seen[1] == to_local(state)._version
 
-    def _parameters_of(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-        names = {key: watched.prefix + name for watched in self.models for key, name in watched.names.items()}
+    def _parameters_of(self, optimizer: Optimizer) -> list[tuple[str, str, Tensor]]:
+        names = {key: name for watched in self.models for key, name in watched.names.items()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [(names.get(id(each), f"(parameter {number})"), each) for number, each in enumerate(held)]
-
-    def _saw_named(self, kind: str, name: str, tensor: Tensor, *, beside: str = "") -> None:
-        module, _, item = name.rpartition(".")
-        self._saw(kind, module, f"{beside} of {item}" if beside else item, tensor)
+        return [(*names.get(id(each), ("", f"(parameter {number})")), each) for number, each in enumerate(held)]
 
     def _saw_operator(self, name: str, module: str, backward: bool, results: Any) -> None:
         with torch.no_grad():
@@ -356,12 +341,32 @@ class Collector:
                 self._saw("operator of backward" if backward else "operator", module, f"{name} {number}", tensor)
 
     def _saw(self, kind: str, module: str, item: str, tensor: Tensor, *, source: str = "") -> None:
-        key = (kind, module, item)
-        count = self.counts[0] if self.step == 1 else self.counts[1] or self.counts[0]
-        taken = sample(tensor, count)
-        shape = tuple(to_local(tensor).shape)
-        self._events.append((Event(*key, self._numbers[key]), source, shape, taken))
-        self._numbers[key] += 1
+        self._saw_all(kind, [(module, item, tensor)], source=source)
+
+    def _saw_all(self, kind: str, seen: Iterable[tuple[str, str, Tensor]], *, source: str = "") -> None:
+        """Take samples of tensors, each with its module and item."""
+        taken = defaultdict[str, list[Tensor]](list)
+        for module, item, tensor in seen:
+            local = to_local(tensor)
+            sample = elements(local)
+            event = Event(kind, module, item, self._numbers[kind, module, item])
+            key = _key(sample.dtype, sample.device)
+            self._numbers[kind, module, item] += 1
+            self._rows.append(Row(event, key, tuple(local.shape), source, sample.numel()))
+            taken[key].append(sample)
+        for key, samples in taken.items():
+            self._samples[key].append(torch.cat(samples))
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return a module's name, and the name of a parameter or buffer of it."""
+    module, _, item = name.rpartition(".")
+    return module, item
+
+
+@lru_cache
+def _key(dtype: torch.dtype, device: torch.device) -> str:
+    return f"{dtype}.{device}".removeprefix("torch.")
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -36,6 +36,7 @@ _FREE_UPDATE = 4.0
 _HIDDEN = 0.02
 """Relative difference of the weights from which on only what needs no tolerance is compared."""
 _WITHOUT_TOLERANCE = "batches, random numbers, what a step begins with, operators and equal gradients of all ranks"
+_AT_THE_END = frozenset(kind for kinds in BEFORE.values() for kind in kinds)
 _SAME_IN_EVERY_JOB = ("weight", "reduced", "norm", "old state", "state", "parameter", "buffer")
 """Kinds of events that do not depend on how a batch is divided among ranks."""
 
@@ -97,14 +98,14 @@ def _of_rank(
     if not steps:
         raise RecordingError("the two recordings have no step in common", remedy="let the replay run one step at least")
     notes, checked = [str(note) for note in replayed.facts.get("notes", [])], replayed.facts.get("checked", [])
-    before: tuple[dict[Event, Tensor], dict[Event, Tensor]] = ({}, {})
+    before: tuple[dict[Event, Tensor], dict[Event, Tensor]] = ({}, {})  # what was seen last at the end of a step
     unit = max(_compiled_unit(each.facts["settings"]) for each in (recorded, replayed))
     hidden = False
     if len(replayed.steps) < len(recorded.steps):
         notes.append(f"the replay has {len(replayed.steps)} of {len(recorded.steps)} steps")
     for count, number in enumerate(steps, start=1):
         both = recorded.step(number), replayed.step(number)
-        pairs = _pairs(*both, kinds, divided=divided)
+        pairs = _pairs(both, before, kinds, divided=divided)
         if not pairs:
             raise RecordingError(
                 f"step {number} of the two recordings has nothing in common",
@@ -126,34 +127,51 @@ def _of_rank(
             )  # fmt: skip
             found = replace(found, is_cause=cause)
             return _told(replace(found, steps=count, settings=settings, notes=(*notes, *found.notes)))
-        before = ({mine.event: mine.values for mine, _ in pairs}, {mine.event: other.values for mine, other in pairs})
+        for mine, theirs in pairs:
+            if mine.event.kind in _AT_THE_END:  # kept until it is seen again: each optimizer has steps of its own
+                before[0][mine.event], before[1][mine.event] = mine.values, theirs.values
         if not exact and not hidden and _is_hidden(pairs):
             hidden = True
             notes.append(f"after step {number} rounding hides differences: only {_WITHOUT_TOLERANCE} are compared")
     return Result(agrees=True, steps=len(steps), exact=exact, settings=settings, notes=tuple(notes))
 
 
-def _pairs(recorded: Step, replayed: Step, kinds: Sequence[str], *, divided: bool) -> list[tuple[Seen, Seen]]:
+def _pairs(
+    both: tuple[Step, Step],
+    before: tuple[Mapping[Event, Tensor], Mapping[Event, Tensor]],
+    kinds: Sequence[str],
+    *,
+    divided: bool,
+) -> list[tuple[Seen, Seen]]:
     """Return the events of these kinds that both steps have, in the recording's order.
 
     If the runs may have `divided` a model otherwise, a tensor of another shape is a shard, and is left out. So are the
     calls of an operator that a module makes more often in one run: which call corresponds to which is not known.
     """
-    theirs = {seen.event: seen for seen in replayed.seen}
-    both = [(seen, theirs[seen.event]) for seen in recorded.seen if seen.event in theirs and seen.event.kind in kinds]
-    calls = [Counter(_called(seen.event) for seen in step.seen) for step in (recorded, replayed)]
-    return [
-        (mine, their)
-        for mine, their in both
-        if (not divided or mine.shape == their.shape)
-        and (
-            not mine.event.kind.startswith("operator") or calls[0][_called(mine.event)] == calls[1][_called(mine.event)]
-        )
-    ]
+    seen = [{each.event: each for each in step.seen if each.event.kind in kinds} for step in both]
+    calls = [Counter(_called(event) for event in events if event.kind.startswith("operator")) for events in seen]
+    order = [event for event in seen[0] if event in seen[1] and event.kind != "old state"]
+    updated = next((index for index, event in enumerate(order) if event.kind in ("state", "parameter")), len(order))
+    order[updated:updated] = dict.fromkeys(event for events in seen for event in events if event.kind == "old state")
+    pairs = []
+    for event in order:
+        mine, theirs = (events.get(event) for events in seen)
+        mine, theirs = mine or _unchanged(theirs, before[0]), theirs or _unchanged(mine, before[1])
+        if mine is None or theirs is None or (divided and mine.shape != theirs.shape):
+            continue
+        if calls[0][_called(event)] == calls[1][_called(event)]:
+            pairs.append((mine, theirs))
+    return pairs
+
+
+def _unchanged(other: Seen | None, before: Mapping[Event, Tensor]) -> Seen | None:
+    """Return the state with which a step began in a run that did not see it again; None if it was never seen."""
+    values = None if other is None else before.get(other.event._replace(kind="state"))
+    return None if other is None or values is None else replace(other, values=values)
 
 
 def _called(event: Event) -> Event:
-    return replace(event, number=0)
+    return event._replace(number=0)
 
 
 def _exactly(pairs: Sequence[tuple[Seen, Seen]]) -> _Parted | None:
@@ -190,7 +208,8 @@ def _by_rounding(
     }
     for mine, theirs in pairs:
         event, kind, apart = mine.event, mine.event.kind, distance(mine.values, theirs.values)
-        own, unit = max(unit_of(mine.dtype), unit_of(theirs.dtype)), max(found[event] for found in units)
+        own = max(unit_of(mine.dtype), unit_of(theirs.dtype))
+        unit = max(found.get(event, own) for found in units)
         computes = computes or kind not in ("random", "weight", "batch")
         if computes and wrong is not None:
             return _operator(wrong)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from math import gcd, prod
+from functools import cached_property, lru_cache
+from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from accelcore.optim.shards import to_local
-
-__all__ = ["PHASE_OF", "Event", "Seen", "Step", "sample", "shorter"]
+__all__ = ["PHASE_OF", "Event", "Row", "Seen", "Step", "elements"]
 
 PHASE_OF = {
     "random": "random",
@@ -33,11 +33,11 @@ PHASE_OF = {
 }
 """The part of a step to which each kind of event belongs."""
 
-_SCATTER = 0.6180339887498949  # of the golden ratio: its multiples modulo 1 are spread evenly
+_SHARE = 0.6180339887498949 / 64
+"""Distance of the elements of a sample, in parts of the tensor; the golden ratio shows all rows and columns alike."""
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """One thing that was seen in a step.
 
     Attributes:
@@ -54,14 +54,26 @@ class Event:
     number: int = 0
 
 
-@dataclass
-class Seen:
-    """An event with the sample that was taken.
+class Row(NamedTuple):
+    """An event, and where its sample is.
 
     Attributes:
+        key: dtype and device, as in `"float32.cpu"`: the samples of a step that have both in common are joined.
+        shape: the tensor's shape on this rank.
         source: the module that made this tensor; empty if no module did.
-        values: the sample, on the host; up to 64 bits a number.
+        size: how many elements the sample has.
     """
+
+    event: Event
+    key: str
+    shape: tuple[int, ...]
+    source: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An event with its sample, which is on the host."""
 
     event: Event
     dtype: str
@@ -70,20 +82,30 @@ class Seen:
     values: Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class Step:
-    """The events of one step, in the order in which they came."""
+    """The events of one step in the order in which they came, and for each key of theirs the joined samples."""
 
     number: int
-    seen: list[Seen]
+    rows: Sequence[Row]
+    values: Mapping[str, Tensor]
+
+    @cached_property
+    def seen(self) -> list[Seen]:
+        """The events with their samples."""
+        counts = {key: [row.size for row in self.rows if row.key == key] for key in self.values}
+        samples = {key: iter(torch.split(values, counts[key])) for key, values in self.values.items()}
+        return [
+            Seen(row.event, row.key.partition(".")[0], row.shape, row.source, next(samples[row.key]))
+            for row in self.rows
+        ]
 
 
-def sample(tensor: Tensor, count: int) -> Tensor:
-    """Return up to `count` elements of a tensor, spread over all of it, in its dtype and on its device.
+def elements(tensor: Tensor) -> Tensor:
+    """Return some hundred elements of a tensor, spread over all of it, in its dtype and on its device.
 
-    Which ones depends only on the shape. The result is a copy: the tensor may be changed in place afterwards.
+    Which ones depends only on the shape; of a small tensor it is all. The result may share the tensor's memory.
     """
-    tensor = to_local(tensor.detach())
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
@@ -91,23 +113,18 @@ def sample(tensor: Tensor, count: int) -> Tensor:
     if tensor.element_size() == 1 and tensor.is_floating_point():  # fp8, for which few operators exist
         tensor = tensor.float()
     size = tensor.numel()
-    if size <= count:
-        return tensor.reshape(-1).clone()
-    return torch.take(tensor, _places(size, count, tensor.device))
+    distance = _distance(size)
+    if distance == 1:
+        return tensor.reshape(-1)
+    if tensor.is_contiguous():
+        return tensor.as_strided((-(-size // distance),), (distance,))
+    return torch.take(tensor, torch.arange(0, size, distance, device=tensor.device))
 
 
 @lru_cache(maxsize=4096)
-def _places(size: int, count: int, device: torch.device) -> Tensor:
-    """Return which elements to take. A stride that divides a dimension would see one of its rows or columns only."""
-    stride = max(1, int(size * _SCATTER))
-    while gcd(stride, size) != 1:
-        stride += 1
-    return (torch.arange(count, dtype=torch.int64) * stride % size).to(device)
-
-
-def shorter(values: Tensor, seen: Seen) -> Tensor:
-    """Return of another step's sample of the same tensor the elements that `seen` has: fewer, after step 1."""
-    count = len(seen.values)
-    if count < len(values) == prod(seen.shape):
-        return values[_places(len(values), count, values.device)]
-    return values[:count]
+def _distance(size: int) -> int:
+    """Return how far the elements of a sample are apart. One that divides a dimension would see one row or column."""
+    distance = max(1, int(size * _SHARE))
+    while gcd(distance, size) != 1:
+        distance -= 1
+    return distance

@@ -7,14 +7,13 @@ gradient hold the same one after it is reduced. An operator is as close to its f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelcore.parity.events import Event, Seen, Step, shorter
+from accelcore.parity.events import Event, Seen, Step
 
 __all__ = ["BEFORE", "certainly_wrong", "moved", "odd_ranks"]
 
@@ -25,9 +24,8 @@ BEFORE = {"weight": ("parameter", "buffer"), "old state": ("state",)}
 def moved(seen: Seen, before: Mapping[Event, Tensor]) -> Tensor | None:
     """Return how far a tensor has moved since the end of the step before; None if it was not seen there."""
     for kind in BEFORE[seen.event.kind]:
-        after = before.get(replace(seen.event, kind=kind))
+        after = before.get(seen.event._replace(kind=kind))
         if after is not None:
-            after = shorter(after, seen)
             return seen.values.double() - after.double() if after.shape == seen.values.shape else None
     return None
 
@@ -43,7 +41,7 @@ def odd_ranks(steps: Mapping[int, Step]) -> dict[Event, int]:
         shapes = {values.shape for values in held.values()}
         whole = len(held) == len(ranks) and len(shapes) == 1  # not shards, nor gradients that few ranks have
         if whole and len({tuple(values.tolist()) for values in held.values()}) > 1:
-            own = [_last(events, replace(event, kind="gradient")) for events in ranks.values()]
+            own = [_last(events, event._replace(kind="gradient")) for events in ranks.values()]
             mean = sum(
                 (each for each in own if each is not None and {each.shape} == shapes),
                 torch.zeros(*shapes, dtype=torch.float64),
@@ -55,7 +53,7 @@ def odd_ranks(steps: Mapping[int, Step]) -> dict[Event, int]:
 
 def _last(events: dict[Event, Tensor], event: Event) -> Tensor | None:
     """Return an event's values when it was last seen: a gradient after all micro-batches."""
-    return next((values for key, values in reversed(events.items()) if replace(key, number=0) == event), None)
+    return next((values for key, values in reversed(events.items()) if key._replace(number=0) == event), None)
 
 
 def _unlike(values: Tensor, mean: Tensor) -> float:

@@ -41,8 +41,6 @@ __all__ = ["Record", "rank_now", "world_size_now"]
 
 logger = logging.getLogger("accelcore")
 
-_SAMPLE = 256
-
 
 class Record(Observer):
     """Record a training into a folder, to replay it elsewhere and name the first place where the two part.
@@ -63,10 +61,10 @@ class Record(Observer):
     `optimizer.step()`; steps are counted from 1. A forward pass under `no_grad` is not recorded. Several models are
     told apart by prefixes, `model2.` for the second.
 
-    In each step, up to 256 elements are kept of each input of a module that functions have computed, of each output,
-    of its gradient, of each parameter, buffer and gradient, and of each tensor of the optimizer's state; fewer from
-    step 2 on, if it would be more than 1 MB a step. Before step 1, all weights and the states of the random generators
-    are kept. The recorded run has the same bits as an unrecorded one. The modules of a compiled model are not seen.
+    In each step, some hundred elements are kept of each input of a module that functions have computed, of each output,
+    of its gradient, of each parameter, buffer and gradient, and of each tensor of the optimizer's state. Before step 1,
+    all weights and the states of the random generators are kept. The recorded run has the same bits as an unrecorded
+    one. The modules of a compiled model are not seen.
 
     Args:
         folder: made if it does not exist; an older recording in it is replaced. Each rank writes a folder of its own.
@@ -130,7 +128,6 @@ class Record(Observer):
         self._open = ExitStack()
         self._is_open = False
         self._checks = False
-        self._counts: tuple[int, int | None] = (_SAMPLE, None)
 
     def __enter__(self) -> Self:
         self._start()
@@ -194,7 +191,7 @@ class Record(Observer):
             self._collector.close()
             self._open.close()
         if self._writer is not None:
-            self._writer.change(complete=complete, counts=self._collector.counts)
+            self._writer.change(complete=complete)
             self._writer.flush()
             last_step = self._collector.step - 1
             if missed := [step for step in self._operators if step > last_step]:
@@ -213,7 +210,7 @@ class Record(Observer):
             return
         check_place(self._folder)
         self._is_open = True
-        self._collector = Collector(self._counts, self._operators, self._begin_step, self._receive, checks=self._checks)
+        self._collector = Collector(self._operators, self._begin_step, self._receive, checks=self._checks)
         atexit.register(self.close)
         self._at_start = host_rng_state()
         if self._random is not None:
@@ -260,7 +257,6 @@ class Record(Observer):
         return {
             "settings": {},
             "generators": {name: state.tolist() for name, state in self._at_start.items()},
-            "counts": self._counts,
             "operators": self._operators,
             "random": self._random,
             "batches": self._batches,

@@ -4,7 +4,7 @@
       recording.json               settings, the table of events, the steps and where they are
       weights-0.safetensors        the state of the first model before the first step
       batches-00000001.safetensors whole batches of a step: MODEL.CALL.NUMBER, and the host generator's state before it
-      steps-00000001.safetensors   samples of some steps, one tensor for each step and dtype
+      steps-00000001.safetensors   samples of some steps, one tensor for each step, dtype and device
 
 Every file is written beside its place and renamed, so that a kill leaves whole files. `recording.json` is written last,
 each time that steps are added: a run that is killed leaves the steps before.
@@ -18,18 +18,16 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from accelcore.errors import RecordingError
 from accelcore.optim.shards import is_sharded
-from accelcore.parity.events import PHASE_OF, Event, Seen, Step
+from accelcore.parity.events import PHASE_OF, Event, Row, Step
 from accelcore.util.text import is_whole, replace_file
 
 __all__ = ["Reader", "Writer", "check_place", "ranks_of"]
@@ -81,11 +79,10 @@ class Writer:
     def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
         self._folder = folder / f"rank-{rank:05d}"
         self._facts = {"what": "accelcore recording", "format": _FORMAT, "rank": rank, **facts}
-        self._tables: list[list[Any]] = []
-        self._numbers: dict[str, int] = {}
+        self._tables: dict[tuple[Row, ...], int] = {}  # most steps have the same one
         self._steps: dict[str, tuple[int, str]] = {}
-        self._waiting: list[Step] = []
-        self._bytes = 0
+        self._waiting: dict[str, Tensor] = {}
+        self._first = 0  # of the steps that wait
         try:
             if self._folder.exists():
                 shutil.rmtree(self._folder)
@@ -110,9 +107,13 @@ class Writer:
 
     def add(self, step: Step) -> None:
         """Add a step. It is written together with others."""
-        self._waiting.append(step)
-        self._bytes += sum(seen.values.nbytes for seen in step.seen)
-        if len(self._waiting) >= _STEPS_A_FILE or self._bytes > _BYTES_A_FILE:
+        if not self._waiting:
+            self._first = step.number
+        table = self._tables.setdefault(tuple(step.rows), len(self._tables))
+        self._steps[str(step.number)] = table, f"steps-{self._first:08d}.safetensors"
+        self._waiting |= {f"{step.number}.{key}": values for key, values in step.values.items()}
+        size = sum(values.nbytes for values in self._waiting.values())
+        if size > _BYTES_A_FILE or step.number - self._first >= _STEPS_A_FILE:
             self.flush()
 
     def change(self, **facts: Any) -> None:
@@ -122,29 +123,14 @@ class Writer:
     def flush(self) -> None:
         """Write the steps that wait, and the table of all."""
         if self._waiting:
-            name, tensors = f"steps-{self._waiting[0].number:08d}.safetensors", dict[str, Tensor]()
-            for step in self._waiting:
-                joined = defaultdict(list)
-                for seen in step.seen:
-                    joined[seen.dtype].append(seen.values)
-                tensors |= {f"{step.number}.{dtype}": torch.cat(parts) for dtype, parts in joined.items()}
-                self._steps[str(step.number)] = (self._table(step), name)
-            self._save(tensors, name)
-            self._waiting, self._bytes = [], 0
-        facts = {**self._facts, "tables": self._tables, "steps": self._steps}
+            self._save(self._waiting, f"steps-{self._first:08d}.safetensors")
+            self._waiting = {}
+        tables = [[[*row.event, *row[1:]] for row in table] for table in self._tables]
+        facts = {**self._facts, "tables": tables, "steps": self._steps}
         try:
             replace_file(self._folder / _FILE, json.dumps(facts).encode())
         except OSError as error:
             raise _not_written(self._folder, error) from error
-
-    def _table(self, step: Step) -> int:
-        """Return the number of the table of a step's events; most steps have the same one."""
-        rows = [[*astuple(seen.event), seen.dtype, seen.shape, seen.source, len(seen.values)] for seen in step.seen]
-        key = json.dumps(rows)
-        if key not in self._numbers:
-            self._numbers[key] = len(self._tables)
-            self._tables.append(rows)
-        return self._numbers[key]
 
     def _save(self, tensors: dict[str, Tensor], name: str) -> None:
         beside = self._folder / f".{name}"
@@ -196,7 +182,7 @@ class Reader:
         """Raise if samples are missing or cut off: a replay that takes hours would end there."""
         needed = defaultdict[str, set[str]](set)
         for number, (table, name) in self._steps.items():
-            needed[name] |= {f"{number}.{row[1]}" for row in self._tables[table]}
+            needed[name] |= {f"{number}.{row.key}" for row in self._tables[table]}
         for name, keys in needed.items():
             with safe_open(self._folder / name, framework="pt") as file:
                 if lost := keys - set(file.keys()):
@@ -205,21 +191,16 @@ class Reader:
     def step(self, number: int) -> Step:
         """Return a step."""
         table, name = self._steps[number]
-        seen, offsets = [], defaultdict[str, int](int)
+        rows = self._tables[table]
         try:
             with safe_open(self._folder / name, framework="pt") as file:
-                whole = {
-                    dtype: file.get_tensor(f"{number}.{dtype}") for dtype in {row[1] for row in self._tables[table]}
-                }
-            for event, dtype, shape, source, count in self._tables[table]:
-                begin = offsets[dtype]
-                offsets[dtype] += count
-                if offsets[dtype] > len(whole[dtype]):
-                    raise ValueError(f"{name} has too few numbers")
-                seen.append(Seen(event, dtype, shape, source, whole[dtype][begin : begin + count]))
+                values = {key: file.get_tensor(f"{number}.{key}") for key in {row.key for row in rows}}
+            for key, joined in values.items():
+                if joined.shape != (sum(row.size for row in rows if row.key == key),):
+                    raise ValueError(f"{name} has another number of values of {key}")
         except _UNREADABLE as error:
             raise _damaged(self._folder, error) from error
-        return Step(number, seen)
+        return Step(number, rows, values)
 
     def batches(self, step: int) -> dict[str, Tensor]:
         """Return the whole batches of a step, as they were given to `Writer.batches`."""
@@ -242,13 +223,12 @@ class Reader:
             raise _damaged(self._folder, error) from error
 
 
-def _row(kind: str, module: str, item: str, number: int, dtype: str, shape: list[int], source: str, count: int) -> Any:
-    texts = (module, item, dtype, source)
-    if kind not in PHASE_OF or not all(isinstance(text, str) for text in texts):
+def _row(kind: str, module: str, item: str, number: int, key: str, shape: list[int], source: str, count: int) -> Row:
+    if kind not in PHASE_OF or not all(isinstance(text, str) for text in (module, item, key, source)):
         raise ValueError(f"{kind!r} of {module!r} is no event")
     if not (is_whole(number) and is_whole(count) and all(is_whole(size) for size in shape)):
         raise ValueError(f"the numbers of {kind} of {module!r} are no whole numbers")
-    return Event(kind, module, item, number), dtype, tuple(shape), source, count
+    return Row(Event(kind, module, item, number), key, tuple(shape), source, count)
 
 
 def _chunk(name: str) -> str:

@@ -115,7 +115,6 @@ class Replay(Record):
         self._ranks = len(ranks)
         self._taken: dict[str, Tensor] = {}  # whole batches of this step
         self._has_other_batches = False
-        self._counts = tuple(facts["counts"])
         self._other_weights: list[str] = []
         self._notes: list[str] = []
         self.result: Result | None = None

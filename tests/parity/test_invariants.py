@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 import accelcore
-from accelcore.parity.events import Event, Seen, Step, sample, shorter
+from accelcore.parity.events import Event, Row, Step, elements
 from accelcore.parity.invariants import odd_ranks
 
 
@@ -87,12 +87,51 @@ def test_what_a_step_begins_with_is_compared_however_rounding_has_grown(tmp_path
     assert (result.phase, result.step, result.module, result.is_cause) == (phase, 4, module, True), result
 
 
-@pytest.mark.parametrize("size", [50, 120, 256, 1000])
-def test_a_sample_of_a_later_step_is_part_of_that_of_the_first(size):
-    tensor = torch.randn(size)
-    first, later = sample(tensor, 256), sample(tensor, 100)
-    seen = Seen(Event("weight", "", "weight"), "float32", (size,), "", later)
-    assert torch.equal(shorter(first, seen), later)
+@pytest.mark.parametrize(
+    ("fault", "item"), [("state", "old state momentum_buffer of weight"), ("lr", "parameter weight")]
+)
+def test_an_update_of_a_second_model_is_named_with_its_module(tmp_path, fault, item):
+    def train_both(planted=None):
+        torch.manual_seed(0)
+        nets = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
+        for step in range(1, 4):
+            if planted and step == 2:
+                if planted == "state":
+                    optimizers[1].state[nets[1][0].weight]["momentum_buffer"].mul_(1.001)
+                else:
+                    optimizers[1].param_groups[0]["lr"] = 0.2
+            for net in nets:
+                net(torch.randn(2, 4)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with accelcore.Record(tmp_path / "ref"):
+        train_both()
+    with accelcore.Replay(tmp_path / "ref") as replay:
+        train_both(fault)
+    found = replay.result
+    assert (found.module, found.item, found.is_cause) == ("model2.0", item, True), found
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (128,), (64, 64), (100, 512), (3, 1 << 14), (2, 3, 128, 128)])
+def test_a_sample_is_small_and_spread_over_all_rows_and_columns(shape):
+    size = torch.Size(shape).numel()
+    places = elements(torch.arange(size).view(shape))
+    assert len(places) == size if size < 200 else 100 < len(places) < 200
+    assert places.diff().unique().numel() <= 1
+    assert size - 1 - places[-1] < max(1, size / 100)
+    for length in shape:
+        assert len((places % length).unique()) >= min(length, 60)
+
+
+def test_a_sample_does_not_depend_on_strides():
+    tensor = torch.randn(40, 60)
+    assert torch.equal(elements(tensor.t().contiguous().t()), elements(tensor))
+    assert torch.equal(
+        elements(tensor.to(torch.complex64)[:, ::2]), elements(tensor.to(torch.complex64)[:, ::2].clone())
+    )
 
 
 def ranks(change):
@@ -101,12 +140,13 @@ def ranks(change):
     held = own.mean(0).repeat(3, 1) * 0.25  # clipped
     change(own, held)
     return {
-        rank: Step(1, [
-            Seen(Event(kind, "layer", "weight"), "float32", (6,), "", values[rank])
-            for kind, values in (("gradient", own), ("reduced", held))
-        ])
+        rank: Step(
+            1,
+            [Row(Event(kind, "layer", "weight"), "float32.cpu", (6,), "", 6) for kind in ("gradient", "reduced")],
+            {"float32.cpu": torch.cat([own[rank], held[rank]])},
+        )
         for rank in range(3)
-    }  # fmt: skip
+    }
 
 
 def test_a_rank_whose_gradient_is_not_reduced_is_odd():

@@ -25,6 +25,7 @@ def test_lion_steps_as_its_formula():
 def test_a_trainer_takes_it():
     accel = accelcore.select("hostchip")
     model = torch.nn.Linear(3, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
     values = model.parameters()
     optimizer = accel.optimizers.create("lion", values, lr=0.01)
     trainer = accel.trainer(model, optimizer, loss=lambda m, x: m(x).square().mean())
