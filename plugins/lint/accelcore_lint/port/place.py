@@ -9,6 +9,7 @@ import libcst as cst
 
 from accelcore_lint.port.model import Level
 from accelcore_lint.port.tree import Tree, text_of
+from accelcore_lint.port.vendors import DEVICES
 
 __all__ = ["Place", "UnplacedError"]
 
@@ -16,6 +17,7 @@ _NAMES = {
     Level.TORCH: ("device", "accelerator", "accelerator_device"),
     Level.ROLES: ("accel", "accelerator", "backend"),
 }
+_CONTEXTS = tuple(f"torch.{device}.device" for device in DEVICES)
 _CURRENT = ("current_device", "current_accelerator", *(f"current_device_{n}" for n in range(2, 99)))
 
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
@@ -66,9 +68,12 @@ class Place:
         Raises:
             UnplacedError: the device cannot be chosen before this expression.
         """
-        if not self._torch_level and self.is_apart(site) and self._is_placed(site):
-            function = self._scope(site)
-            if self._hides(site) and function is not None:
+        if self._in_context(site):
+            raise UnplacedError("the device of the context around this line, which is one vendor's")
+        function, hidden = self._scope(site), self._hides(site)
+        takes_current = self.is_apart(site) or (hidden and self._is_repeated(function))
+        if not self._torch_level and takes_current and self._is_placed(site):
+            if hidden and function is not None:
                 self._local[function, f"{self._current} = {self._current_value}"].append(site)
             else:
                 self._current_sites.append(site)
@@ -100,14 +105,24 @@ class Place:
         return not self._hides(site) or all(after)
 
     def _obstacle(self, site: cst.CSTNode) -> str:
+        function = self._scope(site)
         if self._existing:
-            early = self._scope(site) is None and self._tree.line(site) < self._tree.line(self._existing)
+            early = function is None and self._tree.line(site) < self._tree.line(self._existing)
             return "the device is chosen below this line" if early else ""
-        if not self._is_placed(site):
+        if not self._is_placed(site) or (self._is_repeated(function) and self._hides(site)):
             return "an environment variable hides devices after this file would choose one: use ACCEL_DEVICE instead"
         if not self._torch_level and self.is_apart(site):
             return "the script chooses the device of this process itself: pass the backend to this function"
         return ""
+
+    def _in_context(self, site: cst.CSTNode) -> bool:
+        """Return whether a site is in `with torch.cuda.device(index):`, which chooses among several devices."""
+        return any(
+            isinstance(item.item, cst.Call) and (self._tree.name(item.item.func) or "") in _CONTEXTS
+            for outer in self._tree.parents(site)
+            if isinstance(outer, cst.With)
+            for item in outer.items
+        )
 
     def is_apart(self, site: cst.CSTNode) -> bool:
         """Return whether a site takes the current device, as that of the process is chosen elsewhere.
@@ -124,24 +139,30 @@ class Place:
         tree, function = self._tree, self._scope(site)
         for target in tree.hidden_by:
             setter = self._scope(target)
-            if setter is None:
-                first = [site, *tree.parents(site)][-2]  # the module's statement
-                if tree.line(first) < tree.line(target):
-                    return True
-            elif setter is not function or tree.line(site) < tree.line(target) or not self._called_once(setter):
+            if setter is not None and (setter is not function or not self._called_once(setter)):
+                return True
+            if tree.line(self._first(setter.body if setter else tree.module, [site])) < tree.line(target):
                 return True
         return False
 
-    def _runs_after(self, function: cst.FunctionDef | None, target: cst.CSTNode) -> bool:
-        """Return whether a function runs after a statement that hides devices, and can choose the device for itself."""
+    def _runs_after(
+        self, function: cst.FunctionDef | None, target: cst.CSTNode, callees: tuple[cst.FunctionDef, ...] = ()
+    ) -> bool:
+        """Return whether a function only runs after a statement that hides devices."""
         tree, setter = self._tree, self._scope(target)
-        if function is None or function is setter or self._torch_level:
+        if function is None or function is setter or function in callees or self._torch_level:
             return False
-        calls = [call for call in tree.calls if text_of(call.func) == function.name.value]
+        name = function.name.value
+        calls = [call for call in tree.calls if text_of(call.func) == name]
         if any(tree.line(call) < tree.line(target) and self._scope(call) is setter for call in calls):
             return False
-        # A process that is started has the variables of its parent.
-        return tree.spawns or (self._called_once(function) and self._scope(calls[0]) is setter)
+        if tree.spawns:
+            return True  # A process that is started has the variables of its parent.
+        known = bool(calls) and tree.functions.get(name) is function and tree.uses[name] == len(calls)
+        seen = (*callees, function)
+        return known and all(
+            scope is setter or self._runs_after(scope, target, seen) for scope in map(self._scope, calls)
+        )
 
     def lines(self) -> dict[cst.CSTNode, str]:
         """Return the lines to add, by the statement before which each is added."""
@@ -201,6 +222,10 @@ class Place:
         return len(calls) == 1 and not any(
             isinstance(outer, (cst.FunctionDef, cst.For, cst.While)) for outer in self._tree.parents(calls[0])
         )
+
+    def _is_repeated(self, function: cst.FunctionDef | None) -> bool:
+        """Return whether a function of this process may run more than once: choosing a device each time is slow."""
+        return function is not None and not (self._tree.spawns or self._called_once(function))
 
     def _common_guard(self) -> cst.If | None:
         """Return the module's `if __name__ == "__main__":` if all sites are in its body."""

@@ -43,10 +43,10 @@ class _Sweep(cst.CSTTransformer):
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement:
         """Remove a condition with nothing under it, if its test is a name, or was rewritten to a comparison."""
-        body = original_node.body
-        empty = (
-            isinstance(body, cst.IndentedBlock) and all(map(is_removed, body.body)) and not _has_comment(updated_node)
-        )
+        last, new = original_node.orelse, updated_node.orelse
+        if isinstance(last, cst.Else) and _is_empty(last.body) and new is not None and not _has_comment(new):
+            updated_node = updated_node.with_changes(orelse=None)
+        empty = _is_empty(original_node.body) and not _has_comment(updated_node)
         if not empty or updated_node.orelse is not None or not isinstance(updated_node.test, _PLAIN):
             return updated_node
         line = cst.SimpleStatementLine([cst.Pass()], leading_lines=updated_node.leading_lines)
@@ -56,7 +56,11 @@ class _Sweep(cst.CSTTransformer):
         return _swept(updated_node)
 
 
-def _has_comment(node: cst.If) -> bool:
+def _is_empty(body: cst.BaseSuite) -> bool:
+    return isinstance(body, cst.IndentedBlock) and all(map(is_removed, body.body))
+
+
+def _has_comment(node: cst.If | cst.Else) -> bool:
     header = node.with_changes(leading_lines=[])
     return "#" in cst.Module([]).code_for_node(header)
 

@@ -13,6 +13,7 @@ from libcst import metadata
 from libcst.helpers import get_full_name_for_node
 
 from accelcore_lint.port.model import Level
+from accelcore_lint.port.vendors import STAR_IMPORT
 
 __all__ = ["Tree", "argument", "arguments", "dotted", "text_of"]
 
@@ -46,6 +47,7 @@ class Tree:
         self._names: Mapping[cst.CSTNode, Any] = wrapper.resolve(metadata.QualifiedNameProvider)
         self._parents: Mapping[cst.CSTNode, cst.CSTNode] = wrapper.resolve(metadata.ParentNodeProvider)
         self._positions: Mapping[cst.CSTNode, Any] = wrapper.resolve(metadata.PositionProvider)
+        self._has_star = STAR_IMPORT.search(self.module.code) is not None
         survey = _Survey(self)
         self.module.visit(survey)
         self.identifiers = survey.identifiers
@@ -72,6 +74,8 @@ class Tree:
             return None
         found = self._names.get(node, ())
         found = found() if callable(found) else found
+        if not found and self._has_star and base.value == "torch":  # only `from model import *` can bring it
+            return dotted(node)
         if len(found) != 1:
             return None
         (qualified,) = found
@@ -180,7 +184,7 @@ class _Survey(cst.CSTVisitor):
         name = self._tree.name(node.func) or ""
         if name == "torch.device" and isinstance(index := argument(node, "index", 1), cst.Integer):
             self.indexes.add(index.value)
-        if name in ("torch.manual_seed", "random.seed", "numpy.random.seed") or "cuda.manual_seed" in name:
+        if name == "torch.manual_seed":
             self.seeds.append(node)
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> None:

@@ -6,7 +6,17 @@ import io
 import re
 import tokenize
 
-__all__ = ["DEVICES", "GROUPS", "MODULES", "device_text", "may_concern", "own_options", "type_text", "vendor_lines"]
+__all__ = [
+    "DEVICES",
+    "GROUPS",
+    "MODULES",
+    "STAR_IMPORT",
+    "device_text",
+    "may_concern",
+    "own_options",
+    "type_text",
+    "vendor_lines",
+]
 
 DEVICES = ("cuda", "npu")
 """Names of devices that scripts are ported from."""
@@ -22,11 +32,15 @@ _OPTION = re.compile(r"NpuFused\w+")
 _TEXT = re.compile(rf"({'|'.join(DEVICES)})(:(\d+|%d|\{{.*\}}|\{{\}}))?")
 _TYPE = re.compile(rf"torch\.({'|'.join(DEVICES)})\.\w*Tensor")
 _IMPORTS = re.compile(rb"(?m)^[ \t\f]*(from|import)\b[^\n#]*\b(torch|torch_npu|torchvision|apex)\b")
+STAR_IMPORT = re.compile(r"(?m)^from\b[^\n#]*\bimport[ \t]*\*")
+"""An import that may bring the name `torch` from a module of the script's own."""
+
 _OUR_APEX = re.compile(r"(?m)^\s*from accelcore import (.*, *)?apex\b")
 _NAMESPACES = re.compile(r"(?m)^[ \t]*(\w+)(?:, *\w+)?[ \t]*=[ \t]*[\w.]+\.parse_(?:known_)?args\(")
 _FLAGS = re.compile(rf"(?m)^[ \t]*({'|'.join(DEVICES)})[ \t]*=(?!=)")
 _IMPORTED = re.compile(rf"(?m)^[ \t]*(?:from|import)\b[^#\n]*\b({'|'.join(DEVICES)})\b[ \t]*(?:,|as\b|$|#)")
 _MEMBERS = re.compile(rf"(?m)^[ \t]*self\.({'|'.join(DEVICES)})[ \t]*=(?!=)")
+_TRUTHS = re.compile(rf"\b(?:if|elif|while|and|or|not)[ \t(]+((?:\w+\.)*\w+\.(?:{'|'.join(DEVICES)}))\b(?![ \t]*[.(])")
 _HEADS = re.compile(r"(?s)\bdef\s+\w+\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 _PARAMETER = re.compile(rf"(?:^|,)\s*({'|'.join(DEVICES)})\s*(?:[,:=]|$)")
 _STRING = re.compile(r"(?s)[a-zA-Z]*('''|\"\"\"|'|\")(.*)\1")
@@ -44,7 +58,8 @@ def type_text(text: str) -> bool:
 
 def may_concern(source: bytes) -> bool:
     """Return whether a file imports what may have to be ported, without parsing it."""
-    return _IMPORTS.search(source) is not None
+    brings = b"torch." in source and STAR_IMPORT.search(source.decode("utf-8", "replace"))
+    return _IMPORTS.search(source) is not None or bool(brings)
 
 
 def own_options(source: str) -> set[str]:
@@ -52,10 +67,13 @@ def own_options(source: str) -> set[str]:
 
     What an option `--cuda` stores in `args.cuda`, or what the script sets there (`args.cuda = not args.no_cuda`), is a
     flag. So is a variable as in `cuda = torch.cuda.is_available()`, or a function's parameter `cuda`, unless the file
-    imports something of that name, and an attribute that the script sets: `self.cuda = use_cuda`.
+    imports something of that name, an attribute that the script sets, as in `self.cuda = use_cuda`, and one whose
+    truth it asks, as in `if config.cuda:`.
     """
     options = {f"{space}.{device}" for space in _NAMESPACES.findall(source) for device in DEVICES}
     options |= {f"self.{device}" for device in _MEMBERS.findall(source)}
+    asked = {name for name in _TRUTHS.findall(source) if not name.startswith("torch.")}
+    options |= asked | {".".join(name.split(".")[-2:]) for name in asked}
     parameters = {name for head in _HEADS.findall(source) for name in _PARAMETER.findall(head)}
     return options | ((set(_FLAGS.findall(source)) | parameters) - set(_IMPORTED.findall(source)))
 

@@ -60,6 +60,10 @@ def _guarded(script: Script, call: ast.Call, loop: ast.stmt) -> bool:
     for above in script.names.ancestors(call):
         if above is loop:
             return False
+        if isinstance(above, ast.Assign) and isinstance(loop, ast.While):
+            asked = {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
+            if any(isinstance(target, ast.Name) and target.id in asked for target in above.targets):
+                return True  # the loop ends by it
         if isinstance(above, _NOT_EACH_STEP):
             return True
     return True
@@ -69,7 +73,8 @@ RULE = Rule(
     code="ACC314",
     name="item-each-step",
     about="`loss.item()` or `float(loss)` in each training step. The host waits until the device has computed the "
-    "loss, and launches nothing meanwhile. Small models lose much by it. Reads under a condition are not found.",
+    "loss, and launches nothing meanwhile. Small models lose much by it. Reads under a condition, and those by which a "
+    "loop ends, are not found.",
     check=_check,
     found=(
         """
@@ -97,6 +102,17 @@ RULE = Rule(
                 optimizer.step()
                 if i % 100 == 0:
                     print(loss.item())
+        """,
+        """
+        import torch
+
+        def fit(model, optimizer, batch):
+            last = 1.0
+            while last > 0.1:
+                loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                last = loss.item()
         """,
     ),
 )

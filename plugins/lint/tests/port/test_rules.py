@@ -49,7 +49,9 @@ def test_the_scripts_own_option_is_no_vendor_line():
     assert "if args.cuda:\n    model.to(accel.device)\n" in outcome.source
     assert 'torch.device(accel.device.type if args.cuda else "cpu")' in outcome.source
     flag = source.replace("args = parser.parse_args()", "args = make()")
-    assert port_source(flag, Level.ROLES).after == 3
+    assert port_source(flag, Level.ROLES).after == 1  # `if args.cuda` asks for a truth
+    flag = "import torch\nargs = make()\nmove = args.cuda\n"
+    assert port_source(flag, Level.ROLES).after == 1
 
 
 @pytest.mark.parametrize("other", ["", "setup(3)\n", "start = setup\n"])
@@ -110,16 +112,97 @@ def test_a_process_that_is_started_has_the_variables_of_its_parent():
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "left"), [("", "work(0)", 0), ("work(0)", "", 1), ("", "work(0)\nwork(1)", 1)]
+    ("before", "after", "made"),
+    [
+        ("", "work(0)", "accel = accelcore.select()"),
+        ("work(0)", "", None),
+        ("", "work(0)\nwork(1)", "current_device = torch.accelerator.current_accelerator("),
+        ("", "work(0)\nprint(work)", None),
+    ],
 )
-def test_a_function_that_is_called_after_devices_are_hidden_chooses_the_device(before, after, left):
+def test_a_function_that_is_called_after_devices_are_hidden_chooses_the_device(before, after, made):
     source = (
         "import os\nimport torch\n\n\ndef work(n):\n    return torch.ones(n).cuda()\n\n\n"
         f'{before}\nos.environ["CUDA_VISIBLE_DEVICES"] = "1"\n{after}\n'
     )
     outcome = port_source(source, Level.ROLES)
-    assert len(outcome.left) == left
-    assert ("def work(n):\n    accel = accelcore.select()\n" in outcome.source) is (left == 0)
+    assert len(outcome.left) == (made is None)
+    assert made is None or f"def work(n):\n    {made}" in outcome.source
+
+
+HIDDEN = """import os
+import torch
+
+
+def hot(y):
+    return torch.eye(2).cuda()
+
+
+def test(loader):
+    return [hot(x) for x in loader]
+
+
+def main(args):
+    if args.gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = args.gpu
+        print(torch.cuda.is_available())
+    model = torch.nn.Linear(2, 2).cuda()
+    hot(model)
+    test([1])
+
+
+main(parse())
+"""
+
+
+@pytest.mark.parametrize("name", ["str(self.device)", "device.type", "args.device"])
+def test_a_word_in_the_name_of_a_device(name):
+    source = f"import torch\nif 'cuda' in {name}:\n    torch.cuda.empty_cache()\n"
+    outcome = port_source(source, Level.ROLES)
+    assert outcome.after == 0
+    assert f'if "cpu" not in {name}:' in outcome.source
+
+
+def test_a_device_is_chosen_after_devices_are_hidden_also_under_a_condition():
+    source = port_source(HIDDEN, Level.ROLES).source
+    assert "print(torch.accelerator.is_available())\n    accel = accelcore.select()\n" in source
+    assert source.count("current_device = ") == 1
+    assert "torch.eye(2).to(current_device)" in source
+
+
+def test_a_name_that_only_an_import_of_all_names_can_bring():
+    source = "from model import *\nnet = Net().cuda()\nx = torch.ones(2).cuda()\ntorch.cuda.synchronize()\n"
+    assert (port_source(source, Level.ROLES).before, port_source(source, Level.ROLES).after) == (3, 0)
+    assert port_source("from model import *\nnet = Net().cuda()\n", Level.ROLES).before == 0
+
+
+def test_a_storage_keeps_its_own_move():
+    source = "import torch\nmemory = torch.Storage(8).cuda()\nx = torch.ones(2).cuda()\n"
+    assert "torch.Storage(8).cuda()" in port_source(source, Level.ROLES).source
+
+
+def test_an_empty_else_goes():
+    source = (
+        "import torch\ntorch.manual_seed(1)\nif torch.cuda.is_available():\n    if not args.cuda:\n"
+        "        print(1)\n    else:\n        torch.cuda.manual_seed(1)\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert outcome.after == 0
+    assert "else" not in outcome.source
+
+
+def test_seeds_of_the_host_stay_as_they_are():
+    source = "import torch\ntorch.manual_seed(1)\ntorch.cuda.manual_seed_all(1)\nx = torch.ones(2).cuda()\n"
+    assert "torch.manual_seed(1)\n" in port_source(source, Level.ROLES).source
+    assert "seed_all" not in port_source(source, Level.ROLES).source
+
+
+def test_a_move_inside_of_a_context_of_one_device_is_left():
+    source = (
+        "import torch\nfor i in range(torch.cuda.device_count()):\n"
+        "    with torch.cuda.device(i):\n        x = torch.ones(2).cuda()\n"
+    )
+    assert "torch.ones(2).cuda()" in port_source(source, Level.ROLES).source
 
 
 def test_a_rank_of_minus_one_is_a_single_process():
@@ -187,13 +270,15 @@ def test_a_rank_of_the_launcher_chooses_no_device_by_hand():
 
 def test_a_device_that_is_chosen_below_a_line_is_not_used_in_it():
     source = (
-        "import os\nimport torch\ntorch.manual_seed(1)\n"
+        "import os\nimport torch\nprint(torch.cuda.is_available())\n"
         'os.environ["CUDA_VISIBLE_DEVICES"] = "1"\nx = torch.ones(2).cuda()\n'
     )
     once = port_source(source, Level.ROLES).source
     assert port_source(once, Level.ROLES).source == once
     assert (
-        once.index("torch.manual_seed(1)") < once.index("accel = accelcore.select()") < once.index(".to(accel.device)")
+        once.index("torch.accelerator.is_available")
+        < once.index("accel = accelcore.select()")
+        < once.index(".to(accel.device)")
     )
 
 

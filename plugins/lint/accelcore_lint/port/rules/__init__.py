@@ -13,7 +13,7 @@ from accelcore_lint.port.rules.optimizers import OPTIMIZERS
 from accelcore_lint.port.rules.process_group import BACKEND_NAMES, PROCESS_GROUP
 from accelcore_lint.port.rules.replicas import REPLICAS
 from accelcore_lint.port.rules.scaler import SCALER
-from accelcore_lint.port.rules.seeds import SEEDS, TORCH_SEED
+from accelcore_lint.port.rules.seeds import SEEDS
 from accelcore_lint.port.rules.statements import ALONE, WAIT
 from accelcore_lint.port.rules.streams import STREAMS
 from accelcore_lint.port.rules.switches import SWITCHES
@@ -22,7 +22,7 @@ from accelcore_lint.port.rules.typed_tensors import TYPED
 __all__ = ["RULES"]
 
 RULES: tuple[Rule, ...] = (
-    SWITCHES, STREAMS, TYPED, ALONE, WAIT, SEEDS, TORCH_SEED, PROCESS_GROUP, CHOICES, AVAILABILITY, MOVES, AUTOCAST,
+    SWITCHES, STREAMS, TYPED, ALONE, WAIT, SEEDS, PROCESS_GROUP, CHOICES, AVAILABILITY, MOVES, AUTOCAST,
     CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, PINS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, *LEFTOVERS,
 )  # fmt: skip
 """Rules for every vendor's word. The last ones claim what the others leave."""

@@ -17,6 +17,7 @@ __all__ = ["GUARDS", "IS_CUDA"]
 
 _SKIPS = "a condition on one vendor's device: other accelerators skip what follows"
 _COPIES = ("pin_memory", "non_blocking")
+_OF_DEVICE = re.compile(r"^str\(|\)$|\.type$")
 _TYPE = re.compile(r".*(\.type|device_type|device)")
 
 
@@ -34,7 +35,7 @@ def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
         if is_text and _is_of_copies(node, facts):
             return rewrite
         return Left(_SKIPS, node.children, retry=rewrite if is_text else None)
-    if isinstance(target.operator, cst.In) and _is_vendor(left) and is_device_name(text_of(right)):
+    if isinstance(target.operator, cst.In) and _is_vendor(left) and is_device_name(_OF_DEVICE.sub("", text_of(right))):
         new = cst.parse_expression(f'"cpu" not in {text_of(right)}')
         return Left(
             _SKIPS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import cast
 
 import libcst as cst
@@ -15,6 +16,10 @@ from accelcore_lint.port.vendors import DEVICES
 __all__ = ["MOVES"]
 
 
+_STORAGE = re.compile(r"[sS]torage\([^()]*\)$")
+_DEVICE_OF = re.compile(r"(\w+(?:\.\w+)*)\.get_device\(\)")
+
+
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     func = node.func
     if isinstance(func, cst.Attribute) and func.attr.value == "to" and node.args:
@@ -26,12 +31,16 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return Left(f"this file defines a method {method}, which may be the one that is called")
     if text_of(func.value) == "super()":
         return Left(f"the inherited {method}(): call to(device) where this method is called")
+    if _STORAGE.search(text_of(func.value)):
+        return Left("a storage, which moves by to(device=...): a tensor's memory is no part of a training script")
     given = arguments(node, "device", "non_blocking")
     if given is None:
         return Left(f"arguments of {method}() that are not known")
     index = given.pop("device").value if "device" in given else None
     if index is not None and isinstance(index, cst.Name) and is_device_name(index.value) and not facts.is_whole(index):
         source: str | Left = text_of(index)
+    elif index is not None and (tensor := _DEVICE_OF.fullmatch(text_of(index))):
+        source = f"{tensor[1]}.device"
     else:
         source = device_source(facts, node, index)
     if isinstance(source, Left):
@@ -73,6 +82,7 @@ MOVES = Rule(
         Example(Level.TORCH, "x = x.cuda(non_blocking=True)", "x = x.to(device, non_blocking=True)"),
         Example(Level.ROLES, "model = Net().cuda()", "model = Net().to(accel.device)"),
         Example(Level.ROLES, "model.cuda(local_rank)", "model.to(accel.device)"),
+        Example(Level.ROLES, "window = window.cuda(x.get_device())", "window = window.to(x.device)"),
         Example(Level.ROLES, "x = x.to(local_rank)", "x = x.to(accel.device)"),
     ),
 )

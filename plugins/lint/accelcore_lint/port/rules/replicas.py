@@ -24,7 +24,9 @@ _DEVICES = ("device_ids", "output_device")
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if facts.name(node.func) in _DATA_PARALLEL:
-        reason = "DataParallel works on CUDA only: start a process for each device, and use DistributedDataParallel"
+        reason = (
+            "DataParallel drives several devices from one process: start one for each, and use DistributedDataParallel"
+        )
         return Left(reason, inner=True)
     if facts.name(node.func) not in _DDP:
         return None

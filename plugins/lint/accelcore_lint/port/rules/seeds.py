@@ -12,11 +12,11 @@ from accelcore_lint.port.removed import removed
 from accelcore_lint.port.rules.statements import called
 from accelcore_lint.port.tree import text_of
 
-__all__ = ["SEEDS", "TORCH_SEED"]
+__all__ = ["SEEDS"]
 
 
 def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:
-    """Remove a seed of the device that `torch.manual_seed` gives it anyway, or seed through the backend."""
+    """Remove a seed of the device that `torch.manual_seed` gives it anyway, or seed the device alone."""
     found = called(node, facts)
     if found is None or found[0] not in ("manual_seed", "manual_seed_all"):
         return None
@@ -37,10 +37,7 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
         for other in facts.seeds
     ):
         return Rewrite(removed, node.body)
-    apart = facts.level is Level.TORCH or facts.place.is_apart(node)
-    if apart or not facts.is_whole(call.args[0].value) or _seeds_differ(facts, seed):
-        return _seeded_alone(facts, node, call, found[0])
-    return _seeded(facts, node, seed)
+    return _seeded_alone(facts, node, call, found[0])
 
 
 def _seeded_alone(facts: Facts, node: cst.SimpleStatementLine, call: cst.Call, function: str) -> Rewrite | Left:
@@ -61,26 +58,6 @@ def _seeded_alone(facts: Facts, node: cst.SimpleStatementLine, call: cst.Call, f
         return cst.If(cst.parse_expression(test), cst.IndentedBlock([inner]), leading_lines=updated.leading_lines)
 
     return Rewrite(build, [call.func], () if facts.has_torch_name else ("import torch",))
-
-
-def _decide_torch(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
-    """Seed through the backend where the script seeds torch, with a number that is certainly whole."""
-    if facts.level is Level.TORCH or facts.has_engine or len(node.body) != 1 or not isinstance(node.body[0], cst.Expr):
-        return None
-    call = node.body[0].value
-    if not isinstance(call, cst.Call) or facts.name(call.func) != "torch.manual_seed" or len(call.args) != 1:
-        return None
-    seed = call.args[0].value
-    function = facts.function_of(node)
-    in_worker = function is not None and "worker" in function.name.value and "main" not in function.name.value
-    if in_worker or not facts.is_whole(seed) or _seeds_differ(facts, text_of(seed)):
-        return None
-    return _seeded(facts, node, text_of(seed))
-
-
-def _seeded(facts: Facts, node: cst.SimpleStatementLine, seed: str) -> Rewrite:
-    new = cst.parse_expression(f"{facts.place.backend(node)}.runtime.seed({seed})")
-    return Rewrite(lambda updated: updated.with_changes(body=[cst.Expr(new)]), node.body)
 
 
 def _runs_before(facts: Facts, other: cst.CSTNode, node: cst.CSTNode) -> bool:
@@ -106,11 +83,6 @@ def _calls_of(line: cst.BaseStatement | cst.BaseSmallStatement) -> list[cst.CSTN
     return [part.value for part in parts if isinstance(part, cst.Expr)]
 
 
-def _seeds_differ(facts: Facts, seed: str) -> bool:
-    """Return whether the script seeds Python, NumPy or torch with other numbers, which the backend would overrule."""
-    return any(text_of(call.args[0].value) != seed for call in facts.seeds if call.args)
-
-
 SEEDS = Rule(
     "seed",
     "seeds of the device",
@@ -118,7 +90,6 @@ SEEDS = Rule(
     _decide,
     (
         Example(Level.TORCH, "torch.manual_seed(seed)\ntorch.cuda.manual_seed_all(seed)", "torch.manual_seed(seed)"),
-        Example(Level.ROLES, "torch.cuda.manual_seed(0)", "accel.runtime.seed(0)"),
         Example(
             Level.ROLES,
             "torch.cuda.manual_seed(config.seed)",
@@ -130,13 +101,4 @@ SEEDS = Rule(
             "numpy.random.seed(seed)\ntorch.manual_seed(seed)",
         ),
     ),
-)
-
-TORCH_SEED = Rule(
-    "seed of torch",
-    "seeds of torch, at level roles",
-    (cst.SimpleStatementLine,),
-    _decide_torch,
-    (Example(Level.ROLES, "torch.manual_seed(1)", "accel.runtime.seed(1)"),),
-    optional=True,
 )

@@ -3,12 +3,11 @@ import torch.nn as nn
 from torch.utils.data import DataLoader, TensorDataset
 import accelcore
 
-accel = accelcore.select()
-
-accel.runtime.seed(0)
+torch.manual_seed(0)
 
 accumulation_steps = 2
 data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+accel = accelcore.select()
 train_loader = DataLoader(data, batch_size=8, shuffle=False, **accel.loading())
 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(accel.device)
 criterion = nn.MSELoss()

@@ -13,8 +13,8 @@ parser.add_argument("--seed", type=int, default=3)
 
 def main():
     args = parser.parse_args()
+    torch.manual_seed(args.seed)
     accel = accelcore.select()
-    accel.runtime.seed(args.seed)
     device = accel.device
     dataset = TensorDataset(torch.randn(40, 8), torch.randint(3, (40,)))
     train_loader = DataLoader(dataset, batch_size=8, shuffle=True, num_workers=0, **accel.loading())

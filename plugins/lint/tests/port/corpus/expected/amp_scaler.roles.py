@@ -2,10 +2,10 @@ import torch
 from torch import nn
 import accelcore
 
-accel = accelcore.select()
-
-accel.runtime.seed(7)
+torch.manual_seed(7)
 use_amp = False
+
+accel = accelcore.select()
 
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)).to(accel.device)
 optimizer = accel.optimizers.create("adamw", model.parameters(), lr=1e-2)

@@ -14,9 +14,8 @@ parser.add_argument("--opt-level", type=str, default="O0")
 parser.add_argument("--loss-scale", type=float, default=None)
 args = parser.parse_args()
 
+torch.manual_seed(2)
 accel = accelcore.select()
-
-accel.runtime.seed(2)
 model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).to(accel.device)
 optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1, momentum=0.9)
 model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, loss_scale=args.loss_scale)

@@ -20,7 +20,7 @@ accel = accelcore.select()
 if args.distributed:
     accel.join()
 
-accel.runtime.seed(0)
+torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
 if args.sync_bn:
     model = apex.parallel.convert_syncbn_model(model)

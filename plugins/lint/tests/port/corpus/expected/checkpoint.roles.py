@@ -20,7 +20,7 @@ def resume(path, model, optimizer):
 
 
 def fit(path, epochs):
-    accel.runtime.seed(0)
+    torch.manual_seed(0)
     model = nn.Linear(4, 1).to(accel.device)
     optimizer = accel.optimizers.create("adam", model.parameters(), lr=0.1)
     start = resume(path, model, optimizer) if os.path.isfile(path) else 0

@@ -11,7 +11,7 @@ accel = accelcore.select()
 
 DEVICE = accel.device.type
 
-accel.runtime.seed(0)
+th.manual_seed(0)
 model = nn.Linear(4, 4).to(DEVICE)
 optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.5, momentum=0.9, nesterov=True)
 scheduler = CosineAnnealingLR(optimizer, T_max=6)

@@ -18,7 +18,7 @@ class Square(torch.autograd.Function):
         return 2 * x * grad
 
 
-accel.runtime.seed(0)
+torch.manual_seed(0)
 weight = torch.randn(4, device=accel.device, requires_grad=True)
 optimizer = torch.optim.SGD([weight], lr=0.1, maximize=False)
 for _ in range(3):

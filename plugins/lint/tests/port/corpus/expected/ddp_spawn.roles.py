@@ -27,8 +27,8 @@ def batches(rank):
 
 def demo(rank, world_size):
     setup(rank, world_size)
+    torch.manual_seed(0)
     accel = accelcore.select(local_rank=rank)
-    accel.runtime.seed(0)
 
     # create model and move it to GPU with id rank
     model = nn.Linear(6, 2).to(accel.device)

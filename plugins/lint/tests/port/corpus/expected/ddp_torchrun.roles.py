@@ -47,7 +47,7 @@ class Trainer:
 
 def main():
     ddp_setup()
-    accel.runtime.seed(3)
+    torch.manual_seed(3)
     data = TensorDataset(torch.randn(32, 5), torch.randn(32, 1))
     loader = DataLoader(data, batch_size=8, **accel.loading(), shuffle=False, sampler=DistributedSampler(data))
     model = nn.Linear(5, 1)

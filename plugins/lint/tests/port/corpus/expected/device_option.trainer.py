@@ -27,7 +27,7 @@ def parse():
 def main():
     args = parse()
     options = {"device": accel.device.type, "name": "run"}
-    accel.runtime.seed(0)
+    torch.manual_seed(0)
     model = build(3, device=args.device)
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=Config().lr)
     for _ in range(3):

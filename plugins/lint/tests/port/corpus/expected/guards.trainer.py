@@ -7,7 +7,7 @@ import accelcore
 accel = accelcore.select()
 
 device = accel.device
-accel.runtime.seed(0)
+torch.manual_seed(0)
 model = nn.Linear(3, 1).to(device)
 # TODO(accelcore): a condition on one vendor's device: other accelerators skip what follows
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=device.type == "cuda")

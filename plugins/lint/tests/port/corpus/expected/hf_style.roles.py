@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 n_gpu = torch.accelerator.device_count()
 accel = accelcore.select()
 device = accel.device
-accel.runtime.seed(42)
+torch.manual_seed(42)
 
 
 class Classifier(nn.Module):

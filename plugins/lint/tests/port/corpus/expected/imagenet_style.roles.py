@@ -23,7 +23,7 @@ args = parser.parse_args()
 
 def main():
     random.seed(args.seed)
-    accel.runtime.seed(args.seed)
+    torch.manual_seed(args.seed)
     cudnn.deterministic = True
     args.distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if args.distributed:

@@ -9,10 +9,9 @@ parser.add_argument('--clip', type=float, default=0.25, help='gradient clipping'
 parser.add_argument('--seed', type=int, default=1111)
 args = parser.parse_args()
 
-accel = accelcore.select()
-
 # Set the random seed manually for reproducibility.
-accel.runtime.seed(args.seed)
+torch.manual_seed(args.seed)
+accel = accelcore.select()
 if accel.device.type != "cpu":
     if not args.cuda:
         print("WARNING: You have a CUDA device, so you should probably run with --cuda.")

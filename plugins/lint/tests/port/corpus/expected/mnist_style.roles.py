@@ -53,7 +53,7 @@ def main():
     accel = accelcore.select()
     use_cuda = not args.no_cuda and accel.device.type != "cpu"
 
-    accel.runtime.seed(args.seed)
+    torch.manual_seed(args.seed)
 
     device = torch.device(accel.device.type if use_cuda else "cpu")
 

@@ -16,7 +16,7 @@ if ddp:
     torch.distributed.init_process_group(backend=backend)
     ddp_local_rank = int(os.environ['LOCAL_RANK'])
     device = str(accel.device)
-accel.runtime.seed(1337)
+torch.manual_seed(1337)
 torch.set_float32_matmul_precision("high") # allow tf32 on matmul
 device_type = accel.device.type if "cpu" not in device else 'cpu' # for later use in torch.autocast
 ptdtype = {'float32': torch.float32, 'bfloat16': torch.bfloat16}[dtype]

@@ -4,7 +4,7 @@ import accelcore
 
 accel = accelcore.select()
 
-accel.runtime.seed(5)
+torch.manual_seed(5)
 
 model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).to(accel.device)
 head = nn.Linear(3, 1).to(accel.device)

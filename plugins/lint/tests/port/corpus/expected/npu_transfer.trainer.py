@@ -3,9 +3,8 @@ from torch import nn
 # cuda means npu from here on
 import accelcore
 
+torch.manual_seed(0)
 accel = accelcore.select()
-
-accel.runtime.seed(0)
 data = [(torch.randn(8, 8), torch.randn(8, 1)) for _ in range(4)]
 model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).to(accel.device)
 optimizer = accel.optimizers.create("adamw", model.parameters(), lr=1e-2)

@@ -8,8 +8,7 @@ import torch.backends.cudnn as cudnn
 import accelcore
 
 cudnn.benchmark = True  # fixed sizes
-accel = accelcore.select()
-accel.runtime.seed(1)
+torch.manual_seed(1)
 
 
 class Net(nn.Module):
@@ -27,6 +26,7 @@ def make_batch(n):
 
 
 def main():
+    accel = accelcore.select()
     net = Net().to(accel.device)
     criterion = nn.CrossEntropyLoss().to(accel.device)
     optimizer = accel.optimizers.create("sgd", net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)

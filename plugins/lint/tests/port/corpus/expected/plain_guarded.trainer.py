@@ -8,7 +8,7 @@ accel = accelcore.select()
 device = accel.device
 print("running on", device.type)
 
-accel.runtime.seed(0)
+torch.manual_seed(0)
 
 inputs = torch.randn(64, 8)
 dataset = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))

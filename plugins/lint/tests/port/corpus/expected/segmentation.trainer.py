@@ -63,7 +63,7 @@ def train_one_epoch(model, optimizer, data_loader, device, scaler=None):
 
 
 def main(amp=False):
-    accel.runtime.seed(4)
+    torch.manual_seed(4)
     device = accel.device
     data = [(torch.randn(2, 3, 6, 6), torch.randint(4, (2, 6, 6))) for _ in range(3)]
     model = Net().to(device)

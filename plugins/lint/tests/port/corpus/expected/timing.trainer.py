@@ -4,11 +4,10 @@ import torch
 from torch import nn
 import accelcore
 
-accel = accelcore.select()
-
-accel.runtime.seed(0)
+torch.manual_seed(0)
 if torch.accelerator.is_available():
     torch.accelerator.reset_peak_memory_stats()
+accel = accelcore.select()
 layer = nn.Linear(32, 32).to(accel.device)
 optimizer = accel.optimizers.create("sgd", layer.parameters(), lr=0.1)
 timers = []
