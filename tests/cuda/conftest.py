@@ -1,6 +1,6 @@
 """Tests that need a GPU. Without one each is skipped, and says that it was not run on hardware.
 
-They need torch and pytest. Where accelcore is not installed the tree is used. Where rich, matplotlib or psutil is not
+They need torch and pytest. Where accelcore is not installed the tree is used. Where rich or matplotlib is not
 installed, which only show things, a stand-in takes its place, and the report's header names it; a test that needs
 another package, whose stand-in would be what is tested, is skipped and says so. Run
 `pytest --confcutdir tests/cuda tests/cuda` from the root of the tree.

@@ -9,13 +9,14 @@ import torch
 from accelcore.backend import Backend, Capabilities
 from accelcore.jobs.collectives import TorchCollectives
 from accelcore.roles.compiler import TorchCompiler
+from accelcore.roles.runtime import TorchRuntime
 from accelcore.scaling.dynamic import Scalers
 from accelcore.util.text import first_line
+from accelcore_cpu.fork import make_fork_safe
 from accelcore_cpu.kernels.library import unavailable
 from accelcore_cpu.optimizers import FUSED, NATIVE, create_optimizers
 from accelcore_cpu.precision import CpuPrecision
 from accelcore_cpu.processor import fast_format
-from accelcore_cpu.runtime import CpuRuntime, make_fork_safe
 
 __all__ = ["create", "declare", "missing_compiler"]
 
@@ -49,7 +50,7 @@ def create() -> Backend:
         optimizers=create_optimizers(),
         collectives=TorchCollectives(device, "gloo", records={"TORCH_FR_BUFFER_SIZE": "16"}),
         compiler=TorchCompiler(missing_compiler),
-        runtime=CpuRuntime(device),
+        runtime=TorchRuntime(device),
     )
 
 

@@ -1,45 +1,15 @@
-"""Runtime of the CPU, whose memory is that of the process, and fork of a process that computes on it."""
+"""Fork of a process that computes on the CPU."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import os
-import resource
-import sys
 from functools import cache, partial
 
-import psutil
-
-from accelcore.roles.runtime import Memory, TorchRuntime
-
-__all__ = ["CpuRuntime", "make_fork_safe"]
+__all__ = ["make_fork_safe"]
 
 _SOFT = 1  # omp_pause_soft: threads are given up, settings are kept
-
-
-class CpuRuntime(TorchRuntime):
-    """The host as a device: there is nothing to synchronize, and one source of random numbers."""
-
-    def synchronize(self) -> None:
-        pass  # operators return when they are done
-
-    def memory(self) -> Memory:
-        """Return the resident memory of this process, its peak, and the machine's total."""
-        unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        used = _process(os.getpid()).memory_info().rss
-        return Memory(used=used, peak=max(peak, used), total=_total())
-
-
-_process = cache(psutil.Process)
-"""Makes the object of a process once: that takes longer than reading its memory."""
-
-
-@cache
-def _total() -> int:
-    total: int = psutil.virtual_memory().total
-    return total
 
 
 @cache
