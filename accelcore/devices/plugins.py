@@ -9,12 +9,14 @@ anything, exit, or never return. `installed()` shows the error, and selecting th
 from __future__ import annotations
 
 import logging
+import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, metadata, requires
 from types import TracebackType
 from typing import Any
@@ -152,8 +154,22 @@ class _Call:
 
 def declared(group: str) -> list[Declared]:
     """Return all entry points of a group, in an order that is the same in every process."""
+    return list(_read(group, tuple((path, _changed(path)) for path in sys.path)))
+
+
+@lru_cache(maxsize=16)
+def _read(group: str, folders: tuple[tuple[str, int], ...]) -> tuple[Declared, ...]:
+    """Read the metadata of all distributions, which takes milliseconds, again if a folder of `sys.path` has changed."""
     found = [Declared(point.name, point.value, *_owner(point)) for point in entry_points(group=group)]
-    return sorted(found, key=lambda entry: (entry.name, entry.label))
+    return tuple(sorted(found, key=lambda entry: (entry.name, entry.label)))
+
+
+def _changed(path: str) -> int:
+    """Return when a distribution was last installed into a folder or removed from it; 0 if it is no folder."""
+    try:
+        return os.stat(path or ".").st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _owner(point: EntryPoint) -> tuple[str, str]:

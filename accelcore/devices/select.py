@@ -197,14 +197,15 @@ def _admit(choice: Choice, candidate: Candidate | None, place: Launch | None, re
     """Return the device if its plugin reports it as available; raise otherwise."""
     if candidate is None:
         raise _unknown(choice, request)
-    probe, others = candidate.probe, other_backends([choice.name])
+    probe = candidate.probe
+    if candidate.error is None and probe.available:
+        return Found(candidate, _index(choice, probe, place, request), request)
+    others = other_backends([choice.name])
     if candidate.error is not None:
         what = f"{request}: the plugin for {choice.name!r} ({candidate.distribution}) is broken"
         raise PluginError(what, why=probe.reason, available=others, remedy=probe.remedy) from candidate.error
-    if not probe.available:
-        what = f"{request} cannot be used here"
-        raise BackendUnavailableError(what, why=probe.reason, available=others, remedy=probe.remedy)
-    return Found(candidate, _index(choice, probe, place, request), request)
+    what = f"{request} cannot be used here"
+    raise BackendUnavailableError(what, why=probe.reason, available=others, remedy=probe.remedy)
 
 
 def _index(choice: Choice, probe: Probe, place: Launch | None, request: str) -> int:

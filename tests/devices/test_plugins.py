@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -369,3 +371,17 @@ def test_asking_often_for_a_broken_plugin_makes_its_traceback_no_longer(fakes):
 
     first = frames()
     assert [frames() for _ in range(3)] == [first] * 3
+
+
+def test_what_is_installed_or_removed_while_the_process_runs_is_noticed(fakes):
+    """`select()` keeps what it has read of a folder's metadata while nothing is installed there."""
+    site = Path(fakes.modules[fakes.backend("early")])
+    assert "late" not in accelcore.installed()
+    metadata = site / "late-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[accelcore.backends]\nlate = no_such_module\n")
+    assert {"early", "late"} <= accelcore.installed().keys()
+    shutil.rmtree(metadata)
+    assert "early" in accelcore.installed()
+    assert "late" not in accelcore.installed()
