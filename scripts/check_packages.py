@@ -42,6 +42,11 @@ def run(*command: str | Path, cwd: Path | None = None) -> None:
     subprocess.run([sys.executable, *command], check=True, cwd=cwd)  # noqa: S603
 
 
+def build(*arguments: str | Path) -> None:
+    """Build with this environment's setuptools, without a process that asks what else would be needed."""
+    run("-m", "build", "--no-isolation", "--skip-dependency-check", *arguments)
+
+
 def require(condition: bool, what: str) -> None:
     """End the program, saying what is wrong, unless the condition holds."""
     if not condition:
@@ -70,7 +75,7 @@ def build_again(folder: Path, dist: Path, scratch: Path) -> None:
     copy = scratch / "sources"
     ignored = shutil.ignore_patterns(".*", "build", "dist", "outputs", "plugins", "*.egg-info", "__pycache__")
     shutil.copytree(folder, copy, ignore=ignored, copy_function=shutil.copy)
-    run("-m", "build", "--no-isolation", "--wheel", "--outdir", scratch, copy)
+    build("--wheel", "--outdir", scratch, copy)
     shutil.rmtree(copy)
     (again,) = scratch.glob("*.whl")
     require(filecmp.cmp(again, dist / again.name, shallow=False), f"{again.name} differs if it is built twice")
@@ -96,7 +101,7 @@ def main() -> None:
     shutil.rmtree(dist, ignore_errors=True)
     os.environ.setdefault("SOURCE_DATE_EPOCH", _EPOCH)
     for name, folder in DISTRIBUTIONS.items():
-        run("-m", "build", "--no-isolation", "--outdir", dist, folder)
+        build("--outdir", dist, folder)
         check(name, folder, dist)
         build_again(folder, dist, dist / "again")
     (dist / "again").rmdir()

@@ -82,6 +82,16 @@ def test_a_kept_backend_trains_as_the_cpu(name, precision, tmp_path):
 
 
 @pytest.mark.usefixtures("installed")
+def test_a_kept_compiler_checks_its_options_and_compiles():
+    compiler = accelcore.select("kept").compiler
+    with pytest.raises(accelcore.ConfigurationError, match="kept"):
+        compiler.check({"mode": "kept"})
+    module = torch.nn.Linear(4, 2)
+    compiled = compiler.compile(module, {"backend": "eager"})
+    assert torch.equal(compiled.module(torch.ones(3, 4)), module(torch.ones(3, 4)))
+
+
+@pytest.mark.usefixtures("installed")
 def test_a_kept_backend_has_its_roles():
     accel = accelcore.select("hostchip")
     assert accelcore.installed()["hostchip"].available
