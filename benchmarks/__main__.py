@@ -21,6 +21,7 @@ _BENCHMARKS = {
     "precision": "what each precision costs and gains on the CPU, in shares of what products can do here",
     "overhead": "what a training step costs over the same step written by hand",
     "parallel": "what a step of two ranks, and a save of four, cost beside torch's engines by hand",
+    "recording": "what recording a training with accelcore.Record costs",
     "startup": "what an import costs next to importing torch",
 }
 _RESULTS = Path(__file__).parent / "results"
