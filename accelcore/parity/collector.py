@@ -185,8 +185,7 @@ class Collector:
     def see(self, kind: str, item: str, tensor: Tensor) -> None:
         """Add an event that belongs to no module, such as the loss."""
         if self._is_open and not self._is_quiet():
-            with self.operators.paused(), torch.no_grad():
-                self._saw(kind, "", item, tensor)
+            self._saw(kind, "", item, tensor)
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Look at the gradients and the state that an optimizer is about to use."""
@@ -194,27 +193,25 @@ class Collector:
         if torch.compiler.is_compiling() or self.is_done:
             return
         held = self._parameters_of(optimizer)
-        with torch.no_grad():
-            if not self._is_open:  # the step of the forward pass ended with another optimizer's
-                if self.step == 1:
-                    return
-                self._is_open = True
-                self._saw_all("weight", held)
-            gradients = [(module, item, each.grad) for module, item, each in held if each.grad is not None]
-            self._saw_all("reduced", gradients)
-            if self.step > 1:  # in the first step, an optimizer of ours would make its state when it is asked for
-                state = self._state_of(optimizer)
-                self._saw_all("old state", [each for each in state if not self._is_as_before(each[2])])
+        if not self._is_open:  # the step of the forward pass ended with another optimizer's
+            if self.step == 1:
+                return
+            self._is_open = True
+            self._saw_all("weight", held)
+        gradients = [(module, item, each.grad) for module, item, each in held if each.grad is not None]
+        self._saw_all("reduced", gradients)
+        if self.step > 1:  # in the first step, an optimizer of ours would make its state when it is asked for
+            state = self._state_of(optimizer)
+            self._saw_all("old state", [each for each in state if not self._is_as_before(each[2])])
 
     def after_update(self, optimizer: Optimizer, end_step: Callable[[], None] | None) -> None:
         """Look at the state of an optimizer and the parameters after its step."""
         if not self._is_open or torch.compiler.is_compiling():
             return
-        with torch.no_grad():
-            state = self._state_of(optimizer)
-            self._saw_all("state", state)
-            self._states |= {id(each): (ref(each), to_local(each)._version) for *_, each in state}
-            self._saw_all("parameter", self._parameters_of(optimizer))
+        state = self._state_of(optimizer)
+        self._saw_all("state", state)
+        self._states |= {id(each): (ref(each), to_local(each)._version) for *_, each in state}
+        self._saw_all("parameter", self._parameters_of(optimizer))
         if end_step is not None:
             end_step()
 
@@ -223,10 +220,9 @@ class Collector:
         self.operators.stop()
         if not self._is_open:
             return None
-        with torch.no_grad():
-            for watched in self.models:
-                buffers = watched.model.named_buffers()
-                self._saw_all("buffer", [(*_split(watched.prefix + name), buffer) for name, buffer in buffers])
+        for watched in self.models:
+            buffers = watched.model.named_buffers()
+            self._saw_all("buffer", [(*_split(watched.prefix + name), buffer) for name, buffer in buffers])
         finished = self.last()
         self._last = self._begin_to_read()
         self._clear()
@@ -271,14 +267,13 @@ class Collector:
             if self._is_open and not self._is_quiet():
                 self.operators.enter(name, forward_number())
                 parent = name.rpartition(".")[0]
-                with self.operators.paused(), torch.no_grad():
-                    for number, tensor in enumerate(tensors([arguments, options])):
-                        made = self._made.get(id(tensor))
-                        if made is None or made[0]() is not tensor or made[1] != tensor._version:
-                            self._saw("input", name, str(number), tensor, source=parent)
-                            self._made[id(tensor)] = (ref(tensor), tensor._version, parent)
-                        elif made[2]:
-                            self._users[made[2]] = name
+                for number, tensor in enumerate(tensors([arguments, options])):
+                    made = self._made.get(id(tensor))
+                    if made is None or made[0]() is not tensor or made[1] != tensor._version:
+                        self._saw("input", name, str(number), tensor, source=parent)
+                        self._made[id(tensor)] = (ref(tensor), tensor._version, parent)
+                    elif made[2]:
+                        self._users[made[2]] = name
 
         return before_forward
 
@@ -288,31 +283,28 @@ class Collector:
                 return
             if self._is_open and not self._is_quiet():
                 self.operators.leave(name, forward_number())
-                with self.operators.paused(), torch.no_grad():
-                    for number, tensor in enumerate(tensors(output)):
-                        made = self._made.get(id(tensor))
-                        if made is not None and made[0]() is tensor and made[1] == tensor._version:
-                            continue  # a container returns what its last module returned
-                        self._saw("output", name, str(number), tensor)
-                        self._made[id(tensor)] = (ref(tensor), tensor._version, name)
-                        if tensor.requires_grad:
-                            tensor.register_hook(self._gradient_of(name, str(number)))  # type: ignore[no-untyped-call]
+                for number, tensor in enumerate(tensors(output)):
+                    made = self._made.get(id(tensor))
+                    if made is not None and made[0]() is tensor and made[1] == tensor._version:
+                        continue  # a container returns what its last module returned
+                    self._saw("output", name, str(number), tensor)
+                    self._made[id(tensor)] = (ref(tensor), tensor._version, name)
+                    if tensor.requires_grad:
+                        tensor.register_hook(self._gradient_of(name, str(number)))  # type: ignore[no-untyped-call]
 
         return after_forward
 
     def _gradient_of(self, name: str, item: str) -> Callable[[Tensor], None]:
         def seen(gradient: Tensor) -> None:
             if self._is_open and not torch.compiler.is_compiling():
-                with self.operators.paused(), torch.no_grad():
-                    self._saw("grad", name, item, gradient, source=self._users.get(name, name.rpartition(".")[0]))
+                self._saw("grad", name, item, gradient, source=self._users.get(name, name.rpartition(".")[0]))
 
         return seen
 
     def _accumulated(self, name: str, item: str) -> Callable[[Tensor], None]:
         def seen(parameter: Tensor) -> None:
             if self._is_open and not torch.compiler.is_compiling() and parameter.grad is not None:
-                with self.operators.paused(), torch.no_grad():
-                    self._saw("gradient", name, item, parameter.grad)
+                self._saw("gradient", name, item, parameter.grad)
 
         return seen
 
@@ -336,9 +328,8 @@ class Collector:
         return [(*names.get(id(each), ("", f"(parameter {number})")), each) for number, each in enumerate(held)]
 
     def _saw_operator(self, name: str, module: str, backward: bool, results: Any) -> None:
-        with torch.no_grad():
-            for number, tensor in enumerate(tensors(results)):
-                self._saw("operator of backward" if backward else "operator", module, f"{name} {number}", tensor)
+        for number, tensor in enumerate(tensors(results)):
+            self._saw("operator of backward" if backward else "operator", module, f"{name} {number}", tensor)
 
     def _saw(self, kind: str, module: str, item: str, tensor: Tensor, *, source: str = "") -> None:
         self._saw_all(kind, [(module, item, tensor)], source=source)
@@ -346,16 +337,17 @@ class Collector:
     def _saw_all(self, kind: str, seen: Iterable[tuple[str, str, Tensor]], *, source: str = "") -> None:
         """Take samples of tensors, each with its module and item."""
         taken = defaultdict[str, list[Tensor]](list)
-        for module, item, tensor in seen:
-            local = to_local(tensor)
-            sample = elements(local)
-            event = Event(kind, module, item, self._numbers[kind, module, item])
-            key = _key(sample.dtype, sample.device)
-            self._numbers[kind, module, item] += 1
-            self._rows.append(Row(event, key, tuple(local.shape), source, sample.numel()))
-            taken[key].append(sample)
-        for key, samples in taken.items():
-            self._samples[key].append(torch.cat(samples))
+        with self.operators.paused(), torch.no_grad():
+            for module, item, tensor in seen:
+                local = to_local(tensor)
+                sample = elements(local)
+                event = Event(kind, module, item, self._numbers[kind, module, item])
+                key = _key(sample.dtype, sample.device)
+                self._numbers[kind, module, item] += 1
+                self._rows.append(Row(event, key, tuple(local.shape), source, sample.numel()))
+                taken[key].append(sample)
+            for key, samples in taken.items():
+                self._samples[key].append(torch.cat(samples))
 
 
 def _split(name: str) -> tuple[str, str]:
