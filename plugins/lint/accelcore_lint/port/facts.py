@@ -23,6 +23,11 @@ _LOCAL_RANK = re.compile(
 )
 _RANK_PER_HOST = re.compile(r"[\w.()\[\]\"' ]*rank[\w.()\[\]\"']* ?% ?([\w.]*device_count\(\)|\w*(gpus|devices)\w*)")
 
+_INDEXED = re.compile(
+    r"\.cuda\((?:device=)?(\w+\.\w+)[,)]|device\([\"']cuda[\"'], *(?:index=)?(\w+\.\w+)\)|[\"']cuda:\{(\w+\.\w+)\}[\"']"
+    r"|[\"']cuda:[\"'] *\+ *str\((\w+\.\w+)\)|[\"']cuda:%d[\"'] *% *\(?(\w+\.\w+)\b"
+    r"|[\"']cuda:\{(?::d)?\}[\"']\.format\((\w+\.\w+)\)"
+)
 _RANK = re.compile(r"\bget_rank\(|environ\W|getenv\(")
 _SETS = re.compile(r"^torch\.(cuda|npu)\.set_device$")
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
@@ -39,7 +44,9 @@ class Facts(Tree):
 
     def __init__(self, wrapper: metadata.MetadataWrapper, level: Level) -> None:
         super().__init__(wrapper, level)
-        self.place = Place(self, by_hand=self._chooses_by_hand())
+        chosen = self.index_option
+        read = self._after(self.assigned[chosen.split(".")[0]][0]) if chosen else None
+        self.place = Place(self, by_hand=self._chooses_by_hand(), index=chosen, read=read)
 
     def _chooses_by_hand(self) -> bool:
         """Return whether the script gives a process its device by a number that no launcher's variable shows."""
@@ -60,12 +67,45 @@ class Facts(Tree):
         return own_options(self.module.code)
 
     @cached_property
+    def index_option(self) -> str:
+        """Return the option by whose number the script chooses its only device, such as `args.gpu`; "" if none is."""
+        code = self.module.code
+        found = {next(filter(None, match.groups())) for match in _INDEXED.finditer(code)}
+        chosen = found.pop() if len(found) == 1 else ""
+        space, _, option = chosen.partition(".")
+        values = self.assigned.get(space, [])
+        others = rf"set_device\(|local_rank|{chosen} *[=!<>]=? *-?\d"
+        certain = (
+            option in {name for call in self._added_options() if _is_index(call) for name in _option_names(call)}
+            and len(values) == 1
+            and text_of(values[0]).endswith(".parse_args()")
+            and self._after(values[0]) is not None
+            and chosen not in self.assigned
+            and not (self.indexes - {"0"} or self.hidden_by or self.spawns or self.level is Level.TORCH)
+            and not re.search(others, code, re.IGNORECASE)
+        )
+        return chosen if certain else ""
+
+    def _after(self, value: cst.CSTNode) -> cst.CSTNode | None:
+        """Return the statement after an assignment, if that runs whenever its function or the script does."""
+        _, line, block, *around = self.parents(value)
+        if not isinstance(line, cst.SimpleStatementLine) or not isinstance(block, (cst.Module, cst.IndentedBlock)):
+            return None
+        owner = around[0] if around else None
+        is_guard = isinstance(owner, cst.If) and text_of(owner.test).startswith("__name__")
+        following = list(block.body)[list(block.body).index(line) + 1 :]
+        runs = isinstance(owner, cst.FunctionDef) or owner is None or is_guard
+        return following[0] if runs and following else None
+
+    @cached_property
     def has_engine(self) -> bool:
         """Return whether the script trains by another library, which wraps optimizers and seeds in its own way."""
         return any(re.search(rf"\b({_ENGINES})\b", text_of(node)) for node in self.imports)
 
     def is_local_rank(self, node: cst.BaseExpression) -> bool:
-        """Return whether an expression is this rank's number on its host, by which accelcore chooses the device."""
+        """Return whether accelcore chooses the device by a number: this rank's on its host, or an option."""
+        if text_of(node) == self.index_option:
+            return True
         return self._is_local_rank(text_of(node), node, ())
 
     def _is_local_rank(self, text: str, node: cst.CSTNode, seen: tuple[str, ...]) -> bool:
@@ -195,6 +235,13 @@ class Facts(Tree):
         return isinstance(test, cst.Call) and (self.name(test.func) or "").endswith(
             (".cuda.is_available", ".npu.is_available", ".accelerator.is_available")
         )
+
+
+def _is_index(option: cst.Call) -> bool:
+    """Return whether an option is a number, and None or not negative if it is not given."""
+    kind, default = argument(option, "type"), argument(option, "default")
+    fixed = default is None or text_of(default) == "None" or isinstance(default, cst.Integer)
+    return kind is not None and text_of(kind) == "int" and fixed and argument(option, "nargs") is None
 
 
 def _last(function: cst.BaseExpression) -> str:

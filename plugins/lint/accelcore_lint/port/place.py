@@ -40,16 +40,20 @@ class Place:
     Args:
         tree: of the file.
         by_hand: whether the script makes a device current by its own rules, which all expressions must then follow.
+        index: the script's option by whose number it chooses its device; "" if there is none.
+        read: the statement after the one that reads the options. The backend is chosen before it.
     """
 
-    def __init__(self, tree: Tree, *, by_hand: bool = False) -> None:
+    def __init__(self, tree: Tree, *, by_hand: bool = False, index: str = "", read: cst.CSTNode | None = None) -> None:
         self._tree = tree
         self.by_hand = by_hand
+        self._read = read
         taken, made = tree.identifiers, tree.helpers
         self._torch_level = tree.level is Level.TORCH
         torch = tree.torch
         self._current_value = f'{torch}.accelerator.current_accelerator(check_available=True) or {torch}.device("cpu")'
-        self._value = self._current_value if self._torch_level else "accelcore.select()"
+        choice = f"accelcore.select(local_rank={index})" if index else "accelcore.select()"
+        self._value = self._current_value if self._torch_level else choice
         candidates = _NAMES[Level.TORCH if self._torch_level else Level.ROLES]
         existing = made.get(self._value)
         free = (name for name in (*candidates, *(f"{candidates[-1]}_{n}" for n in range(2, 99))) if name not in taken)
@@ -106,6 +110,11 @@ class Place:
 
     def _obstacle(self, site: cst.CSTNode) -> str:
         function = self._scope(site)
+        if self._read is not None and not self.is_apart(site):
+            block = self._tree.parent(self._read)
+            is_in = any(outer is block for outer in self._tree.parents(site))
+            if not is_in or self._tree.line(site) < self._tree.line(self._read):
+                return "the option that chooses the device is read below this line"
         if self._existing:
             early = function is None and self._tree.line(site) < self._tree.line(self._existing)
             return "the device is chosen below this line" if early else ""
@@ -130,6 +139,8 @@ class Place:
         It is apart if the script starts the process, but not in the function around the site, or chooses by hand.
         """
         function = self._scope(site)
+        if self._read is not None:
+            return function is not self._scope(self._read)
         return self.by_hand or (
             self._tree.spawns and (function is None or function.name.value not in self._tree.spawned)
         )
@@ -170,9 +181,14 @@ class Place:
         added = {self._first(function.body, sites): line for (function, line), sites in self._local.items()}
         if self._current_sites and not self._has_current:
             added[self._first(tree.module, self._current_sites)] = f"{self._current} = {self._current_value}"
-        if not self._existing and self._sites:
+        if self._read is not None and self._has_sites():
+            added[self._read] = f"{self.name} = {self._value}"
+        elif not self._existing and self._sites:
             added.update(self._backend_lines())
         return added
+
+    def _has_sites(self) -> bool:
+        return bool(self._sites or self._current_sites)
 
     def _backend_lines(self) -> dict[cst.CSTNode, str]:
         tree = self._tree
@@ -200,7 +216,7 @@ class Place:
         """Return the import statements that those lines need."""
         local = {line.split(" = ")[0] for _, line in self._local}
         needed = {"import torch"} if self._current_sites or self._current in local else set()
-        if self._sites or self.name in local:
+        if self._sites or self.name in local or (self._read is not None and self._has_sites()):
             needed.add("import torch" if self._torch_level else "import accelcore")
         return needed
 

@@ -197,6 +197,71 @@ def test_seeds_of_the_host_stay_as_they_are():
     assert "seed_all" not in port_source(source, Level.ROLES).source
 
 
+BY_OPTION = """import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--gpu", type=int, default=None)
+
+
+def train(x):
+    return x.cuda(args.gpu, non_blocking=True)
+
+
+def main():
+    global args
+    found = torch.cuda.is_available()
+    args = parser.parse_args()
+    print(found)
+    model = torch.nn.Linear(2, 2).cuda(args.gpu)
+    device = torch.device("cuda:{}".format(args.gpu) if found else "cpu")
+    return train(model(torch.ones(2).to(device)))
+
+
+main()
+"""
+
+
+def test_an_option_that_chooses_the_only_device_chooses_the_backend():
+    outcome = port_source(BY_OPTION, Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "parse_args()\n    accel = accelcore.select(local_rank=args.gpu)\n    print(found)\n" in outcome.source
+    assert "found = torch.accelerator.is_available()" in outcome.source
+    assert "return x.to(current_device, non_blocking=True)" in outcome.source
+    assert "Linear(2, 2).to(accel.device)" in outcome.source
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("default=None", "default=-1"),
+        ("print(found)", "print(found if args.gpu >= 0 else None)"),
+        ("print(found)", "args.gpu = 3"),
+        ("print(found)", "torch.ones(2).cuda(args.other)"),
+        ("print(found)", 'torch.ones(2).to("cuda:1")'),
+        ("type=int, ", ""),
+        ("    args = parser.parse_args()\n", "    if not found:\n        args = parser.parse_args()\n"),
+    ],
+)
+def test_an_option_that_may_choose_no_device_or_several_chooses_no_backend(old, new):
+    assert old in BY_OPTION
+    outcome = port_source(BY_OPTION.replace(old, new), Level.ROLES)
+    assert "local_rank" not in outcome.source
+    assert outcome.left
+
+
+def test_an_option_that_is_read_in_another_place_than_used_chooses_the_backend():
+    source = (
+        "import argparse\nimport torch\n\n\ndef main(args):\n    return torch.ones(2).cuda(args.gpu)\n\n\n"
+        'if __name__ == "__main__":\n    parser = argparse.ArgumentParser()\n'
+        '    parser.add_argument("--gpu", type=int)\n    args = parser.parse_args()\n    main(args)\n'
+    )
+    once = port_source(source, Level.ROLES).source
+    assert "    accel = accelcore.select(local_rank=args.gpu)\n    main(args)\n" in once
+    assert "import accelcore\n" in once
+    assert port_source(once, Level.ROLES).source == once
+
+
 def test_a_move_inside_of_a_context_of_one_device_is_left():
     source = (
         "import torch\nfor i in range(torch.cuda.device_count()):\n"
