@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
+_GROUPS_AT_ONCE = 64
 
 Factory = Callable[..., Optimizer]
 Memory = Literal["tensors", "any", "flat"]
@@ -156,17 +157,25 @@ class Route:
         return made
 
     def _made(self, request: Request, groups: Sequence[dict[str, Any]]) -> Optimizer:
-        """Call the factory with one group for all that have equal options: torch compares each with all before it.
+        """Call the factory with few groups at a time: torch compares each new group with all groups before it.
 
-        The first group stays apart: groups with names do not mix with others, and a class that takes only one group
-        still refuses a second one.
+        Equal groups are one for the factory. The first group is in each call and stays apart: groups with names do not
+        mix with others, and a class that takes only one group still refuses a second one.
         """
         members = [id(_unnamed(member)) for group in groups for member in group["params"]]
         if len(groups) < 3 or len(set(members)) < len(members):  # torch reports a duplicate
             return self.factory(groups, **request.options)
         others, firsts = groups[1:], equal_groups(groups[1:])
-        made = self.factory([groups[0], *merged(others)], **request.options)
-        options = dict(zip(dict.fromkeys(firsts), map(options_of, made.param_groups[1:]), strict=True))
+        unequal = merged(others)
+        made = self.factory([groups[0], *unequal[:_GROUPS_AT_ONCE]], **request.options)
+        found = [options_of(group) for group in made.param_groups[1:]]
+        for start in range(_GROUPS_AT_ONCE, len(unequal), _GROUPS_AT_ONCE):
+            first = {**groups[0], "params": groups[0]["params"][:1]}
+            more = self.factory([first, *unequal[start : start + _GROUPS_AT_ONCE]], **request.options)
+            found += [options_of(group) for group in more.param_groups[1:]]
+            for parameter, entry in more.state.items():  # Adagrad's has state from the start
+                made.state.setdefault(parameter, entry)
+        options = dict(zip(dict.fromkeys(firsts), found, strict=True))
         made.param_groups[1:] = [
             {**group, **options[first], **_params(group)} for first, group in zip(firsts, others, strict=True)
         ]
