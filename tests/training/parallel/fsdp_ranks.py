@@ -69,6 +69,7 @@ def equal(accel, rank, chosen):
 def options(accel, rank):
     low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     bf16 = {"precision": Policy(model_dtype="bfloat16")}
+    compiled = {"compile": {"backend": "aot_eager"}}  # traced as for inductor, whose C++ takes longer than all else here
     given = trained(accel, "transformer", model=made("transformer").bfloat16()).model
     return {
         "plain by hand": by_hand("transformer", rank, Block),
@@ -76,9 +77,9 @@ def options(accel, rank):
         "accumulated": state(trained(accel, "transformer", accumulate=2, clip_norm=0.1).model),
         "accumulated torch": state(trained(accel, "transformer", accumulate=2, clip_norm=0.1, optimizer="torch").model),
         "scaled": state(trained(accel, "transformer", accumulate=2, clip_norm=0.1, loss_scale="dynamic").model),
-        "compiled": state(trained(accel, "transformer", compile=True).model),
+        "compiled": state(trained(accel, "transformer", **compiled).model),
         "partly by hand": by_hand("partly", rank, Block),
-        "compiled partly": state(trained(accel, "partly", compile=True, parallel=FSDP(wrap=Block)).model),
+        "compiled partly": state(trained(accel, "partly", parallel=FSDP(wrap=Block), **compiled).model),
         "bf16 by hand": by_hand("transformer", rank, Block, policy=low),
         "bf16": state(trained(accel, "transformer", seed=0, **bf16).model),
         "given in bf16": {str(parameter.dtype) for parameter in given.parameters()},
