@@ -96,6 +96,7 @@ def test_it_says_what_an_issue_report_needs_and_no_secret(machine, monkeypatch):
 
 def test_vendors_variables_and_distributions_come_from_the_plugins(machine):
     machine.variables["ASCEND_RT_VISIBLE_DEVICES"] = "2,3"
+    machine.module("torch", "")  # it is imported, because another package declares to be loaded with it
     machine.torch_backend("pass")
     machine.fakes.backend("toaster", environment=("TOASTER_HOME",), distributions=("vendor-runtime", "gone"))
     _, report = machine.doctor()

@@ -71,14 +71,6 @@ def test_a_loop_of_its_own_that_calls_its_model_by_keyword_is_recorded(tmp_path,
     assert (found["phase"], found["module"], found["item"]) == ("batch size", "", "input 0 of scale")
 
 
-def test_a_folder_of_others_is_an_invalid_request(tmp_path, capfd):
-    (tmp_path / "thesis.txt").write_text("mine")
-    script = tmp_path / "train.py"
-    script.write_text("raise SystemExit(3)")
-    assert main(["record", "--out", str(tmp_path), str(script)]) == 64
-    assert "something else" in capfd.readouterr().err
-
-
 def test_a_script_that_is_missing_starts_nothing(tmp_path, capsys):
     missing = str(tmp_path / "train.py")
     for command in (["advise"], ["record", "--out", str(tmp_path / "ref")], ["replay", str(tmp_path / "ref")]):
