@@ -69,7 +69,7 @@ def equal(accel, rank, chosen):
 def options(accel, rank):
     low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     bf16 = {"precision": Policy(model_dtype="bfloat16")}
-    compiled = {"compile": {"backend": "aot_eager"}}  # traced as for inductor, whose C++ takes longer than all else here
+    compiled = {"compile": {"backend": "aot_eager"}}  # traced as for inductor, whose C++ takes longest here
     given = trained(accel, "transformer", model=made("transformer").bfloat16()).model
     return {
         "plain by hand": by_hand("transformer", rank, Block),
