@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import libcst as cst
+from libcst import matchers as m
 
 from accelcore_lint.port.tree import text_of
 
@@ -18,6 +20,7 @@ _CLIPS = re.compile(
 _OF_TENSOR = re.compile(
     r"(?!(?:args|opt|opts|options|self|config|cfg|conf|params|hparams|flags)\.)\w+\.device", re.IGNORECASE
 )
+_OF_DEVICES = re.compile(r"cuda|gpu|npu|cpu|device|accel", re.IGNORECASE)
 _AROUND = ("enumerate", "tqdm", "tqdm.tqdm")
 _PRECISIONS = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
 _OF_RANKS = r"DistributedSampler|DistributedDataParallel|\breplicate\(|init_process_group|accel\w*\.join\(|DataParallel"
@@ -123,7 +126,7 @@ def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, sour
     ]
     if len([name for name in others if "lr_scheduler" not in made[name]]) != 1:
         raise NotCanonicalError("there are several optimizers")
-    _check_devices("\n".join(map(text_of, block.body)), accel, source)
+    _check_devices(block, accel, source)
     data = _data(loop, made, accumulates=bool(steps.every))
     if steps.zeroed not in (optimizer, model):
         raise NotCanonicalError("gradients are not cleared in it, or of something else")
@@ -140,8 +143,16 @@ def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, sour
     return found
 
 
-def _check_devices(text: str, accel: str, source: str) -> None:
-    """Raise if the function moves something to a device that may differ from the trainer's."""
+def _check_devices(block: Block, accel: str, source: str) -> None:
+    """Raise if the function moves something to a device that may differ from the trainer's, or may leave it."""
+    text = "\n".join(map(text_of, block.body))
+    for node in m.findall(block, m.If() | m.IfExp()):
+        choice = cast("cst.If | cst.IfExp", node)
+        test = text_of(choice.test)
+        values = [value.strip() for value in re.findall(rf"(?m)^ *{re.escape(test)} = ([^#\n]+)", source)] or [test]
+        moves = f".to({accel}.device" in text_of(choice.body) and _OF_DEVICES.search(test)
+        if moves and values != [f'{accel}.device.type != "cpu"']:
+            raise NotCanonicalError(f"`{test}` may be false where there is an accelerator, which a trainer uses")
     for device in set(re.findall(r"(?:\.to\(|\bdevice ?= ?)([\w.\[\]\"']+)", text)):
         if "dev" not in device.lower() or device == f"{accel}.device" or _OF_TENSOR.fullmatch(device):
             continue

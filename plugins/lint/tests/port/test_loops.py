@@ -58,6 +58,7 @@ TAKEN = [
     pytest.param(script(PLAIN.replace("loss.backward()", "loss.mean().backward()")), id="an expression"),
     pytest.param(script(PLAIN.replace("loss.backward()", "(loss + 0.5 * loss).backward()")), id="a sum"),
     pytest.param(script(PLAIN + "schedule.step()\n"), id="a schedule after each batch"),
+    pytest.param(script("if torch.cuda.is_available():\n    x = x.cuda()\n" + PLAIN), id="moved if there is a device"),
 ]
 
 
@@ -82,6 +83,8 @@ def test_a_loop_that_is_taken_trains_as_before(source, monkeypatch):
         (script(PLAIN).replace("(model.parameters()", "([*model.parameters(), *other.parameters()]"), "one model"),
         (script(PLAIN).replace("x.to(device)", 'x.to(options["device"])'), "another device"),
         (script(PLAIN + "print(model.weight.grad)\n"), ".grad"),
+        (script("if use_gpu:\n    x = x.cuda()\n" + PLAIN), "use_gpu"),
+        (script("x = x.cuda() if use_gpu else x\n" + PLAIN), "use_gpu"),
     ],
 )
 def test_a_loop_that_is_left_says_why(source, words):
