@@ -6,6 +6,7 @@ import logging
 
 from accelcore.backend import Backend
 from accelcore.errors import BackendUnavailableError
+from accelcore.util.text import first_line
 
 __all__ = ["create"]
 
@@ -63,7 +64,7 @@ def _initialise(index: int) -> None:
     except Exception as error:
         # torch loads the packages of other accelerators, which may raise any kind of error.
         raise BackendUnavailableError(
-            what, why=f"torch cannot be imported: {_first_line(error)}", remedy=_FIND_CAUSE
+            what, why=f"torch cannot be imported: {first_line(error) or type(error).__name__}", remedy=_FIND_CAUSE
         ) from error
 
     from accelcore_cuda.declaration import missing_kernels
@@ -74,7 +75,9 @@ def _initialise(index: int) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         count = torch.cuda.device_count()
     except (RuntimeError, AssertionError) as error:
-        raise BackendUnavailableError(what, why=_first_line(error), remedy=_FIND_CAUSE) from error
+        raise BackendUnavailableError(
+            what, why=first_line(error) or type(error).__name__, remedy=_FIND_CAUSE
+        ) from error
     if index >= count:
         raise BackendUnavailableError(
             f"there is no device cuda:{index}",
@@ -88,8 +91,3 @@ def _initialise(index: int) -> None:
                 what, why=reason, remedy="install a build of torch for this GPU: an older CUDA for an older GPU"
             )
     torch.cuda.set_device(index)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from accelcore.backend import Backend, Capabilities
+from accelcore.devices.plugins import describe
 from accelcore.errors import BackendUnavailableError
 from accelcore.scaling.dynamic import Scalers
 from accelcore_npu import emulated
@@ -62,10 +63,9 @@ def _import_runtime() -> None:
     try:
         import torch_npu  # noqa: F401
     except Exception as error:
-        lines = str(error).strip().splitlines()
         raise BackendUnavailableError(
             "torch_npu cannot be imported",
-            why=f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__,
+            why=describe(error),
             remedy="run accelcore doctor --deep, and install versions of torch, torch-npu and CANN that fit together",
         ) from error
 
