@@ -203,9 +203,10 @@ def _by_rounding(
     carried, computes, scales = 1.0, False, _scales(pairs)
     units = [_units(step, hidden_unit) for step in both]
     noisy: set[tuple[str, str]] = set()
-    entered = {
-        (mine.event.module, mine.event.item): (mine, theirs) for mine, theirs in pairs if mine.event.kind == "weight"
-    }
+    entered, reduced = (
+        {(mine.event.module, mine.event.item): (mine, theirs) for mine, theirs in pairs if mine.event.kind == kind}
+        for kind in ("weight", "reduced")
+    )
     for mine, theirs in pairs:
         event, kind, apart = mine.event, mine.event.kind, distance(mine.values, theirs.values)
         own = max(unit_of(mine.dtype), unit_of(theirs.dtype))
@@ -235,7 +236,8 @@ def _by_rounding(
             if apart.error > 0:
                 return _Parted(mine, apart, apart.ratio(1.0))
         elif kind == "parameter":
-            parted = _update(mine, theirs, entered.get((event.module, event.item)), unit, noisy)
+            place = event.module, event.item
+            parted = None if place in noisy else _update((mine, theirs), entered.get(place), reduced.get(place), unit)
             if parted is not None:
                 return parted
         elif kind != "state" or (event.module, event.item.rpartition(" of ")[2]) not in noisy:
@@ -270,18 +272,23 @@ def _operator(wrong: Mapping[str, Any]) -> _Parted:
 
 
 def _update(
-    mine: Seen, theirs: Seen, entered: tuple[Seen, Seen] | None, unit: float, noisy: set[tuple[str, str]]
+    both: tuple[Seen, Seen], entered: tuple[Seen, Seen] | None, reduced: tuple[Seen, Seen] | None, unit: float
 ) -> _Parted | None:
-    """Compare how far an update has moved a parameter."""
-    key = (mine.event.module, mine.event.item)
-    if entered is None or key in noisy:
+    """Compare how far an update has moved a parameter, where the gradients of both runs are alike.
+
+    An adaptive optimizer makes a whole update of a gradient that is nothing but rounding.
+    """
+    if entered is None:
         return None
-    moves = [
-        after.values.double() - first.values.double() for after, first in zip((mine, theirs), entered, strict=True)
-    ]
+    mine, share = both[0], max(_SHARE, 64 * unit)
+    moves = [after.values.double() - first.values.double() for after, first in zip(both, entered, strict=True)]
+    if reduced is not None and all(seen.values.shape == mine.values.shape for seen in reduced):
+        one, other = (seen.values.double() for seen in reduced)
+        alike = (one - other).abs() <= share / 2 * torch.maximum(one.abs(), other.abs())
+        moves = [move[alike] for move in moves]
     apart = distance(*moves)
     floor = unit * distance(mine.values, mine.values).size
-    if apart.error > max(_SHARE, 64 * unit) * apart.size + _FREE_UPDATE * floor:
+    if apart.error > share * apart.size + _FREE_UPDATE * floor:
         return _Parted(mine, apart, apart.error / (floor or unit))
     return None
 

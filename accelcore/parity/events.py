@@ -33,7 +33,7 @@ PHASE_OF = {
 }
 """The part of a step to which each kind of event belongs."""
 
-_SHARE = 0.6180339887498949 / 64
+_SHARE = 0.6180339887498949 / 128
 """Distance of the elements of a sample, in parts of the tensor; the golden ratio shows all rows and columns alike."""
 
 
@@ -102,7 +102,7 @@ class Step:
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """Return some hundred elements of a tensor, spread over all of it, in its dtype and on its device.
+    """Return some two hundred elements of a tensor, spread over all of it, in its dtype and on its device.
 
     Which ones depends only on the shape; of a small tensor it is all. The result may share the tensor's memory.
     """

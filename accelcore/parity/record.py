@@ -61,10 +61,10 @@ class Record(Observer):
     `optimizer.step()`; steps are counted from 1. A forward pass under `no_grad` is not recorded. Several models are
     told apart by prefixes, `model2.` for the second.
 
-    In each step, some hundred elements are kept of each input of a module that functions have computed, of each output,
-    of its gradient, of each parameter, buffer and gradient, and of each tensor of the optimizer's state. Before step 1,
-    all weights and the states of the random generators are kept. The recorded run has the same bits as an unrecorded
-    one. The modules of a compiled model are not seen.
+    In each step, some two hundred elements are kept of each input of a module that functions have computed, of each
+    output, of its gradient, of each parameter, buffer and gradient, and of each tensor of the optimizer's state. Before
+    step 1, all weights and the states of the random generators are kept. The recorded run has the same bits as an
+    unrecorded one. The modules of a compiled model are not seen.
 
     Args:
         folder: made if it does not exist; an older recording in it is replaced. Each rank writes a folder of its own.
