@@ -1,6 +1,6 @@
 """Type what README says under "Install" into a new virtual environment, and see that scripts still run in it.
 
-Run by `tox run -e package` with the Python of the environment `install`, whose torch it borrows: no package index is
+Run by `tox run -e readme` with the Python of the environment `install`, whose torch it borrows: no package index is
 asked. What the commands require, and is not there, is an error. The argument is a folder with other packages that the
 scripts import.
 """
