@@ -50,7 +50,7 @@ class Fork:
         self._command = command
         self._folder = folder
 
-    def finish(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def finish(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Wait for its end: exit code (negative: the signal that ended it), and what it wrote."""
         self.process.join(timeout)
         out, err = ((self._folder / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))

@@ -216,7 +216,7 @@ def test_the_scorecard_and_the_text_name_the_lie_and_the_lines(liars, forked, ve
 
 
 @pytest.mark.parametrize(
-    ("name", "timeout", "said"), [("device_that_crashes", "100", "SIGSEGV"), ("device_that_hangs", "5", "5 seconds")]
+    ("name", "timeout", "said"), [("device_that_crashes", "100", "SIGSEGV"), ("device_that_hangs", "10", "10 seconds")]
 )
 def test_a_crash_or_a_hang_is_a_failure_of_its_test(name, timeout, said, liars, forked, verify):
     code, out, err = verify(name, "--only", "runtime", "--timeout", timeout)
