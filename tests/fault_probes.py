@@ -83,6 +83,20 @@ def cast_without_gradient() -> bool:
         return not torch.mm(rows, weight).requires_grad
 
 
+def unseen_update() -> bool:
+    """Check if backward through a square gives a gradient after every kind of fused step changed the value."""
+    for kind in _FUSED:
+        weight = nn.Parameter(torch.ones(3))
+        loss = weight.square().sum()
+        loss.backward(retain_graph=True)
+        kind([weight], lr=0.1, fused=True).step()
+        try:
+            loss.backward()
+        except RuntimeError:
+            return False
+    return True
+
+
 def low_precision_sgd() -> bool:
     """Check if a step of 1 from 1 does not end at 0 everywhere, in bf16 or fp16."""
     make = partial(torch.optim.SGD, lr=1.0, fused=True)

@@ -33,8 +33,8 @@ PROBES = dict(
         (*TORCH_FAULTS, *TABLES["cpu"]),
         (
             fault_probes.fp16_epsilon, fault_probes.skipped_first_step, fault_probes.backward_under_autocast,
-            fault_probes.cast_without_gradient, fault_probes.hermitian_out, fault_probes.low_precision_sgd,
-            fault_probes.memory_order, fault_probes.remainder,
+            fault_probes.cast_without_gradient, fault_probes.hermitian_out, fault_probes.unseen_update,
+            fault_probes.low_precision_sgd, fault_probes.memory_order, fault_probes.remainder,
         ),
         strict=True,
     )

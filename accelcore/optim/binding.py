@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor, optim
+from torch.autograd.graph import increment_version
 
 from accelcore.errors import TrainingError
 from accelcore.optim.engine import as_engine, equal_groups
@@ -75,6 +76,10 @@ class RunBinding:
                 remedy="call trainer.backward(loss) and trainer.update(), or make an optimizer without a trainer",
             )
 
+    def increment_versions(self) -> None:
+        """Let autograd see that parameters in flat memory were updated: writing to it does not."""
+        increment_version(self._flat_parameters)
+
     def _refresh_options(self, groups: Groups) -> None:
         if [len(group["params"]) for group in groups] != self._sizes:
             raise TrainingError(
@@ -121,6 +126,7 @@ class RunBinding:
         """Give the runs to the implementation's groups."""
         self._stretches = [run for run in self.runs if run.memory is not None]
         self._spanning = [run for run in self.runs if len(run.groups) > 1]
+        self._flat_parameters = [slot.parameter for run in self._stretches for slot in run.slots]
         for number, group in enumerate(self._implementation.param_groups):
             group["params"] = [run.value for run in self.runs if run.group == number]
         self._place_runs(self.runs)
@@ -182,6 +188,11 @@ class GroupBinding:
         elif self._waiting:
             load_state(self._waiting, [Run([slot], slot.parameter) for slot in _slots(groups)], self._implementation)
             self._waiting = {}
+
+    def increment_versions(self) -> None:
+        """Let autograd see that parameters in flat memory were updated."""
+        if self._flat is not None:
+            self._flat.increment_versions()
 
 
 def updated_together(name: str, groups: Groups) -> Sequence[int]:

@@ -174,6 +174,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
                 self._engine.update(found_inf, grad_scale)
         else:  # a context costs more than the kernel of a small update
             self._engine.update(found_inf, grad_scale)
+        self.binding.increment_versions()
         return loss
 
     def skip(self) -> None:

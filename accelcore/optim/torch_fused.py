@@ -1,10 +1,12 @@
 """torch's optimizers by their fused kernels, without the work of their `step` around the kernel.
 
-That work takes longer than a small update. Options and state are as in torch's classes, with two differences:
+That work takes longer than a small update. Options and state are as in torch's classes, with three differences:
 
 - SGD's momentum starts as zeros. torch initializes it in the first step of the whole optimizer. A later first gradient
   is then a TypeError, and a skipped first step leaves memory that was never written. The updates are the same.
 - A gradient whose strides differ from its parameter's is copied first: the kernels read both in order of memory.
+- A step increments the version of the parameters, which torch's kernels leave: backward through values of before the
+  step is then an error, and no wrong gradient.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -76,6 +79,7 @@ class FusedKernel(ABC):
                     grad_scale=grad_scale,
                     **numbers,
                 )
+                increment_version(tensors)
 
     def _begin(self, tensor: Tensor, starts: dict[str, float]) -> dict[str, Tensor]:
         step = {"step": torch.zeros((), dtype=torch.float32, device=tensor.device)} if self.counts else {}

@@ -304,3 +304,26 @@ def test_a_weight_that_shrinks_in_its_memory_is_refused_in_flat_memory(accel, ro
     model.weight.data = model.weight.data[:rows]
     with pytest.raises(accelcore.TrainingError, match=rf"\({rows}, 4\) .*\(4, 4\)"):
         trainer(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
+@pytest.mark.parametrize("flat", [True, False])
+def test_autograd_notices_an_update(accel, name, flat):
+    model, rows = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), torch.ones(2, 3)
+    optimizer = accel.optimizers.create(name, model.parameters(), lr=0.1)
+    trainer = accel.trainer(model, optimizer, loss=lambda model, rows: model(rows).square().sum(), flat=flat)
+    kept = model(rows).square().sum()
+    trainer(rows)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad"])
+def test_autograd_notices_an_update_by_torchs_fused_kernels(accel, name):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = accel.optimizers.create(name, [weight], lr=0.1, route="fused")
+    kept = weight.square().sum()
+    kept.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
