@@ -214,6 +214,28 @@ class DrawnTests:
             again = [_DRAWS[draw](accel)[:999].cpu() for _ in range(2)]
             assert all(map(torch.equal, again, expected)), f"{draw}: a state that was put back gives other numbers"
 
+    @pytest.mark.parametrize("draw", ["rand", "randn", "randint", "randperm", "bernoulli", "multinomial"])
+    def test_own_generator(self, accel: Backend, draw: str) -> None:
+        """A generator that is given draws its own numbers, repeats them by its seed, and leaves the device's alone."""
+        generator, ones = torch.Generator(accel.device), _ones(accel)
+        draws: dict[str, Callable[[], Tensor]] = {
+            "rand": lambda: torch.rand(_COUNT, device=accel.device, generator=generator),
+            "randn": lambda: torch.randn(_COUNT, device=accel.device, generator=generator),
+            "randint": lambda: torch.randint(0, 100, (_COUNT,), device=accel.device, generator=generator),
+            "randperm": lambda: torch.randperm(_COUNT, device=accel.device, generator=generator),
+            "bernoulli": lambda: torch.bernoulli(ones * 0.3, generator=generator),
+            "multinomial": lambda: torch.multinomial(ones[:50], _COUNT, replacement=True, generator=generator),
+        }
+        accel.runtime.seed(22)
+        expected = torch.rand(8, device=accel.device).cpu()
+        accel.runtime.seed(22)
+        generator.manual_seed(23)
+        first, second = (draws[draw]().cpu() for _ in range(2))
+        assert not torch.equal(first, second), f"{draw}: two calls with a generator give the same numbers"
+        assert torch.equal(torch.rand(8, device=accel.device).cpu(), expected), f"{draw}: it draws other numbers, too"
+        generator.manual_seed(23)
+        assert torch.equal(draws[draw]().cpu(), first), f"{draw}: with its seed, a generator draws other numbers"
+
     def test_modules_draw_anew(self, accel: Backend) -> None:
         """A module in training draws another mask in each step, a copy of it too; initial weights differ by layer."""
         accel.runtime.seed(19)

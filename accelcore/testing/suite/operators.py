@@ -11,10 +11,13 @@ import torch
 
 from accelcore import Backend
 from accelcore.testing.support.known import KNOWN
+from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
 from accelcore.testing.support.sweep import compare
 
 __all__ = ["TestOperators", "check"]
+
+_KNOWN = {**KNOWN, **KNOWN_OF_MANY}
 
 
 def check(accel: Backend, name: str, count: int, record: Callable[[str, object], None]) -> None:
@@ -26,7 +29,8 @@ def check(accel: Backend, name: str, count: int, record: Callable[[str, object],
     state = accel.runtime.rng_state()
     try:
         with accel.precision.fp32("ieee"):
-            found = compare(accel.device, name, info, [getattr(torch, each) for each in sorted(declared)], count)
+            dtypes = [*(getattr(torch, each) for each in sorted(declared)), torch.int64, torch.bool]
+            found = compare(accel.device, name, info, dtypes, count)
     finally:
         accel.runtime.set_rng_state(state)
     assert not found.wrong, "\n".join(found.wrong)
@@ -45,10 +49,10 @@ class TestOperators:
         """Values and gradients are those of float64 on the CPU: in any layout, in place, with `out=`, empty."""
         check(accel, name, 2, record_property)
 
-    @pytest.mark.parametrize("what", KNOWN)
+    @pytest.mark.parametrize("what", _KNOWN)
     def test_known_result(self, accel: Backend, what: str) -> None:
         """An operator gives a result that was computed without torch."""
-        compute, expected = KNOWN[what]
+        compute, expected = _KNOWN[what]
         found = compute(accel.device)
         values = found.detach().cpu().double().reshape(-1).tolist()
         assert len(values) == len(expected), f"{what}: {len(values)} numbers instead of {len(expected)}"

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["LAYOUTS", "emptied", "placed", "repeated", "scalars", "wide"]
+__all__ = ["LAYOUTS", "emptied", "enlarged", "placed", "repeated", "scalars", "wide"]
 
-LAYOUTS = ("", "strided", "transposed")
-"""Layouts of arguments: as the sample has them, with gaps between the elements, with dimensions in reverse order."""
+LAYOUTS = ("", "strided", "transposed", "channels last")
+"""Layouts of arguments: as the sample has them, with gaps between the elements, with dimensions in reverse order, with
+channels last. In all but the first, memory begins with elements of others."""
+
+_MANY, _MOST = (3001, 300), 2**18
+"""Sizes of an enlarged dimension, and the most elements of a tensor then."""
 
 _COMPLEX = (torch.complex32, torch.complex64)
 
@@ -33,12 +37,18 @@ def placed(arguments: Any, device: torch.device, layout: str, *, graph: bool = F
 def _laid_out(value: Tensor, device: torch.device, layout: str) -> Tensor:
     if value.layout != torch.strided or value.is_conj() or value.is_neg():
         return value.to(device, copy=True)
+    beside = 3.5 if value.dtype.is_floating_point else 1
     if layout == "strided" and value.dim():
-        beside = torch.full_like(value, 1) if not value.dtype.is_floating_point else torch.full_like(value, 3.5)
-        return torch.stack([value, beside], -1).to(device)[..., 0]
-    if layout == "transposed" and value.dim() > 1:
-        order = list(range(value.dim()))[::-1]
-        return value.permute(order).contiguous().to(device).permute(order)
+        return torch.stack([torch.full_like(value, beside), value], -1).to(device)[..., 1]
+    if layout:
+        order = list(range(value.dim()))
+        if layout == "transposed":
+            order.reverse()
+        elif layout == "channels last" and value.dim() in (4, 5):
+            order.append(order.pop(1))
+        dense = value.permute(order)
+        memory = torch.cat([value.new_full((1,), beside), dense.reshape(-1)]).to(device)
+        return memory[1:].view(dense.shape).permute(sorted(range(value.dim()), key=order.__getitem__))
     count = value.untyped_storage().nbytes() // value.element_size()
     memory = value.as_strided((count,), (1,), 0).to(device, copy=True)
     return memory.as_strided(value.shape, value.stride(), value.storage_offset())
@@ -91,6 +101,46 @@ def repeated(arguments: Any) -> Any:
         return flat.reshape(value.shape)
 
     return _changed(arguments, repeat)
+
+
+def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool) -> Any:
+    """Return the arguments with thousands of rows or columns; None if there are none, or would be too many elements.
+
+    Elements come again, a little smaller each time.
+
+    Args:
+        arguments: of which the first tensor has rows.
+        dimension: 0 for rows, -1 for columns. In other tensors it is enlarged if it is of the same size.
+        everywhere: whether every other dimension of that size is enlarged, too.
+        indices: whether whole numbers are indices into it.
+    """
+    first = arguments[0][0]
+    if not isinstance(first, Tensor) or not first.dim() or first.shape[dimension] < 2:
+        return None
+    size = first.shape[dimension]
+
+    def which(value: Tensor) -> list[int]:
+        of_size = [number for number, count in enumerate(value.shape) if count == size]
+        return of_size if everywhere else [number for number in of_size if number == dimension % value.dim()]
+
+    given = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    fits = (each for each in _MANY if all(t.numel() * (each / size) ** len(which(t)) <= _MOST for t in given))
+    many = next(fits, None)
+    if many is None:
+        return None
+
+    def grow(value: Tensor, _: int) -> Tensor:
+        numbers = which(value)
+        if indices and value.dtype in (torch.int64, torch.int32):
+            value = value * (many // size)
+        for number in numbers:
+            value = value.index_select(number, torch.arange(many) % size)
+            if value.is_floating_point():
+                shape = [many if each == number else 1 for each in range(value.dim())]
+                value = value * torch.linspace(1, 0.5, many).to(value.dtype).reshape(shape)
+        return value
+
+    return _changed(arguments, grow)
 
 
 def _changed(arguments: Any, change: Any) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 __all__ = [
+    "CONVERTS",
     "FRAGILE",
     "HOST_ARGUMENTS",
     "IGNORES_OUT",
@@ -77,6 +78,9 @@ READS_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter", "stft", "
 
 IGNORES_OUT = ("fft.ihfft2", "fft.ihfftn")
 """Operators that torch does not let write `out=` on any device if one dimension is transformed: a known kernel bug."""
+
+CONVERTS = ("double",)
+"""Operators that are a copy or not, depending on the dtype that the device makes of it."""
 
 HOST_ARGUMENTS = ("tensor_split",)
 """Operators of which torch takes only the first tensor on a device, and the others on the CPU."""

@@ -2,61 +2,27 @@
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from accelcore.testing.support.host_kernels import HostKernels
-from accelcore.testing.support.layouts import LAYOUTS, emptied, placed, repeated, scalars, wide
-from accelcore.testing.support.rounding import Rounding
-from accelcore.testing.support.samples import (
-    HOST_ARGUMENTS,
-    IGNORES_OUT,
-    NOT_UNIQUE,
-    READS_MEMORY,
-    REPEATABLE,
-    ROUGH,
-    samples,
-)
+from accelcore.testing.support.case import Case, Found, tensors
+from accelcore.testing.support.layouts import emptied, enlarged, placed, repeated, scalars
+from accelcore.testing.support.samples import REPEATABLE, ROUGH, SAMPLED, samples
 
-__all__ = ["Found", "compare"]
+__all__ = ["compare"]
 
-_EXACT = 8  # times the rounding errors of inputs and result
-_REFUSES = re.compile(
-    r"not (currently )?(implemented|supported)|unsupported|only supports|no kernel|EMULATED|requires dtype|"
-    r"must be .*(Half|BFloat16)",
-    re.I,
-)
-_COMPLEX = {torch.float16: torch.complex32, torch.bfloat16: torch.complex64, torch.float32: torch.complex64}
-
-
-@dataclass
-class Found:
-    """Findings of one operator.
-
-    Attributes:
-        compared: how many results were compared by value.
-        wrong: each difference, in a sentence.
-        refused: errors with which the device refuses the operator.
-        on_host: operators that the device hands to the CPU.
-    """
-
-    compared: int = 0
-    wrong: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    on_host: set[str] = field(default_factory=set)
+_MOST_RESULTS = 10  # of an enlarged sample
+_MOST_ELEMENTS = 2**20  # of its results
 
 
 def compare(device: torch.device, name: str, info: Any, dtypes: list[torch.dtype], count: int) -> Found:
     """Compare an operator in each of the dtypes that it has on the CPU: values, gradients, in place and `out=`.
+
+    Results have to share memory with arguments where those of the CPU do, and nowhere else.
 
     It seeds torch's generators, which some operators do themselves; the caller restores them.
 
@@ -64,22 +30,30 @@ def compare(device: torch.device, name: str, info: Any, dtypes: list[torch.dtype
         device: where to run it.
         name, info: the operator and its OpInfo.
         dtypes: what to try; an operator that has none of them is run in one dtype that it has.
-        count: how many of its samples to run in each dtype; twice as many in fp32.
+        count: how many of its samples to run in each dtype; twice as many in fp32, and one of whole numbers.
     """
     found, known = Found(), info.supported_dtypes("cpu")
+    binary = type(info).__name__ == "BinaryUfuncInfo"
+    elementwise = binary or type(info).__name__ == "UnaryUfuncInfo"
     if name in ROUGH:
         dtypes = [dtype for dtype in dtypes if dtype == torch.float32]
     for dtype in [dtype for dtype in dtypes if dtype in known] or sorted(known, key=str)[:1]:
         every = samples(info, dtype)
-        chosen = every[:: max(1, -(-len(every) // (2 * count if dtype == torch.float32 else count)))]
+        most = 2 * count if dtype == torch.float32 else count if dtype.is_floating_point else 1
+        chosen = every[:: max(1, -(-len(every) // most))]
         cases = [case for sample in chosen for case in _cases(sample)]
         if name in REPEATABLE:
             changed = (repeated(_arguments(sample)) for sample in every)
             cases += [(each, "of repeated indices") for each in changed if each is not None][:count]
         for arguments, what in cases:
-            _Case(found, device, name, info, dtype, arguments, what).run()
+            Case(found, device, name, info, dtype, arguments, what, elementwise).run()
             if len(found.wrong) > 4:
                 return found
+        if dtype == torch.float32:
+            for arguments in _of_many(name, info, every) if name in SAMPLED and name not in ROUGH else ():
+                Case(found, device, name, info, dtype, arguments, "of many elements", elementwise).run()
+            if binary and (alone := _alone(every)) is not None:
+                Case(found, device, name, _Twice(info), dtype, alone, "of one tensor twice", elementwise).run()
     return found
 
 
@@ -96,203 +70,47 @@ def _cases(sample: Any) -> Iterator[tuple[Any, str]]:
             yield changed, what
 
 
-@dataclass
-class _Case:
-    """One operator on one sample, in all its forms."""
-
-    found: Found
-    device: torch.device
-    name: str
-    info: Any
-    dtype: torch.dtype
-    arguments: Any
-    what: str
-    overflows: bool = False
-    draws: bool = False
-
-    def run(self) -> None:
-        exact = wide(self.arguments, self.dtype)
-        try:
-            expected = self._results(exact, exact=True)
-            limits = []
-            for seed in range(3):
-                torch.default_generator.manual_seed(seed)  # a result that is drawn is another one each time
-                rounding = Rounding(self.dtype, seed)
-                moved = rounding.inputs(exact)
-                with rounding:
-                    limits.append(self._results(moved, exact=True))
-                self.overflows |= rounding.overflows
-                self.draws |= rounding.draws
-        except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind: the sample does not fit
-            return
-        if any(len(each) != len(expected) for each in limits):
-            return
-        for layout in LAYOUTS:
-            if not layout or not (self.what or self.name in READS_MEMORY):
-                self._check(layout or "as it is", expected, limits, partial(self._on_device, layout))
-        values = [each for each in expected if not each[0].startswith("the gradient")]
-        floors = [[each for each in limit if not each[0].startswith("the gradient")] for limit in limits]
-        if self.what == "of one element":
-            return
-        if self.what != "broadcast" and self.info.inplace_variant is not None and self._works(self._in_place, exact):
-            kind = exact[0][0].dtype  # a comparison in place writes 0 and 1 in the tensor's own dtype
-            cast, casts = _cast(values, kind), [_cast(floor, kind) for floor in floors]
-            for layout in ("",) if self.name in READS_MEMORY else ("", "strided"):
-                where = "in place " + (layout or "as it is")
-                self._check(where, cast, casts, partial(self._in_place, self._placed(layout)))
-        if self.info.supports_out and self.name not in IGNORES_OUT and self._works(self._out, exact):
-            self._check("with out=", values, floors, lambda: self._out(self._placed("")))
-
-    def _placed(self, layout: str, *, graph: bool = False) -> Any:
-        moved, options = placed(self.arguments, self.device, layout, graph=graph)
-        return (moved[0], *self.arguments[0][1:]) if self.name in HOST_ARGUMENTS else moved, options
-
-    def _works(self, form: Callable[[Any], Any], arguments: Any) -> bool:
-        try:
-            form(placed(arguments, torch.device("cpu"), ""))
-        except AssertionError:
-            return True  # a result that is wrong on the CPU is wrong
-        except Exception:  # noqa: BLE001  torch refuses this form of the sample
-            return False
-        return True
-
-    def _on_device(self, layout: str) -> list[tuple[str, Tensor]]:
-        return self._results(self._placed(layout, graph=True), exact=False)
-
-    def _results(self, arguments: Any, *, exact: bool) -> list[tuple[str, Tensor]]:
-        """Return the operator's tensors, and the gradients of a weighted sum of them."""
-        given, options = placed(arguments, torch.device("cpu"), "", graph=True) if exact else arguments
-        leaves = [leaf for leaf in tensors((given, options)) if leaf.requires_grad]
-        result = tensors(self.info.op(*given, **options))
-        found = [(f"result {number}", tensor.detach().clone()) for number, tensor in enumerate(result)]
-        roots = [tensor for tensor in result if tensor.requires_grad and not tensor.is_complex()]
-        if leaves and roots:
-            weights = [_weights(tensor, self.dtype) for tensor in roots]
-            grads = torch.autograd.grad(roots, leaves, weights, allow_unused=True)
-            found += [(f"the gradient {n}", grad) for n, grad in enumerate(grads) if grad is not None]
-        return found
-
-    def _in_place(self, arguments: Any) -> list[tuple[str, Tensor]]:
-        (target, *given), options = arguments
-        strided, base = target.dim() and target.stride(-1) == 2, target._base
-        beside = base[..., 1] if strided and base is not None and base.dim() == target.dim() + 1 else target.new_ones(0)
-        before = beside.clone()
-        with torch.no_grad():
-            returned = self.info.inplace_variant(target, *given, **options)
-        assert returned is target, "it returns another tensor"
-        assert torch.equal(beside, before), "it wrote beside the tensor"
-        return [("result 0", target)]
-
-    def _out(self, arguments: Any) -> list[tuple[str, Tensor]]:
-        given, options = arguments
-        with torch.no_grad():
-            written = pytree.tree_map(_unwritten, self.info.op(*given, **options))
-            returned = self.info.op(*given, **options, out=written)
-        for one, other in zip(tensors(returned), tensors(written), strict=True):
-            assert one.data_ptr() == other.data_ptr(), "it returns another tensor"
-        return [(f"result {number}", tensor) for number, tensor in enumerate(tensors(written))]
-
-    def _check(self, form: str, expected: Any, limits: Any, run: Callable[[], Any]) -> None:
-        where = ", ".join(filter(None, (self.name, str(self.dtype).removeprefix("torch."), form, self.what)))
-        try:
-            kernels = HostKernels(self.device)
-            watched = kernels if form == "as it is" and self.device.type != "cpu" else nullcontext()
-            with warnings.catch_warnings(record=True) as said, watched:
-                warnings.simplefilter("always")
-                results = run()
-        except AssertionError as error:
-            self.found.wrong.append(f"{where}: {error}")
-            return
-        except Exception as error:  # noqa: BLE001  a device raises errors of any kind
-            text = " ".join((str(error).strip() or repr(error)).splitlines()[:2])[:200]
-            empty = any(not tensor.numel() for tensor in tensors(self.arguments))
-            usual = self.what in ("", "broadcast") and form in ("as it is", "in place as it is", "with out=")
-            rare = empty or not usual
-            refuses = rare or isinstance(error, NotImplementedError) or _REFUSES.search(text)
-            (self.found.refused if refuses else self.found.wrong).append(f"{where}: {type(error).__name__}: {text}")
-            return
-        self.found.on_host |= kernels.names | {self.name for each in said if _says_fallback(str(each.message))}
-        if len(results) != len(expected):
-            self.found.wrong.append(f"{where}: {len(results)} tensors instead of {len(expected)}")
-            return
-        for number, ((part, tensor), (_, right)) in enumerate(zip(results, expected, strict=True)):
-            said_wrong = self._form_differs(tensor, right) or (
-                "" if self.draws or self.name in NOT_UNIQUE
-                else self._values_differ(tensor, right, [limit[number][1] for limit in limits])
-            )  # fmt: skip
-            self.found.compared += 1
-            if said_wrong:
-                self.found.wrong.append(f"{where}: {part} {said_wrong}")
-
-    def _form_differs(self, tensor: Tensor, right: Tensor) -> str:
-        narrow = {torch.float64: self.dtype, torch.complex128: _COMPLEX.get(self.dtype, torch.complex128)}
-        if tensor.shape != right.shape:
-            return f"is of shape {tuple(tensor.shape)} instead of {tuple(right.shape)}"
-        if self.dtype.is_floating_point and right.dtype == torch.float64 and not tensor.dtype.is_floating_point:
-            return f"is {tensor.dtype} instead of {narrow[right.dtype]}"
-        if not right.dtype.is_floating_point and not right.dtype.is_complex and tensor.dtype != right.dtype:
-            return f"is {tensor.dtype} instead of {right.dtype}"
-        return ""
-
-    def _values_differ(self, found: Tensor, right: Tensor, others: list[Tensor]) -> str:
-        if right.layout != torch.strided or any(other.shape != right.shape for other in others) or not right.numel():
-            return ""
-        found = found.detach().cpu()
-        if right.is_complex():
-            found, right = (
-                torch.view_as_real(found.to(right.dtype).resolve_conj()),
-                torch.view_as_real(right.resolve_conj()),
-            )
-            others = [torch.view_as_real(other.resolve_conj()) for other in others]
-        if not right.dtype.is_floating_point:
-            stable = torch.stack([other == right for other in others]).all(0)
-            wrong = (found != right) & stable
-        else:
-            limits = torch.finfo(self.dtype if self.dtype.is_floating_point else torch.float64)
-            found, right = found.double(), right.double()
-            spread = torch.stack([(other.double() - right).abs() for other in others]).amax(0)
-            finite = right.isfinite()
-            scale = float(right[finite].abs().max()) if bool(finite.any()) else 0.0
-            allowed = (
-                (_EXACT * 32 if self.name in ROUGH else _EXACT) * (spread + limits.eps * right.abs())
-                + 2 * limits.eps * scale
-                + _EXACT * limits.tiny
-            )
-            wrong = ~((found - right).abs() <= allowed) & finite & spread.isfinite() & (right.abs() < limits.max / 4)
-            same = torch.stack([(other == right) | (other.isnan() & right.isnan()) for other in others]).all(0)
-            wrong |= ~finite & same & ~((found == right) | (found.isnan() & right.isnan()))
-            if self.overflows:
-                wrong &= found.isfinite()
-        if not bool(wrong.any()):
-            return ""
-        first = tuple(wrong.nonzero()[0].tolist())
-        return (
-            f"is wrong in {int(wrong.sum())} of {wrong.numel()} elements: {found[first].item():.6g} instead of "
-            f"{right[first].item():.6g} at {list(first)}"
-        )
+def _of_many(name: str, info: Any, every: list[Any]) -> Iterator[Any]:
+    """Return for rows and for columns the first enlarged sample of each signature, if its results are not too large."""
+    done = set()
+    for dimension, sample, everywhere in product((0, -1), every, (False, True)):
+        signature = dimension, len(sample.args), *sorted(sample.kwargs)
+        if signature not in done:
+            arguments = enlarged(_arguments(sample), dimension, everywhere=everywhere, indices=name in REPEATABLE)
+            if arguments is not None and _fits(info, arguments):
+                done.add(signature)
+                yield arguments
 
 
-def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+def _fits(info: Any, arguments: Any) -> bool:
+    """Return whether the operator takes the arguments, and torch knows that its results are few and not too large."""
+    given, options = placed(arguments, torch.device("meta"), "")
+    try:
+        results = tensors(info.op(*given, **options))
+    except Exception:  # noqa: BLE001  arguments that no longer fit together, or a kernel that needs values
+        return False
+    return len(results) <= _MOST_RESULTS and sum(result.numel() for result in results) <= _MOST_ELEMENTS
 
 
-def _says_fallback(message: str) -> bool:
-    return bool(re.search(r"fall(s|ing)? ?back", message, re.I) and re.search(r"\bcpu\b", message, re.I))
+def _alone(every: list[Any]) -> Any:
+    """Return the first of two operands of one shape."""
+    for sample in every:
+        other = sample.args[0] if sample.args else None
+        if isinstance(other, Tensor) and other.shape == sample.input.shape and other.numel() > 1:
+            return (sample.input, *sample.args[1:]), sample.kwargs
+    return None
 
 
-def _cast(results: list[tuple[str, Tensor]], dtype: torch.dtype) -> list[tuple[str, Tensor]]:
-    return [(what, tensor.to(dtype)) for what, tensor in results]
+class _Twice:
+    """A binary operator that is given one tensor as both operands."""
 
+    def __init__(self, info: Any) -> None:
+        self._info, self.supports_out = info, info.supports_out
+        self.inplace_variant = None if info.inplace_variant is None else self._in_place
 
-def _unwritten(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.full_like(value, 1 if value.dtype == torch.bool else 77)
+    def op(self, operand: Tensor, *given: Any, **options: Any) -> Any:
+        """Return the operator's result."""
+        return self._info.op(operand, operand, *given, **options)
 
-
-def _weights(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return weights of a result, the same on every device, in values that every dtype has."""
-    generator = torch.Generator().manual_seed(tensor.numel())
-    drawn = torch.randint(1, 9, tensor.shape, generator=generator) / 4 - 1.125
-    return drawn.to(tensor.device, tensor.dtype)
+    def _in_place(self, operand: Tensor, *given: Any, **options: Any) -> Any:
+        return self._info.inplace_variant(operand, operand, *given, **options)

@@ -9,6 +9,7 @@ from lies import (  # noqa: F401  # each adds its own to LIES
     collectives,
     compiler,
     contexts,
+    kernels,
     operators,
     optimizers,
     precision,

@@ -140,7 +140,7 @@ swept("prod_of_nothing_that_is_0", "prod", "of no elements",
 def _beside(func, x):
     func(x)
     if x.dim() and x.stride(-1) == 2:
-        x.as_strided(x.shape, x.stride(), x.storage_offset() + 1).fill_(9)
+        x.as_strided(x.shape, x.stride(), x.storage_offset() - 1).fill_(9)
     return x
 
 

@@ -1,0 +1,313 @@
+"""One operator on one sample: on a device in all its forms, and on the CPU in float64."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from accelcore.testing.support.host_kernels import HostKernels
+from accelcore.testing.support.layouts import LAYOUTS, placed, wide
+from accelcore.testing.support.rounding import Rounding
+from accelcore.testing.support.samples import CONVERTS, HOST_ARGUMENTS, IGNORES_OUT, NOT_UNIQUE, READS_MEMORY, ROUGH
+
+__all__ = ["Case", "Found", "tensors"]
+
+_EXACT = 8  # times the rounding errors of inputs and result
+_MANY = 32  # times more in sums of thousands of elements: what a kernel misses or repeats is more
+_REFUSES = re.compile(
+    r"not (currently )?(implemented|supported)|unsupported|only supports|no kernel|EMULATED|requires dtype|"
+    r"must be .*(Half|BFloat16)",
+    re.I,
+)
+_COMPLEX = {torch.float16: torch.complex32, torch.bfloat16: torch.complex64, torch.float32: torch.complex64}
+
+
+@dataclass
+class Found:
+    """Findings of one operator.
+
+    Attributes:
+        compared: how many results were compared by value.
+        wrong: each difference, in a sentence.
+        refused: errors with which the device refuses the operator.
+        on_host: operators that the device hands to the CPU.
+    """
+
+    compared: int = 0
+    wrong: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    on_host: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Case:
+    """One operator on one sample, in all its forms.
+
+    Attributes:
+        found: where the findings go.
+        device: where to run it.
+        name, info: the operator and its OpInfo.
+        dtype, arguments: the sample.
+        what: how the sample was changed, in words; empty if it was not.
+        elementwise: whether each element of the result is that of the inputs' elements at its place.
+    """
+
+    found: Found
+    device: torch.device
+    name: str
+    info: Any
+    dtype: torch.dtype
+    arguments: Any
+    what: str
+    elementwise: bool
+    overflows: bool = False
+    draws: bool = False
+    _memory: list[tuple[bool, bool]] = field(default_factory=list)
+
+    def run(self) -> None:
+        exact = wide(self.arguments, self.dtype)
+        try:
+            expected = self._exactly(exact)
+            memory = self._memory
+            limits = []
+            for seed in range(3 if self.dtype.is_floating_point else 1):
+                torch.default_generator.manual_seed(seed)  # a result that is drawn is another one each time
+                rounding = Rounding(self.dtype, seed)
+                moved = rounding.inputs(exact)
+                with rounding:
+                    limits.append(self._exactly(moved))
+                self.overflows |= rounding.overflows
+                self.draws |= rounding.draws
+        except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind: the sample does not fit
+            return
+        if any(len(each) != len(expected) for each in limits):
+            return
+        images = any(tensor.dim() in (4, 5) for tensor in tensors(self.arguments))
+        for layout in LAYOUTS if images else LAYOUTS[:-1]:
+            if not layout or not (self.what or self.name in READS_MEMORY):
+                self._check(layout or "as it is", expected, limits, partial(self._on_device, layout), memory)
+        values = [each for each in expected if not each[0].startswith("the gradient")]
+        floors = [[each for each in limit if not each[0].startswith("the gradient")] for limit in limits]
+        if self.what in ("of one element", "of many elements"):
+            return
+        if self.what != "broadcast" and self.info.inplace_variant is not None and self._works(self._in_place, exact):
+            kind = exact[0][0].dtype  # a comparison in place writes 0 and 1 in the tensor's own dtype
+            cast, casts = _cast(values, kind), [_cast(floor, kind) for floor in floors]
+            for layout in ("",) if self.name in READS_MEMORY else ("", "strided"):
+                where = "in place " + (layout or "as it is")
+                self._check(where, cast, casts, partial(self._in_place, self._placed(layout)))
+        if self.info.supports_out and self.name not in IGNORES_OUT and self._works(self._out, exact):
+            self._check("with out=", values, floors, lambda: self._out(self._placed("")))
+            if self._fits_its_input(exact, values) and self._works(partial(self._out, onto=True), exact):
+                self._check("with out= its input", values, floors, lambda: self._out(self._placed(""), onto=True))
+
+    def _fits_its_input(self, exact: Any, values: list[tuple[str, Tensor]]) -> bool:
+        """Return whether torch lets the operator write its result onto its first argument."""
+        if not self.elementwise or len(values) != 1:
+            return False
+        return bool((values[0][1].shape, values[0][1].dtype) == (exact[0][0].shape, exact[0][0].dtype))
+
+    def _placed(self, layout: str, *, graph: bool = False) -> Any:
+        moved, options = placed(self.arguments, self.device, layout, graph=graph)
+        return (moved[0], *self.arguments[0][1:]) if self.name in HOST_ARGUMENTS else moved, options
+
+    def _works(self, form: Callable[[Any], Any], arguments: Any) -> bool:
+        try:
+            form(placed(arguments, torch.device("cpu"), ""))
+        except AssertionError:
+            return True  # a result that is wrong on the CPU is wrong
+        except Exception:  # noqa: BLE001  torch refuses this form of the sample
+            return False
+        return True
+
+    def _on_device(self, layout: str) -> list[tuple[str, Tensor]]:
+        return self._results(self._placed(layout, graph=True), layout)
+
+    def _exactly(self, arguments: Any) -> list[tuple[str, Tensor]]:
+        return self._results(placed(arguments, torch.device("cpu"), "", graph=True))
+
+    def _results(self, arguments: Any, layout: str = "") -> list[tuple[str, Tensor]]:
+        """Return the operator's tensors, and the gradients of a weighted sum of them."""
+        given, options = arguments
+        leaves = [leaf for leaf in tensors((given, options)) if leaf.requires_grad]
+        result = tensors(self.info.op(*given, **options))
+        self._memory = _memory(result, (given, options))
+        found = [(f"result {number}", tensor.detach().clone()) for number, tensor in enumerate(result)]
+        roots = [tensor for tensor in result if tensor.requires_grad and not tensor.is_complex()]
+        if leaves and roots:
+            weights = [
+                placed(_weights(root), root.device, layout) if layout else _weights(root).to(root.device)
+                for root in roots
+            ]
+            grads = torch.autograd.grad(roots, leaves, weights, allow_unused=True)
+            found += [(f"the gradient {n}", grad) for n, grad in enumerate(grads) if grad is not None]
+        return found
+
+    def _in_place(self, arguments: Any) -> list[tuple[str, Tensor]]:
+        (target, *given), options = arguments
+        strided, base = target.dim() and target.stride(-1) == 2, target._base
+        beside = base[..., 0] if strided and base is not None and base.dim() == target.dim() + 1 else target.new_ones(0)
+        before = beside.clone()
+        with torch.no_grad():
+            returned = self.info.inplace_variant(target, *given, **options)
+        assert returned is target, "it returns another tensor"
+        assert torch.equal(beside, before), "it wrote beside the tensor"
+        return [("result 0", target)]
+
+    def _out(self, arguments: Any, *, onto: bool = False) -> list[tuple[str, Tensor]]:
+        given, options = arguments
+        with torch.no_grad():
+            written = given[0] if onto else pytree.tree_map(_unwritten, self.info.op(*given, **options))
+            returned = self.info.op(*given, **options, out=written)
+        for one, other in zip(tensors(returned), tensors(written), strict=True):
+            assert one.data_ptr() == other.data_ptr(), "it returns another tensor"
+        return [(f"result {number}", tensor) for number, tensor in enumerate(tensors(written))]
+
+    def _check(self, form: str, expected: Any, limits: Any, run: Callable[[], Any], memory: Any = ()) -> None:
+        where = ", ".join(filter(None, (self.name, str(self.dtype).removeprefix("torch."), form, self.what)))
+        try:
+            kernels = HostKernels(self.device)
+            watched = kernels if form == "as it is" and self.device.type != "cpu" else nullcontext()
+            with warnings.catch_warnings(record=True) as said, watched:
+                warnings.simplefilter("always")
+                results = run()
+        except AssertionError as error:
+            self.found.wrong.append(f"{where}: {error}")
+            return
+        except Exception as error:  # noqa: BLE001  a device raises errors of any kind
+            text = " ".join((str(error).strip() or repr(error)).splitlines()[:2])[:200]
+            empty = any(not tensor.numel() for tensor in tensors(self.arguments))
+            usual = self.what in ("", "broadcast") and form in ("as it is", "in place as it is", "with out=")
+            rare = empty or not usual
+            refuses = rare or isinstance(error, NotImplementedError) or _REFUSES.search(text)
+            (self.found.refused if refuses else self.found.wrong).append(f"{where}: {type(error).__name__}: {text}")
+            return
+        self.found.on_host |= kernels.names | {self.name for each in said if _says_fallback(str(each.message))}
+        if len(results) != len(expected):
+            self.found.wrong.append(f"{where}: {len(results)} tensors instead of {len(expected)}")
+            return
+        if form == "as it is" and self.name not in CONVERTS and self._same_strides():
+            for (part, tensor), (_, right), own, of_cpu in zip(results, expected, self._memory, memory, strict=False):
+                floating = self.dtype.is_floating_point and right.dtype.is_floating_point
+                kinds = (self.dtype, torch.float64) if floating else (right.dtype, right.dtype)
+                if (tensor.dtype, right.dtype) == kinds:  # or it is a conversion, which may or may not be a copy
+                    self.found.wrong += [f"{where}: {part} {said}" for said in _memory_differs(own, of_cpu)]
+        for number, ((part, tensor), (_, right)) in enumerate(zip(results, expected, strict=True)):
+            said_wrong = self._form_differs(tensor, right) or (
+                "" if self.draws or self.name in NOT_UNIQUE
+                else self._values_differ(tensor, right, [limit[number][1] for limit in limits])
+            )  # fmt: skip
+            self.found.compared += 1
+            if said_wrong:
+                self.found.wrong.append(f"{where}: {part} {said_wrong}")
+
+    def _same_strides(self) -> bool:
+        """Return whether the oracle's arguments lie in memory as the sample's do."""
+        pairs = zip(tensors(self.arguments), tensors(wide(self.arguments, self.dtype)), strict=True)
+        return all(one.layout != torch.strided or one.stride() == other.stride() for one, other in pairs)
+
+    def _form_differs(self, tensor: Tensor, right: Tensor) -> str:
+        narrow = {torch.float64: self.dtype, torch.complex128: _COMPLEX.get(self.dtype, torch.complex128)}
+        if tensor.shape != right.shape:
+            return f"is of shape {tuple(tensor.shape)} instead of {tuple(right.shape)}"
+        if self.dtype.is_floating_point and right.dtype == torch.float64 and not tensor.dtype.is_floating_point:
+            return f"is {tensor.dtype} instead of {narrow[right.dtype]}"
+        if not right.dtype.is_floating_point and not right.dtype.is_complex and tensor.dtype != right.dtype:
+            return f"is {tensor.dtype} instead of {right.dtype}"
+        return ""
+
+    def _values_differ(self, found: Tensor, right: Tensor, others: list[Tensor]) -> str:
+        if right.layout != torch.strided or any(other.shape != right.shape for other in others) or not right.numel():
+            return ""
+        found = found.detach().cpu()
+        if right.is_complex():
+            found, right = (
+                torch.view_as_real(found.to(right.dtype).resolve_conj()),
+                torch.view_as_real(right.resolve_conj()),
+            )
+            others = [torch.view_as_real(other.resolve_conj()) for other in others]
+        if not right.dtype.is_floating_point:
+            stable = torch.stack([other == right for other in others]).all(0)
+            wrong = (found != right) & stable
+        else:
+            limits = torch.finfo(self.dtype if self.dtype.is_floating_point else right.dtype)
+            found, right = found.double(), right.double()
+            spread = torch.stack([(other.double() - right).abs() for other in others]).amax(0)
+            finite = right.isfinite()
+            scale = float(right[finite].abs().max()) if bool(finite.any()) else 0.0
+            many = _MANY if self.what == "of many elements" else 1
+            allowed = (
+                _EXACT * (32 if self.name in ROUGH else many) * (spread + limits.eps * right.abs())
+                + 2 * many * limits.eps * scale
+                + _EXACT * limits.tiny
+            )
+            wrong = ~((found - right).abs() <= allowed) & finite & spread.isfinite() & (right.abs() < limits.max / 4)
+            same = torch.stack([(other == right) | (other.isnan() & right.isnan()) for other in others]).all(0)
+            wrong |= ~finite & same & ~((found == right) | (found.isnan() & right.isnan()))
+            if self.overflows:
+                wrong &= found.isfinite()
+        if not bool(wrong.any()):
+            return ""
+        first = tuple(wrong.nonzero()[0].tolist())
+        return (
+            f"is wrong in {int(wrong.sum())} of {wrong.numel()} elements: {found[first].item():.6g} instead of "
+            f"{right[first].item():.6g} at {list(first)}"
+        )
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _says_fallback(message: str) -> bool:
+    return bool(re.search(r"fall(s|ing)? ?back", message, re.I) and re.search(r"\bcpu\b", message, re.I))
+
+
+def _cast(results: list[tuple[str, Tensor]], dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+    return [(what, tensor.to(dtype)) for what, tensor in results]
+
+
+def _unwritten(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.full_like(value, 1 if value.dtype == torch.bool else 77)
+
+
+def _weights(tensor: Tensor) -> Tensor:
+    """Return weights of a result on the host, the same for every device, in values that every dtype has."""
+    generator = torch.Generator().manual_seed(tensor.numel())
+    drawn = torch.randint(1, 9, tensor.shape, generator=generator) / 4 - 1.125
+    return drawn.to(tensor.dtype)
+
+
+def _memory(results: list[Tensor], arguments: Any) -> list[tuple[bool, bool]]:
+    """Return for each result whether it shares memory with an argument, and whether its own elements do."""
+    dense = [each for each in tensors(arguments) if each.layout == torch.strided and each.numel()]
+    taken = {each.untyped_storage().data_ptr() for each in dense}
+    found = []
+    for each in results:
+        if each.layout != torch.strided or not each.numel():
+            found.append((False, False))
+        else:
+            expanded = any(size > 1 and not stride for size, stride in zip(each.shape, each.stride(), strict=True))
+            found.append((each.untyped_storage().data_ptr() in taken, expanded))
+    return found
+
+
+def _memory_differs(found: tuple[bool, bool], right: tuple[bool, bool]) -> Iterator[str]:
+    if found[0] and not right[0]:
+        yield "shares memory with an argument, and that of the CPU does not"
+    if right[0] and not found[0]:
+        yield "is a copy, and that of the CPU is a view"
+    if found[1] and not right[1]:
+        yield "has elements that share memory, and that of the CPU has none"

@@ -1,0 +1,92 @@
+"""Known results of many tensors, many elements and large whole numbers, where a kernel may change its way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["KNOWN_OF_MANY"]
+
+_ROWS = 70_000  # more than a grid of 65,535 blocks has
+_LARGE = 2**24  # the next whole number is none in fp32
+_HUGE = 2**53  # nor in float64
+
+
+Compute = Callable[[torch.device], Tensor]
+
+
+def _whole(*values: int) -> Compute:
+    return lambda device: torch.tensor(values, device=device)
+
+
+def _range(device: torch.device) -> Tensor:
+    return torch.arange(_ROWS, device=device)
+
+
+def _ones(count: int, dtype: torch.dtype = torch.float32) -> Compute:
+    return lambda device: torch.ones(count, device=device, dtype=dtype)
+
+
+def _of(make: Compute, function: Callable[[Tensor], Tensor]) -> Compute:
+    return lambda device: function(make(device))
+
+
+def _many(device: torch.device) -> list[Tensor]:
+    """Return 100 tensors of every size from 0 elements on, of which the last are views with gaps."""
+    return [torch.ones(2 * number, device=device)[:: 1 + number // 90] for number in range(100)]
+
+
+def _changed(change: Callable[[list[Tensor]], object]) -> Compute:
+    def compute(device: torch.device) -> Tensor:
+        tensors = _many(device)
+        change(tensors)
+        return torch.stack([tensor.sum() for tensor in tensors]).sum()
+
+    return compute
+
+
+_COUNT = sum(2 * number // (1 + number // 90) for number in range(100))  # of the elements of `_many`
+
+KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
+    "sum of bf16": (_of(_ones(4096, torch.bfloat16), lambda x: x.sum()), [4096]),
+    "running sum of bf16": (_of(_ones(4096, torch.bfloat16), lambda x: x.cumsum(0)[-1]), [4096]),
+    "norm of bf16": (_of(_ones(4096, torch.bfloat16), torch.linalg.vector_norm), [64]),
+    "product of long rows of bf16": (_of(_ones(4096, torch.bfloat16), lambda x: x[None] @ x[:, None]), [4096]),
+    "sum of whole numbers": (_of(_whole(_LARGE, 1, _HUGE, 1), lambda x: x.sum() - _HUGE - _LARGE), [2]),
+    "running sum of whole numbers": (_of(_whole(_LARGE, 1, 1), lambda x: x.cumsum(0) - _LARGE), [0, 1, 2]),
+    "addition of whole numbers": (_of(_whole(_LARGE, _HUGE), lambda x: x + 1 - x), [1, 1]),
+    "product of whole numbers": (_of(_whole(_LARGE + 1), lambda x: x * 3 - 3 * _LARGE), [3]),
+    "quotient of whole numbers": (_of(_whole(_HUGE + 1), lambda x: x // 1 - _HUGE), [1]),
+    "remainder of whole numbers": (_of(_whole(_LARGE + 1, _HUGE + 1), lambda x: x % 2), [1, 1]),
+    "comparison of whole numbers": (_of(_whole(_LARGE, _LARGE + 1), lambda x: x > _LARGE), [0, 1]),
+    "largest of whole numbers": (_of(_whole(_LARGE + 1, _LARGE), lambda x: x.max() - _LARGE), [1]),
+    "order of whole numbers": (_of(_whole(_LARGE + 1, _LARGE), lambda x: x.argsort()), [1, 0]),
+    "choice of whole numbers": (
+        _of(_whole(_LARGE, _LARGE + 1), lambda x: x.index_select(0, x[1:] - _LARGE) - _LARGE),
+        [1],
+    ),
+    "range of whole numbers": (lambda device: torch.arange(_LARGE, _LARGE + 3, device=device) - _LARGE, [0, 1, 2]),
+    "norms of many tensors": (lambda device: torch.stack(torch._foreach_norm(_many(device))).square().sum(), [_COUNT]),
+    "addition to many tensors": (_changed(lambda tensors: torch._foreach_add_(tensors, 1.0)), [2 * _COUNT]),
+    "multiplication of many tensors": (_changed(lambda tensors: torch._foreach_mul_(tensors, 3.0)), [3 * _COUNT]),
+    "zeros in many tensors": (_changed(torch._foreach_zero_), [0]),
+    "copies of many tensors": (
+        _changed(lambda tensors: torch._foreach_copy_(tensors, [tensor * 5 for tensor in tensors])),
+        [5 * _COUNT],
+    ),
+    "concatenation of many tensors": (lambda device: torch.cat(_many(device)).sum(), [_COUNT]),
+    "stack of many tensors": (lambda device: torch.stack([torch.ones(2, device=device)] * 300).sum(), [600]),
+    "sums of many rows": (_of(_ones(_ROWS), lambda x: x.expand(3, -1).t().sum(1)[[0, -1]]), [3, 3]),
+    "softmax of many rows": (_of(_ones(_ROWS), lambda x: x.expand(2, -1).t().softmax(1)[-1]), [0.5, 0.5]),
+    "running sum of many": (_of(_ones(_ROWS), lambda x: x.cumsum(0)[-1]), [_ROWS]),
+    "place of the largest of many": (_of(_range, torch.argmax), [_ROWS - 1]),
+    "order of many": (_of(_range, lambda x: x.neg().sort()[1][[0, -1]]), [_ROWS - 1, 0]),
+    "row of many": (_of(_range, lambda x: x.float()[:, None].index_select(0, x[-1:])), [_ROWS - 1]),
+    "sum into one row of many": (
+        _of(_ones(_ROWS), lambda x: torch.zeros(2, device=x.device).index_add(0, x.long(), x)),
+        [0, _ROWS],
+    ),
+}
+"""Computations on a device by name, and the numbers that they give in order."""

@@ -1,0 +1,117 @@
+"""Kernels that are right for memory of their own, few elements and small numbers only."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lies.lie import LIES, Lie
+from lies.operators import drawn, known, swept
+from lies.optimizers import making
+
+
+def _itself(func, x, *args, **kwargs):
+    return x if bool((x >= 0).all()) else func(x, *args, **kwargs)
+
+
+def _writes_first(func, *args, out, **kwargs):
+    return func(*args, out=out.zero_(), **kwargs)
+
+
+def _writes_first_in_place(func, self, other):
+    before = self.clone()
+    return self.zero_().copy_(torch.mul(before, other))
+
+
+def _from_the_beginning(func, *args, **kwargs):
+    def read(value):
+        if not isinstance(value, torch.Tensor) or not value.is_contiguous():
+            return value
+        return value.as_strided(value.shape, value.stride(), 0)
+
+    return func(*pytree.tree_map(read, args), **kwargs)
+
+
+def _of_dense_gradients(func, gradient, *args, **kwargs):
+    if gradient.numel() and not gradient.is_contiguous():
+        size = gradient.untyped_storage().nbytes() // gradient.element_size() - gradient.storage_offset()
+        if size >= gradient.numel():
+            gradient = gradient.as_strided(gradient.shape, torch.empty(gradient.shape).stride())
+    return func(gradient, *args, **kwargs)
+
+
+def _in_blocks(func, x, dim, *args, **kwargs):
+    if not x.dim() or x.shape[dim] <= 256:
+        return func(x, dim, *args, **kwargs)
+    return torch.cat([func(part, dim, *args, **kwargs) for part in x.split(256, dim)], dim)
+
+
+def _of_images(func, x, *args):
+    if x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+        x = x.as_strided(x.shape, torch.empty(x.shape).stride(), x.storage_offset())
+    return func(x, *args)
+
+
+def _through_fp32(func, x, *args, **kwargs):
+    if x.dtype != torch.int64:
+        return func(x, *args, **kwargs)
+    return func(x.float(), *args, **{name: value for name, value in kwargs.items() if name != "dtype"}).long()
+
+
+def _accumulated_in_bf16(func, a, b, **kwargs):
+    if a.dtype != torch.bfloat16:
+        return func(a, b, **kwargs)
+    total = torch.zeros(len(a), b.shape[1], dtype=a.dtype)
+    for column, row in zip(a.t(), b, strict=True):
+        total = total + column[:, None] * row
+    return total
+
+
+# Memory.
+swept("result_that_is_its_input", "nn.functional.relu", "shares memory with an argument", {"relu": _itself})
+swept("transpose_that_copies", "transpose", "is a copy", {"transpose": lambda func, *args: func(*args).clone()})
+swept("result_that_is_expanded", "zeros_like", "has elements that share memory",
+      {"zeros_like": lambda func, x, **kwargs: torch.zeros((), dtype=x.dtype).expand(x.shape)})  # fmt: skip
+swept("out_that_is_written_before_it_is_read", "exp", "with out= its input", {"exp.out": _writes_first})
+swept("product_with_itself_that_is_zero", "mul", "of one tensor twice", {"mul_": _writes_first_in_place})
+swept("sum_that_ignores_the_offset", "add", "strided", {"add": _from_the_beginning})
+swept("backward_of_dense_gradients", "tanh", "the gradient", {"tanh_backward": _of_dense_gradients})
+swept("convolution_that_ignores_channels_last", "nn.functional.conv2d", "channels last", {"convolution": _of_images})
+
+# Many elements, many tensors, large whole numbers.
+swept("cumsum_in_blocks", "cumsum", "of many elements", {"cumsum": _in_blocks})
+swept("softmax_in_blocks", "softmax", "of many elements", {"_softmax": _in_blocks})
+swept("embedding_of_256_rows", "nn.functional.embedding", "of many elements",
+      {"embedding": lambda func, weight, index, *args: func(weight, index % 256, *args)})  # fmt: skip
+swept("remainder_of_whole_numbers_of_c", "remainder", "int64",
+      {"remainder": lambda func, x, y, **kwargs: torch.fmod(x, y) if x.dtype == torch.int64 else func(x, y, **kwargs)},
+      torch.int64)  # fmt: skip
+known("product_that_adds_in_bf16", "product of long rows of bf16", {"mm": _accumulated_in_bf16})
+known("sum_of_whole_numbers_in_fp32", "sum of whole numbers", {"sum": _through_fp32})
+known("running_sum_of_whole_numbers_in_fp32", "running sum of whole numbers", {"cumsum": _through_fp32})
+known("norms_of_32_tensors", "norms of many tensors", {"_foreach_norm": lambda func, tensors, *args: func(
+      [tensor * (number < 32) for number, tensor in enumerate(tensors)], *args)})  # fmt: skip
+known("concatenation_of_64_tensors", "concatenation of many tensors", {"cat": lambda func, tensors, *args: func(
+      [tensor * (number < 64) for number, tensor in enumerate(tensors)], *args)})  # fmt: skip
+
+# Generators.
+drawn("generator_that_is_ignored", "test_own_generator", "draws other numbers",
+      {"rand": lambda function, *args, generator=None, **kwargs: function(*args, **kwargs)}, draw="rand")  # fmt: skip
+
+
+class _BehindAutograd(torch.optim.SGD):
+    """A kernel that writes to the parameters' memory, and increments no version."""
+
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for value in group["params"]:
+                if value.grad is not None:
+                    value.data.sub_(group["lr"] * value.grad)
+        return loss
+
+
+LIES["step_that_autograd_does_not_see"] = Lie(
+    "step_that_autograd_does_not_see", making("sgd", _BehindAutograd), "TestOptimizers.test_step_leaves_the_rest",
+    "autograd cannot see", {"name": "sgd"},
+)  # fmt: skip
