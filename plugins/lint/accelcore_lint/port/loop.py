@@ -146,6 +146,8 @@ def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, sour
 def _check_devices(block: Block, accel: str, source: str) -> None:
     """Raise if the function moves something to a device that may differ from the trainer's, or may leave it."""
     text = "\n".join(map(text_of, block.body))
+    if left := re.search(r"\w+\.(cuda|npu)\([^()\n]*\)", text):
+        raise NotCanonicalError(f"{left[0]} was left, and may be another device than the backend's")
     for node in m.findall(block, m.If() | m.IfExp()):
         choice = cast("cst.If | cst.IfExp", node)
         test = text_of(choice.test)

@@ -83,6 +83,7 @@ def test_a_loop_that_is_taken_trains_as_before(source, monkeypatch):
         (script(PLAIN).replace("(model.parameters()", "([*model.parameters(), *other.parameters()]"), "one model"),
         (script(PLAIN).replace("x.to(device)", 'x.to(options["device"])'), "another device"),
         (script(PLAIN + "print(model.weight.grad)\n"), ".grad"),
+        (script("y = x.cuda(i + 1)\n" + PLAIN), "was left"),
         (script("if use_gpu:\n    x = x.cuda()\n" + PLAIN), "use_gpu"),
         (script("x = x.cuda() if use_gpu else x\n" + PLAIN), "use_gpu"),
     ],
