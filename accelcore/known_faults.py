@@ -117,7 +117,7 @@ UNSEEN_UPDATE = KnownFault(
     "gradient instead of an error",
     instead="our route to the same kernels increments the version",
     reference="tests/fault_probes.py",
-    seen="torch 2.11.0, 2.13.0, CPU",
+    seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, 2.15.0, CPU",
 )
 TORCH_FAULTS = (
     FP16_EPSILON,
