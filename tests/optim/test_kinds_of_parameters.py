@@ -63,7 +63,7 @@ class _Wave(nn.Module):
         {"loss_scale": 64.0},
         {"loss_scale": "dynamic", "clip_norm": 0.5, "accumulate": 2},
     ],
-    ids=str,
+    ids=" ".join,
 )
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_gradients_with_the_negative_or_conjugate_bit_are_trained_as_by_torch(accel, name, options):
