@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from accelcore.cli import child
 from accelcore.cli.options import check_script, common, device_option, json_option, number
 from accelcore.devices.plugins import AUTOLOAD
 from accelcore.errors import ConfigurationError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["record", "replay"]
 
-_MAIN = "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from accelcore.cli import main; sys.exit(main())"
 _RUNNER = Path(__file__).parents[1] / "parity" / "script.py"  # not imported: it imports torch
 _AFTER_THE_SCRIPT = {"allow_interspersed_args": False}
 _NOTHING, _INVALID = 2, 64
@@ -136,11 +135,10 @@ def replay(
     if code := _run("replay", reference, options, places, script, arguments):
         return _failed(code)
     with _no_device():
-        from accelcore.parity.batch_size import read_result
         from accelcore.parity.compare import compare
 
-    found = read_result(folder) if batch else compare(reference, folder)
-    if _can_be_closer(found):
+    found = compare(reference, folder)
+    if found.phase in ("forward", "backward") and found.operator is None:
         click.echo(f"accelcore: step {found.step} runs again, operator by operator", err=True)
         closer = {"operators": [found.step], "steps": found.step}
         if itself:
@@ -181,10 +179,6 @@ def _no_device() -> Iterator[None]:
             os.environ[AUTOLOAD] = before
 
 
-def _can_be_closer(found: Result) -> bool:
-    return found.phase in ("forward", "backward") and found.operator is None
-
-
 def _run(
     mode: str, folder: str, options: dict[str, Any], places: dict[str, Any], script: str, arguments: Sequence[str]
 ) -> int:
@@ -192,8 +186,7 @@ def _run(
     check_script(script)
     given = [word for name, value in places.items() if value is not None for word in (f"--{name}", str(value))]
     program = [str(_RUNNER), mode, folder, json.dumps(options), script, *arguments]
-    done = subprocess.run([sys.executable, "-c", _MAIN, "\n".join(sys.path), "run", *given, *program], check=False)  # noqa: S603  # this Python
-    return done.returncode
+    return subprocess.run(child.command("accelcore.cli", "run", *given, *program), check=False).returncode  # noqa: S603  # this Python
 
 
 def _numbers(text: str) -> list[int]:

@@ -6,7 +6,6 @@ imported unless its function is called.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -19,21 +18,17 @@ __all__ = ["huggingface_callback", "lightning_callback"]
 def huggingface_callback(context: Record) -> Any:
     """Return a callback for Hugging Face's Trainer: `Trainer(..., callbacks=[huggingface_callback(Record("ref"))])`.
 
-    Args:
-        context: a `Record` or a `Replay`. After the training a `Replay` has its result.
+    `context` is a `Record` or a `Replay`. After the training a `Replay` has its result.
 
     Raises:
         ConfigurationError: transformers is not installed.
     """
-    Base = _class_in(("transformers",), "TrainerCallback")  # noqa: N806  # a class
 
-    class Callback(Base):  # type: ignore[misc, valid-type]
-        def on_train_begin(
-            self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **more: Any
-        ) -> None:
+    class Callback(_class_in("TrainerCallback", "transformers")):  # type: ignore[misc]
+        def on_train_begin(self, *given: Any, model: Any, optimizer: Any, **more: Any) -> None:
             context.watch(model, getattr(optimizer, "optimizer", optimizer))  # accelerate wraps torch's optimizer
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        def on_train_end(self, *given: Any, **more: Any) -> None:
             context.close()
 
     return Callback()
@@ -42,15 +37,13 @@ def huggingface_callback(context: Record) -> Any:
 def lightning_callback(context: Record) -> Any:
     """Return a callback for Lightning: `lightning.Trainer(..., callbacks=[lightning_callback(Record("ref"))])`.
 
-    Args:
-        context: a `Record` or a `Replay`. After the training a `Replay` has its result.
+    `context` is a `Record` or a `Replay`. After the training a `Replay` has its result.
 
     Raises:
         ConfigurationError: neither lightning nor pytorch_lightning is installed.
     """
-    Base = _class_in(("lightning.pytorch.callbacks", "pytorch_lightning.callbacks"), "Callback")  # noqa: N806  # a class
 
-    class Callback(Base):  # type: ignore[misc, valid-type]
+    class Callback(_class_in("Callback", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             context.watch(pl_module, trainer.optimizers)
 
@@ -63,7 +56,7 @@ def lightning_callback(context: Record) -> Any:
     return Callback()
 
 
-def _class_in(modules: Sequence[str], name: str) -> Any:
+def _class_in(name: str, *modules: str) -> Any:
     """Return a class of the first module that can be imported."""
     for module in modules:
         try:

@@ -7,13 +7,13 @@ traces, a hook does nothing, so that the compiled code is the same; the modules 
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakSet, ref
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -23,44 +23,53 @@ from accelcore.optim.shards import to_local
 from accelcore.parity.events import Event, Row, Step, elements
 from accelcore.parity.operators import Operators
 from accelcore.roles.runtime import fetch
-from accelcore.torch_internals import forward_number, in_backward, is_fake_mode_active, uncompiled
+from accelcore.torch_internals import in_backward, is_fake_mode_active, uncompiled
 from accelcore.training.observers import Hooks
 from accelcore.util.containers import tensors
 
 __all__ = ["Collector", "Watched"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Watched:
-    """A model that is watched.
+    """A model that is watched, and its number among them.
 
     Attributes:
-        prefix: before the names of its modules: empty for the first model, `"model2."` for the second.
         compiled: whether it is called through a compiler, so that its modules are not seen.
         autocast: the dtype of torch's autocast around its first call, or `"off"`.
+        entered, calls: the step in which it was last called, and how often in that step.
+        outermost: the module of it that is running and was called by none of it.
     """
 
     model: nn.Module
-    prefix: str
+    number: int
     compiled: bool
     autocast: str = "off"
-    entered: int = 0  # the step in which it was last called
-    calls: int = 0  # in this step
-    outermost: nn.Module | None = None  # the module of it that is running and was called by none of it
-    names: dict[int, tuple[str, str]] = field(default_factory=dict)  # module and name of each parameter, by id
+    entered: int = 0
+    calls: int = 0
+    outermost: nn.Module | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's parameters."""
+        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+
+    def full(self, name: str = "") -> str:
+        """Return the name of a module, a parameter or a buffer; it begins with `model2.` in the second model."""
+        return f"model{self.number + 1}.{name}".rstrip(".") if self.number else name
 
 
 class Collector:
     """Collects events. The owner calls `watch` for each model and `end_step` after each update.
 
     Attributes:
+        known: the modules of the models that are watched.
         is_done: set it to open no further step. The hooks stay until `close`, because one of them may be running.
 
     Args:
-        operators: the steps in which operators are recorded, too.
+        operators: the steps in which operators are recorded, too; `checks` compares them with the host's in float64.
         begin: called before the first forward pass of each model in a step, and whether it is the model's first.
         receive: called with the arguments of each forward pass, a tuple and a dict; returns those to use instead.
-        checks: whether operators are compared with the host's in float64 in these steps.
     """
 
     def __init__(
@@ -73,23 +82,24 @@ class Collector:
     ) -> None:
         self._begin, self._receive = begin, receive
         self.models: list[Watched] = []
+        self.optimizers: list[Optimizer] = []
         self.step = 1
         self.is_done = False
         self.operators = Operators(self._saw_operator, checks=checks)
         self._steps_of_operators = frozenset(operators)
         self._hooks = Hooks()
-        self._known: dict[int, ReferenceType[nn.Module]] = {}
-        self._of_optimizers: dict[int, ReferenceType[Optimizer]] = {}
+        self.known: WeakSet[nn.Module] = WeakSet()
+        self._names: dict[int, tuple[str, str]] = {}  # module and name of each parameter, by id
         self._last: Callable[[], Step] | None = None
         # Each state of an optimizer at the end of its update, by id: the tensor and its version.
         self._states: dict[int, tuple[ReferenceType[Tensor], int]] = {}
         self._clear()
-        self._is_open = False
 
     def _clear(self) -> None:
+        self._is_open = False
         self._rows: list[Row] = []
         self._samples: defaultdict[str, list[Tensor]] = defaultdict(list)
-        self._numbers: Counter[tuple[str, str, str]] = Counter()
+        self._numbers: dict[tuple[str, str, str], int] = {}
         # The tensors that were seen, by id: the tensor, its version, and the module that made it.
         self._made: dict[int, tuple[ReferenceType[Tensor], int, str]] = {}
         self._users: dict[str, str] = {}  # for each module, the module that uses its output
@@ -99,11 +109,6 @@ class Collector:
         self.operators.stop(quietly=True)
         self._hooks.close()
         self.is_done = True
-
-    def knows(self, module: nn.Module) -> bool:
-        """Return whether a module belongs to a model that is watched."""
-        found = self._known.get(id(module))
-        return found is not None and found() is module
 
     def watch(self, called: nn.Module, inner: nn.Module | None = None) -> Watched:
         """Register hooks on a model and its parameters.
@@ -116,71 +121,123 @@ class Collector:
         if inner is None:
             inner = uncompiled(called)
             inner = inner.module if isinstance(inner, nn.parallel.DistributedDataParallel) else inner
-        prefix = f"model{len(self.models) + 1}." if self.models else ""
-        watched = Watched(inner, prefix, compiled)
+        watched = Watched(inner, len(self.models), compiled)
         self.models.append(watched)
-        for module in (*inner.modules(), *called.modules()):
-            self._known[id(module)] = ref(module)
+        self.known.update((*inner.modules(), *called.modules()))
         if compiled:
-            self._hooks.add(
-                called.register_forward_pre_hook(self._opening(watched), with_kwargs=True),
-                called.register_forward_hook(self._closing(watched), always_call=True),
-            )
+            self._watch_calls(watched, called, None)
         for name, module in inner.named_modules():
-            full = (prefix + name).rstrip(".")
-            self._hooks.add(
-                module.register_forward_pre_hook(self._opening(watched), with_kwargs=True),
-                module.register_forward_pre_hook(self._entering(full), with_kwargs=True),
-                module.register_forward_hook(self._leaving(full)),
-                module.register_forward_hook(self._closing(watched), always_call=True),
-            )
+            full = watched.full(name)
+            self._watch_calls(watched, module, full)
             for item, parameter in module.named_parameters(recurse=False):
-                watched.names.setdefault(id(parameter), (full, item))
+                self._names.setdefault(id(parameter), (full, item))
                 if parameter.requires_grad and parameter.is_leaf:
-                    seen = self._accumulated(full, item)
+                    seen = partial(self._accumulated, full, item)
                     self._hooks.add(parameter.register_post_accumulate_grad_hook(seen))
         return watched
 
-    def watch_optimizer(self, optimizer: Optimizer, end_step: Callable[[], None] | None) -> None:
-        """Register hooks on an optimizer; `end_step` is called after each of its steps."""
-        if id(optimizer) in self._of_optimizers:
-            return
-        self._of_optimizers[id(optimizer)] = ref(optimizer)
+    def _watch_calls(self, watched: Watched, called: nn.Module, name: str | None) -> None:
+        """Register hooks on a module; `name` is None for one that compiles the model."""
+
+        def before(module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any] | None:
+            return None if torch.compiler.is_compiling() else self.enter(watched, module, name, (arguments, options))
+
+        def after(module: nn.Module, arguments: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._leave(watched, module, name, output)
+
         self._hooks.add(
-            optimizer.register_step_pre_hook(lambda optimizer, *_: self.before_update(optimizer)),
-            optimizer.register_step_post_hook(lambda optimizer, *_: self.after_update(optimizer, end_step)),
+            called.register_forward_pre_hook(before, with_kwargs=True),
+            called.register_forward_hook(after, always_call=True),
         )
 
-    def enter(self, watched: Watched, module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any] | None:
-        """Open a step before the first forward pass of a model in it; look at its weights and at the batch.
+    def watch_optimizer(self, optimizer: Optimizer, end_step: Callable[[], None] | None) -> None:
+        """Register hooks on an optimizer; `end_step` is called after each of its steps."""
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+            self._hooks.add(
+                optimizer.register_step_pre_hook(lambda optimizer, *_: self.before_update(optimizer)),
+                optimizer.register_step_post_hook(lambda optimizer, *_: self.after_update(optimizer, end_step)),
+            )
 
-        The batch is what the outermost module gets: the model, or a part of it that a script calls by itself. Return
-        other arguments for it, or None for its own.
+    def enter(
+        self, watched: Watched, module: nn.Module, name: str | None, own: tuple[Any, Any]
+    ) -> tuple[Any, Any] | None:
+        """Look at the arguments of a module, and return others for it; None for its own.
+
+        The batch is what the outermost module gets: the model, or a part of it that a script calls by itself.
         """
-        if self.is_done or watched.outermost is not None or self._is_quiet():
+        if self._is_quiet():
             return None
-        own = (arguments, options)
-        watched.outermost = module
+        given = own
+        if watched.outermost is None and not self.is_done:
+            watched.outermost = module
+            given = self._open(watched, own)
+        if self._is_open and name is not None:
+            self.operators.enter(name)
+            parent = name.rpartition(".")[0]
+            for number, tensor in enumerate(tensors(given)):
+                maker = self._maker(tensor)
+                if maker is None:
+                    self._saw("input", name, str(number), tensor, source=parent)
+                    self._mark(tensor, parent)
+                elif maker:
+                    self._users[maker] = name
+        return None if given is own else given
+
+    @torch.no_grad()
+    def _open(self, watched: Watched, own: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Open a step before the first forward pass of a model in it, and look at its weights and at the batch."""
         if not self._is_open:
             self._is_open = True
             if self.step in self._steps_of_operators and not watched.compiled:
                 self.operators.start(self.step)
-        with self.operators.paused(), torch.no_grad():
-            if watched.entered < self.step:
-                first, watched.entered, watched.calls = watched.entered == 0, self.step, 0
-                if first:
-                    watched.autocast = _autocast(_device_of(watched.model))
-                self._begin(watched, first)
-                for name, state in _generators(watched.model):
-                    self._saw("random", "", name, _digest(state))
-                named = (*watched.model.named_parameters(), *watched.model.named_buffers())
-                self._saw_all("weight", [(*_split(watched.prefix + name), tensor) for name, tensor in named])
-            given = self._receive(watched, own)
-            watched.calls += 1
-            for number, tensor in enumerate(tensors(given)):
-                self._saw("batch", watched.prefix.rstrip("."), str(number), tensor)
-                self._made.setdefault(id(tensor), (ref(tensor), tensor._version, ""))
-        return None if given is own else given
+        self.operators.is_paused = True
+        if watched.entered < self.step:
+            first, watched.entered, watched.calls = watched.entered == 0, self.step, 0
+            model, device = watched.model, watched.device
+            if first and device.type != "meta" and torch.is_autocast_enabled(device.type):
+                watched.autocast = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+            self._begin(watched, first)
+            generators = {"host generator": torch.get_rng_state()}
+            if device.type not in ("cpu", "meta"):
+                state = torch.get_device_module(device).get_rng_state(device)
+                # The number of bytes is in the name, because an emulation has another kind of generator.
+                generators[f"{device.type} generator of {len(state)} bytes"] = state
+            for name, state in generators.items():
+                self._saw("random", "", name, torch.tensor([crc32(state.numpy().tobytes())]))
+            self._saw_all("weight", _named(watched, (*model.named_parameters(), *model.named_buffers())))
+        given = self._receive(watched, own)
+        watched.calls += 1
+        for number, tensor in enumerate(tensors(given)):
+            self._saw("batch", watched.full(), str(number), tensor)
+            if self._maker(tensor) is None:
+                self._mark(tensor, "")
+        self.operators.is_paused = False
+        return given
+
+    def _leave(self, watched: Watched, module: nn.Module, name: str | None, output: Any) -> None:
+        """Look at what a module returns."""
+        if watched.outermost is module:
+            watched.outermost = None
+        if name is None or not self._is_open or self._is_quiet():
+            return
+        self.operators.leave(name)
+        for number, tensor in enumerate(tensors(output)):
+            if self._maker(tensor) is not None:
+                continue  # a container returns what its last module returned
+            self._saw("output", name, str(number), tensor)
+            self._mark(tensor, name)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._saw_gradient, name, str(number)))  # type: ignore[no-untyped-call]
+
+    def _maker(self, tensor: Tensor) -> str | None:
+        """Return the module that made a tensor, empty for a batch; None if the tensor was not seen as it is now."""
+        made = self._made.get(id(tensor))
+        return None if made is None or made[0]() is not tensor or made[1] != tensor._version else made[2]
+
+    def _mark(self, tensor: Tensor, module: str) -> None:
+        self._made[id(tensor)] = (ref(tensor), tensor._version, module)
 
     def see(self, kind: str, item: str, tensor: Tensor) -> None:
         """Add an event that belongs to no module, such as the loss."""
@@ -221,12 +278,12 @@ class Collector:
         if not self._is_open:
             return None
         for watched in self.models:
-            buffers = watched.model.named_buffers()
-            self._saw_all("buffer", [(*_split(watched.prefix + name), buffer) for name, buffer in buffers])
+            self._saw_all("buffer", _named(watched, watched.model.named_buffers()))
         finished = self.last()
-        self._last = self._begin_to_read()
+        number, rows = self.step, self._rows
+        arriving = {key: fetch(torch.cat(samples)) for key, samples in self._samples.items()}
+        self._last = lambda: Step(number, rows, {key: ready() for key, ready in arriving.items()})
         self._clear()
-        self._is_open = False
         self.step += 1
         return finished
 
@@ -235,78 +292,17 @@ class Collector:
         last, self._last = self._last, None
         return None if last is None else last()
 
-    def _begin_to_read(self) -> Callable[[], Step]:
-        """Join the samples of a step, and begin to copy them: one copy for each dtype and device."""
-        number, rows = self.step, self._rows
-        arriving = {key: fetch(torch.cat(samples)) for key, samples in self._samples.items()}
-        return lambda: Step(number, rows, {key: ready() for key, ready in arriving.items()})
-
     def _is_quiet(self) -> bool:
         """Return whether nothing is to be seen now: an evaluation, a recomputation, or a trace of a compiler."""
         return torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward() or is_fake_mode_active()
 
-    def _opening(self, watched: Watched) -> Callable[..., tuple[Any, Any] | None]:
-        def before_forward(module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any] | None:
-            if torch.compiler.is_compiling():
-                return None
-            return self.enter(watched, module, arguments, options)
+    def _saw_gradient(self, name: str, item: str, gradient: Tensor) -> None:
+        if self._is_open and not torch.compiler.is_compiling():
+            self._saw("grad", name, item, gradient, source=self._users.get(name, name.rpartition(".")[0]))
 
-        return before_forward
-
-    def _closing(self, watched: Watched) -> Callable[..., None]:
-        def after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling() and watched.outermost is module:
-                watched.outermost = None
-
-        return after_forward
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        def before_forward(module: nn.Module, arguments: Any, options: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            if self._is_open and not self._is_quiet():
-                self.operators.enter(name, forward_number())
-                parent = name.rpartition(".")[0]
-                for number, tensor in enumerate(tensors([arguments, options])):
-                    made = self._made.get(id(tensor))
-                    if made is None or made[0]() is not tensor or made[1] != tensor._version:
-                        self._saw("input", name, str(number), tensor, source=parent)
-                        self._made[id(tensor)] = (ref(tensor), tensor._version, parent)
-                    elif made[2]:
-                        self._users[made[2]] = name
-
-        return before_forward
-
-    def _leaving(self, name: str) -> Callable[..., None]:
-        def after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            if self._is_open and not self._is_quiet():
-                self.operators.leave(name, forward_number())
-                for number, tensor in enumerate(tensors(output)):
-                    made = self._made.get(id(tensor))
-                    if made is not None and made[0]() is tensor and made[1] == tensor._version:
-                        continue  # a container returns what its last module returned
-                    self._saw("output", name, str(number), tensor)
-                    self._made[id(tensor)] = (ref(tensor), tensor._version, name)
-                    if tensor.requires_grad:
-                        tensor.register_hook(self._gradient_of(name, str(number)))  # type: ignore[no-untyped-call]
-
-        return after_forward
-
-    def _gradient_of(self, name: str, item: str) -> Callable[[Tensor], None]:
-        def seen(gradient: Tensor) -> None:
-            if self._is_open and not torch.compiler.is_compiling():
-                self._saw("grad", name, item, gradient, source=self._users.get(name, name.rpartition(".")[0]))
-
-        return seen
-
-    def _accumulated(self, name: str, item: str) -> Callable[[Tensor], None]:
-        def seen(parameter: Tensor) -> None:
-            if self._is_open and not torch.compiler.is_compiling() and parameter.grad is not None:
-                self._saw("gradient", name, item, parameter.grad)
-
-        return seen
+    def _accumulated(self, name: str, item: str, parameter: Tensor) -> None:
+        if self._is_open and not torch.compiler.is_compiling() and parameter.grad is not None:
+            self._saw("gradient", name, item, parameter.grad)
 
     def _state_of(self, optimizer: Optimizer) -> list[tuple[str, str, Tensor]]:
         states = optimizer.state
@@ -323,65 +319,40 @@ class Collector:
         return seen is not None and seen[0]() is state and seen[1] == to_local(state)._version
 
     def _parameters_of(self, optimizer: Optimizer) -> list[tuple[str, str, Tensor]]:
-        names = {key: name for watched in self.models for key, name in watched.names.items()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [(*names.get(id(each), ("", f"(parameter {number})")), each) for number, each in enumerate(held)]
+        return [(*self._names.get(id(each), ("", f"(parameter {number})")), each) for number, each in enumerate(held)]
 
-    def _saw_operator(self, name: str, module: str, backward: bool, results: Any) -> None:
-        for number, tensor in enumerate(tensors(results)):
+    def _saw_operator(self, name: str, module: str, backward: bool, results: list[Tensor]) -> None:
+        for number, tensor in enumerate(results):
             self._saw("operator of backward" if backward else "operator", module, f"{name} {number}", tensor)
 
     def _saw(self, kind: str, module: str, item: str, tensor: Tensor, *, source: str = "") -> None:
         self._saw_all(kind, [(module, item, tensor)], source=source)
 
+    @torch.no_grad()
     def _saw_all(self, kind: str, seen: Iterable[tuple[str, str, Tensor]], *, source: str = "") -> None:
         """Take samples of tensors, each with its module and item."""
-        taken = defaultdict[str, list[Tensor]](list)
-        with self.operators.paused(), torch.no_grad():
-            for module, item, tensor in seen:
-                local = to_local(tensor)
-                sample = elements(local)
-                event = Event(kind, module, item, self._numbers[kind, module, item])
-                key = _key(sample.dtype, sample.device)
-                self._numbers[kind, module, item] += 1
-                self._rows.append(Row(event, key, tuple(local.shape), source, sample.numel()))
-                taken[key].append(sample)
-            for key, samples in taken.items():
-                self._samples[key].append(torch.cat(samples))
+        taken: dict[str, list[Tensor]] = {}
+        was_paused, self.operators.is_paused = self.operators.is_paused, True
+        for module, item, tensor in seen:
+            local = to_local(tensor)
+            sample = elements(local)
+            name, key = (kind, module, item), _key(sample.dtype, sample.device)
+            number = self._numbers[name] = self._numbers.get(name, -1) + 1
+            self._rows.append(Row(Event(*name, number), key, tuple(local.shape), source, sample.numel()))
+            taken.setdefault(key, []).append(sample)
+        for key, samples in taken.items():
+            self._samples[key].append(torch.cat(samples))
+        self.operators.is_paused = was_paused
 
 
-def _split(name: str) -> tuple[str, str]:
-    """Return a module's name, and the name of a parameter or buffer of it."""
-    module, _, item = name.rpartition(".")
-    return module, item
+def _named(watched: Watched, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield parameters or buffers of a model with the module and the name of each."""
+    for name, tensor in named:
+        module, _, item = watched.full(name).rpartition(".")
+        yield module, item, tensor
 
 
 @lru_cache
 def _key(dtype: torch.dtype, device: torch.device) -> str:
     return f"{dtype}.{device}".removeprefix("torch.")
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-def _autocast(device: torch.device) -> str:
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return "off"
-    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
-
-
-def _generators(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the states of the generators of the host and of a model's device, which both keep them on the host."""
-    yield "host generator", torch.get_rng_state()
-    device = _device_of(model)
-    if device.type not in ("cpu", "meta"):
-        module: Any = torch.get_device_module(device)
-        state = module.get_rng_state(device)
-        yield f"{device.type} generator of {len(state)} bytes", state  # an emulation has another kind of generator
-
-
-def _digest(state: Tensor) -> Tensor:
-    """Return a number for the state of a generator."""
-    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest()
-    return torch.tensor([int.from_bytes(digest, "big")])

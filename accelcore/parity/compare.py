@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from accelcore.errors import RecordingError
-from accelcore.parity.cause import begins_at, is_wrong_here
+from accelcore.parity.cause import BEFORE, begins_at, moved, odd_ranks
 from accelcore.parity.events import PHASE_OF, Event, Seen, Step
-from accelcore.parity.invariants import BEFORE, certainly_wrong, moved, odd_ranks
 from accelcore.parity.recording import Reader, ranks_of
 from accelcore.parity.result import Result
-from accelcore.parity.rounding import Distance, distance, unit_of
+from accelcore.parity.rounding import distance, size_of, unit_of
 from accelcore.parity.settings import arithmetic, differences
 
 __all__ = ["compare"]
@@ -41,11 +40,10 @@ _SAME_IN_EVERY_JOB = ("weight", "reduced", "norm", "old state", "state", "parame
 """Kinds of events that do not depend on how a batch is divided among ranks."""
 
 
-@dataclass(frozen=True)
-class _Parted:
+class _Parted(NamedTuple):
     seen: Seen
-    apart: Distance
     ratio: float
+    masks: bool = False
 
 
 def compare(reference: Path | str, other: Path | str, *, rank: int | None = None) -> Result:
@@ -76,205 +74,194 @@ def compare(reference: Path | str, other: Path | str, *, rank: int | None = None
         return {event: each for event, each in found.items() if event not in differ}
 
     everywhere = set(ranks) >= folders.keys() | others.keys()
-    results = [_of_rank(each, recorded[each], replayed[each], odd, everywhere=everywhere) for each in ranks]
+    results = [_Comparison(each, recorded[each], replayed[each], odd, everywhere=everywhere).result() for each in ranks]
     parted = [result for result in results if not result.agrees]
-    return min(parted, key=lambda each: (each.step or 0, _order(each.phase), each.rank or 0)) if parted else results[0]
+    order = {phase: number for number, phase in enumerate(PHASE_OF.values())}
+    first = min(parted, key=lambda each: (each.step or 0, order.get(each.phase or "", 0), each.rank or 0), default=None)
+    return results[0] if first is None else replace(first, next=first.next or _next(first))
 
 
-def _order(phase: str | None) -> int:
-    order = list(dict.fromkeys(("settings", *PHASE_OF.values())))
-    return order.index(phase) if phase in order else 0
+class _Comparison:
+    """The comparison of one rank; `odd` returns the gradients of a step that ranks do not share."""
 
+    def __init__(
+        self, rank: int, recorded: Reader, replayed: Reader, odd: Callable[[int], Mapping[Event, int]], *,
+        everywhere: bool,
+    ) -> None:  # fmt: skip
+        self._rank, self._readers, self._odd, self._everywhere = rank, (recorded, replayed), odd, everywhere
+        self._facts = replayed.facts
+        self._settings = differences(recorded.facts["settings"], self._facts["settings"])
+        changed = {each.name for each in self._settings}
+        self._kinds = _SAME_IN_EVERY_JOB if "ranks" in changed else tuple(PHASE_OF)
+        self._divided = not changed.isdisjoint(("ranks", "trainer parallel"))
+        self._exact = not arithmetic(self._settings) and not self._facts.get("took_batches")
+        self._coarsest = max(_compiled_unit(each.facts["settings"]) for each in self._readers)
+        # What was seen last at the end of a step, in both runs.
+        self._before: tuple[dict[Event, Tensor], dict[Event, Tensor]] = ({}, {})
+        self._is_hidden = False  # whether rounding has grown so far that only what needs no tolerance is compared
 
-def _of_rank(
-    rank: int, recorded: Reader, replayed: Reader, odd: Callable[[int], Mapping[Event, int]], *, everywhere: bool
-) -> Result:
-    settings = differences(recorded.facts["settings"], replayed.facts["settings"])
-    changed = {each.name for each in settings}
-    kinds = _SAME_IN_EVERY_JOB if "ranks" in changed else tuple(PHASE_OF)
-    divided = not changed.isdisjoint(("ranks", "trainer parallel"))
-    exact = not arithmetic(settings) and not replayed.facts.get("took_batches")
-    steps = sorted(set(recorded.steps) & set(replayed.steps))
-    if not steps:
-        raise RecordingError("the two recordings have no step in common", remedy="let the replay run one step at least")
-    notes, checked = [str(note) for note in replayed.facts.get("notes", [])], replayed.facts.get("checked", [])
-    before: tuple[dict[Event, Tensor], dict[Event, Tensor]] = ({}, {})  # what was seen last at the end of a step
-    unit = max(_compiled_unit(each.facts["settings"]) for each in (recorded, replayed))
-    hidden = False
-    if len(replayed.steps) < len(recorded.steps):
-        notes.append(f"the replay has {len(replayed.steps)} of {len(recorded.steps)} steps")
-    for count, number in enumerate(steps, start=1):
-        both = recorded.step(number), replayed.step(number)
-        pairs = _pairs(both, before, kinds, divided=divided)
-        if not pairs:
+    def result(self) -> Result:
+        """Compare step by step, and return where the runs part."""
+        if stored := self._facts.get("result"):  # of two sizes of a batch
+            return Result(**stored)
+        counts = [len(reader.steps) for reader in self._readers]
+        notes = list(self._facts.get("notes", []))
+        if not all(counts):
             raise RecordingError(
-                f"step {number} of the two recordings has nothing in common",
-                why="no module or parameter has the same name, or the ranks divide the batch otherwise",
-                remedy="replay the script that was recorded",
+                "the two recordings have no step in common", remedy="let the replay run one step at least"
             )
-        if number == 1 and (others := replayed.facts.get("other_weights")):
-            return _told(_other_weights(others, rank, exact=exact, settings=settings, notes=tuple(notes)))
-        if exact:
-            parted = _exactly(pairs)
-        else:
-            uneven = {event for event, each in odd(number).items() if each == rank}
-            parted = _by_rounding(both, pairs, before, certainly_wrong(checked, number), uneven, unit, hidden=hidden)
-        if parted is not None:
-            found = _with_operator(_result(parted, number, rank, exact=exact), both, checked)
-            cause = is_wrong_here(found, checked) or begins_at(
-                parted.seen, both, [mine.event for mine, _ in pairs],
-                before=before[0] if number > 1 else None, ranks=everywhere,
-            )  # fmt: skip
-            found = replace(found, is_cause=cause)
-            return _told(replace(found, steps=count, settings=settings, notes=(*notes, *found.notes)))
+        if counts[1] < counts[0]:
+            notes.append(f"the replay has {counts[1]} of {counts[0]} steps")
+        for number in range(1, min(counts) + 1):
+            both = self._readers[0].step(number), self._readers[1].step(number)
+            pairs = self._pairs(both)
+            if not pairs:
+                raise RecordingError(
+                    f"step {number} of the two recordings has nothing in common",
+                    why="no module or parameter has the same name, or the ranks divide the batch otherwise",
+                    remedy="replay the script that was recorded",
+                )
+            checked = [each for each in self._facts.get("checked", []) if each["step"] == number]
+            found = None
+            if number == 1 and (others := self._facts.get("other_weights")):
+                module, _, item = others[0].rpartition(".")
+                found = Result(
+                    agrees=False, steps=0, exact=self._exact, phase="weights", module=module, item=f"weight {item}",
+                    is_cause=True, ratio=math.inf,
+                )  # fmt: skip
+            elif parted := _exactly(pairs) if self._exact else self._by_rounding(number, both, pairs, checked):
+                found = _with_operator(_result(parted, exact=self._exact), both, checked)
+                before = self._before[0] if number > 1 else None
+                compared = [mine.event for mine, _ in pairs]
+                cause = found.is_cause or begins_at(parted.seen, both, compared, before=before, ranks=self._everywhere)
+                found = replace(found, is_cause=cause)
+            if found is not None:
+                notes += found.notes
+                found = replace(found, settings=self._settings, notes=tuple(notes))
+                return replace(found, steps=number, step=number, rank=self._rank)
+            for mine, theirs in pairs:
+                if mine.event.kind in _AT_THE_END:  # kept until it is seen again: each optimizer has steps of its own
+                    self._before[0][mine.event], self._before[1][mine.event] = mine.values, theirs.values
+            if not self._exact and not self._is_hidden and _hides(pairs):
+                self._is_hidden = True
+                notes.append(f"after step {number} rounding hides differences: only {_WITHOUT_TOLERANCE} are compared")
+        return Result(
+            agrees=True, steps=min(counts), exact=self._exact, settings=self._settings, notes=tuple(notes)
+        )  # fmt: skip
+
+    def _pairs(self, both: tuple[Step, Step]) -> list[tuple[Seen, Seen]]:
+        """Return the events that both steps have, in the recording's order.
+
+        If the runs may have divided a model otherwise, a tensor of another shape is a shard, and is left out. So are
+        the calls of an operator that a module makes more often in one run: which corresponds to which is not known.
+        """
+        seen = [{each.event: each for each in step.seen if each.event.kind in self._kinds} for step in both]
+        calls = [Counter(event[:3] for event in events if event.kind.startswith("operator")) for events in seen]
+        order = [event for event in seen[0] if event in seen[1] and event.kind != "old state"]
+        updated = next((index for index, event in enumerate(order) if event.kind in ("state", "parameter")), len(order))
+        order[updated:updated] = dict.fromkeys(event for each in seen for event in each if event.kind == "old state")
+        pairs = []
+        for event in order:
+            mine, theirs = (events.get(event) for events in seen)
+            mine, theirs = mine or _unchanged(theirs, self._before[0]), theirs or _unchanged(mine, self._before[1])
+            if mine is None or theirs is None or (self._divided and mine.shape != theirs.shape):
+                continue
+            if calls[0][event[:3]] == calls[1][event[:3]]:
+                pairs.append((mine, theirs))
+        return pairs
+
+    def _by_rounding(
+        self,
+        number: int,
+        both: tuple[Step, Step],
+        pairs: Sequence[tuple[Seen, Seen]],
+        checked: Sequence[Mapping[str, Any]],
+    ) -> _Parted | None:
+        """Return the first event that is further apart than what it was computed from explains."""
+        carried, computes, scales = 1.0, False, _scales(pairs)
+        units = [_units(step, self._coarsest) for step in both]
+        wrong = next((each for each in checked if each["is_certain"]), None)
+        noisy: set[tuple[str, str]] = set()
+        entered, reduced = (
+            {(mine.event.module, mine.event.item): (mine, theirs) for mine, theirs in pairs if mine.event.kind == kind}
+            for kind in ("weight", "reduced")
+        )
         for mine, theirs in pairs:
-            if mine.event.kind in _AT_THE_END:  # kept until it is seen again: each optimizer has steps of its own
-                before[0][mine.event], before[1][mine.event] = mine.values, theirs.values
-        if not exact and not hidden and _is_hidden(pairs):
-            hidden = True
-            notes.append(f"after step {number} rounding hides differences: only {_WITHOUT_TOLERANCE} are compared")
-    return Result(agrees=True, steps=len(steps), exact=exact, settings=settings, notes=tuple(notes))
-
-
-def _pairs(
-    both: tuple[Step, Step],
-    before: tuple[Mapping[Event, Tensor], Mapping[Event, Tensor]],
-    kinds: Sequence[str],
-    *,
-    divided: bool,
-) -> list[tuple[Seen, Seen]]:
-    """Return the events of these kinds that both steps have, in the recording's order.
-
-    If the runs may have `divided` a model otherwise, a tensor of another shape is a shard, and is left out. So are the
-    calls of an operator that a module makes more often in one run: which call corresponds to which is not known.
-    """
-    seen = [{each.event: each for each in step.seen if each.event.kind in kinds} for step in both]
-    calls = [Counter(_called(event) for event in events if event.kind.startswith("operator")) for events in seen]
-    order = [event for event in seen[0] if event in seen[1] and event.kind != "old state"]
-    updated = next((index for index, event in enumerate(order) if event.kind in ("state", "parameter")), len(order))
-    order[updated:updated] = dict.fromkeys(event for events in seen for event in events if event.kind == "old state")
-    pairs = []
-    for event in order:
-        mine, theirs = (events.get(event) for events in seen)
-        mine, theirs = mine or _unchanged(theirs, before[0]), theirs or _unchanged(mine, before[1])
-        if mine is None or theirs is None or (divided and mine.shape != theirs.shape):
-            continue
-        if calls[0][_called(event)] == calls[1][_called(event)]:
-            pairs.append((mine, theirs))
-    return pairs
-
-
-def _unchanged(other: Seen | None, before: Mapping[Event, Tensor]) -> Seen | None:
-    """Return the state with which a step began in a run that did not see it again; None if it was never seen."""
-    values = None if other is None else before.get(other.event._replace(kind="state"))
-    return None if other is None or values is None else replace(other, values=values)
-
-
-def _called(event: Event) -> Event:
-    return event._replace(number=0)
+            event, kind, apart = mine.event, mine.event.kind, distance(mine.values, theirs.values)
+            own = max(unit_of(mine.values.dtype), unit_of(theirs.values.dtype))
+            unit = max(found.get(event, own) for found in units)
+            computes = computes or kind not in ("random", "weight", "batch")
+            if computes and wrong is not None:
+                kind = "operator of backward" if wrong["backward"] else "operator"
+                event = Event(kind, wrong["module"], f"{wrong['operator']} 0")
+                return _Parted(mine._replace(event=event), wrong["ratio"])
+            if kind == "random" or (kind == "batch" and not computes):  # the script's own, not made by another model
+                if apart.error > _FREE * own * apart.size:
+                    return _Parted(mine, apart.ratio(own or 1.0))
+            elif kind in BEFORE:
+                carried = max(carried, apart.ratio(unit)) if kind == "weight" else carried
+                moves = moved(mine, self._before[0]), moved(theirs, self._before[1])
+                if moves[0] is not None and moves[1] is not None:
+                    by = distance(moves[0], moves[1])
+                    # If the script itself changes weights between steps, it changes other weights otherwise.
+                    if by.error > _FREE * own * apart.size * (carried if bool(moves[0].any()) else 1.0):
+                        return _Parted(mine, by.error / (own * apart.size or 1.0))
+                elif not self._before[0] and apart.ratio(unit) > _FREE:
+                    return _Parted(mine, apart.ratio(unit))
+            elif kind == "reduced" and self._odd(number).get(event) == self._rank:
+                return _Parted(mine, apart.ratio(unit))
+            elif self._is_hidden:
+                continue
+            elif own == 0:
+                if apart.error > 0:
+                    return _Parted(mine, apart.ratio(1.0))
+            elif kind == "parameter":
+                place = event.module, event.item
+                if place not in noisy:
+                    ratio = _update((mine, theirs), entered.get(place), reduced.get(place), unit)
+                    if ratio is not None:
+                        return _Parted(mine, ratio)
+            elif kind != "state" or (event.module, event.item.rpartition(" of ")[2]) not in noisy:
+                backward = PHASE_OF[kind] in ("backward", "collective", "update")
+                ratio = apart.ratio(unit, scales.get((kind, event.module), 0.0))
+                if ratio > (_FREE_BACKWARD if backward else _FREE) * carried:
+                    return _Parted(mine, ratio, apart.masks)
+                if kind in ("gradient", "reduced") and apart.error > max(1e-3, 8 * unit) * apart.size:
+                    noisy.add((event.module, event.item))
+                carried = max(carried, ratio / 16 if backward else ratio)
+        return None
 
 
 def _exactly(pairs: Sequence[tuple[Seen, Seen]]) -> _Parted | None:
     for mine, theirs in pairs:
         apart = distance(mine.values, theirs.values)
         if not apart.equal:
-            return _Parted(mine, apart, apart.ratio(unit_of(mine.dtype) or 1.0))
+            return _Parted(mine, apart.ratio(unit_of(mine.values.dtype) or 1.0), apart.masks)
     return None
 
 
-def _by_rounding(
-    both: tuple[Step, Step],
-    pairs: Sequence[tuple[Seen, Seen]],
-    before: tuple[Mapping[Event, Tensor], Mapping[Event, Tensor]],
-    wrong: Mapping[str, Any] | None,
-    odd: Container[Event],
-    hidden_unit: float,
-    *,
-    hidden: bool,
-) -> _Parted | None:
-    """Return the first event that is further apart than what it was computed from explains.
-
-    Args:
-        wrong: an operator of this step that is certainly wrong.
-        odd: reduced gradients that the other ranks do not have.
-        hidden_unit: rounding of the coarsest dtype within compiled code, where it is not seen.
-        hidden: whether rounding has grown so far that only what needs no tolerance is compared.
-    """
-    carried, computes, scales = 1.0, False, _scales(pairs)
-    units = [_units(step, hidden_unit) for step in both]
-    noisy: set[tuple[str, str]] = set()
-    entered, reduced = (
-        {(mine.event.module, mine.event.item): (mine, theirs) for mine, theirs in pairs if mine.event.kind == kind}
-        for kind in ("weight", "reduced")
-    )
-    for mine, theirs in pairs:
-        event, kind, apart = mine.event, mine.event.kind, distance(mine.values, theirs.values)
-        own = max(unit_of(mine.dtype), unit_of(theirs.dtype))
-        unit = max(found.get(event, own) for found in units)
-        computes = computes or kind not in ("random", "weight", "batch")
-        if computes and wrong is not None:
-            return _operator(wrong)
-        if kind == "random" or (kind == "batch" and not computes):  # the script's own, not made by another model
-            if apart.error > _FREE * own * apart.size:
-                return _Parted(mine, apart, apart.ratio(own or 1.0))
-        elif kind in BEFORE:
-            carried = max(carried, apart.ratio(unit)) if kind == "weight" else carried
-            moves = moved(mine, before[0]), moved(theirs, before[1])
-            if moves[0] is not None and moves[1] is not None:
-                by = distance(moves[0], moves[1])
-                # If the script itself changes weights between steps, it changes other weights otherwise.
-                free = _FREE * own * apart.size * (carried if bool(moves[0].any()) else 1.0)
-                if by.error > free:
-                    return _Parted(mine, by, by.error / (own * apart.size or 1.0))
-            elif not before[0] and apart.ratio(unit) > _FREE:
-                return _Parted(mine, apart, apart.ratio(unit))
-        elif event in odd:
-            return _Parted(mine, apart, apart.ratio(unit))
-        elif hidden:
-            continue
-        elif own == 0:
-            if apart.error > 0:
-                return _Parted(mine, apart, apart.ratio(1.0))
-        elif kind == "parameter":
-            place = event.module, event.item
-            parted = None if place in noisy else _update((mine, theirs), entered.get(place), reduced.get(place), unit)
-            if parted is not None:
-                return parted
-        elif kind != "state" or (event.module, event.item.rpartition(" of ")[2]) not in noisy:
-            backward = PHASE_OF[kind] in ("backward", "collective", "update")
-            ratio = apart.ratio(unit, scales.get((kind, event.module), 0.0))
-            if ratio > (_FREE_BACKWARD if backward else _FREE) * carried:
-                return _Parted(mine, apart, ratio)
-            if kind in ("gradient", "reduced") and apart.error > max(1e-3, 8 * unit) * apart.size:
-                noisy.add((event.module, event.item))
-            carried = max(carried, ratio / 16 if backward else ratio)
-    return None
+def _unchanged(other: Seen | None, before: Mapping[Event, Tensor]) -> Seen | None:
+    """Return the state with which a step began in a run that did not see it again; None if it was never seen."""
+    values = None if other is None else before.get(other.event._replace(kind="state"))
+    return None if other is None or values is None else other._replace(values=values)
 
 
 def _compiled_unit(settings: Mapping[str, str]) -> float:
-    autocast = settings.get("autocast", "off") if settings.get("compiled") == "True" else "off"
-    return max(unit_of(dtype) for dtype in ("float32", *autocast.split(", ")))
+    """Return the rounding of the coarsest dtype within compiled code."""
+    autocast = settings.get("autocast", "off").split(", ") if settings.get("compiled") == "True" else []
+    return max(unit_of(getattr(torch, dtype)) for dtype in ("float32", *autocast) if dtype != "off")
 
 
 def _units(step: Step, coarsest: float) -> dict[Event, float]:
     """Return for each event the rounding of the coarsest dtype so far in the step."""
-    units = accumulate((unit_of(seen.dtype) for seen in step.seen), max, initial=coarsest)
+    units = accumulate((unit_of(seen.values.dtype) for seen in step.seen), max, initial=coarsest)
     return dict(zip((seen.event for seen in step.seen), list(units)[1:], strict=True))
-
-
-def _operator(wrong: Mapping[str, Any]) -> _Parted:
-    """Return an operator that is wrong for its own inputs as where the runs part."""
-    event = Event(
-        "operator of backward" if wrong["backward"] else "operator", wrong["module"], f"{wrong['operator']} 0"
-    )
-    nothing = torch.zeros(0)
-    return _Parted(Seen(event, "float32", (), "", nothing), distance(nothing, nothing), wrong["ratio"])
 
 
 def _update(
     both: tuple[Seen, Seen], entered: tuple[Seen, Seen] | None, reduced: tuple[Seen, Seen] | None, unit: float
-) -> _Parted | None:
-    """Compare how far an update has moved a parameter, where the gradients of both runs are alike.
+) -> float | None:
+    """Return how far two updates are apart, where the gradients of both runs are alike; None if that is explained.
 
     An adaptive optimizer makes a whole update of a gradient that is nothing but rounding.
     """
@@ -287,9 +274,9 @@ def _update(
         alike = (one - other).abs() <= share / 2 * torch.maximum(one.abs(), other.abs())
         moves = [move[alike] for move in moves]
     apart = distance(*moves)
-    floor = unit * distance(mine.values, mine.values).size
+    floor = unit * size_of(mine.values)
     if apart.error > share * apart.size + _FREE_UPDATE * floor:
-        return _Parted(mine, apart, apart.error / (floor or unit))
+        return apart.error / (floor or unit)
     return None
 
 
@@ -297,39 +284,29 @@ def _scales(pairs: Sequence[tuple[Seen, Seen]]) -> dict[tuple[str, str], float]:
     """Return the size of the largest gradient in each module: that of a bias may be nothing but rounding."""
     found: dict[tuple[str, str], float] = {}
     for mine, _ in pairs:
-        kind = mine.event.kind
-        if kind in ("gradient", "reduced"):
-            key = (kind, mine.event.module)
-            found[key] = max(found.get(key, 0.0), distance(mine.values, mine.values).size)
+        if mine.event.kind in ("gradient", "reduced"):
+            key = (mine.event.kind, mine.event.module)
+            found[key] = max(found.get(key, 0.0), size_of(mine.values))
     return found
 
 
-def _is_hidden(pairs: Sequence[tuple[Seen, Seen]]) -> bool:
+def _hides(pairs: Sequence[tuple[Seen, Seen]]) -> bool:
     apart = [distance(mine.values, theirs.values) for mine, theirs in pairs if mine.event.kind == "parameter"]
     return any(each.error > _HIDDEN * each.size for each in apart)
 
 
-def _result(parted: _Parted, step: int, rank: int, *, exact: bool) -> Result:
-    event, source = parted.seen.event, parted.seen.source
-    phase = PHASE_OF[event.kind]
-    module = source if event.kind in ("input", "grad") else event.module
-    operator = None
-    if event.kind.startswith("operator"):
-        operator = _plain(event.item.rpartition(" ")[0])
-        if parted.apart.masks and phase == "forward":
-            phase = "random"
-    elif event.kind == "output" and parted.apart.masks:
+def _result(parted: _Parted, *, exact: bool) -> Result:
+    (kind, module, item, _), phase = parted.seen.event, PHASE_OF[parted.seen.event.kind]
+    module = parted.seen.source if kind in ("input", "grad") else module
+    operator = item.rpartition(" ")[0].removesuffix(".default") if kind.startswith("operator") else None
+    if parted.masks and kind in ("operator", "output"):
         phase = "random"
     return Result(
-        agrees=False, steps=0, exact=exact, step=step, rank=rank, phase=phase,
-        module=None if event.kind in ("random", "loss", "norm", "batch") else module,
-        item=None if operator else f"{event.kind} {event.item}",
+        agrees=False, steps=0, exact=exact, phase=phase,
+        module=None if kind in ("random", "loss", "norm", "batch") else module,
+        item=None if operator else f"{kind} {item}",
         operator=operator, ratio=parted.ratio,
     )  # fmt: skip
-
-
-def _plain(operator: str) -> str:
-    return operator.removesuffix(".default")
 
 
 def _with_operator(result: Result, both: tuple[Step, Step], checked: Sequence[Mapping[str, Any]]) -> Result:
@@ -337,11 +314,16 @@ def _with_operator(result: Result, both: tuple[Step, Step], checked: Sequence[Ma
     if result.phase not in ("forward", "backward") or result.module is None:
         return result
     backward = result.phase == "backward"
-    here = [each for each in checked if each["step"] == result.step and each["backward"] == backward]
-    wrong = [each for each in here if each["is_wrong"] and each["module"] == result.module]
-    if wrong and result.operator not in [_plain(each["operator"]) for each in wrong]:
-        worst = max(wrong, key=lambda each: float(each["ratio"]))
-        return replace(result, operator=_plain(worst["operator"]), ratio=float(worst["ratio"]))
+    here = [each for each in checked if each["backward"] == backward]
+    wrong = {
+        each["operator"].removesuffix(".default"): each["ratio"]
+        for each in here if each["is_wrong"] and each["module"] == result.module
+    }  # fmt: skip
+    if result.operator in wrong:
+        return replace(result, is_cause=True)
+    if wrong:
+        worst = max(wrong, key=lambda operator: float(wrong[operator]))
+        return replace(result, operator=worst, ratio=wrong[worst], is_cause=True)
     if result.operator is not None:
         return result
     kind = "operator of backward" if backward else "operator"
@@ -353,30 +335,19 @@ def _with_operator(result: Result, both: tuple[Step, Step], checked: Sequence[Ma
             return replace(result, operator=names[0])
     if here and not any(each["is_wrong"] for each in here):
         note = "each operator of this step is right here for its own inputs: look at the recording's side, too"
-        return replace(result, notes=(*result.notes, note))
+        return replace(result, notes=(note,))
     return result
 
 
-def _other_weights(names: Sequence[str], rank: int, *, exact: bool, **more: Any) -> Result:
-    """Return the result if the replay would have begun with other weights."""
-    module, _, item = names[0].rpartition(".")
-    return Result(
-        agrees=False, steps=1, exact=exact, step=1, rank=rank, phase="weights", module=module, item=f"weight {item}",
-        is_cause=True, ratio=math.inf, **more,
-    )  # fmt: skip
-
-
-def _told(result: Result) -> Result:
-    """Add what to look at next."""
-    advice = {
+def _next(result: Result) -> str:
+    """Return what to look at next."""
+    if result.operator is not None:
+        return f"run {result.operator} alone on both devices with the inputs of this step"
+    operators = f"record and replay with operators=[{result.step}], which names the operator"
+    return {
         "batch": "compare the order of the data: the sampler, its seed, and augmentation in the loader",
         "weights": "compare how this module is initialised, or what changes it between two steps",
         "random": "compare the seeds; for two kinds of devices, record with random='everywhere'",
-        "forward": f"record and replay with operators=[{result.step}], which names the operator",
-        "backward": f"record and replay with operators=[{result.step}], which names the operator",
         "collective": "compare what each rank contributes, and whether every rank takes part",
         "update": "compare the optimizer's settings and state, the learning rate and the loss scale",
-    }
-    if result.operator is not None:
-        return replace(result, next=f"run {result.operator} alone on both devices with the inputs of this step")
-    return replace(result, next=advice[result.phase or "forward"])
+    }.get(result.phase or "", operators)

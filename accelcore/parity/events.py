@@ -13,24 +13,16 @@ from torch import Tensor
 
 __all__ = ["PHASE_OF", "Event", "Row", "Seen", "Step", "elements"]
 
-PHASE_OF = {
-    "random": "random",
-    "weight": "weights",
-    "batch": "batch",
-    "input": "forward",
-    "output": "forward",
-    "loss": "forward",
-    "buffer": "forward",
-    "operator": "forward",
-    "grad": "backward",
-    "gradient": "backward",
-    "operator of backward": "backward",
-    "reduced": "collective",
-    "norm": "collective",
-    "old state": "update",
-    "state": "update",
-    "parameter": "update",
+_KINDS = {
+    "random": ("random",),
+    "weights": ("weight",),
+    "batch": ("batch",),
+    "forward": ("input", "output", "loss", "buffer", "operator"),
+    "backward": ("grad", "gradient", "operator of backward"),
+    "collective": ("reduced", "norm"),
+    "update": ("old state", "state", "parameter"),
 }
+PHASE_OF = {kind: phase for phase, kinds in _KINDS.items() for kind in kinds}
 """The part of a step to which each kind of event belongs."""
 
 _SHARE = 0.6180339887498949 / 128
@@ -71,12 +63,10 @@ class Row(NamedTuple):
     size: int
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """An event with its sample, which is on the host."""
 
     event: Event
-    dtype: str
     shape: tuple[int, ...]
     source: str
     values: Tensor
@@ -95,10 +85,7 @@ class Step:
         """The events with their samples."""
         counts = {key: [row.size for row in self.rows if row.key == key] for key in self.values}
         samples = {key: iter(torch.split(values, counts[key])) for key, values in self.values.items()}
-        return [
-            Seen(row.event, row.key.partition(".")[0], row.shape, row.source, next(samples[row.key]))
-            for row in self.rows
-        ]
+        return [Seen(row.event, row.shape, row.source, next(samples[row.key])) for row in self.rows]
 
 
 def elements(tensor: Tensor) -> Tensor:

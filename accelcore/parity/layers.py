@@ -1,19 +1,25 @@
-"""Two ways of running one model, side by side: the first module where they part."""
+"""Two ways of running one model, side by side: the first module where they part.
+
+`compare_batch_sizes` runs a batch whole and some rows at a time: `accelcore replay --batch 1`.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.parity.result import Result
+from accelcore.parity.rounding import distance, unit_of
 from accelcore.training.observers import Hooks
-from accelcore.util.containers import tensors
+from accelcore.util.containers import tensors, with_tensors
 
-__all__ = ["ROUNDING", "LayerDifference", "Parts", "compare_layers", "keep_layers", "same_random_numbers"]
+__all__ = ["ROUNDING", "LayerDifference", "compare_batch_sizes", "compare_layers", "keep_layers", "same_random_numbers"]
 
 ROUNDING = 8.0
 """Units of rounding within which two dtypes agree at a module: rounding adds up over the layers before it."""
@@ -55,28 +61,23 @@ def keep_layers(model: nn.Module | None) -> Iterator[Parts]:
     """Keep the floating-point inputs and outputs of each module that is called in this context."""
     parts: dict[tuple[str, str], list[Tensor]] = {}
 
-    def keep(name: str, kind: str, value: object) -> None:
-        if not torch.compiler.is_compiling():
-            for number, tensor in enumerate(tensors(value)):
+    def keep(name: str, kind: str) -> Callable[..., None]:
+        def hook(module: nn.Module, *given: object) -> None:  # arguments and options, or arguments and output
+            if torch.compiler.is_compiling():
+                return
+            for number, tensor in enumerate(tensors(given if kind == "input" else given[-1])):
                 if tensor.is_floating_point():
                     parts.setdefault((name, f"{kind} {number}"), []).append(tensor.detach().cpu().clone())
 
-    def before(name: str) -> Callable[..., None]:
-        return lambda module, arguments, options: keep(name, "input", [arguments, options])
+        return hook
 
-    def after(name: str) -> Callable[..., None]:
-        return lambda module, arguments, output: keep(name, "output", output)
-
-    hooks = Hooks()
-    try:
+    with Hooks() as hooks:
         for name, module in () if model is None else model.named_modules():
             hooks.add(
-                module.register_forward_pre_hook(before(name), with_kwargs=True),
-                module.register_forward_hook(after(name)),
+                module.register_forward_pre_hook(keep(name, "input"), with_kwargs=True),
+                module.register_forward_hook(keep(name, "output")),
             )
         yield parts
-    finally:
-        hooks.close()
 
 
 def compare_layers(mine: Parts, theirs: Parts) -> tuple[list[LayerDifference], bool]:
@@ -87,14 +88,10 @@ def compare_layers(mine: Parts, theirs: Parts) -> tuple[list[LayerDifference], b
         joined = _joined(parts, theirs.get(key, []))
         if joined is None:
             continue
-        dtypes = (parts[0].dtype, theirs[key][0].dtype)
-        differ = differ or dtypes[0] != dtypes[1]
-        unit = max(unit, *(torch.finfo(dtype).eps for dtype in dtypes))
-        a, b = (each.double() for each in joined)
-        equal = bool(((a == b) | (a.isnan() & b.isnan())).all())
-        apart, size = ((value.square().mean().sqrt().item()) if value.numel() else 0.0 for value in (a - b, a))
-        ratio = 0.0 if equal else apart / (unit * size) if size else math.inf
-        found.append(LayerDifference(*key, equal, math.inf if math.isnan(ratio) else ratio))
+        differ = differ or joined[0].dtype != joined[1].dtype
+        unit = max(unit, *(unit_of(each.dtype) for each in joined))
+        apart = distance(*(each.double() for each in joined))
+        found.append(LayerDifference(*key, apart.equal, apart.ratio(unit)))
     return found, differ
 
 
@@ -112,12 +109,67 @@ def _joined(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[Tensor, T
     return None
 
 
-@contextmanager
-def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Restore the random generators of the host and of a device at the end."""
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            yield
-    else:
-        with torch.random.fork_rng(device_type=device.type):
-            yield
+def same_random_numbers(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context that restores the random generators of the host and of a device at its end."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+
+
+def compare_batch_sizes(model: nn.Module, given: tuple[Any, Any], size: int, *, rank: int) -> Result:
+    """Run a model on a batch, and again on `size` rows of it at a time; name the first module that parts.
+
+    It runs in evaluation mode, because dropout and BatchNorm depend on the batch otherwise.
+
+    Args:
+        given: the model's arguments. Tensors as long as the first one are divided; others are given whole.
+
+    Raises:
+        ConfigurationError: the batch has no more than `size` rows.
+        UnsupportedError: no module's values have a dimension of rows.
+    """
+    own = tensors(given)
+    count = next((tensor.shape[0] for tensor in own if tensor.dim()), 0)
+    if count <= size:
+        raise ConfigurationError(
+            f"a batch of {count} rows cannot be divided into batches of {size}",
+            remedy="give fewer rows, or the script a larger batch",
+        )
+    divided = [
+        with_tensors(
+            given, [each[begin : begin + size] if each.dim() and each.shape[0] == count else each for each in own]
+        )
+        for begin in range(0, count, size)
+    ]
+    layers, _ = compare_layers(_run(model, [given]), _run(model, divided))
+    if not layers:
+        raise UnsupportedError(
+            "batches of two sizes cannot be compared", why="no module has inputs or outputs with a dimension of rows"
+        )
+    first = next((each for each in layers if not each.equal), None)
+    if first is None:
+        note = f"each row gives the same bits in a batch of {count} as in one of {size}"
+        return Result(agrees=True, steps=1, exact=True, notes=(note,))
+    units = f"by more than {ROUNDING:g} units of rounding"
+    note = f"no module is apart {units}"
+    if far := next((each for each in layers if each.ratio > ROUNDING), None):
+        note = f"the first {units} is {far.computed_by or 'the model itself'}, {far.place}: {far.ratio:.3g} units"
+    return Result(
+        agrees=False, steps=1, exact=True, step=1, rank=rank, phase="batch size",
+        module=first.computed_by, item=first.place, is_cause=True, ratio=first.ratio,
+        next="a kernel chooses its order of sums by the size of the batch, or the module mixes rows", notes=(note,),
+    )  # fmt: skip
+
+
+def _run(model: nn.Module, batches: list[tuple[Any, Any]]) -> Parts:
+    """Run a model on batches in evaluation mode, and leave it and the random generators as they were."""
+    modes = {module: module.training for module in model.modules()}
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    try:
+        model.eval()
+        with torch.no_grad(), same_random_numbers(device), keep_layers(model) as parts:
+            for arguments, options in batches:
+                model(*arguments, **options)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        torch.clear_autocast_cache()  # it has casts of the weights without their gradients
+    return parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import ConfigurationError
-from accelcore.parity.layers import ROUNDING, LayerDifference, Parts, compare_layers, keep_layers, same_random_numbers
+from accelcore.parity.layers import ROUNDING, LayerDifference, compare_layers, keep_layers, same_random_numbers
+from accelcore.parity.rounding import size_of, unit_of
 from accelcore.torch_internals import uncompiled
 from accelcore.util.text import kind_of
 
@@ -33,8 +34,8 @@ class LogprobComparison:
         kl: estimate of the Kullback-Leibler divergence of the second way from the first: mean of `exp(d) - 1 - d` for
             the difference d, as in http://joschu.net/blog/kl-approx.html.
         token: row and position of the token with the largest difference.
-        module: the first module where the two ways part; None if they do not, or if no module was seen.
-        item: the module's output that parts. For an input, `module` is the module whose own code computed it.
+        module, item: the first module whose output parts; None if none does, or if no module was seen. For an input,
+            the module whose own code computed it.
         layers: each module in the order of the first way, up to the one that parts.
         notes: what limits the comparison.
     """
@@ -70,26 +71,20 @@ class LogprobComparison:
 
 
 def compare_logprobs(
-    a: _Way,
-    b: _Way,
-    tokens: Tensor,
-    *,
-    modules: tuple[nn.Module, nn.Module] | None = None,
+    a: _Way, b: _Way, tokens: Tensor, *, modules: tuple[nn.Module, nn.Module] | None = None
 ) -> LogprobComparison:
     """Compare the log-probabilities that two ways of running one model give to the same tokens.
 
-    Such as training and rollout, a batch of 8 and 8 batches of 1, bf16 and fp32, compiled and not, or all positions at
-    once and one after the other from a cache::
+    Such as training and rollout, a batch of 8 and 8 batches of 1, compiled and not, or a cache and none::
 
         def by_ones(tokens):
             return torch.cat([model(row[None]) for row in tokens])
 
         print(accelcore.compare_logprobs(model, by_ones, tokens, modules=(model, model)))
 
-    Each way runs twice: once as it is, for the log-probabilities, and once with hooks on its modules. Both times it
-    begins with the present state of torch's random generators, so that dropout draws the same. A way may call a
-    module several times, for a part of the batch or of the positions each: the parts are joined. Outputs of all
-    modules are kept on the host meanwhile.
+    Each way runs twice, from the present state of torch's random generators: once as it is, for the log-probabilities,
+    and once with hooks on its modules, whose outputs are kept on the host. A way may call a module several times, for a
+    part of the batch or of the positions each: the parts are joined.
 
     Args:
         a, b: a module or a function of the tokens that returns logits of shape `(rows, positions, vocabulary)`, or an
@@ -98,45 +93,40 @@ def compare_logprobs(
         modules: the models that run in `a` and `b`, to name the module; unless given, `a` and `b` if they are modules.
 
     Raises:
-        ConfigurationError: `tokens` or what a way returns has another shape or dtype, or `modules` is no pair of
-            modules.
+        ConfigurationError: `tokens`, `modules` or what a way returns is something else.
     """
     if tokens.dim() != 2 or tokens.shape[1] < 2 or tokens.is_floating_point():
         raise ConfigurationError(
             f"tokens of shape {tuple(tokens.shape)} and {tokens.dtype} cannot be compared",
             remedy="give whole numbers of shape (rows, positions), with two positions or more",
         )
-    models = modules or (_model_of(a), _model_of(b))
+    models = modules or [uncompiled(way) if isinstance(way, nn.Module) else None for way in (a, b)]
     if modules and (len(models) != 2 or not all(isinstance(model, nn.Module) for model in models)):
         raise ConfigurationError(f"modules={modules!r} is not a pair of modules", remedy="give (model_a, model_b)")
-    notes: list[str] = []
+    notes, seen = [], []
     ways = (_run(a, tokens), _run(b, tokens))
     mine, theirs = (_of_tokens(logits, tokens) for logits in ways)
-    seen: list[Parts] = []
-    for name, way, model, logits in zip("ab", (a, b), models, ways, strict=True):
+    for name, way, model, plain in zip("ab", (a, b), models, (mine, theirs), strict=True):
         with keep_layers(model) as parts:
             again = _run(way, tokens)
         seen.append(parts)
-        if not torch.equal(_of_tokens(again, tokens), _of_tokens(logits, tokens)):
+        if not torch.equal(_of_tokens(again, tokens), plain):
             notes.append(f"{name} gives other log-probabilities when it runs again, with its modules watched")
         if not parts:
             notes.append(f"no module of {name} was seen: give modules=(model_a, model_b); compiled code is not seen")
     layers, dtypes_differ = compare_layers(*seen)
     allowed = ROUNDING if dtypes_differ else 0.0
     first = next((number for number, each in enumerate(layers) if not each.equal and each.ratio > allowed), None)
-    difference = (theirs - mine).abs().nan_to_num(math.inf)
-    at = int(difference.argmax())
-    maximum = float(difference.max())
-    unit = max(torch.finfo(logits.dtype).eps for logits in ways)
-    unit = max([unit, *(torch.finfo(parts[0].dtype).eps for way in seen for parts in way.values())])
-    size = max(1.0, float(ways[0].double().square().mean().sqrt()))
     parted = None if first is None else layers[first]
     d = theirs - mine
+    difference = d.abs().nan_to_num(math.inf)
+    at, maximum = int(difference.argmax()), float(difference.max())
+    unit = max(unit_of(each.dtype) for each in (*ways, *(parts[0] for way in seen for parts in way.values())))
     return LogprobComparison(
         agrees=first is None if dtypes_differ else maximum == 0,
         maximum=maximum,
         mean=float(difference.mean()),
-        ratio=maximum / (unit * size),
+        ratio=maximum / (unit * max(1.0, size_of(ways[0]))),
         kl=float((d.exp() - 1 - d).mean()),
         token=(at // mine.shape[1], at % mine.shape[1] + 1),
         module=None if parted is None else parted.computed_by,
@@ -146,19 +136,12 @@ def compare_logprobs(
     )
 
 
-def _model_of(way: _Way) -> nn.Module | None:
-    return uncompiled(way) if isinstance(way, nn.Module) else None
-
-
 def _run(way: _Way, tokens: Tensor) -> Tensor:
     """Run a way from the present state of the random generators, which is restored, and return its logits."""
     with same_random_numbers(tokens.device):
         found = way(tokens)
-    logits = getattr(found, "logits", None)
-    if logits is None and isinstance(found, Mapping):
-        logits = found.get("logits")
-    if logits is None:
-        logits = found[0] if isinstance(found, Sequence) else found
+    found = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", found)
+    logits = found[0] if isinstance(found, list | tuple) else found
     if not isinstance(logits, Tensor) or logits.shape[:-1] != tokens.shape or not logits.is_floating_point():
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else kind_of(logits)
         raise ConfigurationError(

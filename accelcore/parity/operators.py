@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +10,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelcore.errors import ConfigurationError
-from accelcore.torch_internals import OpOverload, backward_number, end_dispatch_mode, operator_name, pytree
+from accelcore.torch_internals import (
+    OpOverload,
+    backward_number,
+    end_dispatch_mode,
+    forward_number,
+    operator_name,
+    pytree,
+)
 from accelcore.util.containers import tensors
 
-__all__ = ["Checked", "Operators"]
+__all__ = ["Operators"]
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 _SUMS = (
@@ -39,50 +44,35 @@ Other operators, such as the backward pass of a convolution, may cancel all but 
 """
 
 
-@dataclass(frozen=True)
-class Checked:
-    """An operator beside the host's float64 result for the same inputs.
-
-    Attributes:
-        ratio: the largest error in units of the expected rounding.
-        is_wrong: whether the error is larger than a right kernel's.
-        is_certain: whether it is so large, and the operator such, that nothing else explains it.
-    """
-
-    step: int
-    operator: str
-    module: str
-    backward: bool
-    ratio: float
-    is_wrong: bool
-    is_certain: bool
-
-
-class Operators:
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode of torch's dispatcher that reports each operator of a step, with the module that it belongs to.
 
     Args:
         report: receives the operator's name, the module, whether it is of the backward pass, and the results.
-        checks: whether each operator is also computed in float64 on the host; `checked` lists the outcomes. This
-            waits for the device, so it is for the few steps that are looked at.
+        checks: whether each operator is also computed in float64 on the host. This waits for the device, so it is for
+            the few steps that are looked at.
+
+    Attributes:
+        is_paused: set it while operators are not to be reported.
+        checked: each operator that was computed on the host: its step, operator, module, whether it is of the backward
+            pass, the ratio of its largest error and the expected rounding, whether that is larger than a right
+            kernel's, and whether it is so large, and the operator such, that nothing else explains it.
     """
 
-    def __init__(self, report: Callable[[str, str, bool, Any], None], *, checks: bool) -> None:
-        self.checked: list[Checked] = []
+    def __init__(self, report: Callable[[str, str, bool, list[Tensor]], None], *, checks: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.checked: list[dict[str, Any]] = []
         self._report, self._checks = report, checks
-        self._mode: _Mode | None = None
+        self._step: int | None = None  # whose operators are reported now
         self._modules: list[tuple[str, int]] = []
         self._spans: list[tuple[int, int, str]] = []  # first and last number of a module's autograd nodes
-        self._pauses = 0
+        self.is_paused = False
 
     def start(self, step: int) -> None:
         """Begin to report the operators of a step."""
-        if self._mode is None:
-            self._step = step
-            self._modules.clear()
-            self._spans.clear()
-            self._mode = _Mode(self._saw)
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        if self._step is None:
+            self._step, self._modules, self._spans, self.is_paused = step, [], [], False
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self, *, quietly: bool = False) -> None:
         """Report no more.
@@ -90,40 +80,35 @@ class Operators:
         Raises:
             ConfigurationError: another mode of torch's dispatcher began or ended within the step, unless `quietly`.
         """
-        mode, self._mode = self._mode, None
-        if mode is not None and not end_dispatch_mode(mode) and not quietly:
+        step, self._step = self._step, None
+        if step is not None and not end_dispatch_mode(self) and not quietly:
             raise ConfigurationError(
-                f"a mode of torch's dispatcher began or ended within step {self._step}, whose operators are recorded",
+                f"a mode of torch's dispatcher began or ended within step {step}, whose operators are recorded",
                 why="recording operators is a mode, too, from the first forward pass of the step to its update, and "
                 "modes must end in the reverse order",
                 remedy="open your mode around the whole step, with its update, or leave operators= out",
             )
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not report what runs in this context."""
-        self._pauses += 1
-        try:
-            yield
-        finally:
-            self._pauses -= 1
+    def enter(self, module: str) -> None:
+        """Note that a module is called."""
+        if self._step is not None:
+            self._modules.append((module, forward_number()))
 
-    def enter(self, module: str, number: int) -> None:
-        """A module is called; `number` is that of the next node of autograd."""
-        if self._mode is not None:
-            self._modules.append((module, number))
-
-    def leave(self, module: str, number: int) -> None:
-        """A module has returned."""
+    def leave(self, module: str) -> None:
+        """Note that a module has returned."""
         while self._modules:
             name, first = self._modules.pop()
-            self._spans.append((first, number, name))
+            self._spans.append((first, forward_number(), name))
             if name == module:
                 break
 
-    def _saw(self, operator: OpOverload, arguments: Any, options: Any, result: Any) -> None:
-        if self._pauses or operator.is_view or operator.namespace in _ASYNCHRONOUS or not _computes(operator):
-            return
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not (self.is_paused or func.is_view or func.namespace in _ASYNCHRONOUS or _name(func).startswith(_COPIES)):
+            self._saw(func, (args, kwargs or {}), result)
+        return result
+
+    def _saw(self, operator: OpOverload, given: Any, result: Any) -> None:
         node = backward_number()
         if node is None:
             module = self._modules[-1][0] if self._modules else ""
@@ -132,35 +117,16 @@ class Operators:
         name = operator_name(operator)
         # Bytes are a vendor's workspace, of which not all is written.
         results = [each for each in tensors(result) if each.dtype != torch.uint8]
-        with self.paused():
-            self._report(name, module, node is not None, results)
-            if self._checks:
-                ratio = _error_of(operator, (arguments, options), result)
-                if ratio is not None:
-                    pointwise = _is_pointwise(operator)
-                    is_wrong = ratio > (_LARGEST_ERROR_POINTWISE if pointwise else _LARGEST_ERROR)
-                    short = any(each.element_size() == 2 for each in results)
-                    is_certain = ratio > (_CERTAIN_SHORT if short else _CERTAIN)
-                    is_certain = is_certain and (pointwise or _name(operator) in _SUMS)
-                    place = (self._step, name, module, node is not None)
-                    self.checked.append(Checked(*place, ratio, is_wrong, is_certain))
-
-
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, saw: Callable[..., None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._saw = saw
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self._saw(func, args, kwargs, result)
-        return result
-
-
-def _computes(operator: OpOverload) -> bool:
-    """Return whether an operator computes floating-point numbers from others: it neither draws nor copies."""
-    return not _name(operator).startswith(_COPIES)
+        self._report(name, module, node is not None, results)
+        ratio = _error_of(operator, given, result) if self._checks else None
+        if ratio is not None:
+            pointwise, short = _is_pointwise(operator), any(each.element_size() == 2 for each in results)
+            known = pointwise or _name(operator) in _SUMS
+            self.checked.append({
+                "step": self._step, "operator": name, "module": module, "backward": node is not None, "ratio": ratio,
+                "is_wrong": ratio > (_LARGEST_ERROR_POINTWISE if pointwise else _LARGEST_ERROR),
+                "is_certain": known and ratio > (_CERTAIN_SHORT if short else _CERTAIN),
+            })  # fmt: skip
 
 
 def _name(operator: OpOverload) -> str:
@@ -175,8 +141,9 @@ def _error_of(operator: OpOverload, given: Any, result: Any) -> float | None:
     if not results or any(each.numel() > _LARGEST for each in tensors(list(given[0]))):
         return None
     try:
-        exact = [each for each in tensors(_on_host(operator, given, torch.float64)) if each.is_floating_point()]
-        sums = _sums_of(operator, given)
+        exact = [each for each in tensors(_on_host(operator, given)) if each.is_floating_point()]
+        # The sum of the absolute values of all terms bounds the rounding of a sum.
+        sums = _on_host(operator, given, torch.abs) if _name(operator) in _SUMS else None
     except (RuntimeError, TypeError, NotImplementedError, ValueError):
         return None  # the host has no such kernel, as for a vendor's fused operator
     worst = 0.0
@@ -184,7 +151,7 @@ def _error_of(operator: OpOverload, given: Any, result: Any) -> float | None:
         if ours.shape != true.shape or not ours.numel():
             continue
         unit = torch.finfo(ours.dtype).eps
-        size = true.abs() if sums is None or sums.shape != true.shape else sums
+        size = sums if isinstance(sums, Tensor) and sums.shape == true.shape else true.abs()
         floor = true.square().mean().sqrt() if _is_pointwise(operator) else true.abs().max()
         allowed = unit * torch.maximum(size, floor).clamp_min(torch.finfo(ours.dtype).tiny)
         error = ((ours.detach().cpu().double() - true).abs() / allowed).nan_to_num(0.0).max().item()
@@ -192,30 +159,19 @@ def _error_of(operator: OpOverload, given: Any, result: Any) -> float | None:
     return worst
 
 
-def _on_host(operator: OpOverload, given: Any, dtype: torch.dtype) -> Any:
+def _on_host(operator: OpOverload, given: Any, change: Callable[[Tensor], Tensor] = lambda value: value) -> Any:
+    """Compute an operator on the host in float64, with changed numbers."""
+
     def host(value: Any) -> Any:
         if isinstance(value, Tensor):
             value = value.detach().cpu()
-            return value.to(dtype) if value.is_floating_point() else value
+            return change(value.double()) if value.is_floating_point() else value
         if isinstance(value, torch.device):
             return torch.device("cpu")
-        if isinstance(value, torch.dtype) and value.is_floating_point:
-            return dtype
-        return value
+        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
     arguments, options = pytree.tree_map(host, given)
     return operator(*arguments, **options)
-
-
-def _sums_of(operator: OpOverload, given: Any) -> Tensor | None:
-    """Return the sums of the absolute values of all terms, which bound an operator's rounding; None if it adds none."""
-    if _name(operator) not in _SUMS:
-        return None
-    absolute = pytree.tree_map(
-        lambda value: value.abs() if isinstance(value, Tensor) and value.is_floating_point() else value, given
-    )
-    found: Tensor = _on_host(operator, absolute, torch.float64)
-    return found if isinstance(found, Tensor) else None
 
 
 def _is_pointwise(operator: OpOverload) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -30,14 +29,12 @@ from accelcore.util.containers import tensors
 from accelcore.util.text import is_number, is_whole
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self
 
     from accelcore.parity.events import Step
     from accelcore.training.trainer import Trainer
 
-__all__ = ["Record", "rank_now", "world_size_now"]
+__all__ = ["Record", "rank_and_size"]
 
 logger = logging.getLogger("accelcore")
 
@@ -50,21 +47,11 @@ class Record(Observer):
         with accelcore.Record("ref"):
             train()
 
-        with accelcore.Record("ref", model=model, optimizer=optimizer):    # only these
-            for inputs, targets in loader:
-                ...
-
     Or an observer of a trainer: `accel.trainer(..., observers=[accelcore.Record("ref")])`; call `close()` at the end.
 
-    Torch's public hooks on the given model and optimizer, or on a trainer's, collect what happens. If none is given,
-    torch's hooks on all modules and optimizers of the process find them, until the context ends. A *step* ends with
-    `optimizer.step()`; steps are counted from 1. A forward pass under `no_grad` is not recorded. Several models are
-    told apart by prefixes, `model2.` for the second.
-
-    In each step, some two hundred elements are kept of each input of a module that functions have computed, of each
-    output, of its gradient, of each parameter, buffer and gradient, and of each tensor of the optimizer's state. Before
-    step 1, all weights and the states of the random generators are kept. The recorded run has the same bits as an
-    unrecorded one. The modules of a compiled model are not seen.
+    If neither model nor optimizer is given, torch's hooks on all modules and optimizers of the process find them. A
+    *step* ends with `optimizer.step()`; steps are counted from 1. A forward pass under `no_grad` is not recorded, and
+    the modules of a compiled model are not seen. The recorded run has the same bits as an unrecorded one.
 
     Args:
         folder: made if it does not exist; an older recording in it is replaced. Each rank writes a folder of its own.
@@ -104,30 +91,26 @@ class Record(Observer):
         self._given = _checked(model, nn.Module, "model"), _checked(optimizer, Optimizer, "optimizer")
         if (model is None) != (optimizer is None):
             raise ConfigurationError("model and optimizer come together", remedy="give both, or neither")
-        self._optimizers: WeakSet[Any] = WeakSet()
+        if steps is not None and not is_whole(steps, 1):
+            raise ConfigurationError(f"steps={steps!r} is not a number of steps", remedy="give 1 or more, or None")
         self._operators = sorted(set(operators))
-        if not all(is_whole(step, 1) for step in self._operators):
-            raise ConfigurationError(f"operators={self._operators} are not steps", remedy="count steps from 1")
+        if not all(is_whole(step, 1) and step <= (steps or step) for step in self._operators):
+            raise ConfigurationError(
+                f"operators={self._operators} has a step that is not recorded", why=f"steps={steps}, counted from 1"
+            )
         if not isinstance(batches, bool):
             raise ConfigurationError(f"batches={batches!r} must be True or False")
         if random not in (None, "everywhere"):
             raise ConfigurationError(f'random={random!r} must be None or "everywhere"')
-        if steps is not None and not is_whole(steps, 1):
-            raise ConfigurationError(f"steps={steps!r} is not a number of steps", remedy="give 1 or more, or None")
         if not is_number(limit) or limit < 0:
             raise ConfigurationError(f"limit={limit!r} is not a number of bytes")
-        if steps is not None and self._operators and self._operators[-1] > steps:
-            raise ConfigurationError(
-                f"operators={self._operators} has steps after the last one, steps={steps}", remedy="give a larger steps"
-            )
         self._random, self._limit, self._steps, self._batches = random, limit, steps, batches
+        self._checks = False
         self._kept: dict[str, Tensor] = {}
         self._trainers: list[Any] = []
-        self._steps_by_trainer = False
         self._writer: Writer | None = None
         self._open = ExitStack()
         self._is_open = False
-        self._checks = False
 
     def __enter__(self) -> Self:
         self._start()
@@ -136,9 +119,7 @@ class Record(Observer):
             self._open.enter_context(Finder(self._collector, self._is_updating))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close(complete=error is None)
 
     def watch(self, model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer], /) -> None:
@@ -159,11 +140,10 @@ class Record(Observer):
             )
         self._start()
         self._trainers.append(trainer)
-        self._steps_by_trainer = True
-        if not self._collector.knows(trainer.model):
+        if trainer.model not in self._collector.known:
             compiled = None if trainer.compiled is None else trainer.compiled.module
             self._collector.watch(compiled if isinstance(compiled, nn.Module) else trainer.model, trainer.model)
-        self._watch_optimizer(trainer.optimizer, ends=False)
+        self._collector.watch_optimizer(trainer.optimizer, None)
 
     def loss(self, loss: Tensor) -> None:
         """Record a loss. A trainer calls it; in a loop of your own it is optional."""
@@ -184,15 +164,12 @@ class Record(Observer):
         self._is_open = False
         atexit.unregister(self.close)
         try:
-            last = self._collector.last()
-            if last is not None:
-                self._took(last)
+            self._took(self._collector.last())
         finally:
             self._collector.close()
             self._open.close()
         if self._writer is not None:
-            self._writer.change(complete=complete)
-            self._writer.flush()
+            self._writer.write(complete=complete)
             last_step = self._collector.step - 1
             if missed := [step for step in self._operators if step > last_step]:
                 logger.warning("the operators of steps %s were not recorded: the last step was %d", missed, last_step)
@@ -219,99 +196,75 @@ class Record(Observer):
         for model in self._given[0]:
             self._collector.watch(model)
         for optimizer in self._given[1]:
-            self._watch_optimizer(optimizer, ends=True)
-
-    def _watch_optimizer(self, optimizer: Optimizer, *, ends: bool) -> None:
-        self._optimizers.add(optimizer)
-        self._collector.watch_optimizer(optimizer, self._end_step if ends else None)
+            self._collector.watch_optimizer(optimizer, self._end_step)
 
     def _is_updating(self, optimizer: Optimizer) -> None:
-        if optimizer not in self._optimizers and not self._steps_by_trainer:
-            self._watch_optimizer(optimizer, ends=True)
+        if not self._trainers:  # a trainer ends the steps itself
+            self._collector.watch_optimizer(optimizer, self._end_step)
 
     def _begin_step(self, watched: Watched, first: bool) -> None:
         """Called before the first forward pass of each model in a step; `first` in its first step."""
         if self._writer is None:
             if self._random is not None:
                 draw_on_host(next(watched.model.parameters()).device.type)
-            self._writer = Writer(self._folder, rank_now(), self._facts())
+            facts = {"operators": self._operators, "random": self._random, "batches": self._batches}
+            self._writer = Writer(self._folder, rank_and_size()[0], {"settings": {}, "complete": False, **facts})
+            self._writer.keep("generators", self._at_start)
         if self._batches and not self._kept:
             self._kept["generator"] = torch.get_rng_state()
-        if first:
-            self._first_time(watched, self._writer)
+        weights = self._weights(watched) if first else {}
+        if weights and sum(tensor.nbytes for tensor in weights.values()) <= self._limit:
+            copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
+            self._writer.keep(f"weights-{watched.number}", copies)
 
     def _receive(self, watched: Watched, given: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Called with the arguments of each forward pass; returns those to use."""
+        """Called with the arguments of each forward pass; return those to use."""
         if self._batches:
             for number, tensor in enumerate(tensors(given)):
                 if not tensor.requires_grad:  # else another model has made it, and a replay's makes it again
                     copy = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-                    self._kept[self._input_name(watched, number)] = copy
+                    self._kept[f"{watched.number}.{watched.calls}.{number}"] = copy
         return given
 
-    def _input_name(self, watched: Watched, number: int) -> str:
-        """Return the name of an input in the file of its step."""
-        return f"{self._collector.models.index(watched)}.{watched.calls}.{number}"
+    def _weights(self, watched: Watched) -> dict[str, Tensor]:
+        """Return the weights and buffers of a model; nothing if ranks divide them.
 
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "settings": {},
-            "generators": {name: state.tolist() for name, state in self._at_start.items()},
-            "operators": self._operators,
-            "random": self._random,
-            "batches": self._batches,
-            "complete": False,
-        }
-
-    def _first_time(self, watched: Watched, writer: Writer) -> None:
-        """Keep the weights of a model before its first forward pass."""
-        if not self._is_divided():  # state_dict would divide them again, between the gathering and the forward pass
-            writer.weights(self._collector.models.index(watched), watched.model.state_dict(), self._limit)
-
-    def _is_divided(self) -> bool:
-        """Return whether ranks divide the weights: then a module has others before its forward pass than after it."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        return any(is_sharded(parameter) for group in groups for parameter in group["params"])
-
-    def _settings(self) -> dict[str, str]:
-        return gather(self._collector.models, list(self._optimizers), self._trainers, world_size_now())
+        A divided module has other weights before its forward pass than after it, and `state_dict` would divide them
+        again in between.
+        """
+        groups = [group for optimizer in self._collector.optimizers for group in optimizer.param_groups]
+        if any(is_sharded(parameter) for group in groups for parameter in group["params"]):
+            return {}
+        found = {name: value for name, value in watched.model.state_dict().items() if isinstance(value, Tensor)}
+        return {} if any(map(is_sharded, found.values())) else found
 
     def _end_step(self) -> None:
-        if self._writer is not None and self._collector.step == 1:
-            self._writer.change(settings=self._settings())
+        collector = self._collector
+        if self._writer is not None and collector.step == 1:
+            settings = gather(collector.models, collector.optimizers, self._trainers, rank_and_size()[1])
+            self._writer.write(settings=settings)
         if self._writer is not None and self._kept:
-            self._writer.batches(self._collector.step, self._kept)
+            self._writer.keep(f"batches-{collector.step:08d}", self._kept)
             self._kept = {}
-        finished = self._collector.end_step()
-        if finished is not None:
-            self._took(finished)
-        self._step_ended(self._collector.step - 1)
-        if self._steps is not None and self._collector.step > self._steps and not self._collector.is_done:
-            self._collector.is_done = True
-            self._ended()
+        self._took(collector.end_step())
+        is_last = self._steps is not None and collector.step > self._steps and not collector.is_done
+        collector.is_done |= is_last
+        self._step_ended(collector.step - 1, is_last=is_last)
 
-    def _step_ended(self, step: int) -> None:
-        """Called after each step."""
+    def _step_ended(self, step: int, *, is_last: bool) -> None:
+        """Called after each step; `is_last` if as many were recorded as asked for."""
 
-    def _ended(self) -> None:
-        """Called when as many steps were recorded as asked for."""
-
-    def _took(self, step: Step) -> None:
+    def _took(self, step: Step | None) -> None:
         """Write a step whose samples have arrived."""
-        assert self._writer is not None, "a step was begun"
-        self._writer.add(step)
+        if step is not None and self._writer is not None:
+            self._writer.add(step)
 
 
-def rank_now() -> int:
-    """Return this process's rank: of its process group, else as a launcher says."""
+def rank_and_size() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks: of its process group, else as a launcher says and 1."""
     if dist.is_available() and dist.is_initialized():
-        return int(dist.get_rank())
-    return int(os.environ.get("RANK") or 0)
-
-
-def world_size_now() -> int:
-    """Return the number of ranks of the process group; 1 without one."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK") or 0), 1
 
 
 def _checked(given: Any, kind: type, name: str) -> list[Any]:

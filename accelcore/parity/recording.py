@@ -1,13 +1,13 @@
 """Files of a recording: JSON and safetensors, no pickle.
 
     ref/rank-00000/
-      recording.json               settings, the table of events, the steps and where they are
+      recording.json               settings, options and notes
+      generators.safetensors       the states of the host's random generators before the first step
       weights-0.safetensors        the state of the first model before the first step
       batches-00000001.safetensors whole batches of a step: MODEL.CALL.NUMBER, and the host generator's state before it
-      steps-00000001.safetensors   samples of some steps, one tensor for each step, dtype and device
+      steps-00000001.safetensors   samples of some steps, one tensor for each step, dtype and device; their events
 
-Every file is written beside its place and renamed, so that a kill leaves whole files. `recording.json` is written last,
-each time that steps are added: a run that is killed leaves the steps before.
+Every file is written beside its place and renamed, so that a run that is killed leaves whole files.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import json
 import os
 import re
 import shutil
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from accelcore.errors import RecordingError
-from accelcore.optim.shards import is_sharded
 from accelcore.parity.events import PHASE_OF, Event, Row, Step
 from accelcore.util.text import is_whole, replace_file
 
@@ -34,9 +33,7 @@ __all__ = ["Reader", "Writer", "check_place", "ranks_of"]
 
 _FORMAT = 1
 _FILE = "recording.json"
-_RANK = re.compile(r"rank-(\d{5})", re.ASCII)
-_CHUNK = re.compile(r"steps-\d{8}\.safetensors", re.ASCII)
-_LARGEST = 1 << 28
+_RANK = re.compile(r"rank-\d{5}", re.ASCII)
 _STEPS_A_FILE, _BYTES_A_FILE = 64, 1 << 23
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, SafetensorError)
 
@@ -47,18 +44,15 @@ def ranks_of(folder: Path) -> dict[int, Path]:
     Raises:
         RecordingError: the folder has no recording.
     """
-    found = {}
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if (match := _RANK.fullmatch(path.name)) and (path / _FILE).is_file():
-                found[int(match[1])] = path
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = {int(path.name[5:]): path for path in paths if _RANK.fullmatch(path.name) and (path / _FILE).is_file()}
     if not found:
         raise RecordingError(
             f"there is no recording in {folder}",
             why="a recording has a folder rank-00000 with a file recording.json",
             remedy="make one: accelcore record --out FOLDER script.py, or with accelcore.Record(FOLDER)",
         )
-    return dict(sorted(found.items()))
+    return found
 
 
 def check_place(folder: Path) -> None:
@@ -78,74 +72,46 @@ class Writer:
 
     def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
         self._folder = folder / f"rank-{rank:05d}"
-        self._facts = {"what": "accelcore recording", "format": _FORMAT, "rank": rank, **facts}
-        self._tables: dict[tuple[Row, ...], int] = {}  # most steps have the same one
-        self._steps: dict[str, tuple[int, str]] = {}
-        self._waiting: dict[str, Tensor] = {}
-        self._first = 0  # of the steps that wait
-        try:
+        self._facts = {"what": "accelcore recording", "format": _FORMAT, "rank": rank, "steps": 0, **facts}
+        self._waiting: list[Step] = []
+        with _writing(self._folder):
             if self._folder.exists():
                 shutil.rmtree(self._folder)
             self._folder.mkdir(parents=True)
-        except OSError as error:
-            raise _not_written(self._folder, error) from error
 
-    def weights(self, model: int, state: Mapping[str, Any], limit: float) -> None:
-        """Write the state of a model before its first step.
-
-        Nothing is written if it has more than `limit` bytes, or is divided among ranks.
-        """
-        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        whole = not any(map(is_sharded, tensors.values()))
-        if whole and sum(tensor.nbytes for tensor in tensors.values()) <= limit:
-            copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-            self._save(copies, f"weights-{model}.safetensors")
-
-    def batches(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Write the whole batches of a step."""
-        self._save(tensors, f"batches-{step:08d}.safetensors")
+    def keep(self, name: str, tensors: dict[str, Tensor], **texts: str) -> None:
+        """Write whole tensors; `Reader.kept` returns them by the same name."""
+        with _writing(self._folder):
+            save_file(tensors, self._folder / f".{name}", texts)
+            os.replace(self._folder / f".{name}", self._folder / f"{name}.safetensors")
 
     def add(self, step: Step) -> None:
         """Add a step. It is written together with others."""
-        if not self._waiting:
-            self._first = step.number
-        table = self._tables.setdefault(tuple(step.rows), len(self._tables))
-        self._steps[str(step.number)] = table, f"steps-{self._first:08d}.safetensors"
-        self._waiting |= {f"{step.number}.{key}": values for key, values in step.values.items()}
-        size = sum(values.nbytes for values in self._waiting.values())
-        if size > _BYTES_A_FILE or step.number - self._first >= _STEPS_A_FILE:
-            self.flush()
+        self._waiting.append(step)
+        size = sum(values.nbytes for each in self._waiting for values in each.values.values())
+        if size > _BYTES_A_FILE or len(self._waiting) == _STEPS_A_FILE:
+            self.write()
 
-    def change(self, **facts: Any) -> None:
-        """Change facts of the recording; `flush` writes them."""
-        self._facts |= facts
-
-    def flush(self) -> None:
-        """Write the steps that wait, and the table of all."""
+    def write(self, **facts: Any) -> None:
+        """Write the steps that wait, and changed facts."""
         if self._waiting:
-            self._save(self._waiting, f"steps-{self._first:08d}.safetensors")
-            self._waiting = {}
-        tables = [[[*row.event, *row[1:]] for row in table] for table in self._tables]
-        facts = {**self._facts, "tables": tables, "steps": self._steps}
-        try:
-            replace_file(self._folder / _FILE, json.dumps(facts).encode())
-        except OSError as error:
-            raise _not_written(self._folder, error) from error
-
-    def _save(self, tensors: dict[str, Tensor], name: str) -> None:
-        beside = self._folder / f".{name}"
-        try:
-            save_file(tensors, beside)
-            os.replace(beside, self._folder / name)
-        except (OSError, SafetensorError) as error:
-            raise _not_written(self._folder, error) from error
+            tables: dict[tuple[Row, ...], int] = {}  # most steps have the same one
+            steps = {each.number: tables.setdefault(tuple(each.rows), len(tables)) for each in self._waiting}
+            rows = [[[*row.event, *row[1:]] for row in table] for table in tables]
+            samples = {f"{each.number}.{key}": values for each in self._waiting for key, values in each.values.items()}
+            events = json.dumps({"tables": rows, "steps": steps})
+            self.keep(f"steps-{self._waiting[0].number:08d}", samples, events=events)
+            self._facts["steps"], self._waiting = self._waiting[-1].number, []
+        self._facts |= facts
+        with _writing(self._folder):
+            replace_file(self._folder / _FILE, json.dumps(self._facts).encode())
 
 
 class Reader:
     """Reads the recording of one rank.
 
     Attributes:
-        facts: what was recorded beside the steps: settings, counts, operators.
+        facts: what was recorded beside the steps: settings, options, notes.
         steps: the numbers of the steps.
 
     Raises:
@@ -154,96 +120,68 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        try:
-            path = folder / _FILE
-            if path.stat().st_size > _LARGEST:
-                raise ValueError(f"{path.stat().st_size} bytes are too many")
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            if facts["what"] != "accelcore recording":
+        self._steps: dict[int, tuple[Path, list[Row]]] = {}
+        with _reading(folder):
+            self.facts: dict[str, Any] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+            if self.facts["what"] != "accelcore recording":
                 raise ValueError("this is another kind of file")
-            if facts["format"] != _FORMAT or type(facts["format"]) is not int:
+            if self.facts["format"] != _FORMAT:
                 raise RecordingError(
-                    f"the recording {folder} has format {facts['format']!r}, and this accelcore reads {_FORMAT}",
+                    f"the recording {folder} has format {self.facts['format']!r}, and this accelcore reads {_FORMAT}",
                     remedy="compare with the version of accelcore that wrote it, or record again",
                 )
-            self._tables = [[_row(*row) for row in table] for table in facts.pop("tables")]
-            self._steps = {
-                int(number): (int(table), _chunk(name)) for number, (table, name) in facts.pop("steps").items()
-            }
-            if any(table not in range(len(self._tables)) for table, _ in self._steps.values()):
-                raise ValueError("a step has a table that is missing")
-            self._check_samples()
-        except _UNREADABLE as error:
-            raise _damaged(folder, error) from error
-        self.facts: dict[str, Any] = facts
-        self.steps = sorted(self._steps)
-
-    def _check_samples(self) -> None:
-        """Raise if samples are missing or cut off: a replay that takes hours would end there."""
-        needed = defaultdict[str, set[str]](set)
-        for number, (table, name) in self._steps.items():
-            needed[name] |= {f"{number}.{row.key}" for row in self._tables[table]}
-        for name, keys in needed.items():
-            with safe_open(self._folder / name, framework="pt") as file:
-                if lost := keys - set(file.keys()):
-                    raise ValueError(f"{name} lacks {sorted(lost)[0]}")
+            for path in folder.glob("steps-*.safetensors"):
+                with safe_open(path, framework="pt") as file:
+                    events = json.loads(file.metadata()["events"])
+                tables = [[_row(*row) for row in table] for table in events["tables"]]
+                self._steps |= {int(number): (path, tables[table]) for number, table in events["steps"].items()}
+            self.steps = range(1, self.facts["steps"] + 1)
+            if lost := set(self.steps) - self._steps.keys():
+                raise ValueError(f"there are no samples of step {min(lost)}")
 
     def step(self, number: int) -> Step:
         """Return a step."""
-        table, name = self._steps[number]
-        rows = self._tables[table]
-        try:
-            with safe_open(self._folder / name, framework="pt") as file:
-                values = {key: file.get_tensor(f"{number}.{key}") for key in {row.key for row in rows}}
+        path, rows = self._steps[number]
+        with _reading(self._folder), safe_open(path, framework="pt") as file:
+            values = {key: file.get_tensor(f"{number}.{key}") for key in {row.key for row in rows}}
             for key, joined in values.items():
                 if joined.shape != (sum(row.size for row in rows if row.key == key),):
-                    raise ValueError(f"{name} has another number of values of {key}")
-        except _UNREADABLE as error:
-            raise _damaged(self._folder, error) from error
+                    raise ValueError(f"step {number} has another number of values of {key}")
         return Step(number, rows, values)
 
-    def batches(self, step: int) -> dict[str, Tensor]:
-        """Return the whole batches of a step, as they were given to `Writer.batches`."""
-        try:
-            return load_file(self._folder / f"batches-{step:08d}.safetensors")
-        except _UNREADABLE as error:
-            raise _damaged(self._folder, error) from error
+    def path(self, name: str) -> Path:
+        """Return the file of whole tensors."""
+        return self._folder / f"{name}.safetensors"
 
-    def weights_file(self, model: int) -> Path | None:
-        """Return the file of a model's state before its first step; None if it was too large to be recorded."""
-        path = self._folder / f"weights-{model}.safetensors"
-        return path if path.is_file() else None
-
-    def weights(self, model: int) -> dict[str, Tensor]:
-        """Return a model's state before its first step; empty if it was not recorded."""
-        path = self.weights_file(model)
-        try:
-            return {} if path is None else load_file(path)
-        except _UNREADABLE as error:
-            raise _damaged(self._folder, error) from error
+    def kept(self, name: str) -> dict[str, Tensor]:
+        """Return whole tensors that `Writer.keep` has written."""
+        with _reading(self._folder):
+            return load_file(self.path(name))
 
 
-def _row(kind: str, module: str, item: str, number: int, key: str, shape: list[int], source: str, count: int) -> Row:
+def _row(kind: str, module: str, item: str, number: int, key: str, shape: list[int], source: str, size: int) -> Row:
     if kind not in PHASE_OF or not all(isinstance(text, str) for text in (module, item, key, source)):
         raise ValueError(f"{kind!r} of {module!r} is no event")
-    if not (is_whole(number) and is_whole(count) and all(is_whole(size) for size in shape)):
-        raise ValueError(f"the numbers of {kind} of {module!r} are no whole numbers")
-    return Row(Event(kind, module, item, number), key, tuple(shape), source, count)
+    if not all(map(is_whole, (number, size, *shape))):
+        raise ValueError(f"{kind!r} of {module!r} has a number that is not whole")
+    return Row(Event(kind, module, item, number), key, tuple(shape), source, size)
 
 
-def _chunk(name: str) -> str:
-    if not _CHUNK.fullmatch(name):
-        raise ValueError(f"{name!r} is not the name of a file of samples")
-    return name
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise RecordingError(f"the recording {folder} is damaged", why=repr(error), remedy="record again") from error
 
 
-def _damaged(folder: Path, error: BaseException) -> RecordingError:
-    return RecordingError(f"the recording {folder} is damaged", why=repr(error), remedy="record again")
-
-
-def _not_written(folder: Path, error: BaseException) -> RecordingError:
-    return RecordingError(
-        f"the recording cannot be written to {folder}",
-        why=str(error),
-        remedy="free disk space, or check the permissions of the folder",
-    )
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RecordingError(
+            f"the recording cannot be written to {folder}",
+            why=str(error),
+            remedy="free disk space, or check the permissions of the folder",
+        ) from error

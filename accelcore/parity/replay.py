@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError, RecordingError
-from accelcore.parity.batch_size import compare_batch_sizes
 from accelcore.parity.collector import Watched
 from accelcore.parity.compare import compare
-from accelcore.parity.record import Record, rank_now, world_size_now
-from accelcore.parity.recording import Reader, Writer, ranks_of
+from accelcore.parity.layers import compare_batch_sizes
+from accelcore.parity.record import Record, rank_and_size
+from accelcore.parity.recording import Reader, ranks_of
 from accelcore.parity.result import Result
 from accelcore.roles.runtime import set_host_rng_state
 from accelcore.util.containers import tensors, with_tensors
@@ -41,13 +41,10 @@ class Replay(Record):
         print(replay.result)
 
     The training may run on another device, in another precision, compiled or not, with another strategy or number of
-    ranks. It begins with the recorded states of the host's random generators and with the recorded weights. If the
-    script would have begun with other weights, the result says so. Batches are the script's own, and are compared.
-
-    If device, versions, threads, precision and strategy are those of the recording and no other batches were taken from
-    it, every bit is compared. Otherwise
-    differences within the expected rounding agree: in units of the coarsest dtype so far in the step, and beside what
-    the weights at the start of the step were apart.
+    ranks. It begins with the recorded states of the host's random generators and with the recorded weights. If device,
+    versions, threads, precision and strategy are those of the recording and no other batches were taken from it, every
+    bit is compared. Otherwise differences within the expected rounding agree: in units of the coarsest dtype so far in
+    the step, and beside what the weights at the start of the step were apart.
 
     Args:
         folder: the recording.
@@ -59,9 +56,8 @@ class Replay(Record):
             Targets that are not arguments of the model are the script's own.
         batch: do not replay; run the first batch whole, and again with so many rows at a time. The result names the
             first module that computes something else for a row in a smaller batch.
-        operators: steps in which operators are compared and checked; None for those of the recording.
-        checks: whether each operator of these steps is also computed on the host in float64 with the same inputs, which
-            tells a wrong operator from one that carries a difference on.
+        operators: steps in which operators are compared, and computed on the host in float64 with the same inputs, too,
+            which tells a wrong operator from one that carries a difference on; None for those of the recording.
         steps: how many steps to compare; None for all that were recorded.
 
     Attributes:
@@ -82,7 +78,6 @@ class Replay(Record):
         batches: Literal["compare", "take"] = "compare",
         batch: int | None = None,
         operators: Iterable[int] | None = None,
-        checks: bool = True,
         steps: int | None = None,
     ) -> None:
         for name, word in (("weights", weights), ("batches", batches)):
@@ -92,7 +87,7 @@ class Replay(Record):
             raise ConfigurationError(f"batch={batch!r} is not a number of rows", remedy="give 1 or more, or None")
         self._reference = as_path(folder)
         ranks = ranks_of(self._reference)
-        self._recorded = Reader(ranks.get(rank_now(), ranks[min(ranks)]))
+        self._recorded = Reader(ranks.get(rank_and_size()[0], ranks[min(ranks)]))
         facts = self._recorded.facts
         if out is not None and as_path(out).resolve() == self._reference.resolve():
             raise ConfigurationError(f"out={str(out)!r} is the recording itself", remedy="give another folder")
@@ -105,8 +100,8 @@ class Replay(Record):
             random=facts["random"],
             steps=last,
         )
-        self._takes, self._checks, self._batch = weights == "take", checks, batch
-        self._takes_batches = batches == "take"
+        self._checks, self._batch = True, batch
+        self._takes_weights, self._takes_batches = weights == "take", batches == "take"
         if self._takes_batches and not facts["batches"]:
             raise ConfigurationError(
                 f"{self._reference} has no batches to take",
@@ -115,41 +110,42 @@ class Replay(Record):
         self._ranks = len(ranks)
         self._taken: dict[str, Tensor] = {}  # whole batches of this step
         self._has_other_batches = False
+        self._of_batch: Result | None = None
         self._other_weights: list[str] = []
         self._notes: list[str] = []
         self.result: Result | None = None
 
     def _start(self) -> None:
         if not self._is_open:
-            generators = self._recorded.facts["generators"]
-            set_host_rng_state({name: _generator(name, state) for name, state in generators.items()})
+            set_host_rng_state(self._recorded.kept("generators"))
         super()._start()
 
     def _begin_step(self, watched: Watched, first: bool) -> None:
         if self._takes_batches and not self._taken:
-            if self._ranks > world_size_now():
+            if self._ranks > (size := rank_and_size()[1]):
                 raise RecordingError(
-                    f"the recording has batches of {self._ranks} ranks, and {world_size_now()} would take them",
+                    f"the recording has batches of {self._ranks} ranks, and {size} would take them",
                     remedy="replay on as many ranks, or on more",
                 )
-            self._taken = self._recorded.batches(self._collector.step)
+            self._taken = self._recorded.kept(f"batches-{self._collector.step:08d}")
             generator = self._taken["generator"]
             if not torch.equal(generator, torch.get_rng_state()):
                 self._note_others()
                 torch.set_rng_state(generator)
+        if first:
+            self._load(watched)
         super()._begin_step(watched, first)
 
     def _receive(self, watched: Watched, given: tuple[Any, Any]) -> tuple[Any, Any]:
         if self._takes_batches:
+            call = f"{watched.number}.{watched.calls}"
             own = enumerate(tensors(given))
-            given = with_tensors(
-                given,
-                [each if each.requires_grad else self._take(self._input_name(watched, n), each) for n, each in own],
-            )
-        if self._batch is not None and self.result is None:
-            self.result = compare_batch_sizes(watched.model, given, self._batch, rank=rank_now())
+            taken = [each if each.requires_grad else self._take(f"{call}.{n}", each) for n, each in own]
+            given = with_tensors(given, taken)
+        if self._batch is not None and self._of_batch is None:
+            self._of_batch = compare_batch_sizes(watched.model, given, self._batch, rank=rank_and_size()[0])
             self._collector.is_done = True
-            self._ended()
+            self._step_ended(0, is_last=True)
         return super()._receive(watched, given)
 
     def _take(self, name: str, own: Tensor) -> Tensor:
@@ -177,65 +173,43 @@ class Replay(Record):
         self._taken = {}
         super()._end_step()
 
-    def _first_time(self, watched: Watched, writer: Writer) -> None:
-        number = self._collector.models.index(watched)
-        recorded = self._recorded.weights(number)
-        if self._is_divided():
-            self._notes.append("the weights are divided among ranks, and the replay begins with its own")
-        elif not recorded:
-            self._notes.append("the recording has no weights, and the replay begins with its own")
-        else:
-            state = watched.model.state_dict()
-            own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-            _check_names(recorded, own)
-            for name, value in own.items():
-                if not torch.equal(value.detach().cpu().to(recorded[name].dtype), recorded[name]):
-                    self._other_weights.append(watched.prefix + name)
-            if self._other_weights:
-                self._load(watched, number, recorded, own)
-        super()._first_time(watched, writer)
-
-    def _load(self, watched: Watched, number: int, recorded: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-        trainer = next((each for each in self._trainers if each.model is watched.model), None)
-        if trainer is not None:  # it has masters, or shards
-            trainer.load(self._recorded.weights_file(number))
-        else:
-            for name, value in own.items():
-                value.copy_(recorded[name])
+    def _load(self, watched: Watched) -> None:
+        """Give a model the recorded weights."""
+        own, path = self._weights(watched), self._recorded.path(f"weights-{watched.number}")
+        if not own or not path.is_file():
+            why = "the recording has no weights" if own else "the weights are divided among ranks"
+            self._notes.append(f"{why}, and the replay begins with its own")
+            return
+        recorded = self._recorded.kept(f"weights-{watched.number}")
+        here, there = ({f"{name} {tuple(value.shape)}" for name, value in each.items()} for each in (own, recorded))
+        if here != there:
+            raise RecordingError(
+                "the model is not the one that was recorded",
+                why=f"only recorded: {', '.join(sorted(there - here)[:5]) or 'none'}; "
+                f"only here: {', '.join(sorted(here - there)[:5]) or 'none'}",
+                remedy="replay the script that was recorded, with the same model",
+            )
+        others = [
+            name for name, value in own.items()
+            if not torch.equal(value.detach().cpu().to(recorded[name].dtype), recorded[name])
+        ]  # fmt: skip
+        self._other_weights += [watched.full(name) for name in others]
+        trainers = [each for each in self._trainers if each.model is watched.model]
+        if others and trainers:  # it has masters, or shards
+            trainers[0].load(path)
+        elif others:
+            watched.model.load_state_dict(recorded, strict=False)  # extra state that is no tensor is not recorded
 
     def close(self, *, complete: bool = True) -> None:
         if not self._is_open:
             return
         super().close(complete=complete)
-        if not complete or self._writer is None:
-            return
-        if self._batch is not None:
-            self._writer.change(result=asdict(self.result) if self.result else None)
-            self._writer.flush()
-        else:
-            self._writer.change(
+        if complete and self._writer is not None:
+            self._writer.write(
                 notes=self._notes,
                 took_batches=self._has_other_batches,
-                other_weights=[] if self._takes else self._other_weights,
-                checked=[vars(each) for each in self._collector.operators.checked],
+                other_weights=[] if self._takes_weights else self._other_weights,
+                checked=self._collector.operators.checked,
+                result=self._of_batch and asdict(self._of_batch),
             )
-            self._writer.flush()
-            self.result = compare(self._reference, self._folder, rank=rank_now())
-
-
-def _generator(name: str, state: list[float]) -> Tensor:
-    """Return the state of a generator of the host."""
-    kind = torch.uint8 if name == "torch" else torch.float64 if name.endswith("gauss") else torch.int64
-    return torch.tensor(state, dtype=kind)
-
-
-def _check_names(recorded: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    missing, more = sorted(recorded.keys() - own.keys()), sorted(own.keys() - recorded.keys())
-    shapes = [name for name in recorded.keys() & own.keys() if recorded[name].shape != own[name].shape]
-    if missing or more or shapes:
-        raise RecordingError(
-            "the model is not the one that was recorded",
-            why=f"only recorded: {', '.join(missing[:5]) or 'none'}; only here: {', '.join(more[:5]) or 'none'}; "
-            f"of another shape: {', '.join(sorted(shapes)[:5]) or 'none'}",
-            remedy="replay the script that was recorded, with the same model",
-        )
+            self.result = compare(self._reference, self._folder, rank=rank_and_size()[0])

@@ -1,20 +1,17 @@
-"""How far two values may be apart: units of rounding, and what the steps before explain."""
+"""How far two samples are apart, in units of rounding."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Distance", "distance", "unit_of"]
-
-_SHORT = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+__all__ = ["Distance", "distance", "size_of", "unit_of"]
 
 
-@dataclass(frozen=True)
-class Distance:
+class Distance(NamedTuple):
     """How far two samples are apart.
 
     Attributes:
@@ -27,7 +24,7 @@ class Distance:
     equal: bool
     error: float
     size: float
-    masks: bool
+    masks: bool = False
 
     def ratio(self, unit: float, scale: float = 0.0) -> float:
         """Return the error in units of rounding of the larger of `size` and `scale`."""
@@ -40,20 +37,20 @@ class Distance:
 def distance(recorded: Tensor, replayed: Tensor) -> Distance:
     """Compare two samples. NaN equals NaN."""
     if recorded.shape != replayed.shape:
-        return Distance(equal=False, error=math.inf, size=0.0, masks=False)
+        return Distance(equal=False, error=math.inf, size=0.0)
     a, b = recorded.double(), replayed.double()
     same = (a == b) | (a.isnan() & b.isnan())
     if bool(same.all()):
-        return Distance(equal=recorded.dtype == replayed.dtype, error=0.0, size=_rms(a), masks=False)
-    difference = torch.where(same, 0.0, a - b)
+        return Distance(recorded.dtype == replayed.dtype, 0.0, size_of(a))
     zeros, changed = (a == 0) != (b == 0), int((~same).sum())
-    return Distance(equal=False, error=_rms(difference), size=_rms(a), masks=int(zeros.sum()) > changed // 2)
+    return Distance(False, size_of(torch.where(same, 0.0, a - b)), size_of(a), int(zeros.sum()) > changed // 2)
 
 
-def unit_of(dtype: str) -> float:
-    """Return the rounding of a dtype, named as `"float32"`, relative to its values; 0 for whole numbers."""
-    return _SHORT.get(dtype, 0.0)
+def size_of(values: Tensor) -> float:
+    """Return the root mean square of a sample."""
+    return values.double().square().mean().sqrt().item() if values.numel() else 0.0
 
 
-def _rms(values: Tensor) -> float:
-    return values.square().mean().sqrt().item() if values.numel() else 0.0
+def unit_of(dtype: torch.dtype) -> float:
+    """Return the rounding of a dtype relative to its values; 0 for whole numbers."""
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0

@@ -25,27 +25,21 @@ _EVERY = 5.0  # seconds between two lines of progress
 def main() -> None:
     """Run the script in the context of a `Record` or a `Replay`."""
     mode, folder, options, *sys.argv = sys.argv[1:]
-    script = sys.argv[0]
     if not getattr(sys.flags, "safe_path", False):  # Python has put the folder of this file there
-        sys.path[0] = dirname(realpath(script))
+        sys.path[0] = dirname(realpath(sys.argv[0]))
     context = _Shown if mode == "record" else _ShownReplay
     code = _INVALID
     try:
         with context(folder, **json.loads(options)):
             code = 1
-            _run(script)
+            try:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+            except SystemExit as end:  # a plain end by `sys.exit()` or after enough steps is an end as any other
+                if end.code not in (None, 0):
+                    raise
     except AccelError as error:
         sys.stderr.write(f"accelcore: {error}\n")
         sys.exit(code)
-
-
-def _run(script: str) -> None:
-    """Run the script; a plain end by `sys.exit()` or after enough steps is an end as any other."""
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
 
 
 class _Shown(Record):
@@ -53,14 +47,13 @@ class _Shown(Record):
 
     _next = monotonic() + _EVERY
 
-    def _step_ended(self, step: int) -> None:
+    def _step_ended(self, step: int, *, is_last: bool) -> None:
         if monotonic() >= self._next:
             of = "" if self._steps is None else f" of {self._steps}"
             sys.stderr.write(f"accelcore: {step}{of} steps done\n")
             self._next = monotonic() + _EVERY
-
-    def _ended(self) -> None:
-        sys.exit(0)
+        if is_last:
+            sys.exit(0)
 
 
 class _ShownReplay(_Shown, Replay):

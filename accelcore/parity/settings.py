@@ -24,14 +24,15 @@ __all__ = ["arithmetic", "differences", "gather"]
 
 _VARIABLES = re.compile(r"(ACCEL|MKL|OMP|PYTORCH|TORCH)_\w+|\w*(DETERMINISTIC|FP32|PRECISION|WORKSPACE)\w*")
 """Variables of torch and ours, and those of vendors that change the arithmetic; others may be secrets."""
-_PER_RUN = re.compile(r"TORCHELASTIC_\w+|ACCEL_EMULATE\w*")
+_PER_RUN = re.compile(r"TORCHELASTIC_\w+|ACCEL_EMULATE\w*|ACCEL_DEVICE")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _ARITHMETIC = (
     "device", "kind", "torch", "processor", "threads", "fp32", "ranks", "compiled", "autocast",
     "trainer precision", "trainer fp32", "trainer parallel", "trainer compile", "trainer flat",
 )  # fmt: skip
 """Settings under which equal inputs give equal bits on a deterministic device."""
-
+_KERNELS = (" fused", " foreach", " route")
+"""How the names of settings end that choose an optimizer's kernel."""
 _BY_CLASS = ("observers", "loss", "weight", "clip", "scheduler")  # the user's objects, whose texts say nothing
 
 
@@ -39,9 +40,9 @@ def gather(
     models: Sequence[Watched], optimizers: Sequence[Optimizer], trainers: Sequence[Trainer], world_size: int
 ) -> dict[str, str]:
     """Return the settings of this process and of what it trains, as texts by name."""
-    device = next((each.device for watched in models for each in watched.model.parameters()), torch.device("cpu"))
+    device = models[0].device
     found = {
-        "device": _device_name(device),
+        "device": device.type if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
         "kind": device.type,
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "torch": torch.__version__,
@@ -55,7 +56,11 @@ def gather(
         "autocast": ", ".join(dict.fromkeys(watched.autocast for watched in models)),
         "known kernel bugs": _kernels(TORCH_FAULTS),
     }
-    found |= {f"variable {name}": value for name, value in os.environ.items() if _is_recorded(name)}
+    found |= {
+        f"variable {name}": value
+        for name, value in os.environ.items()
+        if _VARIABLES.fullmatch(name) and not _PER_RUN.fullmatch(name)
+    }
     for number, optimizer in enumerate(optimizers):
         found[f"optimizer {number}"] = type(optimizer).__name__
         if isinstance(optimizer, RoutedOptimizer):
@@ -78,7 +83,7 @@ def gather(
     for watched in models:
         for name, module in watched.model.named_modules():
             text = f"{type(module).__name__}({module.extra_repr()})"
-            found[f"module {watched.prefix}{name or '(the model itself)'}"] = text
+            found[f"module {watched.full(name) or '(the model itself)'}"] = text
     return found
 
 
@@ -91,8 +96,7 @@ def differences(recorded: Mapping[str, str], replayed: Mapping[str, str]) -> tup
 
 def arithmetic(found: Sequence[Difference]) -> tuple[str, ...]:
     """Return the names of differing settings under which equal inputs may give other bits."""
-    kernels = (" fused", " foreach", " route")  # which kernel updates
-    return tuple(each.name for each in found if each.name in _ARITHMETIC or each.name.endswith(kernels))
+    return tuple(each.name for each in found if each.name in _ARITHMETIC or each.name.endswith(_KERNELS))
 
 
 def _kernels(faults: Iterable[KnownFault]) -> str:
@@ -104,16 +108,6 @@ def _fp32() -> str:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # it was set by the newer of torch's two ways, and one cannot read the other's
         return str(getattr(torch.backends, "fp32_precision", "unknown"))
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "cpu"
-    return f"{device.type} {torch.get_device_module(device).get_device_name(device)}"
-
-
-def _is_recorded(name: str) -> bool:
-    return bool(_VARIABLES.fullmatch(name)) and not _PER_RUN.fullmatch(name) and name != "ACCEL_DEVICE"
 
 
 def _text(value: Any) -> str:

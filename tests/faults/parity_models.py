@@ -109,7 +109,9 @@ class Tagger(nn.Module):
         self.drop, self.head = nn.Dropout(0.2), nn.Linear(WIDTH, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.drop(self.lstm(self.tokens(x))[0])).flatten(0, 1)
+        with torch.autocast(x.device.type, enabled=False):  # oneDNN's has no bf16 on some processors
+            found, _ = self.lstm(self.tokens(x))
+        return self.head(self.drop(found)).flatten(0, 1)
 
 
 class Bags(nn.Module):

@@ -6,6 +6,8 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 import accelcore
@@ -46,15 +48,32 @@ def _changed(reference, change):
     "change",
     [
         lambda facts: facts.update(what="a cake"),
-        lambda facts: facts.pop("tables"),
-        lambda facts: facts["steps"].update({"1": [7, "steps-00000001.safetensors"]}),
-        lambda facts: facts["steps"].update({"1": [0, "../../../etc/passwd"]}),
-        lambda facts: facts["tables"][0][0].__setitem__(0, "no such kind"),
-        lambda facts: facts["tables"][0][0].__setitem__(7, -1),
+        lambda facts: facts.pop("steps"),
+        lambda facts: facts.update(steps="3"),
+        lambda facts: facts.update(steps=4),
+    ],
+)
+def test_changed_facts_are_damage(reference, change):
+    _changed(reference, change)
+    with pytest.raises(accelcore.RecordingError, match="damaged"):
+        accelcore.Replay(reference)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda events: events.pop("tables"),
+        lambda events: events["steps"].update({"1": 7}),
+        lambda events: events["tables"][0][0].__setitem__(0, "no such kind"),
+        lambda events: events["tables"][0][0].__setitem__(7, -1),
     ],
 )
 def test_a_changed_table_is_damage(reference, change):
-    _changed(reference, change)
+    path = reference / "rank-00000" / "steps-00000001.safetensors"
+    with safe_open(path, framework="pt") as file:
+        samples, events = {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["events"])  # noqa: SIM118
+    change(events)
+    save_file(samples, path, {"events": json.dumps(events)})
     with pytest.raises(accelcore.RecordingError, match="damaged"):
         accelcore.Replay(reference)
 
