@@ -29,10 +29,11 @@ _INDEXED = re.compile(
     r"|[\"']cuda:\{(?::d)?\}[\"']\.format\((\w+\.\w+)\)"
 )
 _RANK = re.compile(r"\bget_rank\(|environ\W|getenv\(")
-_SETS = re.compile(r"^torch\.(cuda|npu)\.set_device$")
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
 
-_ENGINES = "accelerate|lightning|pytorch_lightning|lightning_fabric|deepspeed|ignite|fastai|mmengine|colossalai"
+_ENGINES = (
+    "accelerate|lightning|pytorch_lightning|lightning_fabric|deepspeed|ignite|fastai|mmengine|colossalai|horovod|byteps"
+)
 
 
 class Facts(Tree):
@@ -45,21 +46,21 @@ class Facts(Tree):
     def __init__(self, wrapper: metadata.MetadataWrapper, level: Level) -> None:
         super().__init__(wrapper, level)
         chosen = self.index_option
-        read = self._after(self.assigned[chosen.split(".")[0]][0]) if chosen else None
+        read = self._read_at(chosen) if chosen else None
         self.place = Place(self, by_hand=self._chooses_by_hand(), index=chosen, read=read)
 
     def _chooses_by_hand(self) -> bool:
         """Return whether the script gives a process its device by a number that no launcher's variable shows."""
-        made = [call.args[0].value for call in self.calls if _SETS.search(self.name(call.func) or "") and call.args]
         unknown = [
             index
-            for index in made
+            for index in self.made_current
             if not isinstance(index, (cst.SimpleString, cst.FormattedString, cst.Integer))
             and not _DEVICE.search(text_of(index))
             and not self.is_local_rank(index)
         ]
         options = {name for call in self._added_options() for name in _option_names(call)}
-        return not self.spawns and (bool(unknown) or "rank" in options)
+        launched = any(re.search(r"\b(horovod|byteps)\b", text_of(node)) for node in self.imports)
+        return not self.spawns and (bool(unknown) or "rank" in options or launched)
 
     @cached_property
     def own_options(self) -> set[str]:
@@ -69,12 +70,14 @@ class Facts(Tree):
     @cached_property
     def index_option(self) -> str:
         """Return the option by whose number the script chooses its only device, such as `args.gpu`; "" if none is."""
+        if self._selected_by:
+            return text_of(next(iter(self._selected_by.values())))
         code = self.module.code
         found = {next(filter(None, match.groups())) for match in _INDEXED.finditer(code)}
         chosen = found.pop() if len(found) == 1 else ""
         space, _, option = chosen.partition(".")
         values = self.assigned.get(space, [])
-        others = rf"set_device\(|local_rank|{chosen} *[=!<>]=? *-?\d"
+        others = rf"set_device(_index)?\(|local_rank|{chosen} *[=!<>]=? *-?\d"
         certain = (
             option in {name for call in self._added_options() if _is_index(call) for name in _option_names(call)}
             and len(values) == 1
@@ -85,6 +88,19 @@ class Facts(Tree):
             and not re.search(others, code, re.IGNORECASE)
         )
         return chosen if certain else ""
+
+    @cached_property
+    def _selected_by(self) -> dict[cst.Name, cst.BaseExpression]:
+        """Return the script's options by which it already selects a backend, by the backend's name."""
+        backends = {} if self.level is Level.TORCH else self.backends
+        given = {name: argument(call, "local_rank") for name, call in backends.items()}
+        return {name: index for name, index in given.items() if isinstance(index, cst.Attribute)}
+
+    def _read_at(self, option: str) -> cst.CSTNode | None:
+        """Return the statement before which a backend is chosen by an option, or the one that already chooses it."""
+        for name in self._selected_by:
+            return next(outer for outer in self.parents(name) if isinstance(outer, cst.SimpleStatementLine))
+        return self._after(self.assigned[option.split(".")[0]][0])
 
     def _after(self, value: cst.CSTNode) -> cst.CSTNode | None:
         """Return the statement after an assignment, if that runs whenever its function or the script does."""
@@ -201,22 +217,39 @@ class Facts(Tree):
     def chooses_by(self, index: cst.BaseExpression) -> bool:
         """Return whether the script chooses a device by this expression, apart from DistributedDataParallel's."""
         text = text_of(index)
-        return any(
+        return any(text in text_of(made) for made in self.made_current) or any(
             text in text_of(arg.value)
             for call in self.calls
-            if (self.name(call.func) or "").endswith((".set_device", "torch.device"))
+            if (self.name(call.func) or "").endswith("torch.device")
             or (isinstance(call.func, cst.Attribute) and call.func.attr.value in (*DEVICES, "to", "format"))
             for arg in call.args
         )
 
     def sets_device(self, index: cst.BaseExpression) -> bool:
         """Return whether the script makes this index the current device somewhere."""
-        return any(
-            (self.name(call.func) or "").endswith(".set_device")
-            and call.args
-            and text_of(call.args[0].value) == text_of(index)
-            for call in self.calls
+        return any(text_of(made) == text_of(index) for made in self.made_current)
+
+    def device(self, site: cst.CSTNode) -> str:
+        """Return the source of the device for a site, as `Place.device`, or of its name.
+
+        DataParallel runs a module's replicas each with another device current, which a name without an index is.
+        """
+        source = self.place.device(site)
+        has_index = source.endswith(".device") and self.level is not Level.TORCH
+        return f"{source}.type" if has_index and self._in_replicas(site) else source
+
+    def _in_replicas(self, node: cst.CSTNode) -> bool:
+        """Return whether a device is for a module of torch, of which DataParallel may run replicas."""
+        holder = self.parent(node)
+        name = text_of(holder.targets[0].target) if isinstance(holder, cst.Assign) else ""
+        at_top = bool(name) and self.function_of(node) is None
+        return any(isinstance(outer, cst.ClassDef) and _is_module(outer) for outer in self.parents(node)) or (
+            at_top and any(re.search(rf"(?<![\w.]){re.escape(name)}\b(?! *=)", text_of(made)) for made in self._modules)
         )
+
+    @cached_property
+    def _modules(self) -> list[cst.ClassDef]:
+        return [made for made in self.module.body if isinstance(made, cst.ClassDef) and _is_module(made)]
 
     def guards(self, node: cst.CSTNode) -> bool:
         """Return whether a node only runs where `torch.cuda.is_available()` is true."""
@@ -242,6 +275,12 @@ def _is_index(option: cst.Call) -> bool:
     kind, default = argument(option, "type"), argument(option, "default")
     fixed = default is None or text_of(default) == "None" or isinstance(default, cst.Integer)
     return kind is not None and text_of(kind) == "int" and fixed and argument(option, "nargs") is None
+
+
+def _is_module(made: cst.ClassDef) -> bool:
+    return any(text_of(base.value).endswith("Module") for base in made.bases) or any(
+        isinstance(part, cst.FunctionDef) and part.name.value == "forward" for part in made.body.body
+    )
 
 
 def _last(function: cst.BaseExpression) -> str:

@@ -10,7 +10,7 @@ import libcst as cst
 
 from accelcore_lint.port.model import TODO, Level, Note
 from accelcore_lint.port.removed import removed
-from accelcore_lint.port.tree import dotted, text_of
+from accelcore_lint.port.tree import dotted, reasons_above, text_of
 from accelcore_lint.port.vendors import DEVICES, MODULES
 
 __all__ = ["APEX", "Imports", "names_used"]
@@ -101,15 +101,17 @@ class Imports:
     complete: bool
     rewritten: list[Note] = field(default_factory=list)
     left: list[Note] = field(default_factory=list)
+    _present: Sequence[str] = ()
 
     def apply(self, module: cst.Module) -> cst.Module:
         """Return the module with other import statements; those that are not needed are marked as removed."""
-        return module.visit(_Replace(self))
+        return module.visit(_Replace(self, module))
 
     def replacement(
-        self, statement: cst.SimpleStatementLine
+        self, statement: cst.SimpleStatementLine, present: Sequence[str]
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
-        """Return what becomes of one statement."""
+        """Return what replaces one statement, above which the reasons that are `present` already stand."""
+        self._present = present
         if len(statement.body) != 1:
             return statement
         part = statement.body[0]
@@ -182,7 +184,7 @@ class Imports:
 
     def _kept(self, statement: cst.SimpleStatementLine, reason: str) -> cst.BaseStatement:
         self._note(self.left, statement, reason)
-        if any(line.comment and line.comment.value == TODO + reason for line in statement.leading_lines):
+        if reason in self._present:
             return statement
         comment = cst.EmptyLine(comment=cst.Comment(TODO + reason))
         return statement.with_changes(leading_lines=[*statement.leading_lines, comment])
@@ -192,11 +194,11 @@ class Imports:
 
 
 class _Replace(cst.CSTTransformer):
-    def __init__(self, imports: Imports) -> None:
+    def __init__(self, imports: Imports, module: cst.Module) -> None:
         super().__init__()
-        self._imports = imports
+        self._imports, self._module = imports, module
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
-        return self._imports.replacement(updated_node)
+        return self._imports.replacement(updated_node, reasons_above(original_node, self._module))

@@ -32,7 +32,7 @@ class Place:
 
     With TORCH this is a `torch.device`, of the accelerator if there is one. With ROLES and TRAINER it is the backend.
     The line that makes it goes into the one function that needs it, if the script calls that function once. Otherwise
-    it goes before the first statement of the module that needs it.
+    it goes before the first statement of the module that needs it. A script that already has such a line keeps it.
 
     A script that starts its own ranks chooses the backend in the function that they run. Its other functions take the
     current device, which that choice has set.
@@ -55,10 +55,11 @@ class Place:
         choice = f"accelcore.select(local_rank={index})" if index else "accelcore.select()"
         self._value = self._current_value if self._torch_level else choice
         candidates = _NAMES[Level.TORCH if self._torch_level else Level.ROLES]
-        existing = made.get(self._value)
+        device = made.get(self._value)
+        chosen = [device] if device else [] if self._torch_level else list(tree.backends)
+        self._existing = {self._scope(name): name for name in chosen}
         free = (name for name in (*candidates, *(f"{candidates[-1]}_{n}" for n in range(2, 99))) if name not in taken)
-        self.name = existing.value if existing else next(free)
-        self._existing = existing
+        self.name = chosen[0].value if chosen else next(free)
         self._sites: list[cst.CSTNode] = []
         self._local: dict[tuple[cst.FunctionDef, str], list[cst.CSTNode]] = defaultdict(list)
         current = made.get(self._current_value)
@@ -82,8 +83,8 @@ class Place:
             else:
                 self._current_sites.append(site)
             return self._current
-        self._use(site)
-        return self.name if self._torch_level else f"{self.name}.device"
+        name = self.backend(site)
+        return name if self._torch_level else f"{name}.device"
 
     def kind(self, site: cst.CSTNode) -> str:
         """Return the source of the device's type, a string. Raises as `device`."""
@@ -91,12 +92,18 @@ class Place:
 
     def backend(self, site: cst.CSTNode) -> str:
         """Return the source of the backend, at the levels that have one. Raises as `device`."""
+        if reason := self._obstacle(site):
+            raise UnplacedError(reason)
+        if (chosen := self._chosen_for(site)) is not None:
+            return chosen.value
         self._use(site)
         return self.name
 
+    def _chosen_for(self, site: cst.CSTNode) -> cst.Name | None:
+        """Return the name of a device that the script already chooses, in the function around a site or before."""
+        return self._existing.get(self._scope(site)) or self._existing.get(None)
+
     def _use(self, site: cst.CSTNode) -> None:
-        if reason := self._obstacle(site):
-            raise UnplacedError(reason)
         function = self._scope(site)
         if function is not None and self._hides(site) and not self._tree.spawns:
             self._local[function, f"{self.name} = {self._value}"].append(site)
@@ -115,13 +122,16 @@ class Place:
             is_in = any(outer is block for outer in self._tree.parents(site))
             if not is_in or self._tree.line(site) < self._tree.line(self._read):
                 return "the option that chooses the device is read below this line"
-        if self._existing:
-            early = function is None and self._tree.line(site) < self._tree.line(self._existing)
-            return "the device is chosen below this line" if early else ""
-        if not self._is_placed(site) or (self._is_repeated(function) and self._hides(site)):
-            return "an environment variable hides devices after this file would choose one: use ACCEL_DEVICE instead"
         if not self._torch_level and self.is_apart(site):
             return "the script chooses the device of this process itself: pass the backend to this function"
+        if not self._is_placed(site) or (self._is_repeated(function) and self._hides(site)):
+            return "an environment variable hides devices after this file would choose one: use ACCEL_DEVICE instead"
+        if self._existing:
+            chosen = self._chosen_for(site)
+            if chosen is None:
+                return "the backend is chosen in another function: pass it to this one"
+            early = function is self._scope(chosen) and self._tree.line(site) < self._tree.line(chosen)
+            return "the device is chosen below this line" if early else ""
         return ""
 
     def _in_context(self, site: cst.CSTNode) -> bool:
@@ -181,7 +191,7 @@ class Place:
         added = {self._first(function.body, sites): line for (function, line), sites in self._local.items()}
         if self._current_sites and not self._has_current:
             added[self._first(tree.module, self._current_sites)] = f"{self._current} = {self._current_value}"
-        if self._read is not None and self._has_sites():
+        if self._read is not None and self._has_sites() and not self._existing:
             added[self._read] = f"{self.name} = {self._value}"
         elif not self._existing and self._sites:
             added.update(self._backend_lines())
@@ -210,7 +220,9 @@ class Place:
     def _rank(self, function: cst.FunctionDef) -> str:
         """Return the source of the rank of a function that the script starts; -1 means a single process there."""
         name = self._tree.spawned[function.name.value]
-        return f"max({name}, 0)" if re.search(rf"\b{name} *(==|!=|>|<) *-1\b", text_of(function)) else name
+        asks = re.search(rf"\b{name} *((==|!=|>|<) *-1|(>=|<) *0)\b", text_of(function))
+        passes = f"{function.name.value}(-1" in self._tree.module.code
+        return f"max({name}, 0)" if asks or passes else name
 
     def imports(self) -> set[str]:
         """Return the import statements that those lines need."""

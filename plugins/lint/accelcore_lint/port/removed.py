@@ -99,4 +99,5 @@ def _merged(waiting: Sequence[cst.EmptyLine], own: Sequence[cst.EmptyLine]) -> l
     """Join the lines above two statements, without blank lines twice."""
     if any(line.comment for line in waiting):
         return [*waiting, *own]
-    return list(waiting if len(waiting) > len(own) else own)
+    blanks = next((number for number, line in enumerate(own) if line.comment), len(own))
+    return [*waiting[blanks:], *own]

@@ -17,7 +17,7 @@ from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.removed import sweep
 from accelcore_lint.port.rules import RULES
 from accelcore_lint.port.trainer import with_trainers
-from accelcore_lint.port.tree import text_of
+from accelcore_lint.port.tree import reasons_above, text_of
 from accelcore_lint.port.vendors import may_concern, vendor_lines
 
 __all__ = ["Outcome", "UnfaithfulError", "port_source"]
@@ -91,7 +91,10 @@ def port_source(source: str, level: Level) -> Outcome:
 
 
 class _Decisions(cst.CSTVisitor):
-    """Asks the rules about each node, from the outside to the inside."""
+    """Asks the rules about each node, from the outside to the inside.
+
+    A statement below a comment of an earlier run stays as it is: what that run has rewritten may have been the reason.
+    """
 
     def __init__(self, facts: Facts) -> None:
         super().__init__()
@@ -101,6 +104,7 @@ class _Decisions(cst.CSTVisitor):
             for kind in rule.nodes:
                 self._rules[kind].append(rule)
         self._claimed: set[int] = set()
+        self._was_left: list[bool] = []
         self._waiting: dict[cst.CSTNode, list[tuple[Rule, cst.CSTNode, Left]]] = defaultdict(list)
         self._marks: dict[cst.CSTNode, tuple[int, int]] = {}
         self.rewrites: dict[cst.CSTNode, Rewrite] = {}
@@ -111,6 +115,13 @@ class _Decisions(cst.CSTVisitor):
         self.harmless: list[Note] = []
 
     def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, _COMPOUND):
+            reasons = reasons_above(node, self._facts.module)
+            self._was_left.append(bool(reasons))
+            if not _is_import(node):
+                self.left += [Note(self._facts.line(node), "earlier run", reason) for reason in reasons]
+        if self._was_left and self._was_left[-1]:
+            return True
         if id(node) in self._claimed or isinstance(node, (cst.Import, cst.ImportFrom)):
             return False
         for rule in self._rules.get(type(node), ()):
@@ -132,6 +143,8 @@ class _Decisions(cst.CSTVisitor):
         return True
 
     def on_leave(self, original_node: cst.CSTNode) -> None:
+        if isinstance(original_node, _COMPOUND):
+            self._was_left.pop()
         for rule, node, decision in self._waiting.pop(original_node, ()):
             rewritten, left = self._marks[original_node]
             done = len(self.rewritten) + len(self.harmless) > rewritten or _moves_batches(original_node)
@@ -238,11 +251,15 @@ class _Requote(cst.CSTTransformer):
         return updated_node.with_changes(value=updated_node.value.replace(self._quote, other))
 
 
+def _is_import(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.SimpleStatementLine) and all(
+        isinstance(part, (cst.Import, cst.ImportFrom)) for part in node.body
+    )
+
+
 def _commented(statement: cst.SimpleStatementLine, reasons: list[str]) -> cst.CSTNode:
-    lines = list(statement.leading_lines)
-    present = {line.comment.value for line in lines if line.comment}
-    new = [TODO + reason for reason in reasons if TODO + reason not in present]
-    return statement.with_changes(leading_lines=[*lines, *(cst.EmptyLine(comment=cst.Comment(text)) for text in new)])
+    new = [cst.EmptyLine(comment=cst.Comment(TODO + reason)) for reason in reasons]
+    return statement.with_changes(leading_lines=[*statement.leading_lines, *new])
 
 
 def _has_import(facts: Facts, line: str) -> bool:
@@ -261,10 +278,7 @@ def _import_anchor(facts: Facts, imports: set[str]) -> dict[cst.CSTNode, set[str
     anchor: cst.CSTNode | None = None
     fallback: cst.CSTNode | None = None
     for statement in facts.module.body:
-        is_import = isinstance(statement, cst.SimpleStatementLine) and all(
-            isinstance(part, (cst.Import, cst.ImportFrom)) for part in statement.body
-        )
-        if is_import:
+        if _is_import(statement):
             fallback = fallback or statement
             if anchor is not None or "torch" in text_of(statement):
                 anchor = statement

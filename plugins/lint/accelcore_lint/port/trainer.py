@@ -77,8 +77,15 @@ class _Functions(cst.CSTVisitor):
             self.bodies.append(node.body)
 
 
+_WITHOUT_GRADIENTS = re.compile(r"\b(no_grad|inference_mode)\(")
+
+
 class _Replace(cst.CSTTransformer):
-    """Puts a trainer in the place of one loop's steps."""
+    """Puts a trainer in the place of one loop's steps.
+
+    Only the calls whose loss backward takes become `trainer.forward`. An evaluation in the loop calls the model, as
+    before: in a job, ranks would wait for each other in `trainer.forward`, and not all of them may evaluate.
+    """
 
     def __init__(self, loop: Loop, accel: str, name: str) -> None:
         super().__init__()
@@ -87,6 +94,8 @@ class _Replace(cst.CSTTransformer):
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         self._inside = self._inside or node is self._loop.node
+        if isinstance(node, cst.With) and any(_WITHOUT_GRADIENTS.search(text_of(item)) for item in node.items):
+            return False
         return super().on_visit(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
@@ -97,6 +106,7 @@ class _Replace(cst.CSTTransformer):
         if any(original_node is each for each in loop.gone):
             return removed(cst.ensure_type(updated_node, cst.SimpleStatementLine))
         if original_node is loop.backward:
+            self._inside = False
             result = self._backward(cst.ensure_type(updated_node, cst.SimpleStatementLine))
         elif original_node is loop.update:
             result = self._update(updated_node)
@@ -106,7 +116,6 @@ class _Replace(cst.CSTTransformer):
         elif self._inside and isinstance(original_node, cst.Call) and text_of(original_node.func) == loop.model:
             result = cst.ensure_type(updated_node, cst.Call).with_changes(func=cst.parse_expression(f"{name}.forward"))
         elif original_node is loop.node:
-            self._inside = False
             result = self._over_batches(cst.ensure_type(updated_node, cst.For))
         if original_node is loop.anchor:
             result = cst.FlattenSentinel([self._made(), result])  # type: ignore[type-var]

@@ -12,13 +12,17 @@ import libcst as cst
 from libcst import metadata
 from libcst.helpers import get_full_name_for_node
 
-from accelcore_lint.port.model import Level
-from accelcore_lint.port.vendors import STAR_IMPORT
+from accelcore_lint.port.model import TODO, Level
+from accelcore_lint.port.vendors import DEVICES, STAR_IMPORT
 
-__all__ = ["Tree", "argument", "arguments", "dotted", "text_of"]
+__all__ = ["Tree", "argument", "arguments", "dotted", "reasons_above", "text_of"]
 
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn")
 _HIDE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+_RANK = re.compile(
+    r"None|-?\d+|int\(.*\)|([\w]+\.)*_?(local_?)?(rank|gpu|gpu_?id|device_?id|index|idx|i)", re.IGNORECASE
+)
+_SETS = ("torch.cuda.set_device", "torch.npu.set_device", "torch.accelerator.set_device_index")
 
 
 class Tree:
@@ -36,8 +40,11 @@ class Tree:
         attributes, defined_methods, functions, calls, seeds: those in it.
         assigned: the values that it assigns to each name.
         helpers: names that the module assigns, by the source of their value.
+        backends: names to which it assigns a backend of `accelcore.select`, with the call.
         hidden_by: assignments to the environment variables that hide devices.
-        indexes: the numbers in names of devices such as "cuda:1".
+        made_current: expressions of the devices that it makes current.
+        indexes: the numbers in names of devices such as "cuda:1", and of moves such as `x.cuda(1)`.
+        moved_to: the names in moves such as `x.cuda(i)`.
         torch: the name of the module torch; `has_torch_name` is whether the file imports it under a name.
     """
 
@@ -59,11 +66,19 @@ class Tree:
         self.seeds = survey.seeds
         self.assigned = survey.assigned
         self.helpers = survey.helpers
+        self.backends = survey.backends
         self.hidden_by = survey.hidden_by
+        self.made_current = survey.made_current
         self.indexes = survey.indexes
+        self.moved_to = survey.moved_to
         self.imports = survey.imports
         self.torch = survey.torch or "torch"
         self.has_torch_name = survey.torch is not None
+
+    @property
+    def needs_torch(self) -> tuple[str, ...]:
+        """Return the statement that a line with `torch` needs, unless the file already has it."""
+        return () if self.has_torch_name else ("import torch",)
 
     def name(self, node: cst.CSTNode) -> str | None:
         """Return the full name of an imported object, such as `"torch.cuda.synchronize"`; None unless it is certain."""
@@ -105,13 +120,23 @@ class Tree:
 
     @cached_property
     def spawned(self) -> dict[str, str]:
-        """Return the functions that the script starts as processes, with the name of their first parameter."""
+        """Return the functions that the script starts as processes, with the name of their first parameter.
+
+        Without those that it also calls with what may be no rank, such as a list of devices.
+        """
         names = {text_of(call.args[0].value) for call in self.calls if self.name(call.func) in _SPAWNS and call.args}
         return {
             name: function.params.params[0].name.value
             for name in names
-            if (function := self.functions.get(name)) is not None and function.params.params
+            if (function := self.functions.get(name)) is not None
+            and function.params.params
+            and all(_RANK.fullmatch(text_of(call.args[0].value)) for call in self._direct_calls(name))
         }
+
+    def _direct_calls(self, name: str) -> list[cst.Call]:
+        return [
+            call for call in self.calls if isinstance(call.func, cst.Name) and call.func.value == name and call.args
+        ]
 
     @cached_property
     def spawns(self) -> bool:
@@ -139,9 +164,12 @@ class _Survey(cst.CSTVisitor):
         self.methods: set[str] = set()
         self.assigned: dict[str, list[cst.BaseExpression]] = defaultdict(list)
         self.imports: list[cst.CSTNode] = []
+        self.backends: dict[cst.Name, cst.Call] = {}
         self.hidden_by: list[cst.CSTNode] = []
+        self.made_current: list[cst.BaseExpression] = []
         self.calls: list[cst.Call] = []
         self.indexes: set[str] = set()
+        self.moved_to: list[cst.Name] = []
         self.seeds: list[cst.Call] = []
         self.functions: dict[str, cst.FunctionDef] = {}
         self.helpers: dict[str, cst.Name] = {}
@@ -184,8 +212,16 @@ class _Survey(cst.CSTVisitor):
         name = self._tree.name(node.func) or ""
         if name == "torch.device" and isinstance(index := argument(node, "index", 1), cst.Integer):
             self.indexes.add(index.value)
+        if isinstance(node.func, cst.Attribute) and node.func.attr.value in DEVICES:
+            moved = argument(node, "device", 0)
+            if isinstance(moved, cst.Integer):
+                self.indexes.add(moved.value)
+            elif isinstance(moved, cst.Name):
+                self.moved_to.append(moved)
         if name == "torch.manual_seed":
             self.seeds.append(node)
+        if name in _SETS and node.args:
+            self.made_current.append(node.args[0].value)
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
         if isinstance(node.target, cst.Subscript) and any(name in text_of(node.target) for name in _HIDE):
@@ -212,6 +248,12 @@ class _Survey(cst.CSTVisitor):
                     self.assigned[text_of(each.value)].append(value)
         else:
             self.assigned[text_of(target)].append(value)
+            if (
+                isinstance(target, cst.Name)
+                and isinstance(value, cst.Call)
+                and self._tree.name(value.func) == "accelcore.select"
+            ):
+                self.backends[target] = value
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         self.imports.append(node)
@@ -223,6 +265,14 @@ class _Survey(cst.CSTVisitor):
                 self.torch = text_of(alias.asname.name) if alias.asname else "torch"
             elif dotted(alias.name).startswith("torch.") and alias.asname is None and not self._depth:
                 self.torch = "torch"
+
+
+def reasons_above(statement: cst.CSTNode, module: cst.Module) -> list[str]:
+    """Return the reasons in the comments that an earlier run has left above a statement."""
+    # Comments above the first statement of a file are the module's.
+    lines = [*getattr(statement, "leading_lines", ()), *(module.header if statement is module.body[0] else ())]
+    comments = [line.comment.value for line in lines if line.comment]
+    return [comment.removeprefix(TODO) for comment in comments if comment.startswith(TODO)]
 
 
 def text_of(node: cst.CSTNode) -> str:

@@ -72,6 +72,31 @@ def test_a_loop_that_is_taken_trains_as_before(source, monkeypatch):
     assert port_runs.losses(outcome.source) == pytest.approx(port_runs.losses(source), rel=1e-5)
 
 
+EVALUATED = """
+optimizer.zero_grad()
+with torch.no_grad():
+    before = model(x)
+loss = model(x).square().mean()
+loss.backward()
+optimizer.step()
+if i % 2 == 0:
+    model = model.eval()
+    print("loss", model(x).square().mean().item())
+    model = model.train()
+"""
+
+
+def test_an_evaluation_in_a_loop_calls_the_model(monkeypatch):
+    pytest.importorskip("accelcore")
+    monkeypatch.setenv("ACCEL_DEVICE", "cpu")
+    source = script(EVALUATED)
+    outcome = port_source(source, Level.TRAINER)
+    assert [line.strip() for line in outcome.source.splitlines() if "trainer.forward(" in line] == [
+        "loss = trainer.forward(x).square().mean()"
+    ]
+    assert port_runs.losses(outcome.source) == pytest.approx(port_runs.losses(source), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [

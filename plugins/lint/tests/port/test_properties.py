@@ -38,6 +38,12 @@ STATEMENTS = [
     "with torch.cuda.stream(s):\n    x = x.cuda()",
     "torch.cuda.current_stream().wait_stream(s)",
     "net = torch.nn.DataParallel(model.cuda())",
+    "torch.cuda.set_device(which())",
+    "torch.cuda.set_device(rank % torch.cuda.device_count())",
+    "x = x.cuda(0)",
+    "x = x.cuda(rank)",
+    "x = torch.cuda.FloatTensor([1.0]).to('cuda:1')",
+    "import torch.multiprocessing as mp\ndef work(rank):\n    torch.cuda.set_device(rank)\nmp.spawn(work)",
 ]
 COMMENTS = st.sampled_from(["", "  # one", "  # cuda, two", "\t# three"])
 LINE = st.tuples(st.sampled_from(STATEMENTS), COMMENTS, st.sampled_from(["", "# above\n", "\n\n", "\f\n"]))
@@ -66,6 +72,74 @@ def test_comments_stay_and_a_second_run_changes_nothing(lines, end, last, level)
     assert [text for text in comments(once) if not text.startswith(TODO)] == comments(source)
     assert port_source(once, level).source == once
     assert once.count("\n") == once.count(end)
+
+
+REASONS = {
+    "a device of its own": "torch.cuda.set_device(which())",
+    "a rank by hand": "torch.cuda.set_device(rank % torch.cuda.device_count())",
+    "a rank": 'rank = int(os.environ["LOCAL_RANK"])\ntorch.cuda.set_device(rank)',
+    "an option": 'parser.add_argument("--gpu", type=int)\nargs = parser.parse_args()\nx = x.cuda(args.gpu)',
+    "hidden devices": 'os.environ["CUDA_VISIBLE_DEVICES"] = "1"',
+    "two devices": 'y = x.to("cuda:1")',
+    "a backend": 'import accelcore\nbackend = accelcore.select("cpu")',
+    "ranks": "def work(rank):\n    torch.cuda.set_device(rank)\n    return x.cuda(rank)\n\n\nmp.spawn(work)",
+    "ranks or a list": "def work(gpu):\n    torch.cuda.set_device(gpu)\n\n\nmp.spawn(work) if n else work(args.gpus)",
+}
+"""Lines by which a port decides about other lines. It rewrites many of them, so that a second run sees less."""
+
+DECIDED = """
+x = x.cuda(0)
+net = torch.nn.Linear(2, 2).cuda()
+net = torch.nn.parallel.DistributedDataParallel(net, device_ids=[rank])
+loader = torch.utils.data.DataLoader([x], pin_memory=True)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+noise = torch.cuda.FloatTensor([1.0])
+scaler = torch.cuda.amp.GradScaler()
+memory = torch.cuda.max_memory_allocated(0)
+
+
+def test{name}(net):
+    with torch.cuda.amp.autocast():
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        return net(torch.ones(2).cuda(0))
+
+
+"""
+
+
+@pytest.mark.parametrize("level", Level, ids=lambda level: level.value)
+@pytest.mark.parametrize("reason", REASONS.values(), ids=REASONS)
+def test_a_second_run_changes_nothing_though_the_first_rewrote_its_reason(reason, level):
+    head = "import torch\nimport torch.multiprocessing as mp\n"
+    source = head + DECIDED.format(name="_before") + reason + "\n" + DECIDED.format(name="_after")
+    once = port_source(source, level)
+    again = port_source(once.source, level)
+    assert once.source != source
+    assert again.source == once.source
+    assert len(again.left) >= len(once.left) > 0 or not once.left
+
+
+def test_a_comment_below_a_removed_line_stays():
+    source = "import torch\n\n\ntorch.cuda.manual_seed_all(0)\n# of the host\ntorch.manual_seed(0)\n"
+    assert port_source(source, Level.TORCH).source == source.replace("torch.cuda.manual_seed_all(0)\n", "")
+
+
+def test_a_line_that_an_earlier_run_left_stays_and_is_reported():
+    source = "import torch\nx = torch.ones(2).cuda()\nside = torch.cuda.Stream(1)\n"
+    once = port_source(source, Level.ROLES)
+    again = port_source(once.source, Level.ROLES)
+    assert [note.text for note in again.left] == [note.text for note in once.left] != []
+    kept = once.source.replace("torch.cuda.Stream(1)", "x.cuda()")
+    assert port_source(kept, Level.ROLES).source == kept
+    looked_at = "\n".join(line for line in kept.split("\n") if "TODO" not in line)
+    assert "side = x.to(accel.device)" in port_source(looked_at, Level.ROLES).source
+
+
+def test_a_comment_above_the_first_line_is_not_written_twice():
+    source = "import torch_npu\nimport torch\nx = torch_npu.npu_rms_norm(torch.ones(2))\n"
+    once = port_source(source, Level.ROLES).source
+    assert once.startswith("# TODO(accelcore)")
+    assert port_source(once, Level.ROLES).source == once
 
 
 @pytest.mark.parametrize("level", Level, ids=lambda level: level.value)

@@ -176,6 +176,18 @@ def test_a_name_that_only_an_import_of_all_names_can_bring():
     assert port_source("from model import *\nnet = Net().cuda()\n", Level.ROLES).before == 0
 
 
+@pytest.mark.parametrize(
+    ("made", "other", "kept"),
+    [("sparse=True", "", 1), ("sparse=args.sparse", "", 1), ("sparse=False", "", 0), ("", "torch.optim.SparseAdam", 1)],
+)
+def test_an_optimizer_of_gradients_that_may_be_sparse_stays(made, other, kept):
+    source = (
+        f"import torch\nnet = torch.nn.Embedding(5, 2, {made}).cuda()\n{other}\n"
+        "optimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+    )
+    assert port_source(source, Level.ROLES).source.count("torch.optim.SGD(") == kept
+
+
 def test_a_storage_keeps_its_own_move():
     source = "import torch\nmemory = torch.Storage(8).cuda()\nx = torch.ones(2).cuda()\n"
     assert "torch.Storage(8).cuda()" in port_source(source, Level.ROLES).source
@@ -358,3 +370,83 @@ def test_an_attribute_that_the_script_sets_is_no_vendor_line():
         "import torch\n\n\nclass A:\n    def __init__(self, use):\n        self.cuda = use\n        print(self.cuda)\n"
     )
     assert (port_source(source, Level.ROLES).before, port_source(source, Level.ROLES).left) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("torch.save([net, optimizer], path)", 1),
+        ("torch.save([net.state_dict(), optimizer.state_dict()], path)", 0),
+        ('torch.save({"optimizer": optimizer.state_dict()}, "optimizer.pt")', 0),
+        ('state = {"net": net, "optimizer": optimizer}', 1),
+        ("before = copy.deepcopy(optimizer)", 1),
+        ("before = copy.deepcopy(optimizer.state_dict())", 0),
+        ("torch.save(dict(schedule=scheduler), path)", 1),
+        ("print(optimizer)", 0),
+    ],
+)
+def test_an_optimizer_that_is_saved_or_copied_itself_stays(line, kept):
+    source = (
+        "import copy\nimport torch\nnet = torch.nn.Linear(5, 2).cuda()\n"
+        f"optimizer = torch.optim.SGD(net.parameters(), 0.1)\n{line}\n"
+    )
+    assert port_source(source, Level.ROLES).source.count("torch.optim.SGD(") == kept
+
+
+def test_the_number_of_a_rank_is_a_device_also_as_a_keyword():
+    source = (
+        "import torch\nimport torch.distributed as dist\n\n\ndef main():\n    rank = dist.get_rank()\n"
+        "    device = rank % torch.cuda.device_count()\n    net = torch.nn.Linear(2, 2).to(device)\n"
+        "    return net(torch.ones(2, device=device)), torch.ones(2).to(device=device)\n\n\nmain()\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert ported.count("accel.device)") == 3
+    assert "device=device" not in ported
+
+
+@pytest.mark.parametrize(("index", "left"), [("1", 2), ("i", 2), ("0", 0)])
+def test_the_first_device_of_several_is_left(index, left):
+    source = (
+        "import torch\nnets = []\nfor i in range(2):\n"
+        f"    nets.append(torch.nn.Linear(2, 2).cuda({index}))\nx = torch.ones(2).cuda(0)\n"
+    )
+    assert len(port_source(source, Level.ROLES).left) == left
+
+
+REPLICA = """import torch
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        y = torch.cuda.FloatTensor(2)
+        return x.cuda() + torch.ones(2, device="cuda") + torch.zeros(2).to(device)
+"""
+
+
+@pytest.mark.parametrize("method", ["forward", "grid"])
+def test_a_module_of_which_there_may_be_replicas_takes_the_current_device(method):
+    outcome = port_source(REPLICA.replace("forward", method), Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "device = torch.device(accel.device.type)\n" in outcome.source
+    assert "torch.FloatTensor(2).to(accel.device.type)" in outcome.source
+    assert "x.to(accel.device.type) + torch.ones(2, device=accel.device.type) + " in outcome.source
+
+
+def test_a_module_level_device_that_no_module_uses_is_the_backends():
+    source = port_source(REPLICA.replace(".to(device)", ""), Level.ROLES).source
+    assert "device = accel.device\n" in source
+
+
+def test_horovod_chooses_the_device_and_wraps_the_optimizer():
+    source = (
+        "import horovod.torch as hvd\nimport torch\nhvd.init()\ntorch.cuda.set_device(hvd.local_rank())\n"
+        "net = torch.nn.Linear(2, 2).cuda()\n"
+        "optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1))\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "torch.accelerator.set_device_index(hvd.local_rank())" in outcome.source
+    assert "torch.optim.SGD(" in outcome.source
+    assert "accelcore" not in outcome.source

@@ -56,7 +56,7 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return made.with_changes(lpar=updated.lpar, rpar=updated.rpar)
 
     gone = [node.func, *(arg for arg in node.args if arg not in given.values())]
-    return Rewrite(build, claims=gone, imports=() if facts.has_torch_name else ("import torch",))
+    return Rewrite(build, claims=gone, imports=facts.needs_torch)
 
 
 def _decide_custom(node: cst.Decorator, facts: Facts) -> Rewrite | Left | None:
@@ -69,8 +69,7 @@ def _decide_custom(node: cst.Decorator, facts: Facts) -> Rewrite | Left | None:
         return Left(f"arguments of {name} that are not known")
     parts = [f"device_type={facts.place.kind(node)}", *(f"{key}={text_of(arg.value)}" for key, arg in given.items())]
     made = cst.parse_expression(f"{facts.torch}.amp.{name}({', '.join(parts)})")
-    imports = () if facts.has_torch_name else ("import torch",)
-    return Rewrite(lambda updated: updated.with_changes(decorator=made), claims=[call], imports=imports)
+    return Rewrite(lambda updated: updated.with_changes(decorator=made), claims=[call], imports=facts.needs_torch)
 
 
 AUTOCAST = Rule(

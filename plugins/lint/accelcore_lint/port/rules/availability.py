@@ -30,8 +30,7 @@ def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | None
         return _as_operand(node, facts, source)
     for old, new in _SAME.items():
         if name in {f"torch.{device}.{old}" for device in DEVICES}:
-            imports = () if facts.has_torch_name else ("import torch",)
-            return Rewrite(whole(node, f"{facts.torch}.accelerator.{new}()").build, node.children, imports)
+            return whole(node, f"{facts.torch}.accelerator.{new}()", facts.needs_torch)
     return None
 
 

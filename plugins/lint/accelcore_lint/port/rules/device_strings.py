@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import libcst as cst
 
@@ -11,7 +12,17 @@ from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.tree import argument, text_of
 from accelcore_lint.port.vendors import DEVICES, device_text
 
-__all__ = ["AVAILABLE", "CHOICES", "STRINGS", "device_source", "index_of", "is_device_name", "kind_source", "whole"]
+__all__ = [
+    "AVAILABLE",
+    "CHOICES",
+    "STRINGS",
+    "device_source",
+    "index_of",
+    "index_source",
+    "is_device_name",
+    "kind_source",
+    "whole",
+]
 
 _NAME = re.compile(
     r"(.*[._])?(device|dev|device_type|device_name|default_device|map_location|map_loc|loc)", re.IGNORECASE
@@ -29,14 +40,14 @@ def is_device_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def whole(node: cst.BaseExpression, text: str) -> Rewrite:
+def whole(node: cst.BaseExpression, text: str, imports: Sequence[str] = ()) -> Rewrite:
     """Return the decision to replace an expression by another source; the parts are gone."""
     new = cst.parse_expression(text)
 
     def build(updated: cst.BaseExpression) -> cst.BaseExpression:
         return new.with_changes(lpar=updated.lpar, rpar=updated.rpar) if updated.lpar else new
 
-    return Rewrite(build, claims=node.children)
+    return Rewrite(build, node.children, imports)
 
 
 def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:
@@ -73,6 +84,12 @@ def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]
     return False, None
 
 
+def _is_first(device: cst.BaseExpression) -> bool:
+    """Return whether an expression certainly is the first device: 0, "cuda" or "cuda:0"."""
+    named, index = index_of(device)
+    return text_of(index if named and index is not None else device) == "0" or (named and index is None)
+
+
 def _own_device(facts: Facts, index: cst.BaseExpression | None) -> bool:
     """Return whether an index is that of the process's only device."""
     if index is None or text_of(index) == "None" or facts.is_local_rank(index):
@@ -80,9 +97,20 @@ def _own_device(facts: Facts, index: cst.BaseExpression | None) -> bool:
     name = facts.name(index.func) if isinstance(index, cst.Call) else None
     if name is not None and name.endswith(".current_device"):
         return True
-    one = facts.indexes <= {"0"} and not any(facts.name(call.func) == "torch.cuda.set_device" for call in facts.calls)
+    one = facts.indexes <= {"0"} and all(_is_first(made) for made in facts.made_current)
+    return one and _is_zero(facts, index) and not any(_is_other(facts, moved) for moved in facts.moved_to)
+
+
+def _is_zero(facts: Facts, index: cst.BaseExpression) -> bool:
+    """Return whether an index is 0, or a name to which the file only assigns 0."""
     values = facts.values(index)
-    return one and (text_of(index) == "0" or (bool(values) and all(text_of(value) == "0" for value in values)))
+    return text_of(index) == "0" or (bool(values) and all(text_of(value) == "0" for value in values))
+
+
+def _is_other(facts: Facts, name: cst.Name) -> bool:
+    """Return whether a name in `x.cuda(name)` may be the index of another device, such as that of a loop."""
+    is_device = is_device_name(name.value) and not facts.is_whole(name)
+    return not (name.value == "None" or is_device or facts.is_local_rank(name) or _is_zero(facts, name))
 
 
 def _refused(index: cst.BaseExpression) -> Left:
@@ -91,7 +119,8 @@ def _refused(index: cst.BaseExpression) -> Left:
     )
 
 
-def _index_source(index: cst.BaseExpression) -> str:
+def index_source(index: cst.BaseExpression) -> str:
+    """Return the source of an index, with the number of devices as torch counts them for all."""
     return re.sub(r"\btorch\.(cuda|npu)\.device_count\b", "torch.accelerator.device_count", text_of(index))
 
 
@@ -100,12 +129,12 @@ def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | N
     if _own_device(facts, index) and (
         facts.level is not Level.TORCH or index is None or not facts.is_local_rank(index)
     ):
-        return facts.place.device(site)
+        return facts.device(site) if index is None else facts.place.device(site)
     assert index is not None, "the device without an index is the process's own"
     if facts.level is not Level.TORCH:
         return facts.place.device(site) if facts.place.by_hand and facts.sets_device(index) else _refused(index)
     if facts.is_whole(index) or facts.is_local_rank(index):
-        return f"{facts.torch}.device({facts.place.kind(site)}, {_index_source(index)})"
+        return f"{facts.torch}.device({facts.place.kind(site)}, {index_source(index)})"
     if facts.sets_device(index):
         return facts.place.device(site)
     return Left(f"device index {text_of(index)}: it is not certain that this is a whole number")
@@ -117,7 +146,7 @@ def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | Non
         kind = facts.place.kind(site)
         if index is None or (text_of(index) == "0" and _own_device(facts, index)):
             return kind
-        text = _index_source(index)
+        text = index_source(index)
         return f'f"{{{kind}}}:{{{text}}}"' if '"' not in text else _refused(index)
     if not _own_device(facts, index):
         assert index is not None, "the device without an index is the process's own"
@@ -168,12 +197,13 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
         return None
     if isinstance(node, cst.Call):
         source = device_source(facts, node, index) if not isinstance(choice, cst.IfExp) else _inline(facts, node, index)
+        source = _as_device(facts, source)
     elif facts.level is Level.TORCH and index is not None and text_of(index) != "0":
         return None  # the string is rewritten, and the choice stays
     else:
         source = _inline(facts, node, index)
         if not isinstance(source, Left):
-            source = f"({source}).type" if " or " in source else f"{source}.type"
+            source = f"({source}).type" if " or " in source else f"{source.removesuffix('.type')}.type"
     return source if isinstance(source, Left) else whole(node, source)
 
 
@@ -188,8 +218,14 @@ def _of_devices(facts: Facts, node: cst.BaseExpression, names: list[cst.BaseExpr
     """Replace `torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")`."""
     if len(names) != 1:
         return None
-    source = _inline(facts, node, index_of(names[0])[1])
+    source = _as_device(facts, _inline(facts, node, index_of(names[0])[1]))
     return source if isinstance(source, Left) else whole(node, source)
+
+
+def _as_device(facts: Facts, source: str | Left) -> str | Left:
+    """Return the source of a `torch.device` for that of a device or of its name."""
+    is_name = isinstance(source, str) and source.endswith(".type")
+    return f"{facts.torch}.device({source})" if is_name else source
 
 
 def _inline(facts: Facts, node: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:

@@ -9,7 +9,7 @@ import libcst as cst
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import is_device_name
+from accelcore_lint.port.rules.device_strings import is_device_name, whole
 from accelcore_lint.port.tree import text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -30,26 +30,19 @@ def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
         is_text = isinstance(left, cst.Attribute) and left.attr.value == "type"
         is_text = is_text or is_device_name(text_of(left))
         operator = "!=" if isinstance(target.operator, cst.Equal) else "=="
-        new = cst.parse_expression(f'{text_of(left)} {operator} "cpu"')
-        rewrite = Rewrite(lambda updated: new.with_changes(lpar=updated.lpar, rpar=updated.rpar), node.children)
+        rewrite = whole(node, f'{text_of(left)} {operator} "cpu"')
         if is_text and _is_of_copies(node, facts):
             return rewrite
         return Left(_SKIPS, node.children, retry=rewrite if is_text else None)
     if isinstance(target.operator, cst.In) and _is_vendor(left) and is_device_name(_OF_DEVICE.sub("", text_of(right))):
-        new = cst.parse_expression(f'"cpu" not in {text_of(right)}')
-        return Left(
-            _SKIPS,
-            node.children,
-            retry=Rewrite(lambda updated: new.with_changes(lpar=updated.lpar, rpar=updated.rpar), node.children),
-        )
+        return Left(_SKIPS, node.children, retry=whole(node, f'"cpu" not in {text_of(right)}'))
     return _left(node) if _mentions(node) else None
 
 
 def _decide_flag(node: cst.Attribute, facts: Facts) -> Rewrite | Left | None:
     if node.attr.value not in ("is_cuda", "is_npu") or facts.name(node) is not None:
         return None
-    new = cst.parse_expression(f'{text_of(node.value)}.device.type != "cpu"')
-    return Left(_SKIPS, node.children, retry=Rewrite(lambda updated: new, node.children))
+    return Left(_SKIPS, node.children, retry=whole(node, f'{text_of(node.value)}.device.type != "cpu"'))
 
 
 def _is_of_copies(node: cst.Comparison, facts: Facts) -> bool:

@@ -41,8 +41,7 @@ def _decide_error(node: cst.Attribute, facts: Facts) -> Rewrite | None:
     """Write the error by the name that torch has for it on all devices; it is the same class."""
     if facts.name(node) not in _ERRORS:
         return None
-    imports = () if facts.has_torch_name else ("import torch",)
-    return Rewrite(whole(node, f"{facts.torch}.OutOfMemoryError").build, node.children, imports)
+    return whole(node, f"{facts.torch}.OutOfMemoryError", facts.needs_torch)
 
 
 def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | None:

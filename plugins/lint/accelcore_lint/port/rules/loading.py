@@ -6,7 +6,7 @@ import libcst as cst
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import AVAILABLE, device_source
+from accelcore_lint.port.rules.device_strings import AVAILABLE, device_source, whole
 from accelcore_lint.port.tree import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -27,8 +27,7 @@ def _decide_pin(node: cst.Arg, facts: Facts) -> Rewrite | None:
         return None
     if facts.level is Level.TORCH or facts.place.is_apart(node):
         value = cst.parse_expression(f"{facts.torch}.accelerator.is_available()")
-        imports = () if facts.has_torch_name else ("import torch",)
-        return Rewrite(lambda updated: updated.with_changes(value=value), node.children, imports)
+        return Rewrite(lambda updated: updated.with_changes(value=value), node.children, facts.needs_torch)
     value = cst.parse_expression(f"{facts.place.backend(node)}.loading()")
     starred = {"star": "**", "keyword": None, "equal": cst.MaybeSentinel.DEFAULT, "value": value}
     return Rewrite(lambda updated: updated.with_changes(**starred), node.children)
@@ -56,8 +55,7 @@ def _decide_map(node: cst.Lambda, facts: Facts) -> Rewrite | Left | None:
     source = device_source(facts, node, index)
     if isinstance(source, Left):
         return source
-    new = cst.parse_expression(source)
-    return Rewrite(lambda updated: new, node.children)
+    return whole(node, source)
 
 
 PINS = Rule(

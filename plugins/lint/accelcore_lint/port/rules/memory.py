@@ -41,9 +41,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     source = f"{module}.{_ACCELERATOR[name]}()"
     if not facts.guards(node):
         source = f"({source} if {module}.is_available() else 0)"
-    imports = () if facts.has_torch_name else ("import torch",)
-    new = cst.parse_expression(source)
-    return Rewrite(lambda updated: new, node.children, imports)
+    return whole(node, source, facts.needs_torch)
 
 
 MEMORY = Rule(

@@ -22,8 +22,8 @@ _DEVICE_OF = re.compile(r"(\w+(?:\.\w+)*)\.get_device\(\)")
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     func = node.func
-    if isinstance(func, cst.Attribute) and func.attr.value == "to" and node.args:
-        return _decide_to(node, facts)
+    if (number := _device_argument(node, facts)) is not None:
+        return _decide_number(node, number, facts)
     if not isinstance(func, cst.Attribute) or func.attr.value not in DEVICES or facts.name(func) is not None:
         return None
     method = func.attr.value
@@ -58,19 +58,32 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     return Rewrite(build, claims=[func.attr, *(arg for arg in node.args if arg not in given.values())])
 
 
-def _decide_to(node: cst.Call, facts: Facts) -> Rewrite | None:
-    """Replace `x.to(local_rank)`, which needs an accelerator."""
-    first = node.args[0]
-    if first.keyword is not None or first.star or not facts.is_local_rank(first.value):
-        return None
-    source = device_source(facts, node, first.value)
+def _device_argument(node: cst.Call, facts: Facts) -> cst.Arg | None:
+    """Return the argument of `x.to(...)`, or of a function such as `torch.zeros`, that is this rank's number."""
+    is_to = isinstance(node.func, cst.Attribute) and node.func.attr.value == "to"
+    name = facts.name(node.func) or ""
+    is_torchs = name.startswith("torch.") and not name.startswith(tuple(f"torch.{device}." for device in DEVICES))
+    for arg in node.args if is_to or is_torchs else ():
+        keyword = arg.keyword.value if arg.keyword else None
+        is_first = is_to and arg is node.args[0] and keyword is None and not arg.star
+        if (is_first or keyword == "device") and facts.is_local_rank(arg.value):
+            return arg
+    return None
+
+
+def _decide_number(node: cst.Call, number: cst.Arg, facts: Facts) -> Rewrite | None:
+    """Replace this rank's number as a device, which needs an accelerator."""
+    source = device_source(facts, node, number.value)
     if isinstance(source, Left):
         return None
-    device = cst.parse_expression(source)
-    return Rewrite(
-        lambda updated: updated.with_changes(args=[updated.args[0].with_changes(value=device), *updated.args[1:]]),
-        [first],
-    )
+    device, at = cst.parse_expression(source), node.args.index(number)
+
+    def build(updated: cst.Call) -> cst.Call:
+        args = list(updated.args)
+        args[at] = args[at].with_changes(value=device)
+        return updated.with_changes(args=args)
+
+    return Rewrite(build, [number])
 
 
 MOVES = Rule(
@@ -84,5 +97,6 @@ MOVES = Rule(
         Example(Level.ROLES, "model.cuda(local_rank)", "model.to(accel.device)"),
         Example(Level.ROLES, "window = window.cuda(x.get_device())", "window = window.to(x.device)"),
         Example(Level.ROLES, "x = x.to(local_rank)", "x = x.to(accel.device)"),
+        Example(Level.ROLES, "x = torch.ones(2, device=local_rank)", "x = torch.ones(2, device=accel.device)"),
     ),
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
-from accelcore_lint.port.tree import arguments
+from accelcore_lint.port.tree import arguments, text_of
 
 __all__ = ["OPTIMIZERS"]
 
@@ -28,6 +30,14 @@ _NPU_ONLY = {
 """Options in their order; torch's classes have more options, which only choose between its kernels."""
 
 
+_SPARSE = re.compile(r"\bsparse\s*=\s*(?!False\b|=)|\bSparseAdam\b")
+"""A script whose gradients may be sparse, which only torch's own classes take."""
+
+_COPIES = ("torch.save", "copy.copy", "copy.deepcopy", "pickle.dump", "pickle.dumps")
+_REFERS = r"[\w.]*(?:optim|sched)\w*"
+"""A name by which another function may know the optimizer, or a schedule that holds it."""
+
+
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     name = facts.name(node.func) or ""
     module, _, kind = name.rpartition(".")
@@ -36,7 +46,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if module.startswith("torch.optim") and kind in _TORCHS and facts.level is not Level.TORCH:
         given = arguments(node, *_TORCHS[kind])
         # A generator of groups, `**options` and the choice of a kernel stay torch's.
-        if given is None or "params" not in given or facts.has_engine:
+        stays = facts.has_engine or _SPARSE.search(facts.module.code) or _is_copied(node, facts)
+        if given is None or "params" not in given or stays:
             return None
         try:
             return _created(node, facts, kind, given)
@@ -45,18 +56,30 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     return None
 
 
+def _is_copied(node: cst.Call, facts: Facts) -> bool:
+    """Return whether the script saves or copies the optimizer itself, and not its state: accelcore's refuses that."""
+    made = facts.parent(node)
+    names = [text_of(target.target) for target in made.targets] if isinstance(made, cst.Assign) else []
+    known = "|".join([*map(re.escape, {*names, *(name.partition(".")[0] for name in names)}), _REFERS])
+    whole = rf"(?<![\w.'\"])(?:{known})(?![\w.(=])"
+    copies = (text_of(call) for call in facts.calls if facts.name(call.func) in _COPIES)
+    held = rf"['\"] *: *(?:{known}) *[,}}\n]"
+    return any(re.search(whole, text) for text in copies) or re.search(held, facts.module.code) is not None
+
+
 def _decide_npu(node: cst.Call, facts: Facts, kind: str) -> Rewrite | Left:
     known = _TORCHS.get(kind) or _NPU_ONLY.get(kind)
     given = arguments(node, *known) if known else None
     if given is None or "params" not in given:
         return Left(f"NpuFused{kind}, or options of it that are not known")
     if facts.level is not Level.TORCH:
+        if _is_copied(node, facts):
+            return Left(f"NpuFused{kind}, which the script saves or copies as a whole: save its state_dict()")
         return _created(node, facts, kind, given)
     if kind not in _TORCHS:
         return Left(f"NpuFused{kind}: torch has no such optimizer; level roles has")
     func = cst.parse_expression(f"{facts.torch}.optim.{kind}")
-    imports = () if facts.has_torch_name else ("import torch",)
-    return Rewrite(lambda updated: updated.with_changes(func=func), [node.func], imports)
+    return Rewrite(lambda updated: updated.with_changes(func=func), [node.func], facts.needs_torch)
 
 
 def _created(node: cst.Call, facts: Facts, kind: str, given: dict[str, cst.Arg]) -> Rewrite:

@@ -97,14 +97,13 @@ def _is_argument_of_init(facts: Facts, node: cst.CSTNode) -> bool:
 
 
 def _default(facts: Facts, node: cst.SimpleString) -> Rewrite:
-    imports = () if facts.has_torch_name else ("import torch",)
     try:
         device = facts.place.device(node)
     except UnplacedError:
         # Which process asks does not matter here: the kind of device is the same in all of them.
         device = f'({facts.torch}.accelerator.current_accelerator(check_available=True) or "cpu")'
     source = f"{facts.torch}.distributed.get_default_backend_for_device({device})"
-    return Rewrite(whole(node, source).build, (), imports)
+    return Rewrite(whole(node, source).build, (), facts.needs_torch)
 
 
 PROCESS_GROUP = Rule(

@@ -47,7 +47,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if isinstance(source, Left) and not own:
         # The script chooses a device by this index elsewhere, and the model is there.
         return source if isinstance(index, cst.Integer) else _where_there_is_one(facts, node, given)
-    if "module" in facts.attributes:
+    if "module" in facts.attributes or facts.place.is_apart(node):
         # `net.module` is only there if the model is wrapped, also in a job of one rank.
         device = facts.place.device(node)
         return _replaced(node, given, f'[{device}] if {device}.type != "cpu" else None', facts)
@@ -81,8 +81,7 @@ def _replaced(node: cst.Call, given: list[cst.Arg], form: str, facts: Facts) -> 
         args = [arg.with_changes(value=value) if at == keep else arg for at, arg in enumerate(updated.args)]
         return updated.with_changes(args=_without(args, gone))
 
-    imports = () if facts.has_torch_name else ("import torch",)
-    return Rewrite(build, given, imports)
+    return Rewrite(build, given, facts.needs_torch)
 
 
 def _without(args: Sequence[cst.Arg], gone: list[int]) -> list[cst.Arg]:

@@ -60,7 +60,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return cst.parse_expression(choice if isinstance(facts.parent(node), cst.Assign) else f"({choice})")
 
     gone = [node.func, *(arg for arg in node.args if arg not in given.values())]
-    return Rewrite(build, claims=gone, imports=() if facts.has_torch_name or with_backend else ("import torch",))
+    return Rewrite(build, claims=gone, imports=() if with_backend else facts.needs_torch)
 
 
 SCALER = Rule(

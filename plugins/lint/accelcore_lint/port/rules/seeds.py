@@ -57,7 +57,7 @@ def _seeded_alone(facts: Facts, node: cst.SimpleStatementLine, call: cst.Call, f
         inner = updated.with_changes(body=[seeds], leading_lines=[])
         return cst.If(cst.parse_expression(test), cst.IndentedBlock([inner]), leading_lines=updated.leading_lines)
 
-    return Rewrite(build, [call.func], () if facts.has_torch_name else ("import torch",))
+    return Rewrite(build, [call.func], facts.needs_torch)
 
 
 def _runs_before(facts: Facts, other: cst.CSTNode, node: cst.CSTNode) -> bool:

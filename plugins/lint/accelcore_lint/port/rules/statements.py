@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.removed import removed
-from accelcore_lint.port.rules.device_strings import index_of, whole
+from accelcore_lint.port.rules.device_strings import index_of, index_source, whole
 from accelcore_lint.port.tree import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -32,7 +30,6 @@ def called(node: cst.SimpleStatementLine, facts: Facts) -> tuple[str, cst.Call] 
 
 def _guarded(facts: Facts, node: cst.SimpleStatementLine, source: str) -> Rewrite:
     """Return the decision to run a line only if there is an accelerator; `torch.accelerator` raises otherwise."""
-    imports = () if facts.has_torch_name else ("import torch",)
     line = cst.ensure_type(cst.parse_statement(source), cst.SimpleStatementLine)
 
     def build(updated: cst.SimpleStatementLine) -> cst.BaseStatement:
@@ -42,7 +39,7 @@ def _guarded(facts: Facts, node: cst.SimpleStatementLine, source: str) -> Rewrit
         test = cst.parse_expression(f"{facts.torch}.accelerator.is_available()")
         return cst.If(test, cst.IndentedBlock([inner]), leading_lines=updated.leading_lines)
 
-    return Rewrite(build, node.body, imports)
+    return Rewrite(build, node.body, facts.needs_torch)
 
 
 def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:
@@ -61,12 +58,9 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
     if facts.level is not Level.TORCH:
         if name == "synchronize" and own and not facts.place.is_apart(node):
             return None  # an expression, wherever it stands
-        known = device is not None and (
-            facts.is_local_rank(device) or (facts.place.by_hand and not index_of(device)[0])
-        )
-        if name == "set_device" and facts.place.is_apart(node) and known:
-            count = re.sub(r"\btorch\.(cuda|npu)\.device_count\(\)", f"{module}.device_count()", text)
-            return _guarded(facts, node, f"{module}.set_device_index({count})")  # what follows takes the current device
+        if name == "set_device" and device is not None and _is_known(facts, node, device):
+            # What follows takes the current device.
+            return _guarded(facts, node, f"{module}.set_device_index({index_source(device)})")
         if name == "set_device":
             return _set_device(facts, node, device)
     if device is not None and index_of(device)[0]:
@@ -76,7 +70,14 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
             else _guarded(facts, node, f"{module}.{name}()")
         )
     new = {"set_device": "set_device_index", "reset_max_memory_allocated": "reset_peak_memory_stats"}.get(name, name)
-    return _guarded(facts, node, f"{module}.{new}({text if new not in ('empty_cache',) else ''})")
+    given = "" if device is None or new == "empty_cache" else index_source(device)
+    return _guarded(facts, node, f"{module}.{new}({given})")
+
+
+def _is_known(facts: Facts, node: cst.CSTNode, device: cst.BaseExpression) -> bool:
+    """Return whether a device is made current by a number that lines elsewhere, which take the current one, need."""
+    chosen = facts.is_local_rank(device) or (facts.place.by_hand and not index_of(device)[0])
+    return facts.place.is_apart(node) and chosen
 
 
 def _decide_wait(node: cst.Call, facts: Facts) -> Rewrite | Left | None:

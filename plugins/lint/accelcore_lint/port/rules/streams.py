@@ -31,11 +31,10 @@ def _decide(node: cst.Call | cst.With | cst.SimpleStatementLine, facts: Facts) -
     if form is None or not _knows_all(facts):
         return None
     kind, subject = form
-    imports = () if facts.has_torch_name else ("import torch",)
     if kind == _MAKE:
         device = facts.place.device(node)
         choice = f'{facts.torch}.Stream({device}) if {device}.type != "cpu" else None'
-        return Rewrite(whole(cst.ensure_type(node, cst.Call), choice).build, node.children, imports)
+        return whole(cst.ensure_type(node, cst.Call), choice, facts.needs_torch)
     if kind == _ENTER:
         item = cst.WithItem(cst.parse_expression(f"{subject} or contextlib.nullcontext()"))
         return Rewrite(
@@ -51,7 +50,7 @@ def _decide(node: cst.Call | cst.With | cst.SimpleStatementLine, facts: Facts) -
         inner = updated.with_changes(body=[cst.Expr(cst.parse_expression(source))], leading_lines=[])
         return cst.If(cst.parse_expression(test), cst.IndentedBlock([inner]), leading_lines=updated.leading_lines)
 
-    return Rewrite(build, line.body, imports)
+    return Rewrite(build, line.body, facts.needs_torch)
 
 
 def _form(node: cst.CSTNode, facts: Facts) -> tuple[str, str] | None:

@@ -36,8 +36,7 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
     if source is None:
         return None
     new = cst.Expr(cst.parse_expression(f"{facts.torch}.{source}"))
-    imports = () if facts.has_torch_name else ("import torch",)
-    return Rewrite(lambda updated: updated.with_changes(body=[new]), node.body, imports)
+    return Rewrite(lambda updated: updated.with_changes(body=[new]), node.body, facts.needs_torch)
 
 
 SWITCHES = Rule(

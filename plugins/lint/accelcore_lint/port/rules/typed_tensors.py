@@ -39,7 +39,7 @@ def _decide(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | None:
         made = updated.with_changes(func=func, lpar=(), rpar=())
         return cst.Call(cst.Attribute(made, cst.Name("to")), to, lpar=updated.lpar, rpar=updated.rpar)
 
-    return Rewrite(build, [node.func], () if facts.has_torch_name else ("import torch",))
+    return Rewrite(build, [node.func], facts.needs_torch)
 
 
 def _decide_choice(node: cst.IfExp, facts: Facts) -> Rewrite | None:
@@ -69,7 +69,7 @@ def _decide_type(node: cst.Call, facts: Facts) -> Rewrite | None:
 def _device(site: cst.CSTNode, kind: cst.BaseExpression, facts: Facts) -> str:
     """Return the source of the device of a type, or of a name that stands for one."""
     named = _of_name(kind, facts)
-    device = facts.place.device(site)
+    device = facts.device(site)
     return device if named is None or not named[1] else f'{device} if {named[1]} else "cpu"'
 
 
