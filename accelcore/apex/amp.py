@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -163,9 +163,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def disable_casts() -> AbstractContextManager[None]:
-    """Return a context in which O1 casts nothing."""
-    return casts_suspended()
+disable_casts = casts_suspended
 
 
 def reset() -> None:

@@ -24,7 +24,7 @@ from accelcore.errors import AmpError, ConfigurationError
 from accelcore.optim.flat.memory import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.precision.policy import Policy
-from accelcore.scaling.contract import SkippingOptimizer, step_in_kernel
+from accelcore.scaling.contract import step_in_kernel
 from accelcore.training.finite import first_not_finite
 from accelcore.training.gradients import Clipping
 from accelcore.training.options import complete
@@ -120,7 +120,7 @@ class Prepared:
         self.gradients.take_replaced()
         overflow, scalers = self._overflow, self._scalers
         self._overflow, self._scalers = None, []
-        if isinstance(optimizer, SkippingOptimizer) and self.gradients.are_none:
+        if hasattr(optimizer, "skip") and self.gradients.are_none:
             optimizer.skip()  # as torch's optimizers do without gradients
             return None
         if overflow is None:
@@ -132,7 +132,7 @@ class Prepared:
         if self._warns:
             scales = ", ".join(f"{each.loss_scale():g}" for each in dict.fromkeys(scalers))
             logger.warning("a gradient overflowed: this step is skipped, and the loss scale is now %s", scales)
-        if isinstance(optimizer, SkippingOptimizer):
+        if hasattr(optimizer, "skip"):
             optimizer.skip()
         return None
 

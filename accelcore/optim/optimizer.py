@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,6 @@ from accelcore.optim.flat.memory import Run
 from accelcore.optim.shards import is_sharded
 from accelcore.optim.state import Entry, read_options, read_state
 from accelcore.torch_internals import has_step_hooks
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["RoutedOptimizer"]
 
@@ -41,7 +37,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
     State has the dtype of the route: moments of a bf16 parameter, or of its fp32 master, are fp32, also after
     `load_state_dict`, which torch's own would round.
 
-    A copy is not bound to a trainer. Pickle its `state_dict`, not the optimizer.
+    It cannot be copied or pickled: copy its `state_dict`.
 
     Attributes:
         binding: what it updates. Each `bind` makes another one, so that a trainer detects that another has bound it.
@@ -212,37 +208,12 @@ class RoutedOptimizer(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "request": self._request,
-            "choose": self._choose,
-            "defaults": self.defaults,
-            "param_groups": self.param_groups,
-            "entries": dict(self.state),
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"defaults": state["defaults"], "param_groups": state["param_groups"]})
-        self._request, self._choose = state["request"], state["choose"]
-        self._choose_again(state["entries"])
-
-    def __copy__(self) -> Self:
-        return self._copied(self.__getstate__())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self._copied(copy.deepcopy(self.__getstate__(), memo))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            "a RoutedOptimizer cannot be pickled",
+            "a RoutedOptimizer cannot be copied or pickled",
             why="it refers to the routes of this process's device",
-            remedy="pickle its state_dict(), and load that into a new optimizer",
+            remedy="save or copy its state_dict(), and load that into a new optimizer",
         )
-
-    def _copied(self, state: dict[str, Any]) -> Self:
-        twin = type(self).__new__(type(self))
-        twin.__setstate__(state)
-        return twin
 
     def _take_route(self, request: Request, groups: Sequence[dict[str, Any]]) -> None:
         self._route = self._choose(request)

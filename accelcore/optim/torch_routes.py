@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from accelcore.known_faults import FP16_EPSILON
 from accelcore.optim.engine import Engine, Memory, Request
@@ -58,7 +59,7 @@ def register_torch_optimizers(registry: Optimizers, *, fused: tuple[str, ...], p
         add("loop", _made_by(loop), priority=0, supports=_loop_supports)
         if "foreach" in switches:
             priority, supports = (5, _foreach_supports) if prefers_foreach else (-10, _loop_supports)
-            for_many("foreach", _made_by(partial(kind, foreach=True)), priority=priority, supports=supports)
+            for_many("foreach", _made_by(_foreach(kind)), priority=priority, supports=supports)
         if name in _EPSILON:
             for route in ("loop", "foreach"):
                 registry.distrust(name, route, FP16_EPSILON, when=_loses_epsilon)
@@ -77,6 +78,22 @@ def _made_by(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
         return made
 
     return update_wrapper(make, kind, updated=())
+
+
+def _foreach(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """Return a factory of optimizers whose steps autograd can see, which torch leaves to each device's kernels."""
+
+    def make(params: Any, **options: Any) -> torch.optim.Optimizer:
+        made = kind(params, foreach=True, **options)
+        made.register_step_post_hook(_increment_versions)
+        return made
+
+    return update_wrapper(make, kind, updated=())
+
+
+def _increment_versions(made: torch.optim.Optimizer, *_: Any) -> None:
+    parameters = (parameter for group in made.param_groups for parameter in group["params"])
+    increment_version([parameter for parameter in parameters if parameter.grad is not None])
 
 
 class _InitialState(defaultdict[Tensor, Any]):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from accelcore.precision.dispatcher import overrides
 from accelcore.precision.o1.autocast import forget_installed
 from accelcore.precision.o1.registration import (
-    Registration,
     float_function,
     half_function,
     promote_function,
@@ -21,7 +20,6 @@ from accelcore.precision.o1.table import O1, Treatment
 
 __all__ = [
     "O1",
-    "Registration",
     "Treatment",
     "float_function",
     "half_function",

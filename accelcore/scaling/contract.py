@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import attrgetter
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ __all__ = [
     "LossScale",
     "LossScaler",
     "NoScaler",
-    "SkippingOptimizer",
     "StaticScaler",
     "by_dtype",
     "check_version",
@@ -90,14 +89,6 @@ class LossScale(Settings):
                 f"no loss scale can work with {self}",
                 remedy="choose 0 < min <= init <= max, growth > 1, 0 < backoff < 1 and a whole interval >= 1",
             )
-
-
-@runtime_checkable
-class SkippingOptimizer(Protocol):
-    """Optimizer with a method for skipped steps; accelcore's have it."""
-
-    def skip(self) -> None:
-        """Update nothing."""
 
 
 class LossScaler(ABC):

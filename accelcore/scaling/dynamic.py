@@ -25,7 +25,6 @@ from accelcore.scaling.contract import (
     LossScale,
     LossScaler,
     NoScaler,
-    SkippingOptimizer,
     StaticScaler,
     by_dtype,
     check_version,
@@ -117,7 +116,7 @@ class GradScaler(LossScaler):
             progress.known = bool(progress.found.item())
             if not progress.known:
                 optimizer.step()
-            elif isinstance(optimizer, SkippingOptimizer):
+            elif hasattr(optimizer, "skip"):  # accelcore's own
                 optimizer.skip()
         progress.stepped = True
 

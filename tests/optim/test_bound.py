@@ -193,32 +193,6 @@ def test_options_changed_between_steps_hold_from_the_next_step_on(accel, name, f
 
 
 @FLAT
-@pytest.mark.parametrize("copied", ["model and optimizer", "optimizer alone"])
-def test_a_copy_goes_its_own_way(accel, flat, copied):
-    model, other = Model(), Model()
-    optimizer, trainer = make(accel, "adamw", "auto", model, flat=flat)
-    theirs = oracle("adamw", other)
-    feed = batches(6)
-    train(trainer, feed[:3])
-    by_hand(other, theirs, feed[:3])
-    if copied == "optimizer alone":
-        before = copy.deepcopy(model.state_dict())
-        twin = copy.deepcopy(optimizer)
-        assert twin.param_groups[0]["params"][0] is not model.one.weight
-        train(trainer, feed[3:])
-        by_hand(other, theirs, feed[3:])
-        torch.testing.assert_close(twin.param_groups[0]["params"][0].detach(), before["one.weight"])
-    else:
-        twin, its = copy.deepcopy((model, optimizer))
-        train(trainer, feed[3:4])  # the copy has memory of its own
-        train(accel.trainer(twin, its, flat=flat), feed[3:])
-        by_hand(other, theirs, feed[3:])
-        same(twin, other)
-        same_state(twin, its, other, theirs)
-    assert model.one.weight is not twin
-
-
-@FLAT
 @pytest.mark.parametrize("change", ["strides", "data", "assign", "load_state_dict", "dtype"])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_memory_that_is_replaced_after_a_trainer_was_made_is_followed_or_refused(accel, name, flat, change):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from pathlib import Path
 
@@ -53,24 +52,6 @@ def test_a_backend_plugin_that_cannot_register_its_optimizers_is_broken(fakes):
         accelcore.select("clumsy")
     assert isinstance(caught.value.__cause__, KeyError)
     assert accelcore.select("clumsy,cpu").name == "cpu"
-
-
-def test_what_creates_its_backend_for_long_is_named_in_the_log(fakes, monkeypatch, caplog):
-    monkeypatch.setenv("ACCEL_PROBE_TIMEOUT", "0.2")
-    fakes.backend("slow", before=HANG, create="RELEASE.wait(30)")
-
-    class Release(logging.Handler):
-        def emit(self, record):
-            sys.modules[module].RELEASE.set()
-
-    (module,) = fakes.modules
-    handler = Release()
-    logging.getLogger("accelcore").addHandler(handler)
-    try:
-        assert accelcore.select("slow").name == "slow"
-    finally:
-        logging.getLogger("accelcore").removeHandler(handler)
-    assert "1.0 has been creating slow:0 for 1.2 seconds" in caplog.text
 
 
 def test_an_extension_adds_a_faster_route_to_somebody_elses_backend(fakes):

@@ -58,15 +58,15 @@ def own_module():
 def test_a_function_runs_as_it_was_registered(o1, kind, first, second, expected):
     a, b, module = torch.ones(2, dtype=first), torch.ones(2, dtype=second), own_module()
     decorated = DECORATORS[kind](own_module().add)
-    with REGISTER[kind](module, "add"):
-        assert module.add(a, b).dtype == a.add(b).dtype, "it is treated outside O1"
-        with o1:
-            assert module.add(a, b).dtype == expected
-            assert decorated(a, b=b).dtype == expected
-            with torch.autocast("cpu", enabled=False):
-                assert module.add(a, b).dtype == a.add(b).dtype, "it is treated where autocast is off"
-        with torch.autocast("cpu", LOW):
-            assert module.add(a, b).dtype == a.add(b).dtype, "it is treated by torch's table"
+    REGISTER[kind](module, "add")
+    assert module.add(a, b).dtype == a.add(b).dtype, "it is treated outside O1"
+    with o1:
+        assert module.add(a, b).dtype == expected
+        assert decorated(a, b=b).dtype == expected
+        with torch.autocast("cpu", enabled=False):
+            assert module.add(a, b).dtype == a.add(b).dtype, "it is treated where autocast is off"
+    with torch.autocast("cpu", LOW):
+        assert module.add(a, b).dtype == a.add(b).dtype, "it is treated by torch's table"
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,10 @@ def test_the_users_word_wins_over_the_table(o1, register, module, name, run, exp
     x = torch.ones(2, 2, requires_grad=True)
     with o1:
         by_table = run(x).dtype
-        with register(module, name):
-            result = run(x)
+        register(module, name)
+        result = run(x)
+    precision.reset()
+    with o1:
         assert run(x).dtype == by_table
     assert result.dtype == expected != by_table
     result.sum().backward()
@@ -103,12 +105,12 @@ def test_what_was_there_is_back(o1):
         functional.softmax,
         vars(torch.Tensor).get("__matmul__"),
     )
-    kept = precision.register_half_function(functional, "softmax")
+    precision.register_half_function(functional, "softmax")
     precision.register_float_function(torch.Tensor, "__matmul__")
     wrapper = functional.softmax
     assert wrapper is not softmax
     precision.reset()
-    kept.remove()  # once more
+    precision.reset()  # once more
     assert functional.softmax is softmax
     assert vars(torch.Tensor).get("__matmul__") is matmul
     with o1:
@@ -117,10 +119,10 @@ def test_what_was_there_is_back(o1):
 
 def test_somebody_elses_wrapper_stays(o1):
     module = own_module()
-    registration = precision.register_half_function(module, "add")
+    precision.register_half_function(module, "add")
     ours = module.add
     module.add = theirs = lambda *arguments: ours(*arguments)
-    registration.remove()
+    precision.reset()
     assert module.add is theirs
     with o1:
         assert module.add(torch.ones(1), torch.ones(1)).dtype is FP32
@@ -138,17 +140,17 @@ def test_a_name_that_is_no_function_is_refused(register):
 
 def test_a_function_is_registered_once_at_a_time():
     module = own_module()
-    first = precision.register_half_function(module, "add")
+    precision.register_half_function(module, "add")
     with pytest.raises(accelcore.ConfigurationError, match="'add' is registered already"):
         precision.register_float_function(module, "add")
-    first.remove()
-    with precision.register_float_function(module, "add"):
-        pass
+    precision.reset()
+    precision.register_float_function(module, "add")
 
 
 def test_another_thread_is_not_in_the_region(o1):
     module, seen = own_module(), []
-    with precision.register_half_function(module, "add"), o1:
+    precision.register_half_function(module, "add")
+    with o1:
         thread = threading.Thread(target=lambda: seen.append(module.add(torch.ones(1), torch.ones(1)).dtype))
         thread.start()
         thread.join()
@@ -164,8 +166,8 @@ def test_what_is_computed_anew_goes_by_the_users_word(o1, use_reentrant):
         return functional.softmax(x @ x, 1)
 
     x = torch.ones(2, 2, requires_grad=True)
-    with precision.register_half_function(functional, "softmax"):
-        with o1:
-            result = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=use_reentrant)
-        result.sum().backward()
+    precision.register_half_function(functional, "softmax")
+    with o1:
+        result = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=use_reentrant)
+    result.sum().backward()
     assert seen == [LOW, LOW]

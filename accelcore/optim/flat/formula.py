@@ -13,6 +13,7 @@ from torch import Tensor
 from accelcore.optim.flat.memory import Run
 from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.formulas.formula import ClipFactor, FusibleFormula, Number, Numbers, State
+from accelcore.util.text import is_number
 
 __all__ = ["FLAT_FORMULAS", "FlatFormula"]
 
@@ -42,7 +43,6 @@ class FlatFormula(FusibleFormula):
         self._compile = compile
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._parts: dict[Tensor, Any] = {}
-        self._tensors: dict[float, Tensor] = {}
 
     def place_runs(self, runs: Sequence[Run]) -> None:
         with torch.device("cpu"):  # also if the default device is another: these are many small operations
@@ -55,7 +55,7 @@ class FlatFormula(FusibleFormula):
     ) -> None:
         entry, numbers = self.entry(group, value), self.coefficients(group)
         if self._compile is not None:
-            numbers = {name: self._tensor(number) for name, number in numbers.items()}
+            numbers = {name: _as_tensor(number) if is_number(number) else number for name, number in numbers.items()}
         numbers |= self._count(entry["step"], numbers, found_inf)
         parts = self._parts.get(value)
         state = {name: entry[name] for name in self.initial_state(group)}
@@ -95,15 +95,11 @@ class FlatFormula(FusibleFormula):
             self._compiled[key] = self._compile(FunctionType(function.__code__.replace(), function.__globals__))
         return self._compiled[key]
 
-    def _tensor(self, number: Any) -> Any:
-        """Return a number as a tensor on the host, so that torch.compile does not bake it in."""
-        if not isinstance(number, float | int) or isinstance(number, bool):
-            return number
-        if number not in self._tensors:
-            if len(self._tensors) >= 100:  # a schedule sets another number in each step
-                self._tensors.clear()
-            self._tensors[number] = torch.tensor(number, dtype=torch.float64, device="cpu")
-        return self._tensors[number]
+
+@lru_cache(maxsize=100)
+def _as_tensor(number: float) -> Tensor:
+    """Return a number as a tensor on the host, so that torch.compile does not bake it in."""
+    return torch.tensor(number, dtype=torch.float64, device="cpu")
 
 
 def _count(

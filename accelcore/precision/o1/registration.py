@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,7 +17,6 @@ from accelcore.precision.o1.table import Treatment
 from accelcore.util.text import did_you_mean
 
 __all__ = [
-    "Registration",
     "float_function",
     "half_function",
     "promote_function",
@@ -30,59 +29,34 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ABSENT = object()
-_registrations: list[Registration] = []
+_registered: dict[tuple[int, str], tuple[Any, object, Callable[..., Any]]] = {}
+"""By the module's id and the function's name: the module, its own entry before, and the wrapper in its place."""
 
 
-@final
-class Registration:
-    """Registered function, until `remove()`, the end of a `with`, or `accelcore.precision.reset()`.
+def _register(module: Any, name: str, treatment: Treatment) -> None:
+    found, key = getattr(module, name, _ABSENT), (id(module), name)
+    if not callable(found):
+        names = [name for name in dir(module) if callable(getattr(module, name, None))]
+        raise ConfigurationError(
+            f"{getattr(module, '__name__', module)!s} has no function {name!r}",
+            remedy=did_you_mean(name, names, "give the name of a function, such as 'softmax'"),
+        )
+    if key in _registered:
+        raise ConfigurationError(f"{name!r} is registered already", remedy="call accelcore.precision.reset() first")
+    treated = _treated(found, treatment)
 
-    A wrapper replaces the function. It does nothing outside of O1, or after it was removed.
-    """
+    @wraps(found)
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        return (treated if key in _registered else found)(*arguments, **options)
 
-    def __init__(self, module: Any, name: str, treatment: Treatment) -> None:
-        found = getattr(module, name, _ABSENT)
-        if not callable(found):
-            names = [name for name in dir(module) if callable(getattr(module, name, None))]
-            raise ConfigurationError(
-                f"{getattr(module, '__name__', module)!s} has no function {name!r}",
-                remedy=did_you_mean(name, names, "give the name of a function, such as 'softmax'"),
-            )
-        self._module, self._name, self._active = module, name, True
-        treated = _treated(found, treatment)
-
-        @wraps(found)
-        def wrapper(*arguments: Any, **options: Any) -> Any:
-            return (treated if self._active else found)(*arguments, **options)
-
-        if any(other._module is module and other._name == name for other in _registrations):
-            raise ConfigurationError(f"{name!r} is registered already", remedy="remove that registration first")
-        self._before = vars(module).get(name, _ABSENT)  # a class may only have inherited it
-        self._wrapper = wrapper
-        setattr(module, name, wrapper)
-        _registrations.append(self)
-
-    def remove(self) -> None:
-        """Restore the function. Later calls do nothing."""
-        if self._active:
-            self._active = False
-            _registrations.remove(self)
-            if vars(self._module).get(self._name) is not self._wrapper:
-                return  # somebody else's wrapper is around it
-            if self._before is _ABSENT:
-                delattr(self._module, self._name)
-            else:
-                setattr(self._module, self._name, self._before)
-
-    def __enter__(self) -> Registration:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+    _registered[key] = module, vars(module).get(name, _ABSENT), wrapper  # a class may only have inherited it
+    setattr(module, name, wrapper)
 
 
-def register_half_function(module: Any, name: str) -> Registration:
-    """Make a function run in autocast's dtype under O1. The name is apex's.
+def register_half_function(module: Any, name: str) -> None:
+    """Make a function run in autocast's dtype under O1, until `accelcore.precision.reset()`. The name is apex's.
+
+    A wrapper replaces the function. It does nothing outside of O1, or after `reset`.
 
     Args:
         module: a module, or a class such as `torch.Tensor`.
@@ -91,17 +65,17 @@ def register_half_function(module: Any, name: str) -> Registration:
     Raises:
         ConfigurationError: there is no such function, or it is registered already. It is a ValueError, too.
     """
-    return Registration(module, name, Treatment.LOW)
+    _register(module, name, Treatment.LOW)
 
 
-def register_float_function(module: Any, name: str) -> Registration:
+def register_float_function(module: Any, name: str) -> None:
     """Make a function run in fp32 under O1; otherwise like `register_half_function`."""
-    return Registration(module, name, Treatment.FP32)
+    _register(module, name, Treatment.FP32)
 
 
-def register_promote_function(module: Any, name: str) -> Registration:
+def register_promote_function(module: Any, name: str) -> None:
     """Make a function run in the widest dtype of its inputs under O1; otherwise like `register_half_function`."""
-    return Registration(module, name, Treatment.WIDEST)
+    _register(module, name, Treatment.WIDEST)
 
 
 def half_function(function: F) -> F:
@@ -120,9 +94,13 @@ def promote_function(function: F) -> F:
 
 
 def remove_all() -> None:
-    """Remove every registration."""
-    for registration in list(_registrations):
-        registration.remove()
+    """Restore every registered function, except one that somebody else has wrapped or replaced since."""
+    while _registered:
+        (_, name), (module, before, wrapper) = _registered.popitem()
+        if vars(module).get(name) is wrapper and before is _ABSENT:
+            delattr(module, name)
+        elif vars(module).get(name) is wrapper:
+            setattr(module, name, before)
 
 
 def _treated(function: F, treatment: Treatment) -> F:
