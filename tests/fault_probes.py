@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -130,6 +132,23 @@ def hermitian_out() -> bool:
     given = torch.ones(2, 4)
     results = [(kernel, torch.full_like(kernel(given, dim=(1,)), 77)) for kernel in _HERMITIAN]
     return any(kernel(given, dim=(1,), out=out).eq(77).all() for kernel, out in results)
+
+
+def narrow_convolution() -> bool | None:
+    """Check if a process that trains a narrow, strided layer crashes; None on processors that have other kernels."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX2":
+        return None
+    return subprocess.run([sys.executable, "-c", _NARROW], capture_output=True).returncode < 0
+
+
+_NARROW = """
+import torch
+for channels in range(2, 8):
+    layer = torch.nn.Conv2d(channels, 8, 1, stride=2)
+    images = torch.ones(2, channels, 32, 32).to(memory_format=torch.channels_last).requires_grad_()
+    for _ in range(100):
+        layer(images).sum().backward()
+"""
 
 
 @contextmanager

@@ -35,6 +35,7 @@ PROBES = dict(
             fault_probes.fp16_epsilon, fault_probes.skipped_first_step, fault_probes.backward_under_autocast,
             fault_probes.cast_without_gradient, fault_probes.hermitian_out, fault_probes.unseen_update,
             fault_probes.low_precision_sgd, fault_probes.memory_order, fault_probes.remainder,
+            fault_probes.narrow_convolution,
         ),
         strict=True,
     )
@@ -44,7 +45,10 @@ PROBES = dict(
 @pytest.mark.parametrize("fault", PROBES, ids=lambda fault: fault.kernel)
 def test_each_entry_is_still_true_of_the_installed_version(fault):
     """Both ways: a kernel that was mended is no longer refused, and one that is wrong again is."""
-    assert PROBES[fault]() == fault.applies, f"out of date for {fault.package} {fault.installed}: {fault}"
+    found = PROBES[fault]()
+    if found is None:
+        pytest.skip("it is one of other processors")
+    assert found == fault.applies, f"out of date for {fault.package} {fault.installed}: {fault}"
 
 
 class Right(torch.optim.Optimizer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -13,7 +13,7 @@ from accelcore.backend import Capabilities
 from accelcore.precision.o1.table import Treatment
 from accelcore.precision.role import TorchPrecision
 from accelcore.torch_features import GET_KERNEL
-from accelcore_cpu import fp16_products, processor
+from accelcore_cpu import processor, rounded_products
 from accelcore_cpu.attention import replace_attention
 
 __all__ = ["CpuPrecision", "warn_without_units"]
@@ -43,8 +43,8 @@ class CpuPrecision(TorchPrecision):
             return
         _replace_kernels(replace_attention)
         if not self.has_units(dtype):
-            if dtype is torch.float16:
-                _replace_kernels(fp16_products.install)
+            if dtype is torch.float16 or processor.lacks_lstm(dtype):
+                _replace_kernels(partial(rounded_products.install, dtype))
             warn_without_units(dtype)
 
     def products(self, *, fast: bool) -> AbstractContextManager[None]:

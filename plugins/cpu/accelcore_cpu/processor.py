@@ -11,7 +11,7 @@ import torch
 
 from accelcore.torch_features import GET_CAPABILITIES
 
-__all__ = ["ONEDNN", "USUAL", "fast_format", "fast_setting", "has_units", "with_setting"]
+__all__ = ["ONEDNN", "USUAL", "fast_format", "fast_setting", "has_units", "lacks_lstm", "with_setting"]
 
 USUAL, ONEDNN = "highest", "medium"
 """torch's settings for fp32 products: by its usual library, and by oneDNN. torch means the latter for bf16, but oneDNN
@@ -29,6 +29,11 @@ _set = torch._C._set_float32_matmul_precision
 def has_units(dtype: torch.dtype) -> bool:
     """Return whether this processor has instructions for products in `dtype`."""
     return _has(*_UNITS[dtype])
+
+
+def lacks_lstm(dtype: torch.dtype) -> bool:
+    """Return whether torch refuses to compute LSTMs in `dtype` on this processor, as oneDNN has no kernel for it."""
+    return not has_units(dtype) and (dtype is torch.float16 or not _has("avx512_f"))
 
 
 def fast_format() -> str:

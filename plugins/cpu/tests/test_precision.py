@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from accelcore_cpu import fp16_products, precision, processor
+from accelcore_cpu import precision, processor, rounded_products
 from toys import precision_watch
 
 from accelcore.precision import reset
@@ -38,7 +38,8 @@ def capabilities(monkeypatch):
 
 @pytest.fixture
 def without_fp16_units(monkeypatch):
-    monkeypatch.setattr(processor, "has_units", lambda dtype: dtype is not torch.float16)
+    known = processor.has_units
+    monkeypatch.setattr(processor, "has_units", lambda dtype: dtype is not torch.float16 and known(dtype))
     precision.warn_without_units.cache_clear()
     yield
     precision.warn_without_units.cache_clear()
@@ -174,7 +175,7 @@ def test_products_of_fp16_are_those_of_fp32_rounded(accel, without_fp16_units, p
 @REPLACES
 def test_a_model_that_its_owner_cast_to_fp16_has_the_products_of_fp16(accel, without_fp16_units, monkeypatch, caplog):
     installed = []
-    monkeypatch.setattr(fp16_products, "install", lambda: installed.append(True))
+    monkeypatch.setattr(rounded_products, "install", installed.append)
     for dtype, expected in ((torch.float32, False), (torch.float16, True)):
         model = torch.nn.Linear(8, 8).to(dtype)
         accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=lambda m, rows: m(rows).sum())
@@ -188,19 +189,21 @@ def test_products_of_fp16_overflow_as_fp16(accel, without_fp16_units):
 
 
 @REPLACES
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("table", ["torch", "O1"])
-def test_recurrent_layers_train_in_fp16(accel, without_fp16_units, table):
+def test_recurrent_layers_train_in_low_precision(accel, without_fp16_units, table, dtype):
     layer, rows = torch.nn.LSTM(8, 16, batch_first=True), torch.randn(4, 5, 8)
     expected = layer(rows)[0]
     expected.sum().backward()
     exact = [parameter.grad.clone() for parameter in layer.parameters()]
     layer.zero_grad()
-    with accel.autocast(torch.float16, table=table):
+    with accel.autocast(dtype, table=table):
         found = layer(rows)[0]
     found.float().sum().backward()
-    assert worst(found, expected) < 0.01
+    close = 8 * torch.finfo(dtype).eps
+    assert worst(found, expected) < close
     for parameter, true in zip(layer.parameters(), exact, strict=True):
-        assert worst(parameter.grad, true) < 0.01
+        assert worst(parameter.grad, true) < close
 
 
 def test_compiled_products_of_fp16_are_the_eager_ones(accel, without_fp16_units):

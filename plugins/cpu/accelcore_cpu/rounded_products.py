@@ -1,12 +1,13 @@
-"""Products in fp16 on a CPU without units for them: computed in fp32 and rounded.
+"""Products in dtypes that the CPU has no units for: computed in fp32 and rounded.
 
-torch's own kernels add number by number there, and take 5 to 400 times as long as in fp32. fp32 holds every fp16
-number, so the results equal fp16 products with sums in fp32. These kernels are below autograd and autocast: gradients,
-models in fp16 and compiled code use them, too.
+In fp16, torch's own kernels add number by number there, and take 5 to 400 times as long as in fp32. fp32 holds every
+number of fp16 and bf16, so the results equal low-precision products with sums in fp32. These kernels are below autograd
+and autocast: gradients, models in fp16 and compiled code use them, too.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from accelcore.precision.dispatcher import Kernel, Maker, replace_kernels
-from accelcore_cpu.processor import USUAL, fast_format, fast_setting, with_setting
+from accelcore_cpu.processor import USUAL, fast_format, fast_setting, lacks_lstm, with_setting
 
 __all__ = ["install"]
 
@@ -25,33 +26,39 @@ _OTHERS = (
     _aten._addmm_activation.default,
     _aten.convolution.default,
     _aten.convolution_backward.default,
-    _aten.mkldnn_rnn_layer.default,  # which torch cannot compute in fp16 at all
-    _aten.mkldnn_rnn_layer_backward.default,
 )
+_LSTM = (_aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default)
 _SMALL = 2**24
 """Operations of a product of 200 x 200: a smaller one costs oneDNN more to start than it gains."""
 
 
-def install() -> None:
-    """Compute products of fp16 tensors on the CPU in fp32 from now on, and round them."""
-    replace_kernels("products of fp16", _makers(), "CPU")
+def install(dtype: torch.dtype) -> None:
+    """Compute products of tensors of `dtype` on the CPU in fp32 from now on, and round them, where torch's are slow."""
+    lacking = tuple(filter(lacks_lstm, (torch.float16, torch.bfloat16)))
+    replace_kernels("LSTMs in low precision", dict.fromkeys(_LSTM, partial(_rounded, lacking)), "CPU")
+    if dtype is torch.float16:
+        replace_kernels("products of fp16", _products(), "CPU")
 
 
-def _makers() -> dict[OpOverload, Maker]:
-    makers: dict[OpOverload, Maker] = dict.fromkeys(_OTHERS, _rounded)
+def _products() -> dict[OpOverload, Maker]:
+    rounded = partial(_rounded, (torch.float16,))
+    makers: dict[OpOverload, Maker] = dict.fromkeys(_OTHERS, rounded)
     for packet in _PRODUCTS:
-        makers[packet.default] = _rounded
+        makers[packet.default] = rounded
         makers[packet.out] = _written(packet.default)
     return makers
 
 
-def _rounded(torchs: Kernel) -> Kernel:
+def _rounded(dtypes: tuple[torch.dtype, ...], torchs: Kernel) -> Kernel:
     def kernel(*arguments: Any, **options: Any) -> Any:
-        if arguments[0].dtype is not torch.float16:
+        dtype = arguments[0].dtype
+        if dtype not in dtypes:
             return torchs(*arguments, **options)
         with with_setting(_setting(arguments)):
-            found = torchs(*map(_widened, arguments), **options)
-        return _narrowed(found) if isinstance(found, Tensor) else tuple(map(_narrowed, found))
+            found = torchs(*(_cast(each, dtype, torch.float32) for each in arguments), **options)
+        if isinstance(found, Tensor):
+            return _cast(found, torch.float32, dtype)
+        return tuple(_cast(each, torch.float32, dtype) for each in found)
 
     return kernel
 
@@ -72,12 +79,8 @@ def _written(operator: OpOverload) -> Maker:
     return make
 
 
-def _widened(argument: Any) -> Any:
-    return argument.float() if isinstance(argument, Tensor) and argument.dtype is torch.float16 else argument
-
-
-def _narrowed(result: Any) -> Any:
-    return result.half() if isinstance(result, Tensor) and result.dtype is torch.float32 else result
+def _cast(value: Any, found: torch.dtype, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.dtype is found else value
 
 
 def _setting(arguments: tuple[Any, ...]) -> str:
