@@ -157,7 +157,6 @@ class StoredTensors:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Metadata of the file."""
         found: dict[str, str] = self._file(self._name).metadata()
         return found
 

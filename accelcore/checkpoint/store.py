@@ -59,7 +59,6 @@ __all__ = [
     "find",
     "finish",
     "keep_newest",
-    "path_of",
     "write_file",
     "write_tensors",
     "writing",
@@ -177,11 +176,10 @@ def _write(
     path.with_suffix(_FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
 
-def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
-    """Publish the written files as one checkpoint; one process does this, after all files.
+def finish(folder: Path, steps: int, facts: dict[str, Any]) -> str:
+    """Publish the written files as one checkpoint, and return its name; one process does this, after all files.
 
-    Return the number that distinguishes it from others of the same steps; see `path_of`. `facts` are further entries
-    of the manifest.
+    `facts` are further entries of the manifest.
     """
     incomplete = folder / _INCOMPLETE
     files: dict[str, Any] = {}
@@ -202,14 +200,10 @@ def finish(folder: Path, steps: int, facts: dict[str, Any]) -> int:
     # A checkpoint of the same steps is not replaced; the newest has the highest number, even if others were deleted.
     before = [_order_of(path) for path in checkpoints(folder)]
     number = max((number + 1 for at, number in before if at == steps), default=0)
-    incomplete.rename(path_of(folder, steps, number))
+    name = f"step-{steps:08d}-{number}" if number else f"step-{steps:08d}"
+    incomplete.rename(folder / name)
     _flush(folder)
-    return number
-
-
-def path_of(folder: Path, steps: int, number: int) -> Path:
-    """Return the path of a checkpoint."""
-    return folder / (f"step-{steps:08d}-{number}" if number else f"step-{steps:08d}")
+    return name
 
 
 def keep_newest(newest: Path, keep: int) -> list[Path]:
@@ -270,11 +264,6 @@ class Checkpoint:
                 available=f"an older one is whole: {older}" if older else "no older one beside it is whole",
                 remedy=f"give that one: {older}" if older else "restore it from a copy",
             ) from error
-
-    @property
-    def fingerprint(self) -> int:
-        """Number above 0 and below 2**60 that identifies the checkpoint."""
-        return 1 + int(digest_of_manifest(self.manifest)[:14], 16)
 
     def read(self, file: str, like_of: LikeOf = lambda name, shape: None) -> Any:
         """Return the state tree of a file with CPU tensors; `like_of` selects this rank's rows of sharded ones."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.jobs.collectives import Collectives
-from accelcore.jobs.exchange import gather, not_all_came
+from accelcore.jobs.exchange import gather_objects, not_all_came
 from accelcore.util.text import ranks
 
 if TYPE_CHECKING:
@@ -52,11 +52,9 @@ class Agreement:
 
     def train_alike(self, description: Mapping[str, str]) -> None:
         """Raise DistributedError on every rank if the ranks' descriptions differ; see `describe`."""
-        text = json.dumps(description)
-        if self.all_equal(text):
+        if self.all_equal(json.dumps(description)):
             return
-        texts = gather(self._collectives, torch.frombuffer(bytearray(f"{text}\n".encode()), dtype=torch.uint8))
-        odd, why = differences([json.loads(line) for line in bytes(texts.tolist()).splitlines()])
+        odd, why = differences(gather_objects(self._collectives, dict(description)))
         raise DistributedError(
             f"{odd} of this job would not train what the others train",
             why=why,
@@ -65,16 +63,12 @@ class Agreement:
 
     @contextmanager
     def together(self, what: str, kind: type[AccelError] = CheckpointError) -> Iterator[None]:
-        """Run a block on all ranks; if it raises on one of them, all raise after it."""
+        """Run a block on all ranks; if it raises on one of them, the others raise an error of class `kind` after it."""
         failure: Exception | None = None
         try:
             yield
-        except Exception as error:  # noqa: BLE001  # `settle` raises it, when all ranks know
+        except Exception as error:  # noqa: BLE001  # raised when all ranks know
             failure = error
-        self.settle(failure, what, kind)
-
-    def settle(self, failure: BaseException | None, what: str, kind: type[AccelError] = CheckpointError) -> None:
-        """Raise this rank's failure, or an error of class `kind` if another rank has one."""
         failed = torch.tensor(failure is not None, dtype=torch.int32, device=self._device)
         self._collectives.all_reduce(failed, "max")
         if failure is not None:
@@ -88,11 +82,6 @@ class Agreement:
         both = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
         low, high = self._collectives.all_reduce(both, "min").tolist()
         return bool(low == -high)
-
-    def of_rank_0(self, value: int) -> int:
-        """Return the number that rank 0 gives, on all ranks."""
-        shared = torch.tensor(value, dtype=torch.int64, device=self._device)
-        return int(self._collectives.broadcast(shared).item())
 
 
 def describe(plan: Plan) -> dict[str, str]:

@@ -193,7 +193,6 @@ def check_capturable(optimizer: Optimizer) -> None:
 
 
 def _updater(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that computes the updates."""
     return optimizer.implementation if isinstance(optimizer, RoutedOptimizer) else optimizer
 
 

@@ -66,15 +66,14 @@ class FiniteCheck:
     def _found(self, *, agree: bool) -> Tensor:
         """Return 1.0 if the norm of the parameters is not finite, else 0.0."""
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(self._plan.gradients.values))))
-        return self._anywhere((~norm.isfinite()).float(), agree=agree)
-
-    def _anywhere(self, found: Tensor, *, agree: bool) -> Tensor:
+        found = (~norm.isfinite()).float()
         return self._plan.strategy.agree(found) if agree else found
 
     def _examine(self, steps: int, *, agree: bool) -> None:
         gradients = self._plan.gradients
         name = first_not_finite(gradients, gradients.values)  # None if only the norm has overflowed
-        if self._anywhere(torch.tensor(float(name is not None)), agree=agree).item():
+        found = torch.tensor(float(name is not None))
+        if (self._plan.strategy.agree(found) if agree else found).item():
             raise TrainingError(
                 f"after step {steps}, {'a parameter of another rank' if name is None else f'the parameter {name!r}'} "
                 "has values that are NaN or inf",

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.errors import ConfigurationError, TrainingError
+from accelcore.errors import TrainingError
 
-__all__ = ["Fixed", "ModelSnapshot"]
-
-T = TypeVar("T")
+__all__ = ["ModelSnapshot"]
 
 # Compared in every window, for every parameter: without a Python frame for each.
 _TRAINABLE, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
@@ -93,24 +90,4 @@ class ModelSnapshot:
         return TrainingError(
             f"the model or the optimizer has changed since its trainer was made: {changes}",
             remedy="call trainer.refresh() after a change: between two windows, and on all ranks of a job",
-        )
-
-
-class Fixed(Generic[T]):
-    """Attribute of a trainer that cannot be replaced, because the trainer was prepared for it; `get` returns it."""
-
-    def __init__(self, get: Callable[[Any], T]) -> None:
-        self._get = get
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, trainer: object, owner: type) -> T:
-        return self._get(trainer)
-
-    def __set__(self, trainer: object, value: T) -> None:
-        raise ConfigurationError(
-            f"{self._name} of a trainer cannot be replaced",
-            why="the trainer was prepared for the one it has, and would ignore another",
-            remedy=f"give the {self._name} to accel.trainer(...)",
         )

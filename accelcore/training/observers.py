@@ -65,7 +65,6 @@ class Hooks(ExitStack):
     """Calls that remove hooks from the user's model, made by `close` or when this object is deleted with its owner."""
 
     def add(self, *handles: RemovableHandle) -> None:
-        """Remove these hooks by `close`."""
         for handle in handles:
             self.callback(handle.remove)
 

@@ -18,7 +18,6 @@ from accelcore.scaling.contract import LossScale
 from accelcore.torch_internals import OpOverload, uncompiled
 from accelcore.training.observers import Observer
 from accelcore.training.schedule import ScheduleBy
-from accelcore.training.words import OPTIONS
 from accelcore.util.text import Settings, did_you_mean, is_number, is_whole, kind_of
 
 __all__ = [
@@ -109,8 +108,8 @@ class TrainerOptions(TypedDict, total=False):
             updates, such as 0.05. For a `scheduler` that the trainer makes.
         total_steps: number of updates of the whole training; None if epochs and loader tell it.
         schedule_by: when the scheduler is stepped. `"window"`: after each update, even if it was skipped for overflow.
-            `"epoch"`: after each epoch of `trainer.batches(loader)`. `"script"`: the script calls `scheduler.step()`,
-            as ReduceLROnPlateau needs for its metric. Under the other two a script that does so gets an error.
+            `"script"`: the script calls `scheduler.step()`, such as after each epoch, or with a metric for
+            ReduceLROnPlateau. Under `"window"` a script that does so gets an error.
         precision: `"fp32"`, `"bf16"`, `"fp16"`, one of apex's levels `"O0"` to `"O3"` (see `Policy.preset`), or a
             `Policy`. `"best"` is the fastest that the device has units for. The words of torch, accelerate and
             Lightning work, too.
@@ -189,6 +188,17 @@ _DEFAULTS = {
 }
 """Defaults that are not None."""
 
+_WORDS = {
+    "mixed_precision": "precision", "autocast": "precision", "dtype": "precision", "use_amp": "precision",
+    "accumulate_grad_batches": "accumulate", "gradient_accumulation_steps": "accumulate", "grad_clip": "clip_norm",
+    "gradient_clip_val": "clip_norm", "max_grad_norm": "clip_norm", "strategy": "parallel", "lr_scheduler": "scheduler",
+    "criterion": "loss", "loss_fn": "loss", "callbacks": "observers", "gradient_checkpointing": "checkpoint",
+    "activation_checkpointing": "checkpoint", "recompute": "checkpoint", "torch_compile": "compile",
+    "warmup_steps": "warmup", "num_warmup_steps": "warmup", "num_training_steps": "total_steps",
+    "amp": "fp16", "mixed": "bf16", "DistributedDataParallel": "ddp", "dp": "ddp", "FullyShardedDataParallel": "fsdp",
+}  # fmt: skip
+"""Other libraries' words for options of a trainer, and for values of `precision` and `parallel`."""
+
 
 def complete(given: Mapping[str, Any]) -> TrainerOptions:
     """Return all options: those given, and the defaults of the others."""
@@ -198,11 +208,11 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
             raise ConfigurationError(
                 f"a trainer has no option {name!r}",
                 available=", ".join(known),
-                remedy=did_you_mean(OPTIONS.get(name, name), known),
+                remedy=did_you_mean(_WORDS.get(name, name), known),
             )
         word = value.__name__ if isinstance(value, type) else value
-        if name in ("precision", "parallel") and isinstance(word, str) and word in OPTIONS:
-            raise ConfigurationError(f"{name}={word!r} is unknown", remedy=f"did you mean {name}={OPTIONS[word]!r}?")
+        if name in ("precision", "parallel") and isinstance(word, str) and word in _WORDS:
+            raise ConfigurationError(f"{name}={word!r} is unknown", remedy=f"did you mean {name}={_WORDS[word]!r}?")
     return cast("TrainerOptions", {**dict.fromkeys(known), **_DEFAULTS, **given})
 
 

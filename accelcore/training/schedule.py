@@ -1,8 +1,7 @@
-"""Learning rate schedule: made when the number of updates is known; stepped by window, by epoch or by the script."""
+"""Learning rate schedule: made when the number of updates is known; stepped by window or by the script."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -18,11 +17,12 @@ from torch.optim.lr_scheduler import (
 )
 
 from accelcore.errors import AccelError, CheckpointError, ConfigurationError, TrainingError
+from accelcore.torch_internals import expect_no_step
 from accelcore.util.text import did_you_mean, is_whole
 
 __all__ = ["Schedule", "ScheduleBy"]
 
-ScheduleBy = Literal["window", "epoch", "script"]
+ScheduleBy = Literal["window", "script"]
 
 Make = Callable[[Optimizer, int], LRScheduler]
 """Makes the scheduler of an optimizer for a number of updates."""
@@ -54,7 +54,7 @@ class Schedule:
         if by not in get_args(ScheduleBy):
             raise ConfigurationError(
                 f"schedule_by={by!r} is unknown",
-                available='"window": step after each update; "epoch": after each epoch; "script": you step it',
+                available='"window": step after each update; "script": you step it, such as after each epoch',
             )
         self._make = _maker(scheduler, warmup, by)
         if by != "window" and scheduler is None:
@@ -70,20 +70,15 @@ class Schedule:
             )
         self.scheduler, self.by = None if self._make else scheduler, by
         self._optimizer, self._compared = optimizer, self._make is None
-        self._steps = scheduler is not None and by != "script"
-        self._first = True
-        self._epoch = 0
+        self._steps = scheduler is not None and by == "window"
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
+        if scheduler is not None:
+            expect_no_step(optimizer)  # a trainer may update without calling `step`
 
     @property
     def is_to_be_made(self) -> bool:
         """Whether the scheduler still waits for the number of updates."""
         return self._make is not None and self.scheduler is None
-
-    @property
-    def is_to_be_compared(self) -> bool:
-        """Whether `check_updates` still has to be called."""
-        return not self._compared
 
     def begin(self, updates: int | None) -> None:
         """Note the learning rates that the schedule will begin from; make it if the number of updates is given."""
@@ -95,7 +90,6 @@ class Schedule:
                 self.check_updates(updates)
 
     def make(self, updates: int) -> None:
-        """Make the scheduler for a number of updates."""
         assert self._make is not None, "the scheduler was given"
         self.scheduler, self.updates = self._make(self._optimizer, updates), updates
 
@@ -116,7 +110,6 @@ class Schedule:
         self._compared = True
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `prepare`."""
         state = None if self.scheduler is None else self.scheduler.state_dict()
         return {"kind": type(self.scheduler).__name__, "by": self.by, "updates": self.updates, "state": state}
 
@@ -142,58 +135,29 @@ class Schedule:
         return lambda: None if scheduler is None else scheduler.load_state_dict(state)
 
     def check(self) -> None:
-        """Raise TrainingError if the scheduler is not where the trainer left it, or where a set epoch needs it."""
+        """Raise TrainingError if the scheduler is not where the trainer left it."""
         now = _last_epoch(self.scheduler)
         if None not in (self._expected, now) and now != self._expected:
             raise TrainingError(
                 f"the scheduler is at last_epoch={now}, and the trainer expects {self._expected}",
-                why=f"the trainer steps it after each {self.by}; the script stepped or loaded it too, or set "
-                "trainer.epoch and not the scheduler",
-                remedy="leave scheduler.step() out; after trainer.epoch = ... bring the scheduler there by "
-                'trainer.scheduler.load_state_dict(...); or set schedule_by="script", and step it yourself',
+                why="the script stepped or loaded it, and the trainer steps it after each window",
+                remedy='leave scheduler.step() out, or set schedule_by="script"',
             )
 
     def window_ended(self) -> None:
         """Step by window. The script may do anything to the scheduler before the first window ends."""
         if not self._steps:
             return
+        assert self.scheduler is not None, "a window needs a scheduler that is made"
         self.check()
-        if self.by == "window":
-            self._step()
-        else:
-            self._expected = _last_epoch(self.scheduler)
-
-    def epochs_ended(self, epoch: int) -> None:
-        """Step by epoch, once for each epoch that ended since the last call; `epoch`: the number of ended epochs."""
-        before, self._epoch = self._epoch, epoch  # a step that raises is not repeated
-        if self.by == "epoch" and before < epoch:
-            self.check()
-            for _ in range(before, epoch):
-                self._step()
-
-    def restored(self, epoch: int) -> None:
-        """Continue after `epoch` ended epochs, with the scheduler as it is now."""
-        self._epoch, self._expected = epoch, None
-
-    def move_to(self, epoch: int) -> None:
-        """Continue after `epoch` ended epochs; by epoch, the script must bring the scheduler there."""
-        moved = epoch != self._epoch
-        self.restored(epoch)
-        if self.by == "epoch" and moved:
-            self._expected = epoch
-
-    def _step(self) -> None:
-        assert self.scheduler is not None, "_steps is False without a scheduler, and a step needs one that is made"
         try:
-            if not self._first:
-                self.scheduler.step()
-                return
-            self._first = False
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before", UserWarning)
-                self.scheduler.step()
+            self.scheduler.step()
         finally:  # a schedule past its end raises, and has counted the step
             self._expected = _last_epoch(self.scheduler)
+
+    def restored(self) -> None:
+        """Continue with the scheduler as it is now."""
+        self._expected = None
 
 
 def _is_scheduler(value: object) -> bool:
@@ -237,7 +201,7 @@ def _maker(scheduler: Any, warmup: Any, by: str) -> Make | None:
     if by != "window":
         raise ConfigurationError(
             f"schedule_by={by!r} needs a scheduler that is made, and the trainer would make this one for its updates",
-            remedy='make it yourself, for the number of epochs; or leave schedule_by="window"',
+            remedy='make it yourself, or leave schedule_by="window"',
         )
     return lambda optimizer, updates: _make(make, optimizer, updates, warmup)
 
@@ -258,7 +222,23 @@ def _make(make: Make, optimizer: Optimizer, updates: int, warmup: float) -> LRSc
             f"scheduler= returned {made!r}, which is not a scheduler of the optimizer that it was given",
             remedy="return one: scheduler=lambda optimizer, updates: CosineAnnealingLR(optimizer, updates)",
         )
-    return made if first is None else SequentialLR(optimizer, [first, made], milestones=[rising])
+    return made if first is None else _sequence(optimizer, first, made, rising)
+
+
+def _sequence(optimizer: Optimizer, first: LRScheduler, then: LRScheduler, milestone: int) -> SequentialLR:
+    """Return SequentialLR. In torch 2.7 it makes `initial_lr` a group's `lr`: a tensor that each step overwrites.
+
+    Therefore it gets copies of tensors. Each group keeps its own, which a captured step reads.
+    """
+    kept = [(group["lr"], group["initial_lr"]) for group in optimizer.param_groups]
+    for group, (_, initial) in zip(optimizer.param_groups, kept, strict=True):
+        group["initial_lr"] = initial.clone() if isinstance(initial, Tensor) else initial
+    sequence = SequentialLR(optimizer, [first, then], milestones=[milestone])
+    for group, (lr, initial) in zip(optimizer.param_groups, kept, strict=True):
+        group["initial_lr"] = initial
+        if isinstance(lr, Tensor):
+            group["lr"] = lr.fill_(group["lr"])
+    return sequence
 
 
 def _another_length(kind: type[AccelError], saved: int | None, own: int | None) -> AccelError:

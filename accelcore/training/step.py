@@ -174,7 +174,6 @@ class Step:
         return True
 
     def observe_loss(self, loss: Tensor | None) -> None:
-        """Call the observers of losses, if there is a loss."""
         if loss is not None:
             for listener in self._listeners.loss:
                 listener(loss)

@@ -17,21 +17,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
 from accelcore.scaling.contract import LossScaler
-from accelcore.training.data.data_stream import DataStreams
+from accelcore.training.data.data_stream import DataStream
 from accelcore.training.data.evaluation import Evaluation, evaluate
-from accelcore.training.data.sharding import Batches
+from accelcore.training.data.sharding import Batches, check_loader
 from accelcore.training.loss import check_loss
-from accelcore.training.model_changes import Fixed
 from accelcore.training.observers import observed
 from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
-from accelcore.training.saving.saver import Saver
+from accelcore.training.saving.saver import Checkpoints, Saver, Trainings
 from accelcore.training.schedule import Schedule
 from accelcore.training.stages import Preparation
 from accelcore.training.step import Step
 from accelcore.training.trial import with_trial
 from accelcore.training.window import Window
-from accelcore.training.words import refuse_arguments, refuse_attribute
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,7 +41,7 @@ __all__ = ["Trainer"]
 _numbers = count()
 
 
-class Trainer:
+class Trainer(Checkpoints):
     """Train one model with one optimizer. Made by `accel.trainer(...)`.
 
     The whole loop::
@@ -70,10 +68,8 @@ class Trainer:
         options: see `TrainerOptions`.
 
     Attributes:
-        backend, model, optimizer: as given.
-        scheduler: the learning rate scheduler; None if there is none, or if it is not made yet.
-        scaler: the loss scaler; one that does nothing if none is needed.
-        saver: saves and restores this trainer; `Together` uses it.
+        backend: as given.
+        saver: the state of this trainer; `Together` uses it.
         aux: what the last `loss` returned beside the scalar.
 
     Raises:
@@ -81,15 +77,10 @@ class Trainer:
         UnsupportedError: the backend does not declare what is asked for. Model and optimizer are unchanged.
     """
 
-    model: Fixed[nn.Module] = Fixed(lambda trainer: trainer._plan.model)
-    optimizer: Fixed[Optimizer] = Fixed(lambda trainer: trainer._plan.optimizer)
-    scheduler: Fixed[LRScheduler | None] = Fixed(lambda trainer: trainer._schedule.scheduler)
-    scaler: Fixed[LossScaler] = Fixed(lambda trainer: trainer._scaler)
-    __getattr__ = refuse_attribute
-
     def __init__(
         self, backend: Backend, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
     ) -> None:
+        super().__init__()
         given = complete(with_trial(options))
         given["precision"] = preset_name(given["precision"], backend)
         given["fp32"] = fp32_mode(given["fp32"], backend)
@@ -107,12 +98,8 @@ class Trainer:
         self._window = Window(
             given["accumulate"], backend.device, divisor=plan.strategy.divisor, tensors_only=given["graph"]
         )
-        self._streams = DataStreams(
-            backend.runtime, backend.collectives, self._schedule, counts_epochs=given["schedule_by"] == "epoch"
-        )
-        self.saver = Saver(
-            plan, scaler=self.scaler, schedule=self._schedule, streams=self._streams, window=self._window
-        )
+        self._stream = DataStream(backend.runtime, backend.collectives)
+        self.saver = Saver(plan, scaler=self.scaler, schedule=self._schedule, stream=self._stream, window=self._window)
         self._number = next(_numbers)
         self.aux: Any = None
         self._prepared()
@@ -125,6 +112,26 @@ class Trainer:
         return f"<Trainer of {type(self.model).__name__} by {optimizer} on {self.backend.device}, {self.steps} steps>"
 
     @property
+    def model(self) -> nn.Module:
+        """Model, as given."""
+        return self._plan.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Optimizer, as given."""
+        return self._plan.optimizer
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """Learning rate scheduler; None if there is none, or if it is not made yet."""
+        return self._schedule.scheduler
+
+    @property
+    def scaler(self) -> LossScaler:
+        """Loss scaler; one that does nothing if none is needed."""
+        return self._scaler
+
+    @property
     def steps(self) -> int:
         """Number of windows closed so far."""
         return self._window.steps
@@ -133,7 +140,7 @@ class Trainer:
     def total_steps(self) -> int | None:
         """Number of windows of the whole training: as given, or from `epochs(n)` and the last loader; or None."""
         given = self._options["total_steps"]
-        return self._streams.total_steps(self.accumulate) if given is None else given
+        return self._stream.total_steps(self.accumulate) if given is None else given
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -156,31 +163,19 @@ class Trainer:
         return self._plan.compiled
 
     @property
-    def extra(self) -> dict[str, Any]:
-        """Dict last given to `save(extra=...)` or read by `resume`, empty at first. Each checkpoint holds it."""
-        return self.saver.extra
-
-    @extra.setter
-    def extra(self, extra: dict[str, Any]) -> None:
-        self.saver.extra = extra
-
-    @property
     def epoch(self) -> int:
-        """Epoch of `batches` that is running or comes next, counted from 0. Setting it chooses the next epoch.
-
-        Under `schedule_by="epoch"` the script must also move the scheduler there, before it trains.
-        """
-        return self._streams.current_epoch(self.steps)
+        """Epoch of `batches` that is running or comes next, counted from 0. Setting it chooses the next epoch."""
+        return self._stream.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._streams.move_to(epoch)
+        self._stream.move_to(epoch)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Return the epochs that remain of `total`, counted from 0. If none remains, a warning is logged."""
-        return self._streams.epochs(total)
+        return self._stream.epochs(total)
 
-    def batches(self, loader: Iterable[Any], *, name: str = "train", shard: bool = True) -> Batches:
+    def batches(self, loader: Iterable[Any], *, shard: bool = True) -> Batches:
         """Return the batches of one epoch: on the device, this rank's share. Their `len()` is their number.
 
         At the end a short window is flushed. After a `resume` in mid-epoch the first call yields the rest of that
@@ -195,19 +190,23 @@ class Trainer:
                 every `world_size`-th batch, and all ranks must read it in the same order; of a `ShardedStream`, each
                 rank gets its rows. All ranks get the same number of batches: with `drop_last=True` surplus rows are
                 left out, else some rows come twice.
-            name: name of the data stream. Each stream has a position of its own; only `"train"` is flushed.
             shard: False if the loader already yields this rank's share.
         """
-        read = self._streams.batches(loader, name=name, shard=shard, check=self._check_model, end=self._end_epoch)
-        if name == "train" and (self._plan.listeners.reads_data or self._schedule.is_to_be_compared):
-            read = self._observed(read, loader, shard=shard)
-        return Batches(read, lambda: self._streams[name].length(loader, shard=shard))
+        read = self._read(loader, shard=shard)
+        if self._plan.listeners.reads_data:
+            read = observed(read, self._plan.listeners, lambda: self._stream.epoch)
+        return Batches(read, lambda: self._stream.length(loader, shard=shard))
 
-    def _observed(self, read: Iterator[Any], loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
-        """Yield the batches of an epoch; make the schedule before, and call the observers of data."""
-        self._streams.measure(loader, shard=shard)
+    def _read(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
+        """Yield the batches of an epoch; make the schedule before, and flush the last window after."""
+        check_loader(loader)
+        self._step.check_model()
+        self._plan.gradients.refresh(thorough=True)
+        self._stream.measure(loader, shard=shard)
         self._schedule.check_updates(self.total_steps)
-        yield from observed(read, self._plan.listeners, lambda: self._streams["train"].epoch)
+        yield from self._stream.batches(loader, shard=shard)
+        self.flush()
+        self._step.end_epoch()
 
     def evaluate(self, loader: Iterable[Any]) -> Evaluation:
         """Return the batches of `loader` to evaluate on: on the device, every row once over all ranks.
@@ -226,13 +225,11 @@ class Trainer:
         self._step.check_failure()
         return evaluate(self.backend, self.model, self._plan.contexts.make_region, loader)
 
-    def __call__(self, batch: Any, *more: Any) -> Tensor:
+    def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device.
 
-        Tensors of the batch that are elsewhere are moved to the device first. There must be no `more`.
+        Tensors of the batch that are elsewhere are moved to the device first.
         """
-        if more:
-            refuse_arguments(1 + len(more))
         self._check_step(begins=self._window.micro == 0)
         captured, step = self._plan.captured, self._step
         loss, self.aux = step.forward_backward(batch) if captured is None else step.run_captured(captured, batch)
@@ -257,8 +254,8 @@ class Trainer:
 
         Args:
             loss: a scalar.
-            weight: number of examples of the mean; None if every micro-batch counts alike. Several losses of one
-                micro-batch, before one `update`, are added up and must use the same weight.
+            weight: number of examples of the mean; None if every micro-batch counts alike. With a weight, add the
+                losses of a micro-batch up before.
             retain_graph: whether another loss of the same forward pass follows.
 
         Raises:
@@ -298,49 +295,6 @@ class Trainer:
         self._preparation.repeat(self._step.check_refreshable, self._step.give_up)
         self._prepared()
 
-    def save(
-        self,
-        folder: str | Path,
-        *,
-        keep: int | None = None,
-        best: float | Tensor | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Path:
-        """Save a new checkpoint in `folder`, from which training resumes as if it had not stopped.
-
-        It holds the model, the optimizer, the loss scaler, the schedule, the position in the data, random states and
-        the gradients of an open window. It is written completely or not at all. In a job every rank must call this,
-        with a folder that all ranks share.
-
-        Args:
-            folder: the folder of the run's checkpoints.
-            keep: delete all but the newest `keep` checkpoints of this run afterwards; None deletes nothing. The best
-                one is never deleted.
-            best: a metric of this checkpoint, the same on all ranks; `-accuracy` if more is better. The best checkpoint
-                is the first one with the lowest metric. NaN and infinity are never the best.
-            extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It
-                becomes `trainer.extra`, which later saves keep. In a job the one of rank 0 is saved.
-        """
-        return self.saver.save(folder, keep=keep, best=best, extra=extra)
-
-    def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
-        """Resume from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
-
-        Args:
-            folder: the folder that `save` was given, or one of its checkpoints.
-            best: take the checkpoint with the lowest metric, of those that `save(folder, best=metric)` has saved.
-            must_exist: whether a folder without a checkpoint is an error. Otherwise the log reports it.
-
-        Returns:
-            The checkpoint, or None if there is none.
-
-        Raises:
-            CheckpointError: the checkpoint is damaged or belongs to another model, or there is none and it must exist.
-                It is raised on all ranks, and the trainer is unchanged. If a hook or class of yours raises while the
-                state is restored, the trainer can no longer train, on any rank.
-        """
-        return self.saver.resume(folder, best=best, must_exist=must_exist)
-
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load what another program has saved: the model, and the optimizer's state if the file has it.
 
@@ -357,6 +311,9 @@ class Trainer:
         """
         return self.saver.load(path)
 
+    def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
+        return {"": self.saver.state(self.extra if extra is None else extra, writes=extra is not None)}
+
     def _prepared(self) -> None:
         self._step = self.saver.step = Step(
             self._plan, scaler=self.scaler, window=self._window, schedule=self._schedule
@@ -370,18 +327,11 @@ class Trainer:
             self._step.check_unchanged()
         self._number_step(self._window.micro + 1)
         if begins and not self._window.steps:
-            self._streams.warn_if_unused(1)
+            if self.backend.collectives.world_size > 1:
+                self._stream.warn_if_unused()
             if self._schedule.is_to_be_made:
                 self._schedule.check_updates(None)  # raises
 
     def _number_step(self, micro: int) -> None:
         """Tell the job which step and micro-batch this is; a flush counts as the last one."""
         self.backend.collectives.steps[self._number] = (self._window.steps + 1, micro)
-
-    def _end_epoch(self) -> None:
-        self.flush()
-        self._step.end_epoch()
-
-    def _check_model(self) -> None:
-        self._step.check_model()
-        self._plan.gradients.refresh(thorough=True)

@@ -53,7 +53,7 @@ def with_trial(options: Mapping[str, Any]) -> Mapping[str, Any]:
         "accelcore advise: a trial of %d steps with %s%s; it resumes and saves no checkpoint, and writes no log",
         trial.steps,
         ", ".join(f"{name}={value!r}" for name, value in trial.options.items()) or "the script's own options",
-        f", in place of {', '.join(overridden)}" if overridden else "",
+        f", instead of {', '.join(overridden)}" if overridden else "",
     )
     return {**options, **changed, "observers": [*options.get("observers", ()), _Recorder(trial, overridden)]}
 

@@ -47,7 +47,7 @@ class Window:
         self._weighted: bool | None = None  # not known before the first backward pass
         self._unit: float | None = None
         self._total: Tensor | None = None  # one memory for all windows: captured steps add to it
-        self._counted: tuple[int, float | Tensor, Tensor] | None = None  # the last weighted micro-batch, weight, share
+        self._counted = -1  # the last weighted micro-batch
         self._whole_share = None if accumulate * divisor == 1 else 1 / (accumulate * divisor)
 
     @property
@@ -65,17 +65,13 @@ class Window:
         self._weighted = weight is not None
         if weight is None:
             return self._whole_share
-        if self._counted is not None and self._counted[0] == self.micro:  # another loss of a micro-batch
-            _, counted, share = self._counted
-            either = isinstance(weight, Tensor) or isinstance(counted, Tensor)  # to compare them, the host would wait
-            if weight is not counted and (either or weight != counted):
-                raise TrainingError(
-                    "two losses of one micro-batch have different weights",
-                    remedy="give all of its losses the same number or tensor object. Between two micro-batches, call "
-                    "trainer.update(), with accumulate= their number",
-                )
-            return share
-        given, weight = weight, self._checked(weight)
+        if self._counted == self.micro:
+            raise TrainingError(
+                "backward was called with a weight for a second loss of one micro-batch",
+                remedy="add its losses up before; between two micro-batches, call trainer.update(), with accumulate= "
+                "their number",
+            )
+        weight = self._checked(weight)
         if self._unit is None:  # shares near 1 leave the loss scale as it is
             unit = float(strategy.collectives.all_reduce(weight.clone(), "avg"))
             self._unit = unit if 0 < unit < math.inf else 1.0
@@ -84,7 +80,7 @@ class Window:
         share = weight / (self._unit * self.accumulate)
         self._total += share
         share = share if self.divisor == 1 else share / self.divisor
-        self._counted = (self.micro, given, share)
+        self._counted = self.micro
         return share
 
     def correction(self, strategy: Strategy, *, full: bool) -> float | Tensor | None:
@@ -110,13 +106,10 @@ class Window:
             self._total.zero_()
 
     def reset(self) -> None:
-        """Begin a new window."""
-        self.micro = 0
-        self._weighted = self._counted = None
+        self.micro, self._weighted, self._counted = 0, None, -1
         self.forget_weights()
 
     def state(self) -> dict[str, Tensor | int | float | None]:
-        """Return the state of an open window, for `load_state`."""
         return {
             "micro": self.micro,
             "accumulate": self.accumulate,

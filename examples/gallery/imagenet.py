@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
         scheduler = StepLR(optimizer, step_size=args.step_size, gamma=0.1)
         trainer = accel.trainer(
             model, optimizer, loss=loss_of, precision=args.precision, parallel="ddp",
-            sync_batchnorm=args.sync_batchnorm, scheduler=scheduler, schedule_by="epoch",
+            sync_batchnorm=args.sync_batchnorm, scheduler=scheduler, schedule_by="script",
         )  # fmt: skip
         if args.evaluate:
             if trainer.resume(f"{args.out}/best") is None:
@@ -101,6 +101,7 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
         history = []
         for epoch in trainer.epochs(args.epochs):
             losses = [trainer(batch) for batch in trainer.batches(train_loader)]
+            scheduler.step()
             loss = job.mean(torch.stack(losses).mean()).item()
             top1, top5 = validate(job, trainer, val_loader)
             history.append([loss, top1, top5])

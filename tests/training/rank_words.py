@@ -111,8 +111,8 @@ def trained(accel, job):
     lengths = {}
     for name, loader in loaders.items():
         if name not in ("subset",):
-            length = len(trainer.batches(loader, name=name)) if name != "stream" else None
-            lengths[name] = [length, sum(1 for _ in trainer.batches(loader, name=name))]
+            length = len(trainer.batches(loader)) if name != "stream" else None
+            lengths[name] = [length, sum(1 for _ in trainer.batches(loader))]
     alone = len(trainer.batches(loaders["shuffled"])) if job.rank == 0 else None  # asks no other rank
     of_few = [model(batch[:, None]).flatten() for batch in trainer.evaluate(loaders["few"])]
     few = trainer.evaluate(loaders["few"])

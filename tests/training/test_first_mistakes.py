@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-import re
 import sys
-import traceback
 from typing import NamedTuple
 
 import pytest
@@ -208,34 +206,6 @@ def test_a_model_that_is_compiled_already(accel, options, tmp_path, caplog):
     if options:
         trainer(torch.ones(2, 4))
         assert model(torch.ones(2, 4)).shape == (2, 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("step", "trainer.update()"),
-        ("zero_grad", "an update clears the gradients"),
-        ("fit", "trainer.batches(loader)"),
-        ("load_state_dict", "trainer.resume(folder)"),
-        ("evaluat", "did you mean 'evaluate'"),
-        ("frobnicate", "a trainer has no 'frobnicate'"),
-    ],
-)
-def test_a_method_of_other_libraries_says_what_to_write(accel, name, remedy):
-    model = net()
-    trainer = accel.trainer(model, sgd(model))
-    with pytest.raises(AttributeError, match=re.escape(remedy)) as caught:
-        getattr(trainer, name)
-    shown = "".join(traceback.format_exception(caught.value)).splitlines()[-1]
-    assert "'_" not in shown, "nothing private is suggested"
-
-
-def test_the_parts_of_a_batch_are_refused(accel):
-    model = net()
-    trainer = accel.trainer(model, sgd(model), loss=lambda model, batch: model(batch).sum())
-    with pytest.raises(accelcore.TrainingError, match=r"2 arguments(.|\n)*trainer\(\(inputs, targets\)\)"):
-        trainer(torch.ones(2, 4), torch.ones(2))
-    assert trainer.steps == 0
 
 
 @pytest.mark.parametrize("module", [net(), nn.Sequential(net())])

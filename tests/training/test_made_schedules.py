@@ -23,10 +23,10 @@ class Rates(accelcore.Observer):
         self.trainer, self.seen = trainer, []
 
     def batch(self, batch):
-        self.rate = self.trainer.optimizer.param_groups[0]["lr"]
+        self.rate = float(self.trainer.optimizer.param_groups[0]["lr"])
 
     def step(self, steps):
-        self.seen.append(float(self.rate))
+        self.seen.append(self.rate)
 
 
 def make(accel, scheduler="cosine", *, create=None, **options):
@@ -65,6 +65,18 @@ def test_a_named_schedule_rises_and_falls_over_all_updates(accel, name, warmup):
     assert trainer.total_steps == rising + fall == trainer.steps
     up = [0.1 * (step + 1) / (rising + 1) for step in range(rising)]
     assert rates.seen == pytest.approx(up + [0.1 * AFTER[name](step / fall) for step in range(fall)])
+
+
+def test_a_rate_that_is_a_tensor_stays_that_tensor_and_follows_the_same_schedule(accel):
+    """Captured steps read the tensor. torch 2.7 makes `initial_lr` the rate, and overwrites both."""
+    found = []
+    for lr in (0.1, torch.tensor(0.1)):
+        trainer, rates = make(accel, warmup=3, create=lambda name, params, lr, _lr=lr: torch.optim.SGD(params, lr=_lr))
+        train(trainer, 4)
+        found.append(rates.seen)
+        assert float(trainer.optimizer.param_groups[0]["initial_lr"]) == pytest.approx(0.1)
+    assert trainer.optimizer.param_groups[0]["lr"] is lr
+    assert found[1] == pytest.approx(found[0], abs=1e-6)
 
 
 def torchs(name, parameters, lr):
@@ -157,7 +169,7 @@ def test_a_resumed_run_of_another_length_says_how_to_keep_the_schedule(accel, tm
         ({"scheduler": "cosin"}, r"'cosin' is unknown(.|\n)*mean 'cosine'"),
         ({"scheduler": 3}, "3 is not a scheduler"),
         ({"scheduler": CosineAnnealingLR}, "not a scheduler"),
-        ({"scheduler": "cosine", "schedule_by": "epoch"}, "schedule_by='epoch' needs"),
+        ({"scheduler": "cosine", "schedule_by": "script"}, "schedule_by='script' needs"),
         ({"scheduler": None, "warmup": 5}, "warmup=5 needs a scheduler that the trainer makes"),
         ({"warmup": -1}, "warmup=-1"),
         ({"warmup": 1.0}, r"warmup=1.0(.|\n)*share of all updates below 1"),

@@ -1,4 +1,4 @@
-"""Schedules: by window, by epoch, by the script; one that is over says so, and training goes on."""
+"""Schedules: by window, by the script; one that is over says so, and training goes on."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from torch.optim.lr_scheduler import (
 )
 
 import accelcore
-
-ahead = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 
 
 def loss_of(model, batch):
@@ -85,15 +83,6 @@ def test_a_scheduler_that_is_stepped_by_hand_may_be_made_after_the_resume(accel,
 BATCHES = list(torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(1)))
 
 
-def by_epoch(accel, make=lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.5), **options):
-    model = nn.Linear(3, 2)
-    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
-    scheduler = make(optimizer)
-    return accel.trainer(
-        model, optimizer, loss=loss_of, scheduler=scheduler, schedule_by="epoch", accumulate=2, **options
-    )
-
-
 def rates_by_hand(epochs):
     """The rate of each of the 3 windows of an epoch, by torch's own loop; the last is short."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -116,72 +105,39 @@ class Rates(accelcore.Observer):
         self.seen.append(self.optimizer.param_groups[0]["lr"])
 
 
-def observed(accel):
-    rates = Rates()
-    trainer = by_epoch(accel, observers=[rates])
-    rates.optimizer = trainer.optimizer
-    return trainer, rates.seen
-
-
-def test_by_epoch_a_scheduler_is_stepped_when_an_epoch_and_its_short_last_window_are_over(accel):
-    trainer, seen = observed(accel)
-    for _ in trainer.epochs(5):
-        for batch in trainer.batches(BATCHES):
-            trainer(batch)
-        for _ in trainer.batches(BATCHES[:1], name="another"):
-            pass
-    assert seen == rates_by_hand(5)
-
-
+@pytest.mark.parametrize("create", ["ours", "torch's"])
 @pytest.mark.parametrize("saved_after", [5, 7, 10], ids=["in the loop, at its last batch", "mid-epoch", "second end"])
-def test_by_epoch_a_resumed_run_has_the_rates_of_an_undisturbed_one(accel, tmp_path, saved_after):
-    trainer, seen = observed(accel)
-    taken = 0
-    for _ in trainer.epochs(5):
-        for batch in trainer.batches(BATCHES):
-            trainer(batch)
-            taken += 1
-            if taken == saved_after:
-                trainer.save(tmp_path)
-                before = len(seen)
-    resumed, rest = observed(accel)
-    resumed.resume(tmp_path)
-    for _ in resumed.epochs(5):
-        for batch in resumed.batches(BATCHES):
-            resumed(batch)
-    assert seen[:before] + rest == seen == rates_by_hand(5)
-
-
-def test_by_epoch_what_is_left_early_is_over_and_what_is_read_elsewhere_counts(accel):
-    trainer = by_epoch(accel)
-    for _ in trainer.epochs(2):
-        for batch in trainer.batches(BATCHES):
-            trainer(batch)
-            if trainer.steps % 2:
-                break
-    assert trainer.scheduler.last_epoch == trainer.epoch == 2
-    for _ in trainer.epochs(4):  # and reads nothing
-        pass
-    assert trainer.scheduler.last_epoch == trainer.epoch == 4
-    trainer.epoch = 6
-    trainer.scheduler.step(), trainer.scheduler.step()  # which is the script's to do
-    for _ in trainer.batches(BATCHES):
-        pass
-    assert trainer.scheduler.last_epoch == 7
-
-
-def test_an_epoch_that_is_left_early_hides_no_error_of_the_schedule(accel):
-    trainer = by_epoch(accel, lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2, cycle_momentum=False))
-
-    def leave_early(times):
-        for _ in range(times):
+def test_a_script_that_steps_after_each_epoch_has_torchs_rates_also_after_a_resume(
+    accel, tmp_path, create, saved_after, recwarn
+):
+    def run(folder, *, save=None):
+        model, rates = nn.Linear(3, 2), Rates()
+        make = (
+            torch.optim.SGD
+            if create == "torch's"
+            else lambda *given, **named: accel.optimizers.create("sgd", *given, **named)
+        )
+        rates.optimizer = optimizer = make(model.parameters(), lr=0.1)
+        scheduler = StepLR(optimizer, step_size=2, gamma=0.5)
+        trainer = accel.trainer(
+            model, optimizer, loss=loss_of, scheduler=scheduler, schedule_by="script", accumulate=2, observers=[rates]
+        )
+        trainer.resume(folder)
+        taken = before = 0
+        for _ in trainer.epochs(5):
             for batch in trainer.batches(BATCHES):
                 trainer(batch)
-                break
+                taken += 1
+                if taken == save:
+                    trainer.save(folder)
+                    before = len(rates.seen)
+            scheduler.step()
+        return rates.seen, before
 
-    with pytest.raises(ValueError, match="Tried to step 3 times"):
-        leave_early(4)
-    leave_early(1)  # said once; training goes on
+    seen, before = run(tmp_path, save=saved_after)
+    rest, _ = run(tmp_path)
+    assert seen[:before] + rest == seen == rates_by_hand(5)
+    assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
 
 
 def scheduled(accel, make=lambda optimizer: StepLR(optimizer, 2), **options):
@@ -203,10 +159,9 @@ SCHEDULES = {
     "chain": lambda optimizer: ChainedScheduler([StepLR(optimizer, 2), LinearLR(optimizer)]),
     "chain of a sequence": lambda optimizer: ChainedScheduler([warmed_up(optimizer), StepLR(optimizer, 2)]),
 }
-MOVED = r'last_epoch=\d+, .* expects \d+\n.*each {by}.*\n.*schedule_by="script"'
+MOVED = r'last_epoch=\d+, .* expects \d+\n.*each window.*\n.*schedule_by="script"'
 
 
-@ahead
 @pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
 def test_a_scheduler_that_the_script_steps_too_is_said_at_once_and_one_that_it_does_not_never(accel, tmp_path, make):
     trainer = scheduled(accel, make, accumulate=2)
@@ -228,7 +183,7 @@ def test_a_scheduler_that_the_script_steps_too_is_said_at_once_and_one_that_it_d
         steps = each.steps
         each.scheduler.step()
         each(BATCHES[0])
-        with pytest.raises(accelcore.TrainingError, match=MOVED.format(by="window")):
+        with pytest.raises(accelcore.TrainingError, match=MOVED):
             each(BATCHES[1])
         assert each.steps == steps + 1  # this window was trained
 
@@ -253,93 +208,16 @@ def test_a_scheduler_of_another_make_is_left_to_count_as_it_likes(accel):
     assert trainer.scheduler.times == 3
 
 
-@ahead
-def test_by_epoch_a_step_of_the_scripts_is_said_before_the_next_epoch_is_trained(accel):
-    trainer = by_epoch(accel)
-
-    def train(*, leave_early=False):
-        for batch in trainer.batches(BATCHES):
-            trainer(batch)
-            if leave_early:
-                break
-
-    train()
-    train(leave_early=True)
+def test_a_step_of_the_scripts_is_said_before_it_is_saved(accel, tmp_path):
+    trainer = scheduled(accel)
+    trainer(BATCHES[0])
     trainer.scheduler.step()
-    steps = trainer.steps
-    with pytest.raises(accelcore.TrainingError, match=MOVED.format(by="epoch")):
-        train()
-    assert trainer.steps == steps
-    inside = by_epoch(accel)
-    for number, batch in enumerate(inside.batches(BATCHES)):
-        if number == 3:
-            break
-        inside(batch)
-        inside.scheduler.step()  # a batch
-    with pytest.raises(accelcore.TrainingError, match=MOVED.format(by="epoch")):
-        inside(BATCHES[3])
-
-
-def test_by_epoch_a_step_of_the_scripts_is_said_before_it_is_saved(accel, tmp_path):
-    trainer = by_epoch(accel)
-    for batch in trainer.batches(BATCHES):
-        trainer(batch)
-    trainer.scheduler.step()
-    with pytest.raises(accelcore.TrainingError, match=MOVED.format(by="epoch")):
+    with pytest.raises(accelcore.TrainingError, match=MOVED):
         trainer.save(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-@ahead
-def test_by_epoch_an_epoch_that_is_set_takes_a_scheduler_that_is_brought_there(accel, tmp_path):
-    def train(trainer):
-        for batch in trainer.batches(BATCHES):
-            trainer(batch)
-
-    source = by_epoch(accel)
-    for _ in source.epochs(4):
-        train(source)
-    file = tmp_path / "others.pth"
-    torch.save(
-        {
-            "model": source.model.state_dict(),
-            "scheduler": source.scheduler.state_dict(),
-            "epoch": 3,
-        },
-        file,
-    )
-
-    left = by_epoch(accel)
-    rest = left.load(file)
-    left.epoch = rest["epoch"] + 1
-    for _ in range(2):
-        with pytest.raises(accelcore.TrainingError, match=r"last_epoch=0, .* expects 4\n.*\n.*load_state"):
-            train(left)
-    assert left.steps == 0
-    left.scheduler.load_state_dict(rest["scheduler"])
-    train(left)
-    assert left.scheduler.last_epoch == 5
-
-    stepped = by_epoch(accel)
-    stepped.epoch = 4
-    for _ in range(4):
-        stepped.scheduler.step()
-    train(stepped)
-    assert stepped.scheduler.last_epoch == 5
-    stepped.epoch = 9  # and it stands where the trainer has left it
-    with pytest.raises(accelcore.TrainingError, match=r"last_epoch=5, .* expects 9"):
-        train(stepped)
-    stepped.epoch = 5
-    train(stepped)
-    resumed = by_epoch(accel)
-    resumed.epoch = 7
-    stepped.save(tmp_path)
-    resumed.resume(tmp_path)  # which brings the scheduler
-    train(resumed)
-    assert resumed.scheduler.last_epoch == 7
-
-
-@pytest.mark.parametrize(("by", "other"), [("epoch", "window"), ("epoch", "script"), ("window", "epoch")])
+@pytest.mark.parametrize(("by", "other"), [("window", "script"), ("script", "window")])
 def test_it_resumes_as_it_was_stepped(accel, tmp_path, by, other):
     def make(by):
         model = nn.Linear(3, 2)
@@ -350,11 +228,6 @@ def test_it_resumes_as_it_was_stepped(accel, tmp_path, by, other):
     make(by).resume(tmp_path)
     with pytest.raises(accelcore.CheckpointError, match=rf'by {by}, .* by {other}\n.*schedule_by="{by}"'):
         make(other).resume(tmp_path)
-
-
-def test_by_epoch_without_any_is_said_at_once(accel, caplog):
-    by_epoch(accel)(BATCHES[0])
-    assert "no batch of this training came through trainer.batches(loader)" in caplog.text
 
 
 def test_a_scheduler_that_the_script_steps_is_saved_and_restored(accel, tmp_path):

@@ -25,12 +25,12 @@ def test_what_is_no_scheduler_is_refused_when_the_trainer_is_made(accel, schedul
     ("options", "says"),
     [
         ({"schedule_by": "batch"}, "schedule_by='batch' is unknown"),
-        ({"schedule_by": "epoch"}, "schedule_by='epoch' .*without a scheduler"),
+        ({"scheduler": "plateau", "schedule_by": "epoch"}, '"script": you step it, such as after each epoch'),
+        ({"schedule_by": "script"}, "schedule_by='script' .*without a scheduler"),
         ({"scheduler": "plateau"}, 'needs a metric.*\\n.*schedule_by="script"'),
-        ({"scheduler": "plateau", "schedule_by": "epoch"}, "needs a metric"),
     ],
 )
-def test_when_a_scheduler_is_stepped_has_to_be_one_of_three(accel, options, says):
+def test_when_a_scheduler_is_stepped_has_to_be_one_of_two(accel, options, says):
     model = nn.Linear(3, 2)
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
     if "scheduler" in options:

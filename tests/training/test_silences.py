@@ -23,7 +23,7 @@ def make(accel, model=None, lr=0.1, **options):
 def test_what_a_trainer_was_made_for_cannot_be_replaced(accel, name):
     trainer = make(accel)
     before = getattr(trainer, name)
-    with pytest.raises(accelcore.ConfigurationError, match=rf"{name}.*replaced"):
+    with pytest.raises(AttributeError, match=name):
         setattr(trainer, name, StepLR(trainer.optimizer, 1))
     assert getattr(trainer, name) is before
 

@@ -229,16 +229,6 @@ def test_a_loader_that_raises_loses_nothing(accel):
     assert trainer.steps == 3
 
 
-def test_a_position_of_another_stream_leaves_the_window_open(accel):
-    model = net()
-    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, accumulate=4)
-    trainer(data(1)[0])
-    assert len(list(trainer.batches(data(3), name="validation"))) == 3
-    assert trainer.steps == 0
-    trainer.flush()
-    assert trainer.steps == 1
-
-
 def test_aux_is_of_the_last_loss(accel):
     model = net()
     answers = iter([True, False])

@@ -1,4 +1,4 @@
-"""Streams of batches for a training loop: this rank's share of the data, on the device, from a known position.
+"""Batches for a training loop: this rank's share of the data, on the device, from a known position.
 
 A position is the random state when the epoch started, and the number of batches taken since then. To restore it, the
 epoch starts again from that state and skips as many batches. That also restores the random numbers inside loader
@@ -20,24 +20,27 @@ from torch.utils.data import DataLoader, DistributedSampler
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.jobs.collectives import Collectives
 from accelcore.roles.runtime import Runtime
-from accelcore.training.data.sharding import EveryNth, check_loader, share
-from accelcore.training.schedule import Schedule
+from accelcore.training.data.sharding import EveryNth, share
 from accelcore.util.text import is_whole
 
-__all__ = ["DataStream", "DataStreams"]
+__all__ = ["DataStream"]
 
 logger = logging.getLogger("accelcore")
 
 _BEGINNING: dict[str, Any] = {"epoch": 0, "taken": 0, "seed": None, "start": {}, "generators": [], "loader": None}
 
 
+_all: WeakSet[DataStream] = WeakSet()
+"""The data of all trainers: a GAN's generator trains on batches that the critic's trainer reads."""
+
+
 class DataStream:
-    """One stream of batches, epoch after epoch.
+    """The batches that a trainer reads, epoch after epoch.
 
     Attributes:
         epoch: the current epoch, or the next one between two epochs; counted from 0.
         taken: the number of batches this rank has received in this epoch.
-        loop: the number of the current loop over the stream. An older loop has lost its position.
+        loop: the number of the current loop over the batches. An older loop has lost its position.
     """
 
     epoch: int
@@ -52,8 +55,12 @@ class DataStream:
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
         self._runtime, self._collectives = runtime, collectives
+        self._warned = False
+        self._total_epochs: int | None = None
+        self._batches: int | None = None
         self.loop = 0
-        self.load_state_dict(_BEGINNING, resuming=False)
+        self.load_state_dict(_BEGINNING)
+        _all.add(self)
 
     def batches(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
         """Yield one epoch of `loader`, or the rest of it after a resume."""
@@ -85,7 +92,7 @@ class DataStream:
                     raise TrainingError(
                         "this loop over batches has lost its position",
                         why="inside it a checkpoint was resumed, the epoch was set, or another loop began",
-                        remedy="start a new loop after trainer.resume(...)",
+                        remedy="start a new loop after trainer.resume(...); read two loaders as one: zip(one, other)",
                     )
         finally:
             if loop == self.loop:  # also if the loop is left early: that ends the epoch
@@ -93,18 +100,56 @@ class DataStream:
                 self._stateful = None
                 self._generators_start = [generator.get_state() for generator in generators]
 
-    def epochs(self, total: int, ended: Callable[[int], None]) -> Iterator[int]:
-        """Yield the epochs that are left of `total`; call `ended` with the number of epochs that have ended.
+    def epochs(self, total: int) -> Iterator[int]:
+        """Return the epochs that are left of `total`; see `Trainer.epochs`."""
+        if not is_whole(total):
+            raise ConfigurationError(f"{total!r} is not a number of epochs", remedy="give a whole number >= 0")
+        self._total_epochs = total
+        if 0 < total <= self.epoch and self._collectives.rank == 0:
+            logger.warning(
+                "this training is finished: %d epochs are done, and %d wanted; to continue, ask for more; to start "
+                "over, save to another folder, or delete this one",
+                self.epoch,
+                total,
+            )
+        return self._epochs(total)
 
-        An epoch ends when the loop asks for the next one, even if its batches were not read through this stream.
-        """
+    def _epochs(self, total: int) -> Iterator[int]:
+        # An epoch ends when the loop asks for the next one, even if its batches were not read here.
         while self.epoch < total:
-            ended(self.epoch)
             epoch, loop = self.epoch, self.loop
             yield epoch
             if self.epoch == epoch and self.loop == loop:
                 self.epoch += 1
-        ended(self.epoch)
+
+    def measure(self, loader: Iterable[Any], *, shard: bool) -> None:
+        """Note how many batches an epoch of `loader` has, for `total_steps`."""
+        try:
+            self._batches = self.length(loader, shard=shard)
+        except (TypeError, NotImplementedError):  # it has no length
+            self._batches = None
+
+    def total_steps(self, accumulate: int) -> int | None:
+        """Return the number of windows of all epochs; None if it is unknown."""
+        if self._total_epochs is None or self._batches is None:
+            return None
+        return self._total_epochs * -(-self._batches // accumulate)
+
+    def warn_if_unused(self) -> None:
+        """Warn once if no trainer has read batches here: in the first step in a job, and at a `save`.
+
+        A script that divides its data itself is right to do so in a job, and cannot be told from one that forgot to.
+        """
+        if self._warned or any(stream.epoch or stream.taken for stream in _all):
+            return
+        self._warned = True
+        if self._collectives.rank == 0:
+            logger.warning(
+                "no batch of this training came through trainer.batches(loader): checkpoints have no position in the "
+                "data, and in a job each rank trains on all of the data, unless the script divides it. Write `for "
+                "batch in trainer.batches(loader):`, with shard=False if the loader divides the data itself; or "
+                "set trainer.epoch yourself"
+            )
 
     def _one_ahead(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield batches on the device; the transfer of each starts before the previous batch is used."""
@@ -126,17 +171,19 @@ class DataStream:
             "loader": self._saved if self._stateful is None or not self.taken else self._stateful.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, resuming: bool = True) -> None:
-        """Restore a saved position; if `resuming`, the next call of `batches` continues there."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved position, at which the next call of `batches` continues."""
         self.loop += 1
-        self.epoch, self.taken, self._resuming = state["epoch"], state["taken"], resuming
+        self.epoch, self.taken = state["epoch"], state["taken"]
+        self._resuming = bool(self.epoch or self.taken)
         self._seed, self._start, self._generators_start = state["seed"], state["start"], state["generators"]
         self._source, self._stateful, self._saved = (None, None), None, state["loader"]
 
     def move_to(self, epoch: int) -> None:
         if not is_whole(epoch):
             raise ConfigurationError(f"epoch={epoch!r} is not an epoch", remedy="give a whole number >= 0")
-        self.load_state_dict({**_BEGINNING, "epoch": epoch, "seed": self._seed}, resuming=False)
+        self.load_state_dict({**_BEGINNING, "epoch": epoch, "seed": self._seed})
+        self._resuming = False
 
     def length(self, loader: Iterable[Any], *, shard: bool) -> int:
         return len(self._source_of(loader, shard))  # type: ignore[arg-type]
@@ -195,111 +242,6 @@ class DataStream:
             seed = torch.tensor(torch.initial_seed() % 2**31, device=self._runtime.device)
             self._seed = int(self._collectives.broadcast(seed).item())
         return self._seed
-
-
-_all: WeakSet[DataStreams] = WeakSet()
-"""The streams of all trainers: a GAN's generator trains on batches that the critic's trainer reads."""
-
-
-class DataStreams:
-    """The data streams of a trainer, by name. Epochs of the stream `"train"` step the schedule."""
-
-    # It keeps no method of the trainer: a reference cycle would keep the device's memory until garbage collection.
-    def __init__(self, runtime: Runtime, collectives: Collectives, schedule: Schedule, *, counts_epochs: bool) -> None:
-        self._runtime, self._collectives, self._schedule = runtime, collectives, schedule
-        self._streams: dict[str, DataStream] = {}
-        self._counts_epochs, self._warned = counts_epochs, False
-        self._total_epochs: int | None = None
-        self._batches: int | None = None
-        _all.add(self)
-
-    def __getitem__(self, name: str) -> DataStream:
-        if name not in self._streams:
-            self._streams[name] = DataStream(self._runtime, self._collectives)
-        return self._streams[name]
-
-    def batches(
-        self, loader: Iterable[Any], *, name: str, shard: bool, check: Callable[[], None], end: Callable[[], None]
-    ) -> Iterator[Any]:
-        """Yield the batches of one epoch, see `Trainer.batches`; `end` closes the last window, full or not."""
-        check_loader(loader)
-        check()
-        if name == "train":
-            # An epoch that was left early has ended. Python would drop an error of the schedule at that moment.
-            self.end_epochs()
-            self._schedule.check()
-        yield from self[name].batches(loader, shard=shard)
-        if name == "train":
-            end()
-            self.end_epochs()
-
-    def epochs(self, total: int) -> Iterator[int]:
-        """Return the remaining epochs; see `Trainer.epochs`."""
-        if not is_whole(total):
-            raise ConfigurationError(f"{total!r} is not a number of epochs", remedy="give a whole number >= 0")
-        self._total_epochs, done = total, self["train"].epoch
-        if 0 < total <= done and self._collectives.rank == 0:
-            logger.warning(
-                "this training is finished: %d epochs are done, and %d wanted; to continue, ask for more; to start "
-                "over, save to another folder, or delete this one",
-                done,
-                total,
-            )
-        return self["train"].epochs(total, self._schedule.epochs_ended)
-
-    def measure(self, loader: Iterable[Any], *, shard: bool) -> None:
-        """Note how many batches an epoch of `loader` has, for `total_steps`."""
-        check_loader(loader)
-        try:
-            self._batches = self["train"].length(loader, shard=shard)
-        except (TypeError, NotImplementedError):  # it has no length
-            self._batches = None
-
-    def total_steps(self, accumulate: int) -> int | None:
-        """Return the number of windows of all epochs; None if it is unknown."""
-        if self._total_epochs is None or self._batches is None:
-            return None
-        return self._total_epochs * -(-self._batches // accumulate)
-
-    def end_epochs(self) -> None:
-        """Step the schedule for the epochs that have ended."""
-        self._schedule.epochs_ended(self["train"].epoch)
-
-    def current_epoch(self, steps: int) -> int:
-        """Return the epoch of `"train"` for a loop that counts epochs; `steps`: the windows trained so far."""
-        self._counts_epochs = True
-        self.warn_if_unused(steps)
-        return self["train"].epoch
-
-    def move_to(self, epoch: int) -> None:
-        self["train"].move_to(epoch)
-        self._schedule.move_to(epoch)
-
-    def warn_if_unused(self, steps: int, *, saves: bool = False) -> None:
-        """Warn once if `steps` windows had no batch of `batches`, in a job, if epochs are counted or at a `save`.
-
-        A script that divides its data itself is right to do so in a job, and cannot be told from one that forgot to.
-        """
-        if self._warned or not steps or not (saves or self._counts_epochs or self._collectives.world_size > 1):
-            return
-        if any(stream.epoch or stream.taken for streams in _all for stream in streams._streams.values()):
-            return
-        self._warned = True
-        if self._collectives.rank == 0:
-            logger.warning(
-                "no batch of this training came through trainer.batches(loader): checkpoints have no position in the "
-                "data, and in a job each rank trains on all of the data, unless the script divides it. Write `for "
-                "batch in trainer.batches(loader):`, with shard=False if the loader divides the data itself; or "
-                "set trainer.epoch yourself"
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: stream.state_dict() for name, stream in self._streams.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore saved positions; a stream that is not in `state` goes back to its beginning."""
-        for name in {*self._streams, *state}:
-            self[name].load_state_dict(state.get(name, _BEGINNING), resuming=name in state)
 
 
 def _is_stateful(loader: Any) -> bool:

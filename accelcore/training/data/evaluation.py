@@ -91,7 +91,7 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
         raise TrainingError(
             "the function returned a scalar for a batch whose number of rows is unknown",
             why="a scalar counts as the mean over the rows of the batch",
-            remedy="return a tensor with one value for each row",
+            remedy="return one value for each row",
         )
     return value.float() * count, count
 

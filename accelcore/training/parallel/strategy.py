@@ -194,21 +194,14 @@ def broadcast_masters(strategy: Strategy, gradients: Gradients) -> None:
 
 @torch.no_grad()
 def broadcast_tensors(collectives: Collectives, tensors: list[Tensor], *, src: int = 0) -> None:
-    """Give all ranks these tensors of rank `src`, of any dtype, in one message of bytes."""
+    """Give all ranks these tensors of rank `src`, in one message of bytes for each dtype: groups do not take all."""
     alike: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in sorted(tensors, key=lambda tensor: -tensor.element_size()):  # each piece begins where its dtype may
+    for tensor in tensors:
         if tensor.numel():
             alike.setdefault(tensor.dtype, []).append(tensor)
-    if not alike:
-        return
     sends = collectives.rank == src
-    pieces = [
-        flatten(members) if sends else members[0].new_empty(sum(member.numel() for member in members))
-        for members in alike.values()
-    ]
-    parts = [piece.view(torch.uint8) for piece in pieces]
-    received = collectives.broadcast(torch.cat(parts) if len(parts) > 1 else parts[0], src)
-    if sends:
-        return
-    for members, part in zip(alike.values(), torch.split(received, [part.numel() for part in parts]), strict=True):
-        torch._foreach_copy_(members, unflatten(part.view(members[0].dtype), members))
+    for members in alike.values():
+        packed = flatten(members) if sends else members[0].new_empty(sum(member.numel() for member in members))
+        received = collectives.broadcast(packed.view(torch.uint8), src)
+        if not sends:
+            torch._foreach_copy_(members, unflatten(received.view(packed.dtype), members))

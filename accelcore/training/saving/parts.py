@@ -15,14 +15,14 @@ from accelcore.errors import CheckpointError
 from accelcore.optim.shards import is_sharded, to_local
 from accelcore.roles.runtime import Runtime
 from accelcore.scaling.contract import LossScaler, described
-from accelcore.training.data.data_stream import DataStreams
+from accelcore.training.data.data_stream import DataStream
 from accelcore.training.gradients import Gradients
 from accelcore.training.schedule import Schedule
 from accelcore.training.window import Window
 from accelcore.util.text import is_whole
 
 __all__ = [
-    "DataStreamsPart",
+    "DataStreamPart",
     "ExtraPart",
     "Part",
     "RandomPart",
@@ -189,31 +189,30 @@ class WindowPart(Part):
         return any(is_sharded(slot.parameter) for slot in self._gradients.slots)
 
 
-class DataStreamsPart(Part):
-    """This rank's positions in the data."""
+class DataStreamPart(Part):
+    """This rank's position in the data."""
 
     name = "data"
 
-    def __init__(self, streams: DataStreams, runtime: Runtime) -> None:
-        self._streams, self._runtime = streams, runtime
+    def __init__(self, stream: DataStream, runtime: Runtime) -> None:
+        self._stream, self._runtime = stream, runtime
 
     def own_state(self) -> Any:
-        return self._streams.state_dict()
+        return {"train": self._stream.state_dict()}
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
-        positions = as_dict(saved.own.get("data"), "positions in the data")
-        for name, position in positions.items():
-            # "loader" is checked by the loader, which is not known before it is read.
-            entry = as_dict(position, f"position in {name}", "epoch", "taken", "seed", "start", "generators", "loader")
-            _number(entry["epoch"], "epoch"), _number(entry["taken"], "taken")
-            if entry["seed"] is not None:
-                _number(entry["seed"], "seed")
-            start, generators = as_dict(entry["start"], "random state"), entry["generators"]
-            if not isinstance(generators, list) or not all(isinstance(state, Tensor) for state in generators):
-                raise malformed(f"the checkpoint's position in {name!r} has a random state that is not a tensor")
-            if start:
-                _rehearse(self._runtime.set_rng_state, start, self._runtime.rng_state())
-        return lambda: self._streams.load_state_dict(positions)
+        # "loader" is checked by the loader, which is not known before it is read.
+        keys = ("epoch", "taken", "seed", "start", "generators", "loader")
+        position = as_dict(as_dict(saved.own.get("data"), "data", "train")["train"], "position in the data", *keys)
+        _number(position["epoch"], "epoch"), _number(position["taken"], "taken")
+        if position["seed"] is not None:
+            _number(position["seed"], "seed")
+        start, generators = as_dict(position["start"], "random state"), position["generators"]
+        if not isinstance(generators, list) or not all(isinstance(state, Tensor) for state in generators):
+            raise malformed("the checkpoint's position in the data has a random state that is not a tensor")
+        if start:
+            _rehearse(self._runtime.set_rng_state, start, self._runtime.rng_state())
+        return lambda: self._stream.load_state_dict(position)
 
 
 class RandomPart(Part):

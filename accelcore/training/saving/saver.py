@@ -1,8 +1,6 @@
 """Saving and restoring a training, on all ranks together.
 
-`Saver._parts` lists the parts of a checkpoint, each of which has a class in this folder. `_write` writes the files.
-Rank 0 writes the state that ranks share, the model's in one file and the rest in another. If the model is sharded,
-every rank writes its rows of both. Each rank's own state is in a file of its own.
+`Saver.state` lists the parts of a checkpoint, each of which has a class in this folder.
 
 To restore, every rank first reads, checks and converts everything and changes nothing. If all ranks succeed, all
 commit. A commit only fails in the user's own code, such as a hook. The trainers then refuse to train, on every rank.
@@ -25,17 +23,18 @@ import torch
 from torch import Tensor
 
 from accelcore.checkpoint import store
-from accelcore.checkpoint.manifest import MODEL, RANK, file_of
+from accelcore.checkpoint.manifest import MODEL, RANK, digest_of_manifest, file_of
 from accelcore.errors import CheckpointError, ConfigurationError
+from accelcore.jobs.exchange import gather_objects
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.agreement import Agreement
-from accelcore.training.data.data_stream import DataStreams
+from accelcore.training.data.data_stream import DataStream
 from accelcore.training.plan import Plan
 from accelcore.training.saving.foreign import prepare_foreign
 from accelcore.training.saving.model import MastersPart, ModelPart
 from accelcore.training.saving.optimizer import OptimizerPart
 from accelcore.training.saving.parts import (
-    DataStreamsPart,
+    DataStreamPart,
     ExtraPart,
     Part,
     RandomPart,
@@ -58,8 +57,7 @@ __all__ = ["Checkpoints", "Saver", "TrainingState", "Trainings"]
 
 logger = logging.getLogger("accelcore")
 
-_SHARED = "training"
-"""File of the state that all ranks share, except for the model."""
+_SHARED = "training"  # file of what all ranks share, but the model
 
 
 class Checkpoints(ABC):
@@ -85,7 +83,21 @@ class Checkpoints(ABC):
         best: float | Tensor | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Save a new checkpoint, named by the largest number of steps; see `Trainer.save`."""
+        """Save a new checkpoint in `folder`, named by the number of steps, from which training resumes.
+
+        It holds the model, the optimizer, the loss scaler, the schedule, the position in the data, random states and
+        the gradients of an open window. It is written completely or not at all. In a job every rank must call this,
+        with a folder that all ranks share.
+
+        Args:
+            folder: the folder of the run's checkpoints.
+            keep: delete all but the newest `keep` checkpoints of this run afterwards; None deletes nothing. The best
+                one is never deleted.
+            best: a metric of this checkpoint, the same on all ranks; `-accuracy` if more is better. The best checkpoint
+                is the first one with the lowest metric. NaN and infinity are never the best.
+            extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It
+                becomes `extra`, which later saves keep. In a job the one of rank 0 is saved.
+        """
         if keep is not None and not is_whole(keep, 1):
             raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
         if extra is not None and not isinstance(extra, Mapping):
@@ -103,12 +115,12 @@ class Checkpoints(ABC):
                 f"the ranks of this job give different metrics as best=: this one gives {metric}",
                 remedy="give all ranks the same: trainer.evaluate(loader).mean(...), or job.mean(...)",
             )
-        rank, number, doing = backend.collectives.rank, 0, "save its files of the checkpoint"
+        rank, saved, doing = backend.collectives.rank, "", "save its files of the checkpoint"
         trainers = {name: training.saver.steps for name, training in trainings.items()}
         steps = max(trainers.values())
         facts = {
             "run": self._run,
-            "metric": metric if metric is None or math.isfinite(metric) else None,
+            "metric": metric,
             "trainers": trainers,
             "world_size": backend.collectives.world_size,
             "device": backend.name,
@@ -124,8 +136,8 @@ class Checkpoints(ABC):
                     _write(training, folder, name, rank)
             with agreement.together(doing), store.writing(folder):
                 if rank == 0:
-                    number = store.finish(folder, steps, facts)
-        path = store.path_of(folder, steps, agreement.of_rank_0(number))
+                    saved = store.finish(folder, steps, facts)
+        path: Path = folder / gather_objects(backend.collectives, saved)[0]
         if rank == 0 and keep is not None:
             try:
                 if others := store.keep_newest(path, keep):
@@ -136,10 +148,20 @@ class Checkpoints(ABC):
         return path
 
     def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
-        """Resume from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint; see `Trainer.resume`.
+        """Resume from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
 
-        Either all trainers are restored, or none. If a hook or class of yours raises while the state is restored, none
-        of the trainers can train any more.
+        Args:
+            folder: the folder that `save` was given, or one of its checkpoints.
+            best: take the checkpoint with the lowest metric, of those that `save(folder, best=metric)` has saved.
+            must_exist: whether a folder without a checkpoint is an error. Otherwise the log reports it.
+
+        Returns:
+            The checkpoint, or None if there is none.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or belongs to another model, or there is none and it must exist.
+                It is raised on all ranks, and nothing is changed. If a hook or class of yours raises while the
+                state is restored, nothing can train any more, on any rank.
         """
         trainings, folder = self._trainings(None), store.as_path(folder)
         if requested_trial() is not None and not must_exist:
@@ -155,7 +177,7 @@ class Checkpoints(ABC):
                 for name, training in trainings.items():
                     saved = _read(checkpoint, name, rank, world_size, training.saver.sharded)
                     commits[name] = [part.prepare(saved) for part in training.parts]
-        if not agreement.all_equal("" if checkpoint is None else str(checkpoint.fingerprint)):
+        if not agreement.all_equal("" if checkpoint is None else digest_of_manifest(checkpoint.manifest)):
             raise CheckpointError(
                 f"the ranks do not find the same checkpoint in {folder}",
                 why="this rank finds " + ("none" if checkpoint is None else checkpoint.path.name),
@@ -180,28 +202,21 @@ class Checkpoints(ABC):
         return None
 
 
-class Saver(Checkpoints):
-    """Save and restore one trainer, which sets `step` whenever it is prepared."""
+class Saver:
+    """The state of one trainer, which sets `step` whenever it is prepared."""
 
     step: Step
 
     def __init__(
-        self, plan: Plan, *, scaler: LossScaler, schedule: Schedule, streams: DataStreams, window: Window
+        self, plan: Plan, *, scaler: LossScaler, schedule: Schedule, stream: DataStream, window: Window
     ) -> None:
-        super().__init__()
-        self._plan, self._scaler, self._schedule, self._streams, self._window = plan, scaler, schedule, streams, window
+        self._plan, self._scaler, self._schedule, self._stream, self._window = plan, scaler, schedule, stream, window
         self.backend = plan.backend
 
-    def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
-        return {"": self.state(extra)}
-
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Load a file of another program; see `Trainer.load`."""
-        training, file = self.state(), store.as_path(path)
+        training, file = self.state({}, writes=False), store.as_path(path)
         _, agreement = _agreement({"": training})
         agreement.meet("trainer.load()")
-        commits: Sequence[Callable[[], object]] = []
-        rest: dict[str, Any] = {}
         with agreement.together("load"), _as_checkpoint_error(file):
             commits, rest = prepare_foreign(training.parts, file)
         _commit({"": training}, {"": commits}, {"": self.steps}, agreement)
@@ -209,13 +224,11 @@ class Saver(Checkpoints):
 
     @property
     def steps(self) -> int:
-        """Number of windows closed so far."""
         return self._window.steps
 
     @property
     def epoch(self) -> int:
-        """The current or next epoch."""
-        return self._streams["train"].epoch
+        return self._stream.epoch
 
     @property
     def sharded(self) -> Mapping[str, Tensor]:
@@ -223,38 +236,38 @@ class Saver(Checkpoints):
         plan = self._plan
         return dict(plan.model.named_parameters(remove_duplicate=False)) if plan.strategy.layout == "shards" else {}
 
-    def state(self, extra: dict[str, Any] | None = None) -> TrainingState:
-        """Return the state of this trainer: to write it with `extra`, or without `extra` to restore it."""
-        self.step.check_model()
-        self._streams.warn_if_unused(self.steps, saves=extra is not None)
-        self._streams.end_epochs()
-        if extra is not None:
-            self._schedule.check()
-        return TrainingState(self, self._parts(self.extra if extra is None else extra))
+    def state(self, extra: dict[str, Any], *, writes: bool) -> TrainingState:
+        """Return the parts of this trainer's state, in the order in which they are restored; `writes`: to save them.
 
-    def _parts(self, extra: dict[str, Any]) -> list[Part]:
-        """Return the parts in the order in which they are restored. A new kind of state is one more of these."""
+        A new kind of state is one more part.
+        """
+        self.step.check_model()
+        if writes:
+            self._schedule.check()
+            if self.steps:
+                self._stream.warn_if_unused()
         plan, runtime = self._plan, self.backend.runtime
         model, gradients = plan.model, plan.gradients
         model_part = ModelPart(model, gradients)
-        return [
+        parts = [
             model_part,
             MastersPart(model_part, gradients),
             SchedulePart(self._schedule),
             OptimizerPart(model, plan.optimizer, gradients, plan.strategy),
             ScalerPart(self._scaler),
             WindowPart(model, self._window, gradients),
-            DataStreamsPart(self._streams, runtime),
+            DataStreamPart(self._stream, runtime),
             ExtraPart(extra),
             RandomPart(runtime),
         ]
+        return TrainingState(self, parts)
 
     def restored(self, steps: int) -> None:
         """Continue after `steps` windows, when all parts are restored."""
         self._window.steps = steps
         if self._plan.captured is not None:
             self._plan.captured.forget()
-        self._schedule.restored(self.epoch)
+        self._schedule.restored()
         self.step.begin(opened=self._window.micro > 0)
         self.step.finite.begin(steps)
 
@@ -270,14 +283,15 @@ Trainings = Mapping[str, TrainingState]
 """Trainings of one checkpoint by the trainers' names; a trainer that is saved alone has the name ""."""
 
 
-def _metric(given: Any) -> float:
-    """Return a metric as a number; raise ConfigurationError for anything else."""
+def _metric(given: Any) -> float | None:
+    """Return a metric as a number, None if it is not finite; raise ConfigurationError for anything else."""
     if not is_number(value := given.item() if isinstance(given, Tensor) and given.numel() == 1 else given):
         raise ConfigurationError(
             f"best={given!r} is not a number", remedy="give the metric of this checkpoint, of which the lowest is best"
         )
     if not math.isfinite(value):
         logger.warning("the metric of this checkpoint is %s, so that it will not be the best", value)
+        return None
     return float(value)
 
 
@@ -288,35 +302,24 @@ def _commit(
     agreement: Agreement,
 ) -> None:
     """Restore all parts by their commits. If that fails on one rank, the trainers give up on every rank."""
-    failure: BaseException | None = None
     try:
-        for name, training in trainings.items():
-            training.saver.step.acquire_gradients()
-            for commit in commits[name]:
-                commit()
-            training.saver.restored(steps[name])
-    except BaseException as error:  # noqa: BLE001  # raised again when all ranks know
-        failure = error
-    try:
-        agreement.settle(failure, "restore its state")
+        with agreement.together("restore its state"):
+            for name, training in trainings.items():
+                training.saver.step.acquire_gradients()
+                for commit in commits[name]:
+                    commit()
+                training.saver.restored(steps[name])
     except BaseException as error:
+        what = "a checkpoint was restored in part"
+        remedy = "make model, optimizer and trainer again, and resume; in a job, on all ranks"
         for training in trainings.values():
-            training.saver.step.give_up(
-                "a checkpoint was restored in part",
-                "make model, optimizer and trainer again, and resume; in a job, on all ranks",
-                error,
-            )
+            training.saver.step.give_up(what, remedy, error)
         if not isinstance(error, Exception):
             raise
-        raise CheckpointError(
-            "a checkpoint was restored in part",
-            why=repr(error),
-            remedy="create the model, optimizer and trainer again: this trainer no longer trains",
-        ) from error
+        raise CheckpointError(what, why=repr(error), remedy=remedy) from error
 
 
 def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
-    """Write this rank's files of one trainer."""
     training.saver.step.acquire_gradients()
     training.saver.step.finite.check(training.saver.steps, agree=False)
     if rank == 0 or training.saver.sharded:
@@ -330,7 +333,6 @@ def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
 def _read(
     checkpoint: store.Checkpoint, trainer: str, rank: int, world_size: int, sharded: Mapping[str, Tensor]
 ) -> Saved:
-    """Read the state of one trainer that this rank needs."""
     saved_by = checkpoint.manifest["world_size"]
     same_job, like_of = saved_by == world_size, partial(_like_of, sharded)
     of_ranks = [file_of(trainer, f"{RANK}{number:05d}") for number in range(saved_by)]
@@ -366,16 +368,12 @@ def _like_of(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Ten
 
 def _check_trainers(trainings: Trainings, checkpoint: store.Checkpoint) -> None:
     saved = checkpoint.manifest["trainers"]
-    if saved.keys() == trainings.keys():
-        return
-    contains, resuming = (
-        "one trainer alone" if "" in names else "the trainers " + ", ".join(sorted(names)) + " together"
-        for names in (saved, trainings)
-    )
-    raise CheckpointError(
-        f"the checkpoint {checkpoint.path} contains {contains}, but you are resuming {resuming}",
-        remedy="resume it as it was saved: by trainer.resume(...), or by accelcore.Together(...) with the same names",
-    )
+    if saved.keys() != trainings.keys():
+        contains, resuming = (", ".join(sorted(names)) or "one trainer without a name" for names in (saved, trainings))
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path} contains {contains}, but you are resuming {resuming}",
+            remedy="resume it as it was saved: by trainer.resume(...), or accelcore.Together(...) with the same names",
+        )
 
 
 def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:

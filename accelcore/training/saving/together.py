@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from accelcore.errors import ConfigurationError
 from accelcore.training.saving.parts import ExtraPart
 from accelcore.training.saving.saver import Checkpoints, Saver, Trainings
 from accelcore.util.text import kind_of
 
+if TYPE_CHECKING:
+    from accelcore.training.trainer import Trainer
+
 __all__ = ["Together"]
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-
-
-class _Trainer(Protocol):
-    @property
-    def saver(self) -> Saver: ...
 
 
 class Together(Checkpoints):
@@ -43,7 +41,7 @@ class Together(Checkpoints):
             trainers are of different jobs.
     """
 
-    def __init__(self, *unnamed: _Trainer, **trainers: _Trainer) -> None:
+    def __init__(self, *unnamed: Trainer, **trainers: Trainer) -> None:
         super().__init__()
         remedy = "give trainers by name: accelcore.Together(generator=train_g, discriminator=train_d)"
         if unnamed:
@@ -62,9 +60,9 @@ class Together(Checkpoints):
             raise ConfigurationError(f"some of the names {', '.join(trainers)} differ in case only", remedy=remedy)
         if len(set(map(id, trainers.values()))) < len(trainers):
             raise ConfigurationError("one trainer is given under two names", remedy="give each trainer once")
-        self._savers = {name: trainer.saver for name, trainer in trainers.items()}
+        self._trainers = trainers
         # Trainers that disagree on this process's rank would overwrite each other's files.
-        jobs = {name: saver.backend.collectives for name, saver in self._savers.items()}
+        jobs = {name: trainer.backend.collectives for name, trainer in trainers.items()}
         places = {name: f"rank {job.rank} of {job.world_size}" for name, job in jobs.items()}
         if len(set(places.values())) > 1:
             where = ", ".join(f"{place} to {name}" for name, place in places.items())
@@ -74,7 +72,8 @@ class Together(Checkpoints):
             )
 
     def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
-        states = {name: saver.state(None if extra is None else saver.extra) for name, saver in self._savers.items()}
+        writes = extra is not None
+        states = {name: one.saver.state(one.extra, writes=writes) for name, one in self._trainers.items()}
         keeper = min(states)  # the same in whichever order the trainers are given
         parts = [*states[keeper].parts, ExtraPart(self.extra if extra is None else extra, "together")]
         return {**states, keeper: states[keeper]._replace(parts=parts)}

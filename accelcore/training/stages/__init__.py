@@ -59,6 +59,5 @@ class Preparation:
             raise
 
     def apply(self) -> None:
-        """Apply every stage."""
         for stage in self._stages:
             stage.apply(self._plan)

@@ -50,10 +50,12 @@ class ActivationStorage:
         with nullcontext() if self._offload is None else self._offload.of(module):
             if not self._recompute:
                 return forward(*args, **named)
-            computed = partial(_computed, forward, tuple(named))
+
+            def computed(anchor: Tensor, *args: Any, **named: Any) -> Any:
+                return forward(*args, **named)
+
             contexts = partial(self._contexts, module)
-            # All are positional, because checkpoint does not save keyword arguments.
-            return checkpoint(computed, self._anchor, *args, *named.values(), use_reentrant=False, context_fn=contexts)
+            return checkpoint(computed, self._anchor, *args, use_reentrant=False, context_fn=contexts, **named)
 
     def compiled(self, forward: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
         """Call a module's `forward` while a compiler traces it; it handles random numbers and buffers itself."""
@@ -96,11 +98,6 @@ class _Stored(nn.Module):
 @cache
 def _class_with_storage(base: type[nn.Module]) -> type[nn.Module]:
     return type(base.__name__, (_Stored, base), {"__module__": base.__module__, _MADE_FROM: base})
-
-
-def _computed(forward: Callable[..., Any], names: tuple[str, ...], anchor: Tensor, *given: Any) -> Any:
-    count = len(given) - len(names)
-    return forward(*given[:count], **dict(zip(names, given[count:], strict=True)))
 
 
 @contextmanager
@@ -156,7 +153,6 @@ class ActivationCheckpointing(Stage):
 
 
 def _chosen_parts(plan: Plan) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules to recompute and the modules to offload."""
     recompute, offload = plan.options["checkpoint"], plan.options["offload"]
     parts = recompute.parts if isinstance(recompute, Recompute) else recompute
     return (

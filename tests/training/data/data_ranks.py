@@ -93,14 +93,13 @@ def shares(accel, job, told):
         "sharded by hand": DataLoader(ShardedStream(Rows(14), rank=job.rank, world_size=job.world_size), 2),
     }
     found = {}
-    trainer = make(accel)
     for name, loader in loaders.items():
-        epochs = []
+        trainer, epochs = make(accel), []
         for _ in range(2):
-            batches = list(trainer.batches(loader, name=name))
+            batches = list(trainer.batches(loader))
             epochs.append([row for batch in batches for row in batch.tolist()])
         try:
-            length = len(trainer.batches(loader, name=name))
+            length = len(trainer.batches(loader))
         except TypeError:
             length = None
         found[name] = {"epochs": epochs, "batches": len(batches), "length": length}

@@ -79,7 +79,7 @@ def iterable(accel, folder):
 
     trainer = accel.trainer(model := net(), accel.optimizers.create("sgd", model.parameters()), parallel="ddp")
     mine = [batch.tolist() for batch in trainer.batches(DataLoader(Stream(), 2))]
-    whole = [batch.tolist() for batch in trainer.batches(DataLoader(Stream(), 2), name="whole", shard=False)]
+    whole = [batch.tolist() for batch in trainer.batches(DataLoader(Stream(), 2), shard=False)]
     return {"mine": mine, "whole": whole}
 
 
@@ -88,7 +88,7 @@ def own_sampler(accel, folder):
     mine = DataLoader(rows(), 2, sampler=DistributedSampler(rows(), shuffle=False))
     seen = [row for batch in trainer.batches(mine) for row in batch[0][:, 0].tolist()]
     try:
-        next(iter(trainer.batches(DataLoader(rows(), 2, sampler=[1, 2, 3]), name="odd")))
+        next(iter(trainer.batches(DataLoader(rows(), 2, sampler=[1, 2, 3]))))
     except accelcore.ConfigurationError as error:
         return {"seen": seen, "refused": str(error)}
     return {"seen": seen, "refused": None}

@@ -174,9 +174,9 @@ def test_a_checkpoint_is_resumed_as_it_was_saved(accel, tmp_path):
         trainers["first"].resume(saved / "first")
     (saved / "manifest.txt").rename(saved / "manifest.json")
     for resume, says in (
-        (lambda: trainers["first"].resume(tmp_path / "both"), "the trainers first, second together, .* one trainer"),
-        (lambda: both.resume(tmp_path / "alone"), "one trainer alone, .* the trainers first, second together"),
-        (lambda: other.resume(tmp_path / "both"), "first, second together, .* a, second together"),
+        (lambda: trainers["first"].resume(tmp_path / "both"), "contains first, second, .* one trainer without a name"),
+        (lambda: both.resume(tmp_path / "alone"), "one trainer without a name, .* resuming first, second"),
+        (lambda: other.resume(tmp_path / "both"), "first, second, .* a, second"),
     ):
         with pytest.raises(accelcore.CheckpointError, match=says):
             resume()
