@@ -48,29 +48,23 @@ class Job:
         collectives: the backend's role, which communicates.
         launch: this process's place in the job; None if no launcher started it.
         missing: names a rank that was lost; None if the script formed the process group.
+
+    Attributes:
+        rank: this process's rank.
+        world_size: the number of ranks.
     """
 
     def __init__(
         self, collectives: Collectives, launch: Launch | None = None, missing: MissingRanks | None = None
     ) -> None:
         self._joined, self._launch, self._missing = collectives, launch, missing
-        self._rank, self._world_size = collectives.rank, collectives.world_size
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._world_size
+        self.rank, self.world_size = collectives.rank, collectives.world_size
 
     @property
     def _collectives(self) -> Collectives:
-        if self._joined.world_size != self._world_size:
+        if self._joined.world_size != self.world_size:
             raise DistributedError(
-                f"this job of {self._world_size} ranks was left, and its ranks no longer exchange anything",
+                f"this job of {self.world_size} ranks was left, and its ranks no longer exchange anything",
                 remedy="make this call inside of `with accel.distributed() as job:`",
             )
         return self._joined

@@ -145,7 +145,6 @@ class MissingRanks:
         return explained
 
     def close(self) -> None:
-        """Stop writing notes."""
         self._stop.set()
         self._thread.join(5)
 

@@ -77,6 +77,15 @@ def test_records_of_collectives_are_kept_unless_the_user_says_how(meeting, monke
     assert [os.environ.get(name) for name in ("RECORD", "CHOSEN", "SLOW")] == [None, "mine", None]
 
 
+def test_a_group_that_cannot_be_formed_is_reported_and_its_records_are_off(meeting, monkeypatch):
+    monkeypatch.delenv("RECORD", raising=False)
+    collectives = TorchCollectives(torch.device("cpu"), "xccl", records={"RECORD": "1"})  # torch lacks it
+    with pytest.raises(DistributedError, match=r"(?s)process group.*'xccl'") as refused:
+        collectives.init(Launch(0, 1, 0, meeting))
+    assert refused.value.__cause__ is not None
+    assert "RECORD" not in os.environ
+
+
 @pytest.mark.parametrize("arguments", [{}, {"rank": 0, "world_size": 1}])
 def test_a_group_that_the_script_formed_is_adopted_and_left_alone(accel, meeting, arguments):
     dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
