@@ -273,6 +273,7 @@ def _run(
     # The suite forms its own jobs; as a rank of another job it would wait for ranks that never come.
     environ = {name: value for name, value in outside_any_job(os.environ).items() if not name.startswith("PYTEST_")}
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait by spinning slow other processes
     ended = child.run(
         command, environ=environ, limit=timeout, folder=report.parent, progress=report, on_progress=on_progress
     )

@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from accelcore.testing.support.expected import Expected
 from accelcore.testing.support.host_kernels import HostKernels
 from accelcore.testing.support.layouts import LAYOUTS, placed, wide
 from accelcore.testing.support.rounding import Rounding
@@ -21,14 +22,12 @@ from accelcore.testing.support.samples import CONVERTS, HOST_ARGUMENTS, IGNORES_
 
 __all__ = ["Case", "Found", "tensors"]
 
-_EXACT = 8  # times the rounding errors of inputs and result
-_MANY = 32  # times more in sums of thousands of elements: what a kernel misses or repeats is more
+_WIDER = 32  # times the usual limits in sums of thousands of elements: what a kernel misses or repeats is more
 _REFUSES = re.compile(
     r"not (currently )?(implemented|supported)|unsupported|only supports|no kernel|EMULATED|requires dtype|"
     r"must be .*(Half|BFloat16)",
     re.I,
 )
-_COMPLEX = {torch.float16: torch.complex32, torch.bfloat16: torch.complex64, torch.float32: torch.complex64}
 
 
 @dataclass
@@ -69,52 +68,55 @@ class Case:
     arguments: Any
     what: str
     elementwise: bool
-    overflows: bool = False
     draws: bool = False
     _memory: list[tuple[bool, bool]] = field(default_factory=list)
 
     def run(self) -> None:
         exact = wide(self.arguments, self.dtype)
         try:
-            expected = self._exactly(exact)
+            right = self._exactly(exact)
             memory = self._memory
-            limits = []
+            others, overflows = [], False
             for seed in range(3 if self.dtype.is_floating_point else 1):
                 torch.default_generator.manual_seed(seed)  # a result that is drawn is another one each time
                 rounding = Rounding(self.dtype, seed)
                 moved = rounding.inputs(exact)
                 with rounding:
-                    limits.append(self._exactly(moved))
-                self.overflows |= rounding.overflows
+                    others.append(self._exactly(moved))
+                overflows |= rounding.overflows
                 self.draws |= rounding.draws
         except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind: the sample does not fit
             return
-        if any(len(each) != len(expected) for each in limits):
+        if any(len(each) != len(right) for each in others):
             return
+        factor = _WIDER if self.name in ROUGH or self.what == "of many elements" else 1
+        expected = [
+            Expected(part, tensor, [each[number][1] for each in others], self.dtype, factor, overflows)
+            for number, (part, tensor) in enumerate(right)
+        ]
         images = any(tensor.dim() in (4, 5) for tensor in tensors(self.arguments))
         for layout in LAYOUTS if images else LAYOUTS[:-1]:
             if not layout or not (self.what or self.name in READS_MEMORY):
-                self._check(layout or "as it is", expected, limits, partial(self._on_device, layout), memory)
-        values = [each for each in expected if not each[0].startswith("the gradient")]
-        floors = [[each for each in limit if not each[0].startswith("the gradient")] for limit in limits]
+                self._check(layout or "as it is", expected, partial(self._on_device, layout), memory)
+        values = [each for each in expected if not each.part.startswith("the gradient")]
         if self.what in ("of one element", "of many elements"):
             return
         if self.what != "broadcast" and self.info.inplace_variant is not None and self._works(self._in_place, exact):
             kind = exact[0][0].dtype  # a comparison in place writes 0 and 1 in the tensor's own dtype
-            cast, casts = _cast(values, kind), [_cast(floor, kind) for floor in floors]
+            written = [each if each.right.dtype == kind else each.cast(kind) for each in values]
             for layout in ("",) if self.name in READS_MEMORY else ("", "strided"):
                 where = "in place " + (layout or "as it is")
-                self._check(where, cast, casts, partial(self._in_place, self._placed(layout)))
+                self._check(where, written, partial(self._in_place, self._placed(layout)))
         if self.info.supports_out and self.name not in IGNORES_OUT and self._works(self._out, exact):
-            self._check("with out=", values, floors, lambda: self._out(self._placed("")))
+            self._check("with out=", values, lambda: self._out(self._placed("")))
             if self._fits_its_input(exact, values) and self._works(partial(self._out, onto=True), exact):
-                self._check("with out= its input", values, floors, lambda: self._out(self._placed(""), onto=True))
+                self._check("with out= its input", values, lambda: self._out(self._placed(""), onto=True))
 
-    def _fits_its_input(self, exact: Any, values: list[tuple[str, Tensor]]) -> bool:
+    def _fits_its_input(self, exact: Any, values: list[Expected]) -> bool:
         """Return whether torch lets the operator write its result onto its first argument."""
         if not self.elementwise or len(values) != 1:
             return False
-        return bool((values[0][1].shape, values[0][1].dtype) == (exact[0][0].shape, exact[0][0].dtype))
+        return bool((values[0].right.shape, values[0].right.dtype) == (exact[0][0].shape, exact[0][0].dtype))
 
     def _placed(self, layout: str, *, graph: bool = False) -> Any:
         moved, options = placed(self.arguments, self.device, layout, graph=graph)
@@ -144,10 +146,8 @@ class Case:
         found = [(f"result {number}", tensor.detach().clone()) for number, tensor in enumerate(result)]
         roots = [tensor for tensor in result if tensor.requires_grad and not tensor.is_complex()]
         if leaves and roots:
-            weights = [
-                placed(_weights(root), root.device, layout) if layout else _weights(root).to(root.device)
-                for root in roots
-            ]
+            drawn = [(_weights(root.shape, root.dtype), root.device) for root in roots]
+            weights = [placed(each, device, layout) if layout else each.to(device) for each, device in drawn]
             grads = torch.autograd.grad(roots, leaves, weights, allow_unused=True)
             found += [(f"the gradient {n}", grad) for n, grad in enumerate(grads) if grad is not None]
         return found
@@ -172,7 +172,7 @@ class Case:
             assert one.data_ptr() == other.data_ptr(), "it returns another tensor"
         return [(f"result {number}", tensor) for number, tensor in enumerate(tensors(written))]
 
-    def _check(self, form: str, expected: Any, limits: Any, run: Callable[[], Any], memory: Any = ()) -> None:
+    def _check(self, form: str, expected: list[Expected], run: Callable[[], Any], memory: Any = ()) -> None:
         where = ", ".join(filter(None, (self.name, str(self.dtype).removeprefix("torch."), form, self.what)))
         try:
             kernels = HostKernels(self.device)
@@ -196,16 +196,15 @@ class Case:
             self.found.wrong.append(f"{where}: {len(results)} tensors instead of {len(expected)}")
             return
         if form == "as it is" and self.name not in CONVERTS and self._same_strides():
-            for (part, tensor), (_, right), own, of_cpu in zip(results, expected, self._memory, memory, strict=False):
-                floating = self.dtype.is_floating_point and right.dtype.is_floating_point
-                kinds = (self.dtype, torch.float64) if floating else (right.dtype, right.dtype)
-                if (tensor.dtype, right.dtype) == kinds:  # or it is a conversion, which may or may not be a copy
+            for (part, tensor), each, own, of_cpu in zip(results, expected, self._memory, memory, strict=False):
+                floating = self.dtype.is_floating_point and each.right.dtype.is_floating_point
+                kinds = (self.dtype, torch.float64) if floating else (each.right.dtype, each.right.dtype)
+                if (tensor.dtype, each.right.dtype) == kinds:  # or it is a conversion, which may or may not be a copy
                     self.found.wrong += [f"{where}: {part} {said}" for said in _memory_differs(own, of_cpu)]
-        for number, ((part, tensor), (_, right)) in enumerate(zip(results, expected, strict=True)):
-            said_wrong = self._form_differs(tensor, right) or (
-                "" if self.draws or self.name in NOT_UNIQUE
-                else self._values_differ(tensor, right, [limit[number][1] for limit in limits])
-            )  # fmt: skip
+        for (part, tensor), each in zip(results, expected, strict=True):
+            said_wrong = each.differs_in_form(tensor)
+            if not (said_wrong or self.draws or self.name in NOT_UNIQUE):
+                said_wrong = each.differs(tensor)
             self.found.compared += 1
             if said_wrong:
                 self.found.wrong.append(f"{where}: {part} {said_wrong}")
@@ -214,54 +213,6 @@ class Case:
         """Return whether the oracle's arguments lie in memory as the sample's do."""
         pairs = zip(tensors(self.arguments), tensors(wide(self.arguments, self.dtype)), strict=True)
         return all(one.layout != torch.strided or one.stride() == other.stride() for one, other in pairs)
-
-    def _form_differs(self, tensor: Tensor, right: Tensor) -> str:
-        narrow = {torch.float64: self.dtype, torch.complex128: _COMPLEX.get(self.dtype, torch.complex128)}
-        if tensor.shape != right.shape:
-            return f"is of shape {tuple(tensor.shape)} instead of {tuple(right.shape)}"
-        if self.dtype.is_floating_point and right.dtype == torch.float64 and not tensor.dtype.is_floating_point:
-            return f"is {tensor.dtype} instead of {narrow[right.dtype]}"
-        if not right.dtype.is_floating_point and not right.dtype.is_complex and tensor.dtype != right.dtype:
-            return f"is {tensor.dtype} instead of {right.dtype}"
-        return ""
-
-    def _values_differ(self, found: Tensor, right: Tensor, others: list[Tensor]) -> str:
-        if right.layout != torch.strided or any(other.shape != right.shape for other in others) or not right.numel():
-            return ""
-        found = found.detach().cpu()
-        if right.is_complex():
-            found, right = (
-                torch.view_as_real(found.to(right.dtype).resolve_conj()),
-                torch.view_as_real(right.resolve_conj()),
-            )
-            others = [torch.view_as_real(other.resolve_conj()) for other in others]
-        if not right.dtype.is_floating_point:
-            stable = torch.stack([other == right for other in others]).all(0)
-            wrong = (found != right) & stable
-        else:
-            limits = torch.finfo(self.dtype if self.dtype.is_floating_point else right.dtype)
-            found, right = found.double(), right.double()
-            spread = torch.stack([(other.double() - right).abs() for other in others]).amax(0)
-            finite = right.isfinite()
-            scale = float(right[finite].abs().max()) if bool(finite.any()) else 0.0
-            many = _MANY if self.what == "of many elements" else 1
-            allowed = (
-                _EXACT * (32 if self.name in ROUGH else many) * (spread + limits.eps * right.abs())
-                + 2 * many * limits.eps * scale
-                + _EXACT * limits.tiny
-            )
-            wrong = ~((found - right).abs() <= allowed) & finite & spread.isfinite() & (right.abs() < limits.max / 4)
-            same = torch.stack([(other == right) | (other.isnan() & right.isnan()) for other in others]).all(0)
-            wrong |= ~finite & same & ~((found == right) | (found.isnan() & right.isnan()))
-            if self.overflows:
-                wrong &= found.isfinite()
-        if not bool(wrong.any()):
-            return ""
-        first = tuple(wrong.nonzero()[0].tolist())
-        return (
-            f"is wrong in {int(wrong.sum())} of {wrong.numel()} elements: {found[first].item():.6g} instead of "
-            f"{right[first].item():.6g} at {list(first)}"
-        )
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -273,21 +224,17 @@ def _says_fallback(message: str) -> bool:
     return bool(re.search(r"fall(s|ing)? ?back", message, re.I) and re.search(r"\bcpu\b", message, re.I))
 
 
-def _cast(results: list[tuple[str, Tensor]], dtype: torch.dtype) -> list[tuple[str, Tensor]]:
-    return [(what, tensor.to(dtype)) for what, tensor in results]
-
-
 def _unwritten(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.full_like(value, 1 if value.dtype == torch.bool else 77)
 
 
-def _weights(tensor: Tensor) -> Tensor:
+@lru_cache(maxsize=16)
+def _weights(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return weights of a result on the host, the same for every device, in values that every dtype has."""
-    generator = torch.Generator().manual_seed(tensor.numel())
-    drawn = torch.randint(1, 9, tensor.shape, generator=generator) / 4 - 1.125
-    return drawn.to(tensor.dtype)
+    generator = torch.Generator().manual_seed(shape.numel())
+    return (torch.randint(1, 9, shape, generator=generator) / 4 - 1.125).to(dtype)
 
 
 def _memory(results: list[Tensor], arguments: Any) -> list[tuple[bool, bool]]:

@@ -41,6 +41,7 @@ def two_ranks(accel: Backend, part: str) -> list[dict[str, Any]]:
 def _run(name: str, exclusive: bool) -> list[dict[str, Any]] | str:
     environ = outside_any_job(os.environ)  # a new job
     environ.pop("ACCEL_DEVICE", None)
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))  # they run at the same time
     with tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
         processes = []
         for rank in range(2):

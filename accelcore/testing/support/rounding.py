@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Rounding"]
+
+_NOISE = 2**21  # numbers, drawn once: to draw them for each result would take longer than all else
 
 
 class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -27,7 +31,7 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.overflows = self.draws = False
         self._eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
         self._largest = torch.finfo(dtype).max / 4 if dtype.is_floating_point else 0.0
-        self._generator = torch.Generator().manual_seed(seed)
+        self._random = random.Random(seed)  # noqa: S311  # noise
 
     def inputs(self, arguments: Any) -> Any:
         """Return nested arguments with their numbers moved."""
@@ -43,8 +47,8 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = kwargs.get("generator") is not None  # the weights of the results are drawn so
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags and not own
         result = func(*args, **kwargs)
-        if any(returned.alias_info is not None for returned in func._schema.returns):
-            return result  # a view, or a tensor that was written in place
+        if _is_view_or_written(func):
+            return result
         if isinstance(result, Tensor):
             return self._moved(result)
         if isinstance(result, tuple | list):
@@ -54,7 +58,22 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _moved(self, value: Tensor) -> Tensor:
         if value.dtype != torch.float64 or value.layout != torch.strided or not value.numel():
             return value
-        if self._largest and not self.overflows:
+        if self._largest and not self.overflows and not float(value.abs().amax()) <= self._largest:
             self.overflows = bool((value.isfinite() & (value.abs() > self._largest)).any())
-        drawn = torch.empty(value.shape, dtype=torch.float64).uniform_(-1, 1, generator=self._generator)
-        return value + value * drawn.mul_(self._eps)
+        count = value.numel()
+        if count > _NOISE // 2:
+            noise = _noise_of(count, self._random.getrandbits(32))
+        else:
+            start = self._random.randrange(_NOISE - count)  # another place, so that no two results are moved alike
+            noise = _noise_of(_NOISE, 0)[start : start + count]
+        return torch.addcmul(value, value, noise.view(value.shape), value=self._eps)
+
+
+@lru_cache(maxsize=2)
+def _noise_of(count: int, seed: int) -> Tensor:
+    return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+@cache
+def _is_view_or_written(func: Any) -> bool:
+    return any(returned.alias_info is not None for returned in func._schema.returns)

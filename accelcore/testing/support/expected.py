@@ -1,0 +1,100 @@
+"""The right result of an operator on a sample, and how far a device's may be from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Expected"]
+
+_EXACT = 8  # times the rounding errors of inputs and result
+
+
+class _Limits(NamedTuple):
+    right: Tensor
+    allowed: Tensor
+    compared: Tensor  # what has to be within these limits, and
+    fixed: Tensor  # what has to be that infinity or NaN
+
+
+@dataclass
+class Expected:
+    """One tensor of the right result, computed in float64.
+
+    Attributes:
+        part: which one, in words.
+        right: the tensor.
+        others: what it was when rounding errors had moved each number; several, by chance.
+        dtype: in which the device computes it.
+        factor: by which it may be further away than usual.
+        overflows: whether the calculation meets numbers that are too large for the dtype.
+    """
+
+    part: str
+    right: Tensor
+    others: list[Tensor]
+    dtype: torch.dtype
+    factor: int
+    overflows: bool
+
+    def cast(self, dtype: torch.dtype) -> Expected:
+        """Return it as a tensor of `dtype` holds it."""
+        others = [each.to(dtype) for each in self.others]
+        return Expected(self.part, self.right.to(dtype), others, self.dtype, self.factor, self.overflows)
+
+    def differs_in_form(self, found: Tensor) -> str:
+        """Return what is wrong with a result's shape or dtype, in words; empty if nothing is."""
+        right = self.right
+        if found.shape != right.shape:
+            return f"is of shape {tuple(found.shape)} instead of {tuple(right.shape)}"
+        if self.dtype.is_floating_point and right.dtype == torch.float64 and not found.dtype.is_floating_point:
+            return f"is {found.dtype} instead of {self.dtype}"
+        if not right.dtype.is_floating_point and not right.dtype.is_complex and found.dtype != right.dtype:
+            return f"is {found.dtype} instead of {right.dtype}"
+        return ""
+
+    def differs(self, found: Tensor) -> str:
+        """Return what is wrong with the values of a result of this form, in words; empty if nothing is."""
+        if self._limits is None:
+            return ""
+        right, allowed, compared, fixed = self._limits
+        found = found.detach().cpu()
+        if self.right.is_complex():
+            found = torch.view_as_real(found.to(self.right.dtype).resolve_conj())
+        if right.dtype.is_floating_point:
+            found = found.double()
+            wrong = ~((found - right).abs() <= allowed) & compared
+            wrong |= fixed & ~((found == right) | (found.isnan() & right.isnan()))
+            if self.overflows:
+                wrong &= found.isfinite()
+        else:
+            wrong = (found != right) & compared
+        if not bool(wrong.any()):
+            return ""
+        first = tuple(wrong.nonzero()[0].tolist())
+        return (
+            f"is wrong in {int(wrong.sum())} of {wrong.numel()} elements: {found[first].item():.6g} instead of "
+            f"{right[first].item():.6g} at {list(first)}"
+        )
+
+    @cached_property
+    def _limits(self) -> _Limits | None:
+        """Return what is compared; None if nothing can be."""
+        right, others = self.right, self.others
+        if right.layout != torch.strided or any(each.shape != right.shape for each in others) or not right.numel():
+            return None
+        if right.is_complex():
+            right, *others = (torch.view_as_real(each.resolve_conj()) for each in (right, *others))
+        same = torch.stack([(each == right) | (each.isnan() & right.isnan()) for each in others]).all(0)
+        if not right.dtype.is_floating_point:
+            return _Limits(right, right, same, ~same)
+        limits = torch.finfo(self.dtype if self.dtype.is_floating_point else right.dtype)
+        right, size, finite = right.double(), right.double().abs(), right.isfinite()
+        spread = torch.stack([(each.double() - right).abs() for each in others]).amax(0)
+        scale = float(size[finite].max()) if bool(finite.any()) else 0.0
+        allowed = self.factor * (_EXACT * (spread + limits.eps * size) + 2 * limits.eps * scale) + _EXACT * limits.tiny
+        return _Limits(right, allowed, finite & spread.isfinite() & (size < limits.max / 4), ~finite & same)
