@@ -31,8 +31,6 @@ _SEEDS_APART = 1_000_003
 _FEWEST = 10
 """Steps below which a script has ended too early to compare."""
 
-_Attempt = Callable[[Variant], Outcome]
-
 
 def advise(
     script: Script,
@@ -40,8 +38,8 @@ def advise(
     presets: Sequence[str] = (),
     seeds: int = 3,
     rounds: int = 2,
-    show: Callable[[str, int], None] = lambda trial, steps: None,
-    run: Callable[[Script, Variant, Callable[[int], None]], Outcome] = try_script,
+    show: Callable[[str], None] = lambda trial: None,
+    run: Callable[[Script, Variant], Outcome] = try_script,
 ) -> Advice:
     """Try a script and recommend a variant by the rule of `accelcore.advise.rule`.
 
@@ -50,7 +48,7 @@ def advise(
             float16 where it can.
         seeds: how many other seeds measure the noise, 1 or more.
         rounds: how often each variant is tried for its time, in turn with the others.
-        show: called with a trial's name and the steps that it has done.
+        show: called with the name of each trial before it.
         run: runs one trial.
 
     Raises:
@@ -62,9 +60,8 @@ def advise(
             raise ConfigurationError(f"there is no preset {name!r} to try", available=", ".join(PRESETS))
 
     def attempt(variant: Variant) -> Outcome:
-        trial = f"{variant.name}, seed {variant.seed // _SEEDS_APART}" if variant.seed else variant.name
-        show(trial, 0)
-        return run(script, variant, lambda steps: show(trial, steps) if steps else None)
+        show(f"{variant.name}, seed {variant.seed // _SEEDS_APART}" if variant.seed else variant.name)
+        return run(script, variant)
 
     reference = Row(Variant("fp32", PRESETS["fp32"]))
     first = attempt(reference.variant)
@@ -145,7 +142,7 @@ def _executions(best: Variant, about: Mapping[str, Any]) -> list[Variant]:
     return found
 
 
-def _take_turns(rows: Sequence[Row], rounds: int, attempt: _Attempt) -> None:
+def _take_turns(rows: Sequence[Row], rounds: int, attempt: Callable[[Variant], Outcome]) -> None:
     """Try each row once a round, each round in another order. A row that failed is not tried again."""
     for number in range(rounds):
         start = number % len(rows)

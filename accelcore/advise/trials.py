@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,8 @@ class Outcome:
     failure: str = ""
 
 
-def try_script(script: Script, variant: Variant, on_step: Callable[[int], None] = lambda steps: None) -> Outcome:
-    """Run one trial to its end and return its record. Ctrl-C ends the script with this process.
-
-    Args:
-        on_step: called with the number of steps done so far.
-    """
+def try_script(script: Script, variant: Variant) -> Outcome:
+    """Run one trial to its end and return its record. Ctrl-C ends the script with this process."""
     with tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
         report = Path(folder, "trial.jsonl")
         report.touch()
@@ -85,7 +81,6 @@ def try_script(script: Script, variant: Variant, on_step: Callable[[int], None] 
             environ={**os.environ, VARIABLE: trial.as_variable()},
             limit=script.limit,
             progress=report,
-            on_progress=lambda: on_step(len(_read(report).losses)),
         )
         found = _read(report)
     if not found.memory:

@@ -10,11 +10,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 from accelcore.errors import AccelError
 
-__all__ = ["ROLES", "USAGE", "Settings", "main"]
+__all__ = ["ROLES", "USAGE", "main"]
 
 USAGE = 64
 """Exit code of an invalid request; `sysexits.h` calls it EX_USAGE. 1 and 2 belong to doctor's findings."""
@@ -28,20 +28,13 @@ ROLES = (
 _INTERRUPTED = 130
 
 
-@dataclass
-class Settings:
-    """Settings of every command."""
-
-    debug: bool = False
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     import click
 
     from accelcore.cli.commands import app
 
-    settings = Settings()
+    settings = SimpleNamespace(debug=False)
     try:
         code = app.main(
             None if arguments is None else list(arguments), prog_name="accelcore", standalone_mode=False, obj=settings

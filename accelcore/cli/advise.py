@@ -12,8 +12,6 @@ import click
 from accelcore.cli.options import check_script, common, device_option, json_option, number
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from accelcore.advise.rule import Advice
 
 __all__ = ["advise"]
@@ -83,14 +81,15 @@ def advise(
         check_script(script)
     command = [*(["--device", device] if device else []), *(["--nproc", str(nproc)] if nproc > 1 else [])]
     command += [*(["--emulate", emulate] if emulate else []), *(["-m"] if module else []), script, *arguments]
-    with _Progress(steps) as progress:
-        advice = advise(
-            Script(command, steps, timeout), presets=presets, seeds=seeds, rounds=rounds, show=progress.show
-        )
+    advice = advise(Script(command, steps, timeout), presets=presets, seeds=seeds, rounds=rounds, show=_show)
     if html is not None:
         report.write_page(advice, html)
     _print(advice, as_json=as_json)
     return advice.exit_code
+
+
+def _show(trial: str) -> None:
+    click.echo(f"trial: {trial}", err=True)
 
 
 def _print(advice: Advice, *, as_json: bool) -> None:
@@ -103,34 +102,3 @@ def _print(advice: Advice, *, as_json: bool) -> None:
 
     # Not on a terminal, the table is as wide as it is: a file has no edge.
     report.print_table(advice, Console(width=None if sys.stdout.isatty() else 200))
-
-
-class _Progress:
-    """The running trial and its steps on stderr: a bar on a terminal, else a line for each trial."""
-
-    def __init__(self, steps: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._steps, self._trials = steps, 0
-        self._console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=self._console, transient=True)
-        self._task = self._bar.add_task("", total=steps)
-
-    def __enter__(self) -> Self:
-        if self._console.is_interactive:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def show(self, trial: str, steps: int) -> None:
-        if steps == 0:
-            self._trials += 1
-        text = f"trial {self._trials}: {trial}"
-        if self._console.is_interactive:
-            self._bar.update(self._task, description=text, completed=steps)
-        elif steps == 0:
-            self._console.print(text, highlight=False, soft_wrap=True)

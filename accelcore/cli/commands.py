@@ -8,7 +8,6 @@ name.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +119,6 @@ def app() -> None:
       accelcore advise train.py                 the quickest precision that trains as fp32 does
       accelcore lint train.py                   what ties a script to one device, or is wrong on any
       accelcore port train.py                   rewrite a script for CUDA or NPU, for every device
-      accelcore completion bash                 completion for your shell
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
 
 
@@ -196,35 +194,10 @@ def new_backend(name: str, folder: str | None, torch_device: str) -> None:
       accelcore new-backend mychip
       accelcore new-backend mychip --torch-device xpu --folder plugins/mychip
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from accelcore.cli.new_backend import missing_device, write_backend
+    from accelcore.cli.new_backend import write_backend
 
     written = write_backend(name, None if folder is None else Path(folder), torch_device=torch_device)
-    if missing := missing_device(torch_device):
-        where = written / f"accelcore_{name}" / "backend.py"
-        click.echo(
-            f"accelcore: {missing}: in {where}, import the vendor's package that registers it, or correct its name",
-            err=True,
-        )
     click.echo(f"{written}: pip install --no-deps -e {written}, then accelcore verify backend {name}")
-
-
-@app.command()
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@common
-def completion(shell: str) -> None:
-    """Print the script with which your shell completes accelcore's commands, options and devices.
-
-    \b
-    Examples:
-      eval "$(accelcore completion bash)"                                      in ~/.bashrc
-      eval "$(accelcore completion zsh)"                                       in ~/.zshrc
-      accelcore completion fish > ~/.config/fish/completions/accelcore.fish    once
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from click.shell_completion import get_completion_class
-
-    kind = get_completion_class(shell)
-    assert kind is not None, "click knows each of the choices"
-    sys.stdout.write(kind(app, {}, "accelcore", "_ACCELCORE_COMPLETE").source())
 
 
 for _command in (advise, doctor, precision, record, replay, run, verify):

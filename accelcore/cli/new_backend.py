@@ -18,7 +18,7 @@ from accelcore.devices.plugins import declared, own_plugins
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import shown
 
-__all__ = ["missing_device", "write_backend"]
+__all__ = ["write_backend"]
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}", re.ASCII)
 _OLD = "hostchip"
@@ -66,19 +66,6 @@ def write_backend(name: str, folder: Path | None = None, *, torch_device: str = 
             f"{folder} cannot be written", why=str(error), remedy="name another folder with --folder"
         ) from error
     return folder
-
-
-def missing_device(torch_device: str) -> str:
-    """Return the error if the installed torch does not know a device, or an empty string."""
-    if torch_device == "cpu":
-        return ""
-    import torch  # slow, and not needed for the host
-
-    try:
-        torch.get_device_module(torch_device)
-    except RuntimeError:
-        return f"torch {torch.__version__} has no device {torch_device!r}"
-    return ""
 
 
 def _text(file: str, name: str, torch_device: str) -> str:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import click
 
 from accelcore.errors import ConfigurationError
+from accelcore.util.text import shown
 
 __all__ = [
     "check_script",
@@ -57,5 +58,9 @@ def device_option(name: str, metavar: str, help: str) -> Callable[[F], F]:
 
 def check_script(script: str) -> None:
     """Raise ConfigurationError if there is no such file."""
-    if not Path(script).is_file():
-        raise ConfigurationError(f"there is no script {script!r}", remedy="correct the path")
+    if Path(script).is_dir() or not Path(script).exists():  # a pipe, as of a shell's <(...), is one
+        raise ConfigurationError(
+            f"there is no script {shown(script, 200)}",
+            why=f"there is no such file, seen from {Path.cwd()}",
+            remedy="correct the path; accelcore run and advise take a module with -m",
+        )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import click
@@ -36,82 +35,56 @@ def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
       accelcore precision --backend cpu
       accelcore precision --backend cpu --diff cuda
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    found = _find(backend, diff)
-    if as_json:
-        click.echo(json.dumps(found.as_json(), indent=2))
-    else:
-        _show(found)
-
-
-@dataclass(frozen=True)
-class _OpTables:
-    """O1, and torch's own tables.
-
-    Attributes:
-        o1: each operator's treatment, by its name without overload.
-        torch: for each backend its `operators`, such as `"aten::mm"`, their `source`, and perhaps its `own` treatments.
-        diff: whether to show only the differences between two backends.
-    """
-
-    o1: dict[str, str]
-    torch: dict[str, dict[str, Any]]
-    diff: bool
-
-    def rows(self) -> Iterator[tuple[str, ...]]:
-        """Yield operator, treatment under O1, and for each backend whether torch's own autocast intercepts it."""
-        listed = {
-            name: {operator.partition("::")[2].partition(".")[0] for operator in table["operators"]}
-            for name, table in self.torch.items()
-        }
-        own = {name: treatment for table in self.torch.values() for name, treatment in table.get("own", {}).items()}
-        known = {**own, **self.o1}
-        names = known.keys() | {name for names in listed.values() for name in names}
-        order = [*dict.fromkeys(self.o1.values()), _UNKNOWN]
-        for name in sorted(names, key=lambda name: (order.index(known.get(name, _UNKNOWN)), name)):
-            cells = tuple("listed" if name in names else "-" for names in listed.values())
-            if not self.diff or len(set(cells)) > 1:
-                yield (name, known.get(name, _UNKNOWN), *cells)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the tables for JSON."""
-        result: dict[str, Any] = {"schema": 1, "o1": self.o1, "torch": self.torch}
-        if self.diff:
-            (one, first), (two, second) = ((name, set(table["operators"])) for name, table in self.torch.items())
-            result["diff"] = {one: sorted(first - second), two: sorted(second - first)}
-        return result
-
-
-def _find(backend: str | None, diff: str | None) -> _OpTables:
-    """Find O1, and torch's table of `backend` and of `diff`. Imports torch.
-
-    Raises:
-        ConfigurationError: torch has no autocast for such a device.
-    """
     if diff is not None and backend in (None, diff):
         raise ConfigurationError("--diff compares two backends", remedy="give --backend another one, such as cpu")
     import_torch()
     from accelcore.precision import O1
 
+    o1 = {name: treatment.value for name, treatment in O1.items()}
     tables = {name: _torchs_table(name) for name in (backend, diff) if name is not None}
-    return _OpTables({name: treatment.value for name, treatment in O1.items()}, tables, diff is not None)
+    if not as_json:
+        _show(tables, _rows(o1, tables, only_differences=diff is not None))
+        return
+    result: dict[str, Any] = {"schema": 1, "o1": o1, "torch": tables}
+    if diff is not None:
+        (one, first), (two, second) = ((name, set(table["operators"])) for name, table in tables.items())
+        result["diff"] = {one: sorted(first - second), two: sorted(second - first)}
+    click.echo(json.dumps(result, indent=2))
 
 
-def _show(tables: _OpTables) -> None:
+def _rows(
+    o1: Mapping[str, str], tables: Mapping[str, dict[str, Any]], *, only_differences: bool
+) -> Iterator[tuple[str, ...]]:
+    """Yield operator, treatment under O1, and for each backend whether torch's own autocast intercepts it."""
+    listed = {
+        name: {operator.partition("::")[2].partition(".")[0] for operator in table["operators"]}
+        for name, table in tables.items()
+    }
+    own = {name: treatment for table in tables.values() for name, treatment in table.get("own", {}).items()}
+    known = {**own, **o1}
+    names = known.keys() | {name for names in listed.values() for name in names}
+    order = [*dict.fromkeys(o1.values()), _UNKNOWN]
+    for name in sorted(names, key=lambda name: (order.index(known.get(name, _UNKNOWN)), name)):
+        cells = tuple("listed" if name in names else "-" for names in listed.values())
+        if not only_differences or len(set(cells)) > 1:
+            yield (name, known.get(name, _UNKNOWN), *cells)
+
+
+def _show(tables: Mapping[str, dict[str, Any]], rows: Iterable[tuple[str, ...]]) -> None:
     """Print the tables to stdout, in aligned columns."""
-    head = ("operator", "O1", *(f"torch on {name}" for name in tables.torch))
-    rows = [head, *tables.rows()]
+    rows = [("operator", "O1", *(f"torch on {name}" for name in tables)), *rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         sys.stdout.write(line.rstrip() + "\n")
-    for name, found in tables.torch.items():
+    for name, found in tables.items():
         sys.stdout.write(
             f"{name}: {len(found['operators'])} operators of torch's own autocast, from {found['source']}\n"
         )
 
 
 def _torchs_table(name: str) -> dict[str, Any]:
-    """Return the operators that torch's autocast intercepts on a backend, from the device or from torch alone."""
+    """Return the `operators` that torch's autocast intercepts on a backend, their `source`, and `own` treatments."""
     try:
         backend = select(name)
     except (BackendUnavailableError, UnknownBackendError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import click
 
 from accelcore.cli import rank
-from accelcore.cli.options import common, device_option, number
+from accelcore.cli.options import check_script, common, device_option, number
 from accelcore.devices import plugins
 from accelcore.devices.plugins import AUTOLOAD, EMULATORS, declared, describe, hooks_of
 from accelcore.devices.request import parse, requested_device
@@ -89,7 +89,19 @@ def _several_machines(command: F) -> F:
 @click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @common
-def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
+def run(
+    script: str,
+    arguments: tuple[str, ...],
+    *,
+    module: bool,
+    device: str | None,
+    nproc: int,
+    max_restarts: int,
+    check_collectives: bool,
+    emulate: str | None,
+    apex: bool,
+    **options: str | None,
+) -> NoReturn:
     """Run a script, or with -m a module, on the device of your choice.
 
     Options of accelcore go before SCRIPT, the script's own after it: in `accelcore run train.py --device cpu` the
@@ -107,37 +119,8 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
       accelcore run --emulate npu --device npu train.py
       accelcore run --apex train.py
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    machines = {name: options.pop(name[2:].replace("-", "_")) for name in _SEVERAL_MACHINES}
-    given = {name: value for name, value in machines.items() if value is not None}
-    _become(script, arguments, machines=given, nproc=options.pop("nproc") or None, **options)
-
-
-def _become(
-    script: str,
-    arguments: Sequence[str],
-    *,
-    module: bool = False,
-    device: str | None = None,
-    nproc: int | None = 1,
-    machines: Mapping[str, str] | None = None,
-    max_restarts: int = 0,
-    check_collectives: bool = False,
-    emulate: str | None = None,
-    apex: bool = False,
-) -> NoReturn:
-    """Become the script, or the launcher of its ranks. Every mistake is found before that.
-
-    Args:
-        nproc: how many ranks; None means as many as the device has room for.
-        machines: torchrun's options for a job of several machines, such as `{"--nnodes": "2"}`.
-
-    Raises:
-        ConfigurationError: `device` or ACCEL_DEVICE is outside the grammar of `select()`; the script does not exist; an
-            option lacks another; or `apex` is given, and there is an apex beside the script.
-        UnknownBackendError: `device` is one backend, and no installed plugin offers it.
-        BackendUnavailableError: the device is not available, or has no room for the ranks.
-        UnsupportedError: no installed emulator emulates the backend `emulate`.
-    """
+    given = ((name, options[name[2:].replace("-", "_")]) for name in _SEVERAL_MACHINES)
+    machines = {name: value for name, value in given if value is not None}
     environ = dict(os.environ)
     program = ["-m", script, *arguments] if module else [script, *arguments]
     if device:  # an empty one counts as unset, as in ACCEL_DEVICE and select()
@@ -147,10 +130,9 @@ def _become(
         parse(asked, "ACCEL_DEVICE")
     if emulate is None and nproc != 1:
         source = "--device" if device else "ACCEL_DEVICE"
-        nproc = rank_count(device or requested_device() or "auto", source, nproc)
-    elif nproc is None:
+        nproc = rank_count(device or requested_device() or "auto", source, nproc or None)
+    elif nproc == 0:
         raise ConfigurationError("--nproc auto counts devices, and --emulate makes them", remedy="give --nproc 2")
-    machines = machines or {}
     if machines:
         _check_machines(machines, environ)
     launched = nproc > 1 or max_restarts > 0 or bool(machines)
@@ -160,14 +142,8 @@ def _become(
             why="stdin can be read only once",
             remedy="put the script in a file",
         )
-    if not module and script != "-" and not Path(script).exists():
-        raise ConfigurationError(
-            f"there is no script {shown(script, 200)}",
-            why=f"there is no such file, seen from {Path.cwd()}",
-            remedy="correct the path; for a module, use -m",
-        )
-    if not module and Path(script).is_dir() and not Path(script, "__main__.py").exists():
-        raise ConfigurationError(f"{shown(script, 200)} is a folder without __main__.py", remedy="name a script in it")
+    if not module and script != "-" and not Path(script, "__main__.py").exists():  # Python runs a folder with that
+        check_script(script)
     if check_collectives:
         if nproc == 1 and not machines:
             raise ConfigurationError("--check-collectives needs a job of several ranks", remedy="add --nproc 2")
@@ -255,7 +231,7 @@ def _turn_off_autoload(environ: MutableMapping[str, str], *, hide: bool) -> str:
     from accelcore.cli.doctor.ask_plugins import ask_plugins
 
     # In another process: this one is about to become the script.
-    failing = plugins.autoloads_of_unusable_backends(found, ask_plugins()[0].candidates)
+    failing = plugins.autoloads_of_unusable_backends(found, ask_plugins().candidates)
     if not failing:
         return ""
     environ[AUTOLOAD] = "0"

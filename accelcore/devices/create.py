@@ -4,7 +4,7 @@
 package whose runtime is missing, the import fails, and cannot succeed again in that process.
 
 The hooks run in the caller's thread, because vendors' runtimes keep state such as the current device for each thread.
-They have no time limit, because the first start of a device may take minutes. A long start is logged.
+They have no time limit, because the first start of a device may take minutes.
 """
 
 from __future__ import annotations
@@ -13,21 +13,16 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from accelcore.backend import Backend
 from accelcore.devices import plugins
 from accelcore.devices.plugins import AUTOLOAD, Candidate, autoload_enabled, autoloads, other_backends
-from accelcore.devices.request import probe_timeout
 from accelcore.errors import AccelError, BackendUnavailableError, PluginError
 
 __all__ = ["create_backend", "import_torch"]
 
 logger = logging.getLogger("accelcore")
-
-_LONG = 6  # times ACCEL_PROBE_TIMEOUT until a start is logged as long
 
 _import_error: BaseException | None = None
 _import_lock = threading.Lock()
@@ -42,8 +37,7 @@ def create_backend(candidate: Candidate, index: int, request: str) -> Backend:
     """
     import_torch()
     try:
-        with _logged_if_long(candidate, index):
-            backend = candidate.hooks.accelcore_create_backend(name=candidate.name, index=index)
+        backend = candidate.hooks.accelcore_create_backend(name=candidate.name, index=index)
     except (AccelError, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -75,19 +69,6 @@ def _broken(candidate: Candidate, what: str, error: BaseException) -> PluginErro
         available=other_backends([candidate.name]),
         remedy=f"repair or uninstall {candidate.distribution}, or choose another backend",
     )
-
-
-@contextmanager
-def _logged_if_long(candidate: Candidate, index: int) -> Iterator[None]:
-    seconds = _LONG * probe_timeout()
-    message = "%s has been creating %s:%d for %g seconds; to use another backend, name it in ACCEL_DEVICE"
-    timer = threading.Timer(seconds, logger.warning, (message, candidate.distribution, candidate.name, index, seconds))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _extended(backend: Backend, hooks: Any) -> tuple[Backend, BaseException | None]:

@@ -63,6 +63,7 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 _NO_BACKENDS = {"lint"}  # extras of accelcore that are no backends: they bring commands
 _LONGEST = 300  # characters of a plugin's own message that are shown
+_SETTLED = 60  # seconds after which a folder that has not changed holds whole distributions
 
 logger = logging.getLogger("accelcore")
 
@@ -154,22 +155,25 @@ class _Call:
 
 def declared(group: str) -> list[Declared]:
     """Return all entry points of a group, in an order that is the same in every process."""
-    return list(_read(group, tuple((path, _changed(path)) for path in sys.path)))
+    folders = tuple((path, _changed(path)) for path in sys.path)
+    # A distribution that is just being installed or removed may be incomplete: its own folder may still change.
+    settled = time.time() - max((changed for _, changed in folders), default=0.0) > _SETTLED
+    return list((_read if settled else _read.__wrapped__)(group, folders))
 
 
 @lru_cache(maxsize=16)
-def _read(group: str, folders: tuple[tuple[str, int], ...]) -> tuple[Declared, ...]:
+def _read(group: str, folders: tuple[tuple[str, float], ...]) -> tuple[Declared, ...]:
     """Read the metadata of all distributions, which takes milliseconds, again if a folder of `sys.path` has changed."""
     found = [Declared(point.name, point.value, *_owner(point)) for point in entry_points(group=group)]
     return tuple(sorted(found, key=lambda entry: (entry.name, entry.label)))
 
 
-def _changed(path: str) -> int:
+def _changed(path: str) -> float:
     """Return when a distribution was last installed into a folder or removed from it; 0 if it is no folder."""
     try:
-        return os.stat(path or ".").st_mtime_ns
+        return os.stat(path or ".").st_mtime
     except OSError:
-        return 0
+        return 0.0
 
 
 def _owner(point: EntryPoint) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -48,9 +49,6 @@ __all__ = [
 T = TypeVar("T")
 
 logger = logging.getLogger("accelcore")
-
-_said: set[str] = set()
-
 
 _TEN_LINES = """\
 from accelcore import Probe, hookimpl
@@ -335,7 +333,6 @@ def _say_once(text: str, source: str, backend: Backend, passed_over: tuple[Probe
         _log_once(logging.WARNING, f"torch has the device {unserved}, and no installed backend serves it: {advice}")
 
 
+@cache
 def _log_once(level: int, message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        logger.log(level, "%s", message)
+    logger.log(level, "%s", message)

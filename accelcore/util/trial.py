@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from accelcore.errors import ConfigurationError
-from accelcore.util.text import shown
+from accelcore.util.text import is_whole, shown
 
 __all__ = ["VARIABLE", "Trial", "requested_trial"]
 
@@ -36,6 +36,19 @@ class Trial:
     steps: int
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        options, known = self.options, {"precision", "fp32", "compile", "flat"}
+        valid = {
+            "report": isinstance(self.report, str) and self.report,
+            "steps": is_whole(self.steps, 1),
+            "seed": is_whole(self.seed),
+            "options": isinstance(options, Mapping)
+            and options.keys() <= known
+            and isinstance(options.get("precision", ""), str),
+        }
+        if wrong := [f"{name} is {getattr(self, name)!r}" for name, value in valid.items() if not value]:
+            raise ValueError("; ".join(wrong))
 
     def as_variable(self) -> str:
         """Return the value of ACCEL_TRIAL that requests this trial."""

@@ -28,9 +28,8 @@ class Machine:
     def __init__(self, **variants):
         self.about, self.variants, self.tried = dict(ABOUT), variants, []
 
-    def __call__(self, script, variant, on_step):
+    def __call__(self, script, variant):
         self.tried.append(variant)
-        on_step(script.steps)
         given = {"shift": 0.0, "seconds": 2e-3, "overflows": (), "failure": "", "steps": script.steps, "batches": 0}
         given |= self.variants.get(variant.name.replace("-", "_").replace(" ", "_"), {})
         losses = [1 / (step + 1) + given["shift"] + 0.02 * (variant.seed % 7) for step in range(given["steps"])]
@@ -138,8 +137,8 @@ def test_what_ran_eagerly_is_not_recommended_as_compiled():
 def test_seeds_that_change_nothing_leave_the_noise_unknown():
     machine = Machine()
     advice = advise(
-        Script(["train.py"], 50, 60), run=lambda script, variant, on_step: machine(
-            script, type(variant)(variant.name, variant.options), on_step
+        Script(["train.py"], 50, 60), run=lambda script, variant: machine(
+            script, type(variant)(variant.name, variant.options)
         )
     )  # fmt: skip
     assert (advice.noise, advice.exit_code) == (0, 1)
@@ -156,11 +155,11 @@ def test_a_script_that_ends_early_is_compared_over_the_steps_it_has():
     machine = Machine(fp32={"steps": 20, "failure": "it ended after 20 of 50 steps"})
     tried = []
 
-    def run(script, variant, on_step):
+    def run(script, variant):
         tried.append(script.steps)
         if script.steps == 20:
             machine.variants = {}
-        return machine(script, variant, on_step)
+        return machine(script, variant)
 
     advice = advise(Script(["train.py"], 50, 60), run=run)
     assert (tried[0], set(tried[1:])) == (50, {20})

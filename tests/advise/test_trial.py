@@ -124,7 +124,22 @@ def test_overflows_are_recorded(accel, on_trial):
     assert next(line["overflow"] for line in on_trial.lines() if "step" in line)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"steps": 3}', '{"report": "/r", "steps": 3, "model": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"steps": 3}',
+        '{"report": "/r", "steps": 3, "model": 1}',
+        '{"report": 1, "steps": 3}',
+        '{"report": "/r", "steps": 0}',
+        '{"report": "/r", "steps": "3"}',
+        '{"report": "/r", "steps": 3, "seed": 0.5}',
+        '{"report": "/r", "steps": 3, "options": []}',
+        '{"report": "/r", "steps": 3, "options": {"lr": 1}}',
+        '{"report": "/r", "steps": 3, "options": {"precision": 16}}',
+    ],
+)
 def test_another_value_of_the_variable_is_refused(monkeypatch, text):
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ConfigurationError, match=f"{VARIABLE}(?s:.*)unset"):

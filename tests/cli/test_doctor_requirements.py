@@ -45,21 +45,11 @@ def test_a_runtime_that_does_not_fit_is_shown_beside_its_backend_with_a_command(
     code, report = machine.doctor()
     assert code == report["exit_code"] == 1
     assert report["broken"] == ["versions for backend toaster"]
-    assert misfits(report) == [
-        {
-            "distribution": "toaster-runtime",
-            "requirement": "engine==2.13.0",
-            "installed": "2.11.0+cpu",
-            "reason": "toaster-runtime 2.0 requires engine==2.13.0, and engine 2.11.0+cpu is installed",
-            "remedy": "pip install engine==2.13.0; or install a version of toaster-runtime that fits engine 2.11.0+cpu",
-        }
-    ]
+    assert misfits(report) == ["toaster-runtime 2.0 requires engine==2.13.0, and engine 2.11.0+cpu is installed"]
     assert "toaster" in report["usable"], "that is for its probe to say"
     assert misfits(report, "cpu") == []
     text = machine.run("doctor").stdout
-    assert (
-        f"      does not fit: {misfits(report)[0]['reason']}\n      what to do: {misfits(report)[0]['remedy']}" in text
-    )
+    assert f"      does not fit: {misfits(report)[0]}\n      what to do: install versions" in text
     assert text.rstrip().endswith("broken: versions for backend toaster")
 
 
@@ -69,9 +59,7 @@ def test_a_backend_that_cannot_work_here_and_does_not_fit_is_both(machine):
     code, report = machine.doctor()
     assert code == 1
     (misfit,) = misfits(report)
-    assert misfit["installed"] is None
-    assert misfit["reason"] == "toaster-runtime 2.0 requires engine>=3, and engine is not installed"
-    assert misfit["remedy"] == "pip install 'engine>=3'", "in the quotes that a shell needs"
+    assert misfit == "toaster-runtime 2.0 requires engine>=3, and engine is not installed"
     assert "toaster" not in report["usable"]
 
 
@@ -112,8 +100,9 @@ def test_what_is_a_misfit(machine):
     ]
     toasters(machine, cases)
     code, report = machine.doctor()
-    found = {case: [m["installed"] for m in misfits(report, f"toaster{number}")] for number, case in enumerate(cases)}
-    assert found == {case: [case[1]] for case in cases}
+    for number, (_, installed) in enumerate(cases):
+        (misfit,) = misfits(report, f"toaster{number}")
+        assert misfit.endswith(f"and engine{number} {installed} is installed")
     assert code == 1
 
 
@@ -137,9 +126,13 @@ def test_what_plugins_extensions_and_accelcore_itself_require_counts_too(machine
         "versions for backend toaster",
         "versions for extension faster",
     ]
-    assert [misfit["requirement"] for misfit in report["misfits"]] == ["torch>=99"]
-    assert [misfit["requirement"] for misfit in misfits(report)] == ["accelcore<10,>=9"]
-    assert [misfit["requirement"] for misfit in misfits(report, "faster", "extensions")] == ["gone"]
+    for found, required in [
+        (report["misfits"], "torch>=99"),
+        (misfits(report), "accelcore<10,>=9"),
+        (misfits(report, "faster", "extensions"), "gone"),
+    ]:
+        (misfit,) = found
+        assert f"requires {required}, and" in misfit
     assert "does not fit: accelcore 0.1.0 requires torch>=99, and torch 2." in machine.run("doctor").stdout
 
 
@@ -147,7 +140,8 @@ def test_a_broken_plugin_s_versions_are_checked_all_the_same(machine):
     module = machine.fakes.install("raise ImportError('undefined symbol')", backends=["rotten"])
     require(machine, module, "torch==1.0")
     _, report = machine.doctor()
-    assert [misfit["requirement"] for misfit in misfits(report, "rotten")] == ["torch==1.0"]
+    (misfit,) = misfits(report, "rotten")
+    assert "requires torch==1.0, and torch 2." in misfit
     assert report["broken"] == ["backend rotten", "versions for backend rotten"]
 
 
@@ -164,9 +158,8 @@ def test_metadata_that_cannot_be_read_is_reported(machine):
     code, report = machine.doctor()
     for number, case in enumerate(cases):
         (misfit,) = misfits(report, f"toaster{number}")
-        assert "cannot be read" in misfit["reason"], case
-        assert f"runtime{number}" in misfit["reason"], case
-        assert misfit["remedy"] == f"pip install --force-reinstall runtime{number}", case
+        assert "cannot be read" in misfit, case
+        assert f"runtime{number}" in misfit, case
     assert code == 1
     assert machine.run("doctor").stdout.count("\x1b") == 0
 

@@ -37,12 +37,6 @@ def test_the_name_and_the_device_are_everywhere(tmp_path, monkeypatch, capsys):
             compile(text, name, "exec")
 
 
-@pytest.mark.parametrize(("device", "warns"), [("cpu", False), ("cuda", False), ("nope", True)])
-def test_a_device_that_torch_does_not_know_is_pointed_out(device, warns, tmp_path, capsys):
-    assert main(["new-backend", "mychip", "--folder", str(tmp_path / "new"), "--torch-device", device]) == 0
-    assert ("no device 'nope'" in capsys.readouterr().err) is warns
-
-
 @pytest.mark.parametrize("name", ["", "My-chip", "2chip", "auto", "class", "a" * 33, "../up", "chip\n", "cpu", "npu"])
 def test_a_name_that_cannot_be_used_writes_nothing(tmp_path, name):
     with pytest.raises(ConfigurationError, match="name"):

@@ -171,7 +171,7 @@ def here(machine, monkeypatch):
         (["run", "--device", "", "missing.py"], "there is no script 'missing.py'"),  # counts as unset
         (["run", "--device", "cppu", "--nproc", "2", "script.py"], "--device='cppu': there is no backend 'cppu'"),
         (["run", "missing.py"], "there is no script 'missing.py'"),
-        (["run", "."], "'.' is a folder without __main__.py"),
+        (["run", "."], "there is no script '.'"),
         (["run", "--nproc", "two", "script.py"], "'two' is not a valid whole number"),
         (["run", "--nproc", "2", "-"], "stdin"),
         (["run", "--nproc", "0", "script.py"], "--nproc"),

@@ -380,6 +380,7 @@ def test_what_is_installed_or_removed_while_the_process_runs_is_noticed(fakes):
     metadata = site / "late-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1.0\n")
+    assert "late" not in accelcore.installed(), "pip is still writing"
     (metadata / "entry_points.txt").write_text("[accelcore.backends]\nlate = no_such_module\n")
     assert {"early", "late"} <= accelcore.installed().keys()
     shutil.rmtree(metadata)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, TypedDict
 
 from accelcore.cli import child
@@ -57,43 +57,28 @@ class Answers:
     selection: Selection | None = None
 
     def to_json(self) -> str:
-        candidates = [
-            (
-                candidate.name,
-                candidate.distribution,
-                asdict(candidate.probe),
-                candidate.error is not None,
-                [asdict(fault) for fault in candidate.faults],
-            )
-            for candidate in self.candidates
-        ]
-        extensions = [(one.name, one.distribution, one.reason) for one in self.extensions]
-        return json.dumps([candidates, extensions, self.selection])
+        told = [{**asdict(replace(it, hooks=None, error=None)), "error": bool(it.error)} for it in self.candidates]
+        return json.dumps([told, [asdict(replace(it, hooks=None)) for it in self.extensions], self.selection])
 
     @classmethod
     def from_json(cls, text: str) -> Answers:
-        candidates = []
-        answered, extensions, selection = json.loads(text)
-        for name, distribution, fields, broken, faults in answered:
-            values: dict[str, Any] = dict(fields)
-            for key in ("environment", "distributions"):
-                values[key] = tuple(values[key])
-            probe = Probe(**values)
-            error = PluginError(probe.reason) if broken else None
-            known = tuple(KnownFault(**fault) for fault in faults)
-            candidates.append(Candidate(name, distribution, probe, error=error, faults=known))
-        return cls(tuple(candidates), tuple(Extension(*one) for one in extensions), selection)
+        told, extensions, selection = json.loads(text)
+        for it in told:
+            fields: dict[str, Any] = it["probe"]
+            fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+            it["probe"], it["faults"] = Probe(**fields), tuple(KnownFault(**fault) for fault in it["faults"])
+            it["error"] = PluginError(it["probe"].reason) if it["error"] else None
+        return cls(tuple(Candidate(**it) for it in told), tuple(Extension(**it) for it in extensions), selection)
 
 
-def ask_plugins() -> tuple[Answers, str]:
-    """Return every plugin's answer, and how all together ended their process if no plugin does so alone."""
+def ask_plugins() -> Answers:
+    """Return every plugin's answer."""
     limit = probe_timeout()
     # Plugins in a list are asked one after the other, and once more for the error; then extensions load.
     choosing = limit * (_asked()[0].count(",") + 3)
     ended, found = _ask(2 * limit + choosing, "all")
     if found is not None:
-        return found, ""
-    together = _fate(ended, "loading and probing all plugins at once")
+        return found
     candidates: list[Candidate] = []
     extensions: list[Extension] = []
     culprit: Ended | None = None
@@ -122,7 +107,7 @@ def ask_plugins() -> tuple[Answers, str]:
     else:
         ended, found = _ask(choosing, "selection")
         selection = (found and found.selection) or _no_choice(ended)
-    return Answers(tuple(candidates), tuple(extensions), selection), "" if culprit is not None else together
+    return Answers(tuple(candidates), tuple(extensions), selection)
 
 
 def main() -> NoReturn:

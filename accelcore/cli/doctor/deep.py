@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from logging.handlers import MemoryHandler
 
 from accelcore.cli import child
 from accelcore.devices.plugins import (
@@ -25,7 +26,7 @@ from accelcore.devices.plugins import (
 from accelcore.devices.select import imitations, ten_lines, unserved_device
 from accelcore.jobs.launchers import outside_any_job
 
-__all__ = ["SAYS", "WORKS", "Deep", "Trial", "examine", "main", "try_torch"]
+__all__ = ["SAYS", "WORKS", "Trial", "examine", "main", "try_torch"]
 
 SAYS = "accelcore trial: "  # begins the line in which the child reports its result
 WORKS = "works"  # the result if all is well; exit code 0 alone may come from a library that exits
@@ -60,19 +61,6 @@ class Trial:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Deep:
-    """Results of `--deep`: `import torch`, and each backend.
-
-    Attributes:
-        autoload_broken: whether `import torch` works only with torch's autoload off. The backends were then tried so.
-    """
-
-    torch: Trial
-    autoload_broken: bool
-    backends: tuple[Trial, ...]
-
-
 def try_torch(candidates: Sequence[Candidate], found: Sequence[Declared], timeout: float) -> tuple[Trial, bool]:
     """Try `import torch`. Also return whether it works with torch's autoload off, and not without."""
     environ = outside_any_job(os.environ)  # the trial is not a rank
@@ -84,7 +72,7 @@ def try_torch(candidates: Sequence[Candidate], found: Sequence[Declared], timeou
     return _blamed_on_autoload(torch, found, candidates), True
 
 
-def examine(candidates: Sequence[Candidate], torch: Trial, autoload_broken: bool, timeout: float) -> Deep:
+def examine(candidates: Sequence[Candidate], torch: Trial, autoload_broken: bool, timeout: float) -> tuple[Trial, ...]:
     """Try each usable backend for `timeout` seconds, after `try_torch`; the others are listed as not tried."""
     environ = outside_any_job(os.environ)
     if autoload_broken:
@@ -97,7 +85,7 @@ def examine(candidates: Sequence[Candidate], torch: Trial, autoload_broken: bool
             backends.append(Trial(candidate.name, "not tried", "torch cannot be imported"))
         else:
             backends.append(_try(candidate.name, environ, timeout, candidate.name))
-    return Deep(torch, autoload_broken, tuple(backends))
+    return tuple(backends)
 
 
 def _blamed_on_autoload(trial: Trial, found: Sequence[Declared], candidates: Sequence[Candidate]) -> Trial:
@@ -145,17 +133,6 @@ def _remarks() -> Iterator[str]:
         yield f"`accelcore new-backend {device}` writes the package"
 
 
-class _Kept(logging.Handler):
-    """Keeps the messages of accelcore's log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def main() -> int:
     """Import torch, and try the backend that the arguments may name, in the child process."""
     try:
@@ -166,7 +143,7 @@ def main() -> int:
         for name in sys.argv[1:]:
             import accelcore
 
-            kept, logger = _Kept(), logging.getLogger("accelcore")
+            kept, logger = MemoryHandler(10**6), logging.getLogger("accelcore")
             logger.setLevel(logging.INFO)
             logger.addHandler(kept)
             backend = accelcore.select(name)
@@ -181,7 +158,7 @@ def main() -> int:
                 updated = parameter.detach().cpu().round().tolist()
                 if updated != [[-1.0, 0.0], [1.0, 2.0]]:
                     raise ArithmeticError(f"{name} updates wrongly: [[0, 1], [2, 3]] less 1 is {updated}")
-            sys.stderr.write(f"{_NOTES}{json.dumps(kept.messages)}\n")
+            sys.stderr.write(f"{_NOTES}{json.dumps([record.getMessage() for record in kept.buffer])}\n")
     except BaseException as error:  # noqa: BLE001  # SystemExit too: it is the plugin's, not this program's
         traceback.print_exc()
         while error.__cause__ is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -13,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from typing import Any
 
 from accelcore.cli.doctor.ask_plugins import Selection, ask_plugins
-from accelcore.cli.doctor.deep import Deep, Trial, examine, try_torch
+from accelcore.cli.doctor.deep import Trial, examine, try_torch
 from accelcore.devices.plugins import (
     AUTOLOAD,
     BACKENDS,
@@ -27,10 +26,9 @@ from accelcore.devices.plugins import (
 )
 from accelcore.jobs.launchers import JOB_VARIABLES
 from accelcore.known_faults import TORCH_FAULTS
-from accelcore.torch_features import TORCH_FEATURES
 from accelcore.util.text import shown
 
-__all__ = ["BROKEN", "NOTHING_USABLE", "USABLE", "Diagnosis", "Misfit", "Plugin", "diagnose"]
+__all__ = ["BROKEN", "NOTHING_USABLE", "USABLE", "Diagnosis", "Plugin", "diagnose"]
 
 _SCHEMA = 1
 """Version of the JSON. It changes if a field is removed or changes its meaning, not if one is added."""
@@ -56,23 +54,6 @@ _VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Misfit:
-    """A requirement that is not met, or cannot be read.
-
-    Attributes:
-        distribution: the distribution that has the requirement.
-        requirement: the requirement as in its metadata, without the marker; empty if it cannot be read.
-        installed: the installed version; None if nothing is installed.
-    """
-
-    distribution: str
-    requirement: str
-    installed: str | None
-    reason: str
-    remedy: str
-
-
-@dataclass(frozen=True)
 class Plugin:
     """One installed backend or extension.
 
@@ -81,7 +62,7 @@ class Plugin:
             answer); of an extension `"loads"` or `"broken"`.
         count, priority: the number of devices, and the backend's rank for `auto`; 0 for an extension.
         versions: the vendor's distributions that a backend names; None if one is not installed.
-        misfits: unmet requirements of the plugin's and the vendor's distributions.
+        misfits: unmet requirements of the plugin's and the vendor's distributions, a sentence each.
     """
 
     name: str
@@ -89,7 +70,7 @@ class Plugin:
     distribution: str
     reason: str
     remedy: str
-    misfits: tuple[Misfit, ...]
+    misfits: tuple[str, ...]
     versions: dict[str, str | None]
     count: int = 0
     priority: int = 0
@@ -106,27 +87,23 @@ class Diagnosis:
         environment: the relevant variables; None if one is not set.
         autoload: the entry points that `import torch` calls.
         import_torch: the trial of `import torch`, if it calls any, or with `--deep`; otherwise None.
-        crash: how all plugins together ended their process, if no plugin does so alone; otherwise empty.
         faults: known kernel bugs of the installed versions: the fields of `KnownFault`, the `installed` version, and
             the `backend`, which is empty for a bug on every backend.
-        lacks: parts that the installed torch is too old for: the `name`, and what accelcore does `instead`.
-        deep: the trials of `--deep`, or None.
+        deep: the backends' trials of `--deep`, or None.
     """
 
     versions: dict[str, str | None]
     platform: str
     executable: str
-    misfits: tuple[Misfit, ...]
+    misfits: tuple[str, ...]
     backends: tuple[Plugin, ...]
     extensions: tuple[Plugin, ...]
     selection: Selection
     environment: dict[str, str | None]
     autoload: tuple[Declared, ...]
     import_torch: Trial | None
-    crash: str
     faults: tuple[dict[str, str | None], ...]
-    lacks: tuple[dict[str, str], ...]
-    deep: Deep | None
+    deep: tuple[Trial, ...] | None
 
     @property
     def broken(self) -> list[str]:
@@ -134,12 +111,11 @@ class Diagnosis:
         plugins = [(f"backend {one.name}", one) for one in self.backends]
         plugins += [(f"extension {one.name}", one) for one in self.extensions]
         names = [label for label, one in plugins if one.state == "broken"]
-        names += ["all plugins together"] if self.crash else []
         names += ["versions for accelcore"] if self.misfits else []
         names += [f"versions for {label}" for label, one in plugins if one.misfits]
         names += ["import torch"] if self.torch_fails else []
         if self.deep is not None:
-            trials = (trial for trial in self.deep.backends if trial.outcome not in ("works", "not tried"))
+            trials = (trial for trial in self.deep if trial.outcome not in ("works", "not tried"))
             names += [f"backend {trial.name} (--deep)" for trial in trials]
         if not names and self.selection["error"] is not None:
             names = ["select()"]
@@ -155,7 +131,7 @@ class Diagnosis:
         """The names of the usable backends; with `--deep` of those whose trial works."""
         names = [backend.name for backend in self.backends if backend.state == "usable"]
         if self.deep is not None:
-            works = {trial.name for trial in self.deep.backends if trial.outcome == "works"}
+            works = {trial.name for trial in self.deep if trial.outcome == "works"}
             names = [name for name in names if name in works]
         return names
 
@@ -174,7 +150,7 @@ class Diagnosis:
 
 def diagnose(deep_timeout: float | None = None) -> Diagnosis:
     """Ask every plugin and read the metadata; with a timeout in seconds, also run the trials of `--deep`."""
-    answers, crash = ask_plugins()
+    answers = ask_plugins()
     assert answers.selection is not None, "it was asked for"
     candidates = answers.candidates
     found = autoloads()
@@ -196,11 +172,7 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
         environment={name: os.environ.get(name) for name in variables},
         autoload=tuple(found),
         import_torch=torch,
-        crash=crash,
         faults=tuple(_installed_faults(candidates)),
-        lacks=tuple(
-            {"name": feature.name, "instead": feature.instead} for feature in TORCH_FEATURES if not feature.present
-        ),
         deep=None
         if deep_timeout is None or torch is None
         else examine(candidates, torch, autoload_broken, deep_timeout),
@@ -253,9 +225,9 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _misfits(names: Iterable[str]) -> tuple[Misfit, ...]:
+def _misfits(names: Iterable[str]) -> tuple[str, ...]:
     """Return the unmet requirements of installed distributions; an empty name is one without a name in its metadata."""
-    found: list[Misfit] = []
+    found: list[str] = []
     for name in dict.fromkeys(names):
         with suppress(PackageNotFoundError):
             try:
@@ -264,19 +236,18 @@ def _misfits(names: Iterable[str]) -> tuple[Misfit, ...]:
             except (ValueError, KeyError):
                 texts = None
             if texts is None:
-                found.append(_unreadable(name, f"the metadata of {name or 'its distribution'} cannot be read"))
+                found.append(f"the metadata of {name or 'its distribution'} cannot be read")
             else:
-                found += filter(None, (_misfit(name, owner.version, text) for text in texts))
+                found += filter(None, (_misfit(f"{name} {owner.version}", text) for text in texts))
     return tuple(found)
 
 
-def _misfit(name: str, owned: str, text: str) -> Misfit | None:
-    """Return the requirement `text` of the distribution `name` in version `owned` as a misfit, or None if it is met."""
+def _misfit(label: str, text: str) -> str | None:
+    """Return a sentence on the requirement `text` of a distribution, or None if it is met."""
     # Imported here, because it is slow to import, and not every command needs it.
     from packaging.requirements import Requirement
     from packaging.version import Version
 
-    label = f"{name} {owned}"
     try:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -287,16 +258,6 @@ def _misfit(name: str, owned: str, text: str) -> Misfit | None:
         if has is not None and requirement.specifier.contains(Version(has), prereleases=True):
             return None
     except (ValueError, KeyError):  # packaging's own errors are these
-        return _unreadable(name, f"{label} requires {shown(text, 200)}, which cannot be read or compared")
-    install = f"pip install {shlex.quote(str(requirement))}"
-    if has is None:
-        reason, remedy = f"{requirement.name} is not installed", install
-    else:
-        reason = f"{requirement.name} {has} is installed"
-        remedy = f"{install}; or install a version of {name} that fits {requirement.name} {has}"
-    return Misfit(name, str(requirement), has, f"{label} requires {requirement}, and {reason}", remedy)
-
-
-def _unreadable(name: str, reason: str) -> Misfit:
-    remedy = f"pip install --force-reinstall {shlex.quote(name)}" if name else "install it again"
-    return Misfit(name, "", None, reason, remedy)
+        return f"{label} requires {shown(text, 200)}, which cannot be read or compared"
+    state = "is not installed" if has is None else f"{has} is installed"
+    return f"{label} requires {requirement}, and {requirement.name} {state}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from accelcore.cli.doctor.ask_plugins import Selection
 from accelcore.cli.doctor.deep import Trial
-from accelcore.cli.doctor.diagnosis import USABLE, Diagnosis, Misfit, Plugin
+from accelcore.cli.doctor.diagnosis import USABLE, Diagnosis, Plugin
 from accelcore.devices.plugins import how_to_install
 from accelcore.util.text import shown
 
@@ -51,7 +51,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
     """Yield the lines of a diagnosis, without details such as distributions that are not installed."""
     yield 0, ", ".join(f"{name} {version or 'not installed'}" for name, version in diagnosis.versions.items()), "bold"
     yield 0, f"{diagnosis.platform}, {diagnosis.executable}", ""
-    if diagnosis.import_torch is not None and diagnosis.torch_fails:
+    if diagnosis.import_torch is not None:
         yield 0, "", ""
         yield from _trial("import torch", diagnosis.import_torch)
     yield from _misfits(diagnosis.misfits)
@@ -69,8 +69,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
     yield from _selection(diagnosis.selection)
     if diagnosis.deep is not None:
         yield from _headed("deep: each in a child process")
-        yield from _trial("import torch", diagnosis.deep.torch)
-        for trial in diagnosis.deep.backends:
+        for trial in diagnosis.deep:
             yield from _trial(f"backend {trial.name}", trial)
     if diagnosis.import_torch is not None and diagnosis.import_torch.notes:
         yield from _headed("torch")
@@ -90,13 +89,6 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
         yield from _headed("known kernel bugs in the installed versions, which accelcore avoids (--json has more)")
         for fault in diagnosis.faults:
             yield 2, f"{fault['kernel']}: {fault['what']}", ""
-    if diagnosis.lacks:
-        yield from _headed("missing in the installed torch")
-        for part in diagnosis.lacks:
-            yield 2, f"{part['name']}: {part['instead']}", ""
-    if diagnosis.crash:
-        yield from _headed("all plugins together")
-        yield 2, diagnosis.crash, _BAD
     yield 0, "", ""
     verdict = [f"usable: {', '.join(diagnosis.usable)}" if diagnosis.usable else "no backend is usable"]
     verdict += [f"broken: {', '.join(diagnosis.broken)}"] if diagnosis.broken else []
@@ -148,7 +140,7 @@ def _explained(reason: str, remedy: str) -> Iterator[_Line]:
             yield 6, f"{label}: {text}", ""
 
 
-def _misfits(misfits: tuple[Misfit, ...]) -> Iterator[_Line]:
+def _misfits(misfits: tuple[str, ...]) -> Iterator[_Line]:
     for misfit in misfits:
-        yield 6, f"does not fit: {misfit.reason}", _BAD
-        yield from _explained("", misfit.remedy)
+        yield 6, f"does not fit: {misfit}", _BAD
+    yield from _explained("", "install versions that fit together" if misfits else "")

@@ -8,7 +8,8 @@ from accelcore import Probe, hookimpl
 @hookimpl
 def accelcore_probe():
     present = os.path.exists("/dev/null")  # your driver's file: find it, load nothing
-    return Probe("hostchip", present, "no /dev/null", remedy="load it", count=1, api=1)
+    why = "" if present else "no /dev/null"
+    return Probe("hostchip", present, why, remedy="load it", count=1, api=1)
 
 
 @hookimpl
