@@ -1,18 +1,13 @@
 """Parts of torch that its older versions lack, each with what accelcore does without it.
 
-accelcore asks for these parts, never for a version. This module does not import torch, because `accelcore doctor` shows
-the table without it.
+accelcore asks for these parts, never for a version.
 """
 
 from __future__ import annotations
 
-import re
-import sys
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
+from importlib import import_module
 from operator import attrgetter
-from pathlib import Path
 
 __all__ = [
     "BACKWARD_PASS_AUTOCAST",
@@ -40,39 +35,16 @@ class TorchFeature:
     instead: str
 
     @property
-    def name(self) -> str:
-        """Full name."""
-        return f"{self.module}.{self.attribute}"
-
-    @property
     def present(self) -> bool:
-        """Whether the installed torch has it. Without torch nothing is missing."""
-        module = sys.modules.get(self.module)
-        if module is None:  # to import it may take seconds
-            return _defines(self.module, self.attribute.rpartition(".")[2])
+        """Whether the installed torch has it."""
         try:
-            attrgetter(self.attribute)(module)
-        except AttributeError:
+            attrgetter(self.attribute)(import_module(self.module))
+        except (AttributeError, ImportError):
             return False
         return True
 
     def __str__(self) -> str:
-        return self.name
-
-
-@cache
-def _defines(module: str, name: str) -> bool:
-    """Return whether the source of a module defines a name. If there is no source, nothing counts as missing."""
-    package, _, rest = module.partition(".")
-    spec = find_spec(package)
-    folders = (spec.submodule_search_locations if spec is not None else None) or ()
-    for folder in folders:
-        whole = Path(folder, *rest.split("."))
-        for path in (whole.with_suffix(".py"), whole / "__init__.py"):
-            if path.is_file():
-                source = path.read_text(encoding="utf-8")
-                return re.search(rf"^\s*(def|class) {name}\b|^{name}\b.*=", source, re.MULTILINE) is not None
-    return True
+        return f"{self.module}.{self.attribute}"
 
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fully_shard"

@@ -43,6 +43,7 @@ __all__ = [
     "device_dispatch_key",
     "dispatch_keyset",
     "end_dispatch_mode",
+    "expect_no_step",
     "flatten",
     "flight_records",
     "forget_python_dispatch",
@@ -283,6 +284,11 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
         or torch_optimizer._global_optimizer_post_hooks
         or torch._C._autograd._profiler_enabled()
     )
+
+
+def expect_no_step(optimizer: Optimizer) -> None:
+    """Let torch's schedulers not warn that `step` of this optimizer was not called before theirs."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def flight_records() -> list[dict[str, Any]]:

@@ -29,8 +29,8 @@ versions below were tried by hand, with `tox run -e torch2.7` and the like: each
 on the CPU (`accelcore verify backend cpu`). `tox run -e torch2.7 -- tests` runs tests, too. Devices other than the CPU
 were not tried here.
 
-What a version of torch lacks is asked for as a feature, never by comparing versions. `accelcore doctor` shows what the
-installed torch lacks. Kernels that compute wrong results are in [another table](known_faults.md).
+What a version of torch lacks is asked for as a feature, never by comparing versions. Kernels that compute wrong results
+are in [another table](known_faults.md).
 """
 
 
@@ -58,7 +58,7 @@ def attempt(folder: Path, tests: Sequence[str]) -> None:
         "torch": torch,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        "lacks": [{"name": one.name, "instead": one.instead} for one in TORCH_FEATURES if not one.present],
+        "lacks": [{"name": str(one), "instead": one.instead} for one in TORCH_FEATURES if not one.present],
         "suite": _suite(),
         "tests": _tests(tests) if tests else None,
     }

@@ -7,6 +7,7 @@ fails, keep what it uses, or raise `accelcore.API` and refuse the old version: d
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import sys
 from importlib import invalidate_caches
@@ -19,6 +20,8 @@ import accelcore
 
 KEPT = Path(__file__).parent / "plugins_kept"
 FILES = {
+    "accelcore_bare/__init__.py": "2b468b3785646121",
+    "accelcore_bare/backend.py": "1c74cca5c190cc28",
     "accelcore_hostchip/__init__.py": "4cbd7a8c7fec937c",
     "accelcore_hostchip/backend.py": "c550e7919a9d784c",
     "kept_lion.py": "84e25c4cbb41351d",
@@ -35,6 +38,7 @@ def installed(tmp_path, monkeypatch):
     for folder in (KEPT, KEPT / "wheel"):
         shutil.copytree(folder, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name, group, point in (
+        ("accelcore_bare", "backends", "bare = accelcore_bare"),
         ("accelcore_hostchip", "backends", "hostchip = accelcore_hostchip"),
         ("accelcore_kept", "backends", "kept = accelcore_kept"),
         ("kept_lion", "extensions", "lion = kept_lion"),
@@ -47,7 +51,7 @@ def installed(tmp_path, monkeypatch):
     invalidate_caches()
     yield
     for module in list(sys.modules):  # another test may import a newer package of the same name
-        if module.partition(".")[0] in ("accelcore_hostchip", "accelcore_kept", "kept_lion"):
+        if module.partition(".")[0] in ("accelcore_bare", "accelcore_hostchip", "accelcore_kept", "kept_lion"):
             del sys.modules[module]
 
 
@@ -62,22 +66,29 @@ def test_they_are_as_they_were(name):
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(("name", "precision"), [("adamw", "bf16"), ("lion", "fp32"), ("sgd", "O2")])
-def test_a_kept_backend_trains_as_the_cpu(name, precision, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "precision", "loss_scale"),
+    [("adamw", "bf16", "dynamic"), ("lion", "fp32", None), ("sgd", "O2", None)],
+)
+def test_a_kept_backend_trains_as_the_cpu(name, precision, loss_scale, tmp_path):
     policy = accelcore.Policy.preset(precision, dtype="bfloat16") if precision == "O2" else precision
     losses = {}
-    for device in ("cpu", "hostchip", "kept"):
+    for device in ("cpu", "hostchip", "kept", "bare"):
         accel = accelcore.select(device)
         accel.runtime.seed(1)
-        model = torch.nn.Linear(4, 2)
-        optimizer = accel.optimizers.create(name, model.parameters(), lr=0.01)
-        trainer = accel.trainer(
-            model, optimizer, loss=lambda m, b: m(b).square().mean(), precision=policy, accumulate=2, clip_norm=1.0
-        )
-        losses[device] = [float(trainer(torch.ones(3, 4) * number)) for number in range(6)]
-        trainer.save(tmp_path / device)
-        trainer.resume(tmp_path / device)
-    assert losses["hostchip"] == losses["kept"] == pytest.approx(losses["cpu"], rel=1e-3)
+        with accel.distributed(rank=0, world_size=1, init_method=f"file://{tmp_path}/{device}.meeting"):
+            model = torch.nn.Linear(4, 2)
+            optimizer = accel.optimizers.create(name, model.parameters(), lr=0.01)
+            trainer = accel.trainer(
+                model, optimizer, loss=lambda m, b: m(b).square().mean(), precision=policy, loss_scale=loss_scale,
+                accumulate=2, clip_norm=1.0,
+            )  # fmt: skip
+            batches = trainer.batches([torch.ones(3, 4) * number for number in range(6)])
+            losses[device] = [float(trainer(batch)) for batch in batches]
+            trainer.save(tmp_path / device)
+            assert trainer.resume(tmp_path / device) is not None
+            assert trainer.skipped == 0
+    assert losses["hostchip"] == losses["kept"] == losses["bare"] == pytest.approx(losses["cpu"], rel=1e-3)
     assert losses["cpu"][-1] != losses["cpu"][0]
 
 
@@ -106,3 +117,15 @@ def test_a_kept_backend_has_its_roles():
         assert job.world_size == 1
     with pytest.raises(accelcore.UnsupportedError):
         accel.compiler.compile(torch.nn.Linear(1, 1), {})
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ["bare", "kept"])
+def test_a_kept_backend_conforms(name, fork, tmp_path):
+    """The whole suite: it asks for no declaration and no method that plugins of this version did not need."""
+    done = fork("-m", "accelcore", "verify", "backend", name, "--json", PYTHONPATH=str(tmp_path)).finish(900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    card = json.loads(done.stdout)
+    assert card["conforms"]
+    assert all(counts["passed"] for counts in card["roles"].values())

@@ -1,4 +1,4 @@
-"""Parts of torch that older versions lack: found with torch and without it, and done without."""
+"""Parts of torch that older versions lack: found, and done without."""
 
 from __future__ import annotations
 
@@ -12,17 +12,8 @@ from accelcore_cpu import precision
 import accelcore
 from accelcore.precision.o1.table import TORCH_DIFFERS, Treatment, torch_treatment
 from accelcore.roles import compiler
-from accelcore.torch_features import BACKWARD_PASS_AUTOCAST, GET_KERNEL, TORCH_FEATURES, TorchFeature
+from accelcore.torch_features import BACKWARD_PASS_AUTOCAST, GET_KERNEL, TorchFeature
 from accelcore.torch_internals import operators_registered_at
-
-
-@pytest.mark.parametrize("feature", TORCH_FEATURES, ids=str)
-def test_what_torch_has_is_found_in_its_source_too(feature, monkeypatch):
-    """`accelcore doctor` looks there, because it does not import torch."""
-    __import__(feature.module)
-    imported = feature.present
-    monkeypatch.delitem(sys.modules, feature.module)
-    assert feature.present == imported
 
 
 @pytest.mark.parametrize(
@@ -33,20 +24,13 @@ def test_what_torch_has_is_found_in_its_source_too(feature, monkeypatch):
         ("torch.library", "Library.no_such_method", False),
         ("torch.library", "no_such_function", False),
         ("torch.nn", "no_such_name", False),
+        ("torch.no_such_module", "name", False),
         ("torch._functorch.config", "functionalize_rng_ops", True),
         ("torch._functorch.config", "functionalize", False),
     ],
 )
-@pytest.mark.parametrize("imported", [True, False])
-def test_a_feature_is_present_or_not(module, attribute, present, imported, monkeypatch):
-    if not imported:
-        monkeypatch.delitem(sys.modules, module)
+def test_a_feature_is_present_or_not(module, attribute, present):
     assert TorchFeature(module, attribute, "nothing").present is present
-
-
-def test_nothing_is_missing_of_what_cannot_be_read():
-    assert TorchFeature("no_such_package.part", "name", "nothing").present
-    assert TorchFeature("torch.no_such_module", "name", "nothing").present
 
 
 @pytest.fixture
@@ -66,7 +50,7 @@ def test_the_same_numbers_everywhere_are_refused_without_the_kernels_that_draw(a
     without(GET_KERNEL)
     with pytest.raises(accelcore.UnsupportedError, match="everywhere") as caught:
         accel.runtime.seed(1, same="everywhere")
-    assert GET_KERNEL.name in caught.value.why
+    assert str(GET_KERNEL) in caught.value.why
     accel.runtime.seed(1)
 
 
@@ -133,5 +117,5 @@ def test_a_model_that_would_lose_precision_when_compiled_runs_eagerly(without, m
         assert result.module(torch.ones(1, 2)).dtype == torch.bfloat16
     assert not result.compiled
     assert result.module is module
-    assert BACKWARD_PASS_AUTOCAST.name in result.reason
-    assert BACKWARD_PASS_AUTOCAST.name in caplog.text
+    assert str(BACKWARD_PASS_AUTOCAST) in result.reason
+    assert str(BACKWARD_PASS_AUTOCAST) in caplog.text

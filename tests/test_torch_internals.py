@@ -310,3 +310,14 @@ def test_a_sharded_model_forgets_a_pass_that_raised(phase, feature, job_of_one, 
             each(rows).square().sum().backward()
     for ours, expected in zip(model.parameters(), oracle.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), expected.grad)
+
+
+def test_an_optimizer_may_be_updated_without_its_step_before_its_scheduler_is_stepped(recwarn):
+    for expected in (True, False):
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        if not expected:
+            internals.expect_no_step(optimizer)
+        scheduler.step()
+        assert any("optimizer.step()" in str(warning.message) for warning in recwarn) == expected
+        recwarn.clear()

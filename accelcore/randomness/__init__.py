@@ -53,7 +53,7 @@ def draw_on_host(device_type: str) -> None:
     if not GET_KERNEL.present:
         raise UnsupportedError(
             'same="everywhere" is not available',
-            why=f"torch {torch.__version__} has no {GET_KERNEL}, so that its own kernels could not be called any more",
+            why=f"torch {torch.__version__} has no {GET_KERNEL}",
             available="seeds without same, which are the same on devices of one kind",
             remedy="leave same out, or install torch 2.10 or later",
         )

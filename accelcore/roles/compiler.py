@@ -124,7 +124,7 @@ class _Guarded:
         return getattr(self._eager, name)  # a loss function may call other methods of the model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._result.compiled and not BACKWARD_PASS_AUTOCAST.present and is_autocast_enabled():
+        if self._result.compiled and is_autocast_enabled() and not BACKWARD_PASS_AUTOCAST.present:
             self._run_eagerly(
                 f"torch {torch.__version__} has no {BACKWARD_PASS_AUTOCAST}, and would compile the whole backward pass "
                 "under autocast in low precision; torch 2.10 has it"

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import accelcore
+
 PAGE = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
 
 
@@ -39,6 +41,17 @@ def start(command, **environ):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_what_schedulers_grant_is_what_the_backends_state():
+    """The column of ROCm is compared by the plugin's own tests."""
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.startswith("|")]
+    table = {re.split("`| of ", row[0])[0]: row[1:] for row in rows if len(row) == 5}
+    for column, name in (("CUDA", "cuda"), ("Ascend NPU", "npu"), ("CPU", "cpu")):
+        probe, place = accelcore.installed()[name], table["field"].index(column)
+        stated = {field: table[field][place] for field in ("visible_devices", "slurm", "kubernetes", "ray")}
+        assert stated == {field: getattr(probe, field) for field in stated}, name
+        assert (table["exclusive"][place] == "yes") is probe.exclusive
 
 
 @pytest.mark.full  # README's script does, too

@@ -23,6 +23,11 @@ def probe(available):
 # What works.
 
 
+def test_the_variable_that_it_states_hides_devices(machine, monkeypatch):
+    monkeypatch.setenv(probe(True).visible_devices, "1")
+    assert probe(True).count == 1
+
+
 def test_where_nothing_is_missing_it_says_what_is_there(machine):
     answer = probe(True)
     assert answer.count == 2
@@ -230,6 +235,14 @@ def test_a_rocm_build_works_as_cuda_and_says_so(rocm):
     answer = probe(True)
     assert answer.count == 2
     assert answer.reason == "2 AMD GPUs through ROCm, torch 2.13.0+rocm7.1 for ROCm 7.1"
+    assert (answer.slurm, answer.kubernetes, answer.ray) == ("gpu", "amd.com/gpu", "GPU")
+
+
+def test_the_variable_that_a_rocm_build_states_hides_devices(rocm, monkeypatch):
+    rocm.amd(0, 256, 256)
+    monkeypatch.setenv(probe(True).visible_devices, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # ROCm reads its own variable first
+    assert probe(True).count == 1
 
 
 def test_a_rocm_build_without_an_amd_gpu(rocm):

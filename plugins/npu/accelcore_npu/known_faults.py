@@ -13,12 +13,14 @@ __all__ = ["KNOWN_FAULTS"]
 
 _SOURCE = "torch_npu/optim in the wheel of torch-npu 2.13.0"
 _OURS = "accelcore's classes collect gradients at each step and keep their own state"
-_Fault = partial(KnownFault, package="torch-npu", versions=">=2.10,<2.14")
-_Emulated = partial(_Fault, reference=_SOURCE, instead=_OURS, seen="torch-npu 2.10.0.post7, 2.13.0, EMULATED")
+_Fault = partial(KnownFault, package="torch-npu", versions=">=2.7,<2.15")
+_SEEN = "torch-npu 2.7.1.post11, 2.10.0.post7, 2.13.0, 2.14.0, EMULATED"
+_Emulated = partial(_Fault, reference=_SOURCE, instead=_OURS, seen=_SEEN)
 
 KNOWN_FAULTS = (
     _Fault(
         kernel="torch._fused_adamw_ on an NPU",
+        versions=">=2.10,<2.14",
         what="it accepts grad_scale and found_inf and ignores both: it applies scaled gradients and overflows",
         instead="the scaler unscales gradients and skips steps itself, for every kernel of an NPU",
         reference="op-plugin, FusedAdamwKernelNpu, as published",
@@ -55,6 +57,14 @@ KNOWN_FAULTS = (
         "factorizes the transposed matrix, and backward takes it for the matrix",
         instead="nothing: give them matrix.contiguous()",
         reference="plugins/npu/tests/npu_fault_probes.py",
+        seen="torch-npu 2.7.1.post11, 2.13.0, 2.14.0, EMULATED",
+    ),
+    _Fault(
+        kernel="torch._foreach_add_, _foreach_mul_ and others in place, on an Ascend 910B",
+        what="they leave the version of the tensors, so that backward through values of before them is a wrong "
+        "gradient instead of an error",
+        instead="optimizers of the route foreach increment the version after each step",
+        reference="op-plugin, ForeachAddScalarKernelNpuOpApi, as published",
         seen="torch-npu 2.13.0, EMULATED",
     ),
 )

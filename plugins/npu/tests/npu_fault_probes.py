@@ -141,6 +141,15 @@ def gradient_of_determinant_transposed() -> bool:
     return not torch.allclose(*gradients)
 
 
+@_asked
+def unseen_update() -> bool:
+    """Is a value as it was for autograd, after a kernel for many tensors changed it?"""
+    value = torch.ones(4, device="npu")
+    before = value._version
+    torch._foreach_add_([value], 1.0)
+    return value._version == before
+
+
 def _weights(count: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     """Parameters that are equal each time."""
     return [nn.Parameter(torch.linspace(0.5, 2.0, 12).reshape(3, 4).to("npu", dtype)) for _ in range(count)]
@@ -180,5 +189,6 @@ PROBES: dict[str, Callable[[], bool | None]] = {
     "torch_npu.optim.NpuFusedBertAdam with several groups": clipped_by_first_group,
     "torch_npu.optim.NpuFusedAdam, NpuFusedAdamW, fp16": fp16_epsilon,
     "torch.linalg.det, slogdet and torch.logdet on an NPU": gradient_of_determinant_transposed,
+    "torch._foreach_add_, _foreach_mul_ and others in place, on an Ascend 910B": unseen_update,
 }
 """By the kernel of a known fault, its probe; None if it cannot tell here."""

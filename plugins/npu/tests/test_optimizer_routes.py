@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -15,21 +13,6 @@ from accelcore.errors import ConfigurationError, TrainingError, UnsupportedError
 def fill_gradients(parameters):
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-
-
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch_npu copies a storage by an old API
-def test_a_copy_of_an_optimizer_is_an_optimizer_of_its_own(accel):
-    model = nn.Linear(3, 2).to(accel.device)
-    optimizer = accel.optimizers.create("adam", model.parameters(), lr=0.1)
-    fill_gradients(model.parameters())
-    optimizer.step()
-    before = model.weight.detach().clone()
-    twin = copy.deepcopy(optimizer)
-    fill_gradients(twin.param_groups[0]["params"])
-    twin.step()
-    torch.testing.assert_close(model.weight.detach(), before)
-    optimizer.step()
-    torch.testing.assert_close(twin.param_groups[0]["params"][0].detach(), model.weight.detach())
 
 
 def test_a_schedule_sets_the_rate(accel):

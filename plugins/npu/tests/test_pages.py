@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from accelcore.torch_features import GET_KERNEL
+
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ELSEWHERE = {
@@ -33,6 +35,8 @@ def blocks():
             why = ELSEWHERE.get(page.name) or ("it names a device" if 'select("' in code else "")
             if page.parent.name == "moving" and number == 0:
                 why = "it is the script as it was, for other libraries"
+            if 'same="everywhere"' in code and not GET_KERNEL.present:
+                why = f"refused: torch has no {GET_KERNEL}"
             marks = [pytest.mark.skip(reason=why)] if why else []
             yield pytest.param(code, id=f"{page.name}-{number + 1}", marks=marks)
 

@@ -119,7 +119,7 @@ def test_another_cann_than_the_published_one_is_mentioned_and_stops_nothing(mach
 @pytest.mark.parametrize(("value", "count"), [("0", 1), ("1,2", 2), ("0,1,2", 3)])
 def test_visible_devices_are_counted(machine, monkeypatch, value, count):
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", value)
-    assert (probe().available, probe().count) == (True, count)
+    assert (probe().available, probe().count, probe().visible_devices) == (True, count, "ASCEND_RT_VISIBLE_DEVICES")
 
 
 @pytest.mark.parametrize("value", ["", "  ", "x", "0,", "0, 1", "-1", "0;1", "\u0661", "0.5", "1" * 50])

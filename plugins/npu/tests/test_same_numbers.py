@@ -11,11 +11,15 @@ from torch.utils import _pytree as pytree
 
 import accelcore
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.torch_features import GET_KERNEL
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Cannot create tensor with intern?al format",
-    "ignore:AutoNonVariableTypeMode is deprecated",
-)
+pytestmark = [
+    pytest.mark.skipif(not GET_KERNEL.present, reason=f"refused: torch has no {GET_KERNEL}"),
+    pytest.mark.filterwarnings(
+        "ignore:Cannot create tensor with intern?al format",
+        "ignore:AutoNonVariableTypeMode is deprecated",
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

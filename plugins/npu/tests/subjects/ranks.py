@@ -14,7 +14,7 @@ import accelcore
 
 warnings.filterwarnings("error", "CAUTION")  # torch_npu's, where an operator falls back to the CPU
 # The group that `adopted` is given names no device.
-warnings.filterwarnings("ignore", r"barrier\(\): using the device", UserWarning)
+warnings.filterwarnings("ignore", r"barrier\(\): using the device|No device id is provided", UserWarning)
 
 ROWS, STEPS = 8, 10
 
