@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from accelcore.torch_features import BACKWARD_PASS_AUTOCAST
 from benchmarks.gpu.check import Child, ChildError
 from benchmarks.gpu.stage_profile import busy
 from benchmarks.gpu.stage_tests import read_report
@@ -99,6 +100,7 @@ def test_the_trainer_steps_as_the_loop_by_hand(tmp_path):
     assert differences == [0, 0]
 
 
+@pytest.mark.skipif(not BACKWARD_PASS_AUTOCAST.present, reason=f"torch has no {BACKWARD_PASS_AUTOCAST}")
 def test_speed_and_utilisation_follow_from_time(rehearse):
     record = rehearse("gpt")
     found, settings = timed(record["cases"]), record["settings"]

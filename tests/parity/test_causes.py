@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import accelcore
+from accelcore.torch_features import GET_KERNEL
 
 
 class Planted(nn.Module):
@@ -98,6 +99,7 @@ def test_an_operator_begins_in_a_module_that_is_seen_and_not_in_the_loss(tmp_pat
     assert (replay.result.module, replay.result.is_cause) == (module, cause)
 
 
+@pytest.mark.skipif(not GET_KERNEL.present, reason=f"torch has no {GET_KERNEL}")
 def test_an_operator_that_is_wrong_for_its_own_inputs_begins_anywhere(tmp_path):
     """The sum of the loss, outside all modules, is replaced by a wrong kernel."""
     given = model()
