@@ -15,7 +15,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party"
 
 
 def files(folder):
-    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
 
 
 def test_the_example_is_what_it_writes(tmp_path):

@@ -234,7 +234,7 @@ def test_a_cpp_compiler_that_cannot_be_run_is_named_and_the_model_runs_eagerly(a
     with config.patch({"cpp.cxx": (None, compiler)}):
         compiled = accel.compiler.compile(module, {})
     assert (compiled.compiled, compiled.module) == (False, module)
-    assert f"CXX={compiler!r} cannot be run" in compiled.reason
+    assert "CXX" in compiled.reason
 
 
 def test_a_process_that_trains_with_several_threads_can_be_forked():
