@@ -16,7 +16,7 @@ from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-d
 
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.jobs.launchers import Launch
-from accelcore.jobs.meeting import meet
+from accelcore.jobs.rendezvous import meet
 from accelcore.util.text import first_line
 
 __all__ = ["Collectives", "NoCollectives", "Op", "TorchCollectives"]

@@ -15,7 +15,7 @@ from accelcore.optim.flat.memory import FlatMemory, Run, Slot, lay_flat
 from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.state import Entry, by_parameter, divide, load_state
 
-__all__ = ["GroupBinding", "RunBinding", "updated_together"]
+__all__ = ["GroupBinding", "RunBinding", "joint_groups"]
 
 Groups = Sequence[dict[str, Any]]
 
@@ -178,7 +178,7 @@ class GroupBinding:
             for memory in self._memories:
                 memory.refresh()
             if self._flat is None:
-                self._memories = lay_flat(_slots(groups), updated_together(self._name, groups))
+                self._memories = lay_flat(_slots(groups), joint_groups(self._name, groups))
                 runs = list(chain.from_iterable(each.runs(each.values, each.gradients) for each in self._memories))
                 self._flat = RunBinding(self._implementation, runs, groups, self.state, in_part=True)
                 self.on_leaves = False
@@ -195,7 +195,7 @@ class GroupBinding:
             self._flat.increment_versions()
 
 
-def updated_together(name: str, groups: Groups) -> Sequence[int]:
+def joint_groups(name: str, groups: Groups) -> Sequence[int]:
     """Return for each group the number of the first group with which the optimizer `name` may update it as one."""
     formula = FORMULAS.get(name)
     return range(len(groups)) if formula is None or formula.by_group else equal_groups(groups)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError, UnsupportedError
-from accelcore.optim.binding import GroupBinding, RunBinding, updated_together
+from accelcore.optim.binding import GroupBinding, RunBinding, joint_groups
 from accelcore.optim.engine import Request, Route, as_engine, loss_by, needs_closure
 from accelcore.optim.flat.memory import Run
 from accelcore.optim.shards import is_sharded
@@ -78,9 +78,9 @@ class RoutedOptimizer(torch.optim.Optimizer):
         return self._route.memory != "tensors" or self._engine.keeps_shapes
 
     @property
-    def together(self) -> Sequence[int]:
+    def joint_groups(self) -> Sequence[int]:
         """For each group, the number of the first group with which it may be updated as one."""
-        return updated_together(self.name, self.param_groups)
+        return joint_groups(self.name, self.param_groups)
 
     @property
     def bound(self) -> Sequence[Run] | None:

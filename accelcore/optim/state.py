@@ -36,7 +36,7 @@ def by_parameter(runs: Iterable[Run], state: Mapping[Tensor, Entry]) -> dict[Ten
         entry = state.get(run.value)
         if not entry:
             continue
-        columns = {key: _seen(run, key, value) for key, value in entry.items()}
+        columns = {key: _by_slot(run, key, value) for key, value in entry.items()}
         for number, slot in enumerate(run.slots):
             entries[slot.parameter] = {key: column[number] for key, column in columns.items()}
     return entries
@@ -106,7 +106,7 @@ def read_options(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> 
         group.update({key: value for key, value in saved_group.items() if key not in ("params", "step", *SWITCHES)})
 
 
-def _seen(run: Run, key: str, value: Any) -> Sequence[Any]:
+def _by_slot(run: Run, key: str, value: Any) -> Sequence[Any]:
     if run.memory is None and isinstance(value, Tensor) and key not in COUNTERS:
         return [as_shard(value, slot.parameter) for slot in run.slots]
     if run.memory is None or not isinstance(value, Tensor):

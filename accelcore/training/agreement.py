@@ -1,4 +1,4 @@
-"""Agreement of the ranks of a job: they meet, learn of each other's failures, and compare what they train."""
+"""Agreement of the ranks of a job: they wait for each other, learn of failures, and compare what they train."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Agreement:
     def __init__(self, collectives: Collectives, device: torch.device) -> None:
         self._collectives, self._device = collectives, device
 
-    def meet(self, what: str) -> None:
+    def wait_for_ranks(self, what: str) -> None:
         """Wait until every rank makes the call `what`, or raise an error after the timeout."""
         group = self._collectives.cpu_group()
         if group is None:
@@ -62,7 +62,7 @@ class Agreement:
         )
 
     @contextmanager
-    def together(self, what: str, kind: type[AccelError] = CheckpointError) -> Iterator[None]:
+    def all_or_none(self, what: str, kind: type[AccelError] = CheckpointError) -> Iterator[None]:
         """Run a block on all ranks; if it raises on one of them, the others raise an error of class `kind` after it."""
         failure: Exception | None = None
         try:

@@ -164,11 +164,11 @@ class PerTensor(Gradients):
 class Flat(Gradients):
     """Parameters and gradients in flat memory, one piece of each for every dtype and device.
 
-    `together`: for each group, the number of the group that it may be updated with; empty: each by itself.
+    `joint`: for each group, the number of the group that it may be updated with; empty: each by itself.
     """
 
-    def __init__(self, slots: Sequence[Slot], together: Sequence[int] = ()) -> None:
-        memories = lay_flat(slots, together)
+    def __init__(self, slots: Sequence[Slot], joint: Sequence[int] = ()) -> None:
+        memories = lay_flat(slots, joint)
         super().__init__(list(chain.from_iterable(memory.slots for memory in memories)))
         self.memories = self._memories = self.flat = memories
         self.values = [memory.values for memory in memories]
@@ -335,14 +335,14 @@ class Masters(Gradients):
 def backward(gradients: Gradients, loss: Tensor, start: Tensor | None, *, retain_graph: bool = False) -> None:
     """Add the gradients of `loss`, multiplied by `start`; None for 1."""
     # Held gradients stay where they are: no memory takes them in.
-    receiving = [] if gradients.held else [memory for memory in gradients.memories if memory.takes_in]
+    receiving = [] if gradients.held else [memory for memory in gradients.memories if memory.copies_in_backward]
     for memory in receiving:
-        memory.receives = True
+        memory.expects_gradients = True
     try:
         torch.autograd.backward(loss, start, retain_graph=retain_graph)
     finally:
         for memory in receiving:
-            memory.receives = False
+            memory.expects_gradients = False
 
 
 def by_slot(gradients: Gradients, tensors: Iterable[Value]) -> list[Value]:

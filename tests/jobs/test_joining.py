@@ -16,7 +16,7 @@ import accelcore
 from accelcore.errors import ConfigurationError, DistributedError
 from accelcore.jobs.collectives import TorchCollectives
 from accelcore.jobs.launchers import Launch
-from accelcore.jobs.meeting import meet
+from accelcore.jobs.rendezvous import meet
 
 
 @pytest.fixture(autouse=True)

@@ -150,8 +150,8 @@ class GradientMemory:
         gradients: the piece.
         views: the piece as one tensor for each parameter.
         received: for each parameter, whether it has a gradient.
-        takes_in: whether it copies gradients within backward.
-        receives: whether the gradients of the current backward are for this piece; to be set by its owner.
+        copies_in_backward: whether it copies gradients within backward.
+        expects_gradients: whether the gradients of the current backward are for this piece; to be set by its owner.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -167,7 +167,7 @@ class GradientMemory:
         self._has_gaps = total > sum(parameter.numel() for parameter in parameters)
         self._kinds = self._look()
         self._large = [number for number, view in enumerate(self.views) if view.numel() >= _LARGE]
-        self.takes_in, self.receives = bool(self._large), False
+        self.copies_in_backward, self.expects_gradients = bool(self._large), False
         # The hooks hold no reference to this object, because they live as long as the parameters.
         hooks = [
             parameters[number].register_post_accumulate_grad_hook(partial(_arrived, ref(self), number))  # type: ignore[no-untyped-call]
@@ -175,11 +175,11 @@ class GradientMemory:
         ]
         finalize(self, _remove, hooks)
 
-    def take_in(self, number: int) -> None:
+    def copy_gradient(self, number: int) -> None:
         """Copy a parameter's gradient into the piece, and make its `grad` a view of it."""
         parameter, view = self.parameters[number], self.views[number]
         gradient = parameter.grad
-        if not self.receives or gradient is None or gradient is view:
+        if not self.expects_gradients or gradient is None or gradient is view:
             return
         if (gradient.layout, gradient.dtype, gradient.device) == (view.layout, view.dtype, view.device):
             view.copy_(gradient)
@@ -243,19 +243,19 @@ class FlatMemory(GradientMemory):
     Args:
         slots: the parameters; those to be updated as one are adjacent. Each one's memory becomes a part of the
             piece.
-        together: for each group, the number of the first group with which it may be updated as one; empty: none.
+        joint: for each group, the number of the first group with which it may be updated as one; empty: none.
 
     Attributes:
         values: the piece of the parameters.
     """
 
-    def __init__(self, slots: Sequence[Slot], together: Sequence[int] = ()) -> None:
+    def __init__(self, slots: Sequence[Slot], joint: Sequence[int] = ()) -> None:
         super().__init__([slot.parameter for slot in slots])
         self.slots = slots
-        self._kernels = [together[slot.group] if together else slot.group for slot in slots]
+        self._kernels = [joint[slot.group] if joint else slot.group for slot in slots]
         self.values = torch.zeros_like(self.gradients)
         self._places = [_own_storage(view) for view in self.layout.views(self.values)]
-        self._take_in(range(len(slots)))
+        self._move_parameters(range(len(slots)))
 
     def refresh(self) -> None:
         """Copy back parameters that got other memory, by `model.to`, `load_state_dict(assign=True)` or another trainer.
@@ -265,14 +265,14 @@ class FlatMemory(GradientMemory):
         now = self._places_now()
         if now != self._placed:
             pairs = enumerate(zip(zip(*now, strict=True), zip(*self._placed, strict=True), strict=True))
-            self._take_in([number for number, (place, before) in pairs if place != before])
+            self._move_parameters([number for number, (place, before) in pairs if place != before])
 
     def runs(self, values: Tensor, gradients: Tensor) -> list[Run]:
         """Return the runs that may be updated as one, over pieces with this layout."""
         whole = Run(self.slots, values, gradients, self)
         return whole.split([n for n in range(1, len(self.slots)) if self._kernels[n] != self._kernels[n - 1]])
 
-    def _take_in(self, numbers: Iterable[int]) -> None:
+    def _move_parameters(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             parameter, place = self.parameters[number], self._places[number]
             if (parameter.dtype, parameter.device, parameter.shape) != (place.dtype, place.device, place.shape):
@@ -291,14 +291,14 @@ class FlatMemory(GradientMemory):
         return list(map(Tensor.data_ptr, self.parameters)), list(map(Tensor.numel, self.parameters))
 
 
-def lay_flat(slots: Sequence[Slot], together: Sequence[int] = ()) -> list[FlatMemory]:
-    """Lay parameters out in a piece for each dtype and device; `together` as for `FlatMemory`."""
+def lay_flat(slots: Sequence[Slot], joint: Sequence[int] = ()) -> list[FlatMemory]:
+    """Lay parameters out in a piece for each dtype and device; `joint` as for `FlatMemory`."""
 
     def place(slot: Slot) -> tuple[int, int]:
-        return (together[slot.group] if together else slot.group, slot.group)
+        return (joint[slot.group] if joint else slot.group, slot.group)
 
     with torch.no_grad():
-        return [FlatMemory(sorted(alike, key=place), together) for alike in by_kind(slots)]
+        return [FlatMemory(sorted(alike, key=place), joint) for alike in by_kind(slots)]
 
 
 def by_kind(slots: Sequence[Slot]) -> list[list[Slot]]:
@@ -340,7 +340,7 @@ def _own_storage(view: Tensor) -> Tensor:
 def _arrived(memory: ReferenceType[GradientMemory], number: int, parameter: nn.Parameter) -> None:
     alive = memory()
     if alive is not None:
-        alive.take_in(number)
+        alive.copy_gradient(number)
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

@@ -107,7 +107,8 @@ def evaluate(
         return loader if job.world_size == 1 else share_once(loader, job, backend.device)
 
     def read() -> Iterator[Any]:
-        Agreement(job, backend.device).meet("trainer.evaluate()")  # a rank alone would see its share of the rows only
+        # A rank alone would see its share of the rows only.
+        Agreement(job, backend.device).wait_for_ranks("trainer.evaluate()")
         training = {module: module.training for module in model.modules()}
         model.eval()
         try:

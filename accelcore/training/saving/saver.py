@@ -109,7 +109,7 @@ class Checkpoints(ABC):
             self.extra = new
             return folder
         backend, agreement = _agreement(trainings)
-        agreement.meet("trainer.save()")
+        agreement.wait_for_ranks("trainer.save()")
         if not agreement.all_equal(repr(metric)):
             raise ConfigurationError(
                 f"the ranks of this job give different metrics as best=: this one gives {metric}",
@@ -128,13 +128,13 @@ class Checkpoints(ABC):
             "torch": torch.__version__,
         }
         with ExitStack() as held:
-            with agreement.together(doing), store.writing(folder):
+            with agreement.all_or_none(doing), store.writing(folder):
                 if rank == 0:
                     held.enter_context(store.alone(folder))
-            with agreement.together(doing), store.writing(folder):
+            with agreement.all_or_none(doing), store.writing(folder):
                 for name, training in trainings.items():
                     _write(training, folder, name, rank)
-            with agreement.together(doing), store.writing(folder):
+            with agreement.all_or_none(doing), store.writing(folder):
                 if rank == 0:
                     saved = store.finish(folder, steps, facts)
         path: Path = folder / gather_objects(backend.collectives, saved)[0]
@@ -167,10 +167,10 @@ class Checkpoints(ABC):
         if requested_trial() is not None and not must_exist:
             return None
         backend, agreement = _agreement(trainings)
-        agreement.meet("trainer.resume()")
+        agreement.wait_for_ranks("trainer.resume()")
         rank, world_size = backend.collectives.rank, backend.collectives.world_size
         checkpoint, commits = None, {}
-        with agreement.together("resume"), _as_checkpoint_error(folder):
+        with agreement.all_or_none("resume"), _as_checkpoint_error(folder):
             checkpoint = store.find(folder, (rank, world_size), best=best)
             if checkpoint is not None:
                 _check_trainers(trainings, checkpoint)
@@ -216,8 +216,8 @@ class Saver:
     def load(self, path: str | Path) -> dict[str, Any]:
         training, file = self.state({}, writes=False), store.as_path(path)
         _, agreement = _agreement({"": training})
-        agreement.meet("trainer.load()")
-        with agreement.together("load"), _as_checkpoint_error(file):
+        agreement.wait_for_ranks("trainer.load()")
+        with agreement.all_or_none("load"), _as_checkpoint_error(file):
             commits, rest = prepare_foreign(training.parts, file)
         _commit({"": training}, {"": commits}, {"": self.steps}, agreement)
         return rest
@@ -303,7 +303,7 @@ def _commit(
 ) -> None:
     """Restore all parts by their commits. If that fails on one rank, the trainers give up on every rank."""
     try:
-        with agreement.together("restore its state"):
+        with agreement.all_or_none("restore its state"):
             for name, training in trainings.items():
                 training.saver.step.acquire_gradients()
                 for commit in commits[name]:

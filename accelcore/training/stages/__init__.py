@@ -34,8 +34,8 @@ class Preparation:
         """Run `first` and every check, on all ranks together; `what` is the script's call, for errors."""
         job = self._plan.backend.collectives
         agreement = Agreement(job, self._plan.backend.device)
-        agreement.meet(what)
-        with agreement.together("prepare this training", DistributedError):
+        agreement.wait_for_ranks(what)
+        with agreement.all_or_none("prepare this training", DistributedError):
             first()
             for stage in self._stages:
                 stage.check(self._plan)

@@ -121,7 +121,7 @@ def _gradients(plan: Plan) -> Gradients:
     if plan.strategy.layout == "shards":
         gradients = ShardedGradients(slots)
     elif slots and _lies_flat(plan):
-        gradients = Flat(slots, plan.optimizer.together if isinstance(plan.optimizer, RoutedOptimizer) else ())
+        gradients = Flat(slots, plan.optimizer.joint_groups if isinstance(plan.optimizer, RoutedOptimizer) else ())
     else:
         gradients = PerTensor(slots)
     if plan.policy.masters and any(slot.parameter.dtype in LOW_PRECISION for slot in slots):

@@ -1,4 +1,4 @@
-"""Meeting of a job's ranks: the store through which they form the process group, and the ranks that did not come."""
+"""Rendezvous of a job's ranks: the store through which they form the process group, and the ranks that are missing."""
 
 from __future__ import annotations
 
