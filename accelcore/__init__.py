@@ -6,7 +6,8 @@ A first line::
 
     accel = accelcore.select()        # ACCEL_DEVICE, or the best device that works here
 
-Importing this package imports neither torch nor a plugin: names are resolved on first use.
+Importing this package imports neither torch nor a plugin: names are resolved on first use. The command line is in
+`accelcore.cli`. docs/architecture.md says which file answers which question.
 """
 
 from __future__ import annotations

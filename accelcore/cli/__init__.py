@@ -23,7 +23,7 @@ ROLES = (
     *("backend", "operators", "precision", "scaler", "optimizers", "collectives", "compiler", "runtime", "training"),
     "parallel",
 )
-"""Parts of the conformance suite: the backend as a whole, its operators, its six roles, training end to end."""
+"""Parts of the conformance suite: the backend as a whole, its operators, its six roles, training, jobs of ranks."""
 
 _INTERRUPTED = 130
 

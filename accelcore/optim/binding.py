@@ -23,18 +23,18 @@ Groups = Sequence[dict[str, Any]]
 class RunBinding:
     """Binding to the runs of a trainer, which sets their gradients before each step.
 
-    A run is divided, and its state with it, if only some of its parameters receive a gradient, or if the options of
-    their groups differ.
+    A run and its state are divided if only some of its parameters receive a gradient, or if the options of their groups
+    differ.
 
     Args:
         implementation: computes the updates.
-        runs: what it trains; later as they are divided then.
+        runs: the tensors to update. The attribute has them as they are divided now.
         groups: the optimizer's own groups, which hold the model's parameters.
         entries: the state to begin with, by parameter.
-        in_part: whether other processes update a part of the runs, so that a step may find no gradient here.
+        in_part: whether other ranks update some of the parameters. A step may then find no gradient on this rank.
 
     Attributes:
-        on_leaves: whether one of them may require gradients, so that updates need `torch.no_grad()`.
+        on_leaves: whether a run may require gradients, so that updates need `torch.no_grad()`.
     """
 
     def __init__(

@@ -118,7 +118,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
         Args:
             runs: of every parameter that is trained; each belongs to one group. All or none are flat memory.
-            in_part: whether other processes update a part of them, so that there may be no gradient in a step.
+            in_part: whether other ranks update some of them, so that a step may find no gradient on this rank.
 
         Raises:
             UnsupportedError: no route supports them.

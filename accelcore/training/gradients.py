@@ -249,9 +249,9 @@ class ShardedGradients(PerTensor):
 class Masters(Gradients):
     """fp32 masters of bf16 and fp16 parameters, and fp32 gradients for them; other parameters are left to `inner`.
 
-    A parameter that others wrote to since its last update (`load_state_dict`, an initialisation, other memory as its
-    `data`) has another version or address. Its master then takes the new value, unless that is the master's own,
-    rounded.
+    If others wrote to a parameter since its last update (`load_state_dict`, an initialisation, other memory as its
+    `data`), its version or address has changed. Its master then takes the new value, unless the value is the rounded
+    master itself.
 
     Args:
         inner: gradients of the parameters themselves.

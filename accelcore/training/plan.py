@@ -29,7 +29,7 @@ __all__ = ["Plan", "Stage"]
 class Plan:
     """The objects that a training is made of. Each stage adds its own, in `apply` or already in `check`.
 
-    So what the `check` of any stage adds, such as the strategy of `Shard`, is known to the `apply` of every stage.
+    All checks run before the first `apply`. So the `apply` of `Place` may use the strategy, which `Shard.check` made.
 
     Attributes:
         backend, model, optimizer, options: as given.

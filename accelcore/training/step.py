@@ -53,8 +53,8 @@ class Step:
         self._clip_by = plan.options["clip"]
         self._model = plan.model
         self._find_bad = lambda: first_not_finite(plan.gradients, plan.gradients.of_values())
-        self._exposes = not isinstance(plan.optimizer, RoutedOptimizer)  # torch's optimizers do not know of slots
-        # A scaler that reads gradients may skip. A captured step has to be torch's, which checks what a graph bakes in.
+        self._sets_grad = not isinstance(plan.optimizer, RoutedOptimizer)  # torch's optimizers read `grad`
+        # `FusedStep` cannot skip an overflow. A graph needs torch's own step, which checks what the graph bakes in.
         self._captured = plan.captured is not None
         fused = not self._captured and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
         self._fused_step = FusedStep(plan.optimizer) if fused else None  # instead of the optimizer's slower own step
@@ -257,7 +257,7 @@ class Step:
         buffers = gradients.buffers() if reads else []
         if correction is not None:
             torch._foreach_mul_(buffers, correction)
-        if self._exposes:
+        if self._sets_grad:
             gradients.expose()
         if self._unscales:
             self._scaler.unscale_(self._optimizer, buffers, self._strategy.agree)
