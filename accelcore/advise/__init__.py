@@ -1,4 +1,4 @@
-"""Which precision a script should train in, found by trials: `accelcore advise`.
+"""Find by trials which precision a script should train in: `accelcore advise`.
 
     advise    which trials to run, and in which order
     trials    one trial: the unchanged script in a child process, and its record

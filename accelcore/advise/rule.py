@@ -1,12 +1,12 @@
-"""The rule by which `accelcore advise` recommends one of the variants that it tried.
+"""Rule by which `accelcore advise` recommends one of the variants it has tried.
 
 1. The reference is fp32, computed exactly. The *loss* of a trial is the mean over the last fifth of its steps. The
    *noise* is the range of this loss over runs in fp32 that differ in their seed alone.
 2. A variant *agrees* if it did all its steps, no update in its last fifth was skipped for overflow, and its loss
-   differs from that of the reference by no more than the noise.
-3. Of those that agree, the one with the lowest median time of a step is the quickest. Another one *ties* with it if its
-   lower quartile is not above the upper quartile of the quickest.
-4. Of those that tie, the first one is recommended: variants are in the order of their simplicity.
+   differs from the reference's loss by no more than the noise.
+3. The quickest variant is the one with the lowest median time of a step, among the variants that agree. Another variant
+   *ties* with it if its lower quartile is not above the upper quartile of the quickest.
+4. The first variant that ties is recommended: variants are in the order of their simplicity.
 """
 
 from __future__ import annotations

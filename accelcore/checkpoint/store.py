@@ -1,4 +1,4 @@
-"""Checkpoints on disk.
+"""Write, find and verify checkpoints on disk.
 
     checkpoints/
       step-00001200/              appears by one rename, after everything in it is written and flushed

@@ -1,4 +1,4 @@
-"""The group of all commands, and the small ones; a larger command has a file of its own.
+"""The group of all commands, and the small commands. Each larger command has its own file.
 
 Other distributions bring commands by entry points of the group `accelcore.commands`. The value of such an entry point
 is a `click.Command`. `accelcore --help` lists the commands from metadata. A distribution is imported when one of its

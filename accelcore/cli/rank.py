@@ -1,5 +1,4 @@
-"""Program that runs the script where `accelcore run` cannot become `python SCRIPT` itself: as a rank, or with packages
-hidden.
+"""Program that runs the script as a rank of `accelcore run`, or with packages hidden; otherwise Python itself runs it.
 
 Its arguments: the launcher's process id, or 0; the names of packages to hide, separated by commas; then the arguments
 of `python`.

@@ -1,4 +1,4 @@
-"""Selection of a device.
+"""Choose a device: `select()`, `installed()`, and the fallback of a list or `auto`.
 
 A request for one device works or raises. A list or `auto` may fall back, and logs once what it passed over and why.
 """

@@ -1,4 +1,4 @@
-"""Jobs of several ranks: who started them, the process group, the words of a script, and messages about missing ranks.
+"""Jobs of several ranks: launchers, the process group, `Job` for scripts, and errors that name missing ranks.
 
 How ranks share a training is in `training/parallel`.
 """

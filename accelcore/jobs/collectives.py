@@ -1,4 +1,4 @@
-"""Collectives: the process group, and the few operations that data parallelism needs of it."""
+"""Contract of the role `collectives`, and its default by torch.distributed."""
 
 from __future__ import annotations
 

@@ -253,9 +253,13 @@ class MissingRanks:
 
 @dataclass(frozen=True)
 class _Note:
-    """Place of a rank in the script. `number` is that of its last collective, `beat` that of the note.
+    """Place of a rank in the script.
 
-    `steps` are step and micro-batch of each trainer. `follows`: the rank failed because it lost another one.
+    Attributes:
+        beat: the number of this note.
+        steps: step and micro-batch of each trainer.
+        number, collective: number and name of the last collective.
+        follows: whether the rank failed because it lost another one.
     """
 
     beat: int

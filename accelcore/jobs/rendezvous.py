@@ -53,7 +53,7 @@ def meet(launch: Launch, timeout: timedelta | None) -> Store:
 
 
 def _address(init_method: str) -> str:
-    """Return the address at which ranks meet; that of `env://` stands in the environment."""
+    """Return the address at which ranks meet; for `env://` it is in the environment."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if init_method != "env://" or not host or not port:
         return init_method

@@ -1,4 +1,4 @@
-"""Bindings: what an optimizer updates, and its state by parameter."""
+"""Bindings of a `RoutedOptimizer`: to the runs of a trainer, or to the parameters in its own groups."""
 
 from __future__ import annotations
 

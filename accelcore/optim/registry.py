@@ -1,4 +1,4 @@
-"""Registry of optimizers: a name in the script, the fastest correct implementation on this device."""
+"""Registry of optimizers: choose the fastest correct implementation of a name on this device."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _increment_versions(made: torch.optim.Optimizer, *_: Any) -> None:
 
 
 class _InitialState(defaultdict[Tensor, Any]):
-    """State of an optimizer whose constructor creates it, also for parameters that the constructor did not see.
+    """State of an optimizer whose constructor creates it. It also begins the state of parameters that came later.
 
     Adagrad is the only one. Before torch 2.13 its `step` fails if a parameter has no state.
     """

@@ -1,4 +1,4 @@
-"""A whole model in one dtype: parameters and buffers, inputs and outputs, and a state_dict in fp32.
+"""Cast a whole model: its parameters and buffers, its inputs and outputs, and its state_dict to fp32.
 
 apex's O2 and O3 consist of these. Another `hold` in fp32 undoes a `hold`; the others return the hooks they made.
 """

@@ -1,4 +1,4 @@
-"""Precision policies: every word for a precision, and the dtypes and loss scale it stands for."""
+"""Precision policies: the presets and aliases of `precision=`, each with its dtypes and loss scale."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def choose_policy(precision: object, loss_scale: float | str | LossScale | None)
 
 
 def skipping(policy: Policy) -> Policy:
-    """Return a policy whose loss scale skips updates. One that is fixed, or none, becomes one that cannot move."""
+    """Return a policy whose loss scale skips updates. If it has a fixed one or none, it gets a constant dynamic one."""
     if not (policy.loss_scale is None or is_number(policy.loss_scale)):
         return policy
     scale = float(policy.loss_scale or 1.0)

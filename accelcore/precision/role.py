@@ -1,4 +1,4 @@
-"""Precision: which operators run in which dtype, how exact fp32 arithmetic is, and the contexts of a training."""
+"""Contract of the role `precision`, its default by `torch.autocast`, and the precision contexts of a training."""
 
 from __future__ import annotations
 

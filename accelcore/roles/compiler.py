@@ -1,4 +1,4 @@
-"""Compiler: returns a faster version of a module, or the module itself and the reason."""
+"""Contract of the role `compiler`, and its default by torch.compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runtime: the device, its random numbers, memory, transfers, streams and graphs."""
+"""Contract of the role `runtime` and its defaults: random numbers, memory, transfers, streams and graphs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Runtime(ABC):
         """Return how much memory is used."""
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Return a context whose work runs after the work queued before it, on another stream; later work waits for it.
+        """Return a context that queues work on another stream. It runs after earlier work, and later work waits for it.
 
         Raises:
             UnsupportedError: the backend declares no `streams`.

@@ -1,4 +1,4 @@
-"""Backend of a device that torch knows and for which nobody has written a plugin.
+"""`from_torch`: a backend for a device that torch supports and that has no plugin.
 
 Small computations find out what the device can do; each result is compared with the CPU's. A trial that raises, or
 computes something else, is a reason not to declare a feature. No trial draws random numbers.
@@ -219,7 +219,7 @@ def _has_generator(device: torch.device) -> bool:
 
 
 def _process_group(kind: str) -> str | None:
-    """Return torch.distributed's backend for a device type if it is in this build of torch; None if there is none."""
+    """Return torch.distributed's backend for a device type; None if this build of torch has no such backend."""
     if not dist.is_available():
         return None
     name = dist.Backend.default_device_backend_map.get(kind)

@@ -319,7 +319,7 @@ def refuse_closure(gradients: object) -> None:
 def step_in_kernel(
     optimizer: Any, found_inf: Tensor | None, grad_scale: Tensor | None, step: Callable[[], Any] | None = None
 ) -> Any:
-    """Call `step`, by default the optimizer's own, so that its kernel divides the gradients and skips an overflow."""
+    """Call `step`, by default the optimizer's own. Its kernel divides the gradients and skips an overflow."""
     optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale
     try:
         return (step or optimizer.step)()

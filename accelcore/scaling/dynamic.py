@@ -1,4 +1,4 @@
-"""Dynamic loss scale, and the role that makes loss scalers.
+"""Dynamic loss scale (`GradScaler`), and the role that makes loss scalers (`Scalers`).
 
 The dynamic scale follows torch.amp.GradScaler (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2). It
 has the same defaults, order of calls and state. There are two differences. The scale stays within `[min, max]`, so that

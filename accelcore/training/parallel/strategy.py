@@ -1,4 +1,4 @@
-"""The contract of a parallel strategy, the two simplest strategies, and what several of them send between ranks."""
+"""Contract of a parallel strategy, the strategies of one process and of combine_ddp, and their exchanges."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Strategy(ABC):
 
 
 class SingleProcess(Strategy):
-    """The strategy of a job of one process, whatever was asked for."""
+    """Strategy of a job of one process, for every value of `parallel`."""
 
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
         return model

@@ -1,4 +1,4 @@
-"""Saving and restoring a training, on all ranks together.
+"""Save and resume a training, on all ranks of a job.
 
 `Saver.state` lists the parts of a checkpoint, each of which has a class in this folder.
 

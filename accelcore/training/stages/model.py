@@ -1,4 +1,4 @@
-"""Place and Cast: the model on the device, with the statistics of all ranks, in the dtype of its policy."""
+"""Place and Cast: move the model to the device, replace its BatchNorm, and cast it to the dtype of its policy."""
 
 from __future__ import annotations
 

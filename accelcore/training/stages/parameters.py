@@ -1,4 +1,4 @@
-"""Shard, Bind and Replicate: which rank has which parameters, in which memory, and what the optimizer updates."""
+"""Shard, Bind and Replicate: divide the model, lay out parameters and masters, bind the optimizer, replicate."""
 
 from __future__ import annotations
 
