@@ -12,7 +12,7 @@ from accelcore.backend import Backend, Capabilities
 from accelcore.devices.plugins import describe
 from accelcore.errors import BackendUnavailableError
 from accelcore.scaling.dynamic import Scalers
-from accelcore_npu import emulated
+from accelcore_npu.detection import emulated_devices
 
 __all__ = ["create"]
 
@@ -48,7 +48,7 @@ def create(index: int) -> Backend:
     return Backend(
         name="npu",
         index=index,
-        emulated=emulated.devices() is not None,
+        emulated=emulated_devices() is not None,
         capabilities=capabilities,
         precision=NpuPrecision("npu", capabilities, "AutocastPrivateUse1"),
         scaler=Scalers(device, partial(FlagScaler, collectives=collectives) if saturates else NpuScaler),

@@ -1,6 +1,9 @@
 """Detection of Ascend NPUs by device files, environment and metadata. This module does not import torch.
 
 It imports, loads and initialises nothing, so the process may still fork afterwards.
+
+The emulator is a separate distribution, and this module imports nothing of it. Its CANN is loaded like a real one. It
+is known by the function `accelcore_emulated_devices`, which returns the number of devices.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from pathlib import Path
 from accelcore.devices.hookspecs import Probe
 from accelcore.devices.plugins import autoload_enabled, autoloads
 from accelcore.util.text import shown
-from accelcore_npu import compatibility, emulated, libraries
+from accelcore_npu import compatibility, libraries
 
-__all__ = ["detect"]
+__all__ = ["detect", "emulated_devices"]
 
 _DEVICES = Path("/dev")
 _ENVIRONMENT = (
@@ -35,10 +38,10 @@ _TRANSFER = "torch_npu.contrib.transfer_to_npu"
 def detect() -> Probe:
     """Return the plugin's probe."""
     wish = os.environ.get("ACCEL_EMULATE")
-    if wish and not emulated.wanted():  # empty is unset
+    if wish and not _wants_emulation():  # empty is unset
         return _probe(f"ACCEL_EMULATE={shown(wish)} is not a device that can be emulated", "set it to npu, or unset it")
     found = list(_package_faults())
-    if emulated.wanted():
+    if _wants_emulation():
         return _detect_emulated(found)
     visible, fault = _visible(_device_files())
     if fault is not None:
@@ -52,8 +55,28 @@ def detect() -> Probe:
     return _probe("; ".join([_works(visible), *_notices()]), count=visible)
 
 
+def emulated_devices() -> int | None:
+    """Return the number of NPUs that this process's CANN imitates.
+
+    The number is 0 if the emulator refuses its settings, and None if the CANN is not emulated. A library that is not
+    loaded yet is loaded only if the user asked for an emulated NPU: the search path should then lead to one.
+    """
+    import ctypes  # slow to import, compared with a probe
+
+    mode = os.RTLD_NOW if _wants_emulation() else os.RTLD_NOW | os.RTLD_NOLOAD
+    try:
+        library = ctypes.CDLL("libascendcl.so", mode=mode)
+        return int(library.accelcore_emulated_devices())
+    except (OSError, AttributeError):  # the library or the function does not exist
+        return None
+
+
+def _wants_emulation() -> bool:
+    return os.environ.get("ACCEL_EMULATE") == "npu"
+
+
 def _detect_emulated(found: list[tuple[str, str]]) -> Probe:
-    devices = emulated.devices()
+    devices = emulated_devices()
     if not devices:
         found = [_emulated_fault(devices)]
     visible, fault = _visible(devices or 0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch_npu
-from accelcore_npu import emulated
+from accelcore_npu.detection import emulated_devices
 from torch import Tensor, nn
 from torch_npu import optim
 
@@ -120,7 +120,7 @@ def fp16_epsilon() -> bool:
 
 def scaling_ignored() -> bool | None:
     """A step that found_inf says to skip: is it made? The kernel has to be torch_npu's own."""
-    if not torch_npu.npu.is_available() or emulated.devices() is not None:
+    if not torch_npu.npu.is_available() or emulated_devices() is not None:
         return None
     (parameter,) = _weights(1)
     optimizer = torch.optim.AdamW([parameter], lr=0.5, fused=True)

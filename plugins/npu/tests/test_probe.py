@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError
 
 import accelcore_npu
 import pytest
-from accelcore_npu import detection, emulated, libraries
+from accelcore_npu import detection, libraries
 
 import accelcore
 from accelcore.devices.plugins import Declared
@@ -195,11 +195,11 @@ def bare_machine(machine):
 
 def test_an_emulated_npu_needs_neither_device_nor_cann_and_says_what_it_is(bare_machine, monkeypatch):
     monkeypatch.setenv("ACCEL_EMULATE", "npu")
-    monkeypatch.setattr(emulated, "devices", lambda: 2)
+    monkeypatch.setattr(detection, "emulated_devices", lambda: 2)
     answer = probe()
     assert (answer.available, answer.count) == (True, 2)
     assert answer.reason.startswith("EMULATED")
-    monkeypatch.setattr(emulated, "devices", lambda: 5)
+    monkeypatch.setattr(detection, "emulated_devices", lambda: 5)
     assert probe().count == 5
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1,4")
     assert probe().count == 2
@@ -210,7 +210,7 @@ def test_an_emulated_npu_needs_neither_device_nor_cann_and_says_what_it_is(bare_
 
 def test_without_an_emulated_cann_it_says_what_to_install_or_how_to_start(bare_machine, monkeypatch):
     monkeypatch.setenv("ACCEL_EMULATE", "npu")
-    monkeypatch.setattr(emulated, "devices", lambda: None)
+    monkeypatch.setattr(detection, "emulated_devices", lambda: None)
     reason, remedy = refused()
     assert reason == "EMULATED: ACCEL_EMULATE=npu is set, and accelcore-npu-emulator is not installed"
     assert remedy.startswith("pip install accelcore-npu-emulator")
@@ -218,13 +218,13 @@ def test_without_an_emulated_cann_it_says_what_to_install_or_how_to_start(bare_m
     reason, remedy = refused()
     assert "not in LD_LIBRARY_PATH" in reason
     assert remedy.startswith("start with accelcore run --emulate npu")
-    monkeypatch.setattr(emulated, "devices", lambda: 0)
+    monkeypatch.setattr(detection, "emulated_devices", lambda: 0)
     assert "ACCEL_EMULATED_..." in refused()[0]
 
 
 def test_an_emulated_npu_needs_a_torch_npu_that_fits(bare_machine, monkeypatch):
     monkeypatch.setenv("ACCEL_EMULATE", "npu")
-    monkeypatch.setattr(emulated, "devices", lambda: 2)
+    monkeypatch.setattr(detection, "emulated_devices", lambda: 2)
     bare_machine.packages["torch"] = "2.11.0"
     reason, remedy = refused()
     assert reason == "EMULATED: torch-npu 2.12.0 is built for torch 2.12.0, and torch 2.11.0 is installed"

@@ -142,7 +142,7 @@ print(active(), "torch" in sys.modules)
     nowhere = {"XDG_CACHE_HOME": str(tmp_path), "CXX": "no-compiler"}
     assert light(code, **nowhere) == ["False", "False"]
     # The NPU's plugin asks the library itself: another one has no answer, and no library is loaded unless it is wanted.
-    asks = "from accelcore_npu import emulated; print(emulated.devices())"
+    asks = "from accelcore_npu.detection import emulated_devices; print(emulated_devices())"
     assert light(asks, **nowhere) == ["None"]
     found = bootstrap.environment(Settings(devices=3))
     assert light(asks, **found) == ["3"]
@@ -162,11 +162,11 @@ def test_another_cann_is_not_taken_for_the_emulator(tmp_path):
     code = """
 import ctypes
 from accelcore.errors import BackendUnavailableError
-from accelcore_npu import emulated
+from accelcore_npu.detection import emulated_devices
 from accelcore_npu_emulator import activate, active
 print(active())
 ctypes.CDLL("libascendcl.so")
-print(active(), emulated.devices())
+print(active(), emulated_devices())
 try:
     activate()
 except BackendUnavailableError as error:
