@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accelcore.optim.flat.formula import FLAT_FORMULAS
 from accelcore.optim.flat.memory import Slot, lay_flat
@@ -182,6 +183,20 @@ def test_the_same_graphs_serve_all_numbers(name):
     found = train(registry(asynchronous=True, compile=compiled))
     assert len(graphs) == 1 + len(apart)
     torch.testing.assert_close(found, train(registry(asynchronous=True)), rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_on_fake_tensors_leaves_real_ones_alone():
+    def step(compile):
+        value = nn.Parameter(torch.ones(3))
+        engine = FLAT_FORMULAS["rmsprop"]([value], lr=0.0625, asynchronous=True, compile=compile)
+        value.grad = torch.ones(3)
+        with torch.no_grad():
+            engine.update(None, None)
+        return value
+
+    with FakeTensorMode():
+        step(lambda function: function)
+    torch.testing.assert_close(step(lambda function: function), step(None))
 
 
 def test_groups_of_any_shapes_are_compiled():

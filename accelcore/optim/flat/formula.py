@@ -96,9 +96,11 @@ class FlatFormula(FusibleFormula):
         return self._compiled[key]
 
 
-@lru_cache(maxsize=100)
 def _as_tensor(number: float) -> Tensor:
-    """Return a number as a tensor on the host, so that torch.compile does not bake it in."""
+    """Return a number as a tensor on the host, so that torch.compile does not bake it in.
+
+    A new one each time: equal numbers as one tensor would be another program, and a fake tensor would be kept.
+    """
     return torch.tensor(number, dtype=torch.float64, device="cpu")
 
 
