@@ -86,7 +86,7 @@ def _capabilities() -> Capabilities:
     import torch_npu
 
     from accelcore_npu.compiler import installed_compilers
-    from accelcore_npu.fused import FUSED
+    from accelcore_npu.optimizers import FUSED
 
     # Chips before Ascend910B clamp overflow and raise a flag. They have neither bf16 nor HF32.
     saturates = not torch_npu.npu.utils.is_support_inf_nan()

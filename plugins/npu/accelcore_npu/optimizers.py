@@ -1,20 +1,47 @@
-"""Optimizers of the NPU: fused over flat memory, torch's fused kernels, torch's loops, formulas."""
+"""Optimizers of the NPU: torch_npu's nine fused ones over flat memory, torch's fused kernels, torch's loops, formulas.
+
+Six of the nine use torch_npu's arithmetic, with the options and state of the core's formulas. AdamP, BertAdam and Lamb
+use the core's arithmetic. torch_npu's AdamP and Lamb launch operators for each parameter and wait for its norms; its
+BertAdam has the bugs that the class `BertAdam` of the core lists.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch_npu import optim
 
-from accelcore.optim.engine import Request
+from accelcore.optim.engine import Factory, Request
+from accelcore.optim.flat.formula import FLAT_FORMULAS
+from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.registry import Optimizers
 from accelcore.optim.torch_routes import register_torch_optimizers
-from accelcore_npu.fused import FUSED
+from accelcore_npu.flat import FusedFormula
 
-__all__ = ["create_optimizers"]
+__all__ = ["FUSED", "create_optimizers"]
 
 _PRIORITY = 20  # before torch's kernels, which update one tensor after the other on an NPU
 _TORCH_FUSED = ("adamw", "sgd")
 _SWITCHES = ("maximize", "capturable", "differentiable")
+
+
+def _fused(name: str, vendor: type, **attributes: object) -> type[Formula]:
+    return type(vendor.__name__, (FusedFormula, FORMULAS[name]), {"vendor": vendor, **attributes})
+
+
+FUSED: dict[str, Factory] = {
+    "adadelta": _fused("adadelta", optim.NpuFusedAdadelta),
+    "adam": _fused("adam", optim.NpuFusedAdam),
+    "adamp": FLAT_FORMULAS["adamp"],
+    "adamw": _fused("adamw", optim.NpuFusedAdamW),
+    "bertadam": FLAT_FORMULAS["bertadam"],
+    "lamb": FLAT_FORMULAS["lamb"],
+    "rmsprop": _fused("rmsprop", optim.NpuFusedRMSprop),
+    "rmsproptf": _fused("rmsproptf", optim.NpuFusedRMSpropTF),
+    # Momentum starts as zeros, to which torch_npu adds as to any other.
+    "sgd": _fused("sgd", optim.NpuFusedSGD, _momentum_buffer_already_in_state=True),
+}
+"""Factories of the optimizers that torch_npu fuses, by the registry's name."""
 
 
 def create_optimizers() -> Optimizers:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch_npu
-from accelcore_npu.fused import FUSED
+from accelcore_npu.optimizers import FUSED
 from fused_cases import OPTIONS, gradients, same, values, weights
 from torch import nn
 

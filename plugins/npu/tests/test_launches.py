@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelcore_npu.fused import FUSED
+from accelcore_npu.optimizers import FUSED
 from accelcore_npu_emulator import counters
 from torch import nn
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from accelcore_npu.fused import FUSED
+from accelcore_npu.optimizers import FUSED
 from accelcore_npu_emulator import counters
 from fused_cases import OPTIONS, gradients, same, values, weights
 from torch import nn
