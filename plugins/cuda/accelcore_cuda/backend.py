@@ -68,7 +68,7 @@ def _initialise(index: int) -> None:
         ) from error
 
     from accelcore_cuda.declaration import missing_kernels
-    from accelcore_cuda.fork import refuse_fork
+    from accelcore_cuda.runtime import refuse_fork
 
     refuse_fork()
     try:

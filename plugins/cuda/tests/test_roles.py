@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from accelcore_cuda.collectives import CudaCollectives
 from accelcore_cuda.compiler import CudaCompiler, missing_for_inductor, replays_graphs
-from accelcore_cuda.determinism import make_deterministic
 from accelcore_cuda.known_faults import MIX_ORDER_REDUCTION
+from accelcore_cuda.runtime import make_deterministic
 
 from accelcore.errors import ConfigurationError, DistributedError
 from accelcore.jobs.launchers import Launch
