@@ -220,7 +220,7 @@ class Accumulated:
         runs = self._optimizer.bound if isinstance(self._optimizer, RoutedOptimizer) else None
         self._is_flat = bool(plan.options["flat"]) or any(run.memory is not None for run in runs or ())
         self.has_masters = any(slot.trained is not slot.parameter for slot in self.slots)
-        self._seen = self._look()
+        self._seen = self._members_now()
 
     def begin(self, scaler: AmpScaler) -> None:
         """Begin a backward pass of a loss that this scaler has scaled.
@@ -237,7 +237,7 @@ class Accumulated:
                 )
             return
         held = {id(slot.parameter): slot.trained.grad for slot in self.slots}
-        if self._look() != self._seen:
+        if self._members_now() != self._seen:
             self._check()
             self.bind()
         before = [held.get(id(slot.parameter)) for slot in self.slots]
@@ -342,7 +342,7 @@ class Accumulated:
     def _members(self) -> Iterable[Tensor]:
         return chain.from_iterable(self._plan.groups())
 
-    def _look(self) -> list[tuple[Any, ...]]:
+    def _members_now(self) -> list[tuple[Any, ...]]:
         """Return what changes if parameters are added, frozen, or get other memory."""
         return [(id(member), member.requires_grad, member.data_ptr()) for member in self._members()]
 

@@ -165,7 +165,7 @@ class GradientMemory:
         self.views = self.layout.views(self.gradients)
         self.received = [False] * len(parameters)
         self._has_gaps = total > sum(parameter.numel() for parameter in parameters)
-        self._kinds = self._look()
+        self._kinds = self._kinds_now()
         self._large = [number for number, view in enumerate(self.views) if view.numel() >= _LARGE]
         self.copies_in_backward, self.expects_gradients = bool(self._large), False
         # The hooks hold no reference to this object, because they live as long as the parameters.
@@ -188,7 +188,7 @@ class GradientMemory:
     @property
     def fits(self) -> bool:
         """Whether the parameters still have the dtype, device, strides and shape of the layout."""
-        return self._kinds == self._look()
+        return self._kinds == self._kinds_now()
 
     def collect(self) -> None:
         """Copy the gradients into the piece, and zeros for gradients of None."""
@@ -233,7 +233,7 @@ class GradientMemory:
         gaps = [self.gradients[end:begin] for end, begin in zip(ends, self.layout.offsets[1:], strict=True)]
         return [*absent, *(gap for gap in gaps if gap.numel())]
 
-    def _look(self) -> list[tuple[Any, ...]]:
+    def _kinds_now(self) -> list[tuple[Any, ...]]:
         return [(each.dtype, each.device, each.stride(), each.shape) for each in self.parameters]
 
 

@@ -57,14 +57,14 @@ class Native(Formula):
         self._runs, self._addresses = runs, None
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-        found = self._look() if self._found is None else self._found
+        found = self._find_gradients() if self._found is None else self._found
         self._found = None
         addresses, copies = self._addresses, list[tuple[Tensor, Tensor]]()
         if addresses is None or found is Found.REPLACED:
-            addresses = self._lay_out()
+            addresses = self._bind_memory()
             found = addresses.find(self.param_groups, self.state)
         if found is not Found.ALL:
-            addresses, copies = self._place(addresses)
+            addresses, copies = self._find_one_by_one(addresses)
         numbers = [self.numbers(group) for group in self.param_groups]
         with record_function(f"accelcore::{self.kernel}") if torch._C._autograd._profiler_enabled() else _NOTHING:
             if found_inf is None or found_inf.item() == 0:
@@ -76,26 +76,27 @@ class Native(Formula):
 
     def replaced(self) -> bool:
         """Return whether a tensor changed its memory since the last step. The next `update` uses the result."""
-        self._found = self._look()
+        self._found = self._find_gradients()
         return self._found is Found.REPLACED
 
-    def _look(self) -> Found:
+    def _find_gradients(self) -> Found:
         """Find the gradients, if groups and state still have the tensors that the kernel was bound to."""
         wanted = [tuple(self.initial_state(group)) for group in self.param_groups]
         if self._addresses is None or wanted != self._wanted:
             return Found.REPLACED
         return self._addresses.find(self.param_groups, self.state)
 
-    def _place(self, addresses: Addresses) -> tuple[Addresses, list[tuple[Tensor, Tensor]]]:
+    def _find_one_by_one(self, addresses: Addresses) -> tuple[Addresses, list[tuple[Tensor, Tensor]]]:
         """Find gradients one by one; copy each that the kernel cannot read in its memory."""
         gradients: list[Any] = [member.value.grad for member in addresses.members]
         if any(g is not None and g.dtype is not m.gradient for g, m in zip(gradients, addresses.members, strict=True)):
-            addresses = self._lay_out()
+            addresses = self._bind_memory()
         copies: list[tuple[Tensor, Tensor]] = []
         addresses.place([_address(*pair, copies) for pair in zip(gradients, addresses.members, strict=True)])
         return addresses, copies
 
-    def _lay_out(self) -> Addresses:
+    def _bind_memory(self) -> Addresses:
+        """Bind the kernel to the memory of parameters and state as it is now."""
         self._addresses = None  # if a tensor is refused, the next step begins here again
         values = [value for group in self.param_groups for value in group["params"]]
         if reason := refusal(values, by_row=self.by_row):
