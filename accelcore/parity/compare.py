@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -153,10 +152,10 @@ class _Comparison:
         """Return the events that both steps have, in the recording's order.
 
         If the runs may have divided a model otherwise, a tensor of another shape is a shard, and is left out. So are
-        the calls of an operator that a module makes more often in one run: which corresponds to which is not known.
+        the operators of a module that computes by other operators in one run: which correspond is not known.
         """
         seen = [{each.event: each for each in step.seen if each.event.kind in self._kinds} for step in both]
-        calls = [Counter(event[:3] for event in events if event.kind.startswith("operator")) for events in seen]
+        mine_of, theirs_of = map(_operators, seen)
         order = [event for event in seen[0] if event in seen[1] and event.kind != "old state"]
         updated = next((index for index, event in enumerate(order) if event.kind in ("state", "parameter")), len(order))
         order[updated:updated] = dict.fromkeys(event for each in seen for event in each if event.kind == "old state")
@@ -166,7 +165,7 @@ class _Comparison:
             mine, theirs = mine or _unchanged(theirs, self._before[0]), theirs or _unchanged(mine, self._before[1])
             if mine is None or theirs is None or (self._divided and mine.shape != theirs.shape):
                 continue
-            if calls[0][event[:3]] == calls[1][event[:3]]:
+            if mine_of.get(event[:2]) == theirs_of.get(event[:2]):
                 pairs.append((mine, theirs))
         return pairs
 
@@ -238,6 +237,15 @@ def _exactly(pairs: Sequence[tuple[Seen, Seen]]) -> _Parted | None:
         if not apart.equal:
             return _Parted(mine, apart.ratio(unit_of(mine.values.dtype) or 1.0), apart.masks)
     return None
+
+
+def _operators(events: Iterable[Event]) -> dict[tuple[str, str], list[Event]]:
+    """Return the operators of each module, of forward and of backward, in the order of the calls."""
+    found: dict[tuple[str, str], list[Event]] = {}
+    for event in events:
+        if event.kind.startswith("operator"):
+            found.setdefault(event[:2], []).append(event)
+    return found
 
 
 def _unchanged(other: Seen | None, before: Mapping[Event, Tensor]) -> Seen | None:

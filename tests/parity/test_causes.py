@@ -99,6 +99,34 @@ def test_an_operator_begins_in_a_module_that_is_seen_and_not_in_the_loss(tmp_pat
     assert (replay.result.module, replay.result.is_cause) == (module, cause)
 
 
+class Joined(nn.Module):
+    """A module that computes the same in two ways, one of which has an operator more."""
+
+    def __init__(self, turned):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.turned = turned
+
+    def forward(self, x):
+        x = x * self.scale
+        return torch.cat([2 * x, x]).roll(len(x), 0) if self.turned else torch.cat([x, 2 * x])
+
+
+def test_operators_are_compared_only_in_modules_that_have_the_same_ones(tmp_path):
+    def steps(turned):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), Joined(turned))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+
+    with accelcore.Record(tmp_path / "ref", operators=[1]):
+        steps(turned=False)
+    with accelcore.Replay(tmp_path / "ref") as replay:
+        steps(turned=True)
+    assert replay.result.agrees, replay.result
+
+
 @pytest.mark.skipif(not GET_KERNEL.present, reason=f"torch has no {GET_KERNEL}")
 def test_an_operator_that_is_wrong_for_its_own_inputs_begins_anywhere(tmp_path):
     """The sum of the loss, outside all modules, is replaced by a wrong kernel."""
