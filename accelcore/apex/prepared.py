@@ -28,6 +28,7 @@ from accelcore.scaling.contract import step_in_kernel
 from accelcore.training.finite import first_not_finite
 from accelcore.training.gradients import Clipping
 from accelcore.training.options import complete
+from accelcore.training.parallel import create_strategy
 from accelcore.training.parallel.strategy import (
     SingleProcess,
     all_reduce_gradients,
@@ -35,7 +36,7 @@ from accelcore.training.parallel.strategy import (
     broadcast_masters,
 )
 from accelcore.training.plan import Plan
-from accelcore.training.stages.parameters import Bind, create_strategy
+from accelcore.training.stages.parameters import Bind
 
 __all__ = ["Accumulated", "Prepared", "is_prepared", "prepared_of"]
 

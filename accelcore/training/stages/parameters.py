@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelcore.backend import SHARDED
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.engine import needs_closure
 from accelcore.optim.flat.memory import Run, Slot, unfit
@@ -16,24 +15,11 @@ from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.shards import as_shard, shard_of
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.gradients import Flat, Gradients, Masters, PerTensor, ShardedGradients
-from accelcore.training.options import FSDP, TrainerOptions
-from accelcore.training.parallel.ddp import DDP
-from accelcore.training.parallel.fsdp import FullySharded
-from accelcore.training.parallel.strategy import (
-    CombineDDP,
-    SingleProcess,
-    Strategy,
-    broadcast_masters,
-    check_no_launcher,
-)
-from accelcore.training.parallel.zero1 import Zero1
+from accelcore.training.parallel import create_strategy
+from accelcore.training.parallel.strategy import broadcast_masters
 from accelcore.training.plan import Plan, Stage
-from accelcore.util.text import did_you_mean
 
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
-
-__all__ = ["Bind", "Replicate", "Shard", "create_strategy"]
+__all__ = ["Bind", "Replicate", "Shard"]
 
 _FLAT_BELOW = 1 << 14
 """Elements per parameter, on average, up to which flat memory is faster; `benchmarks/flat.py` measures it."""
@@ -208,51 +194,3 @@ def _train_instead(optimizer: Any, shards: Mapping[Any, Tensor]) -> None:
 def _cut(value: Any, parameter: Tensor) -> Any:
     divided = isinstance(value, Tensor) and value.dim() > 0
     return as_shard(shard_of(value, parameter), parameter) if divided else value
-
-
-_NONE = "none"
-_STRATEGIES: dict[str, Callable[[Backend, TrainerOptions], Strategy]] = {
-    "ddp": DDP,
-    "combine_ddp": CombineDDP,
-    "zero1": Zero1,
-    **dict.fromkeys(SHARDED, FullySharded),
-}
-_WITH_COMM_DTYPE = [name for name in _STRATEGIES if name != "ddp"]
-
-
-def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
-    """Create the strategy of `parallel=`; in a job of one process always `SingleProcess`."""
-    asked, declared = options["parallel"], backend.capabilities.parallel
-    name = "fsdp" if isinstance(asked, FSDP) else asked
-    world_size = backend.collectives.world_size
-    known = [_NONE, *_STRATEGIES]
-    offered = [strategy for strategy in known if strategy in declared or world_size == 1]
-    if name is not None and name not in offered:
-        why = "the backend does not declare it" if name in known else "there is no strategy of that name"
-        raise UnsupportedError(
-            f"parallel={name!r} is not available",
-            why=why,
-            available=", ".join(f"parallel={strategy!r}" for strategy in offered),
-            remedy=did_you_mean(
-                str(name), offered, "choose one of those, or leave parallel out for a job of one process"
-            ),
-        )
-    if options["comm_dtype"] is not None and name not in _WITH_COMM_DTYPE:
-        raise ConfigurationError(
-            f"comm_dtype={options['comm_dtype']!r} cannot be used with parallel={name!r}",
-            remedy=f"leave it out, or choose parallel={' or '.join(map(repr, _WITH_COMM_DTYPE))}",
-        )
-    if world_size == 1:
-        if name != _NONE:
-            check_no_launcher(
-                "make and use the trainer inside `with accel.distributed():`; if the processes are meant to be "
-                f'independent, set parallel="{_NONE}"'
-            )
-        return SingleProcess(backend, options)
-    if name is None or name == _NONE:
-        raise ConfigurationError(
-            f"parallel={name!r} is not possible in a job of {world_size} ranks",
-            available=", ".join(f'parallel="{strategy}"' for strategy in offered if strategy != _NONE),
-            remedy="choose one, or leave accel.distributed() out to run independent processes",
-        )
-    return _STRATEGIES[name](backend, options)
