@@ -33,8 +33,8 @@ __all__ = ["DDP", "replicate"]
 class DDP(Strategy):
     """torch's DistributedDataParallel, in which parameters may go unused.
 
-    torch exchanges a bucket when all gradients in it are there, so that a parameter without one stops all ranks;
-    `find_unused_parameters=True` walks the graph in every step to prevent that. Here a small second backward pass at
+    torch exchanges a bucket when all gradients in it are there. A parameter without one therefore stops all ranks.
+    `find_unused_parameters=True` prevents that, and walks the graph in every step. Here a small second backward pass at
     the end of a window gives such parameters a gradient of zero. An additional parameter carries which parameters
     received a gradient, so that None stays None if no rank had one.
     """
