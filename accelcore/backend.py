@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from accelcore.training.options import TrainerOptions
     from accelcore.training.trainer import Trainer
 
-__all__ = ["SHARDED", "Backend", "Capabilities"]
-
 SHARDED = ("fsdp", "zero2", "zero3")
 """Strategies of `Capabilities.parallel` that divide the model."""
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["TORCH_FAULTS", "KnownFault"]
-
 
 @dataclass(frozen=True)
 class KnownFault:

@@ -9,16 +9,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from operator import attrgetter
 
-__all__ = [
-    "BACKWARD_PASS_AUTOCAST",
-    "GET_CAPABILITIES",
-    "GET_KERNEL",
-    "RESET_ITER_STATE",
-    "TORCH_FEATURES",
-    "UNUSED_SHARDS",
-    "TorchFeature",
-]
-
 
 @dataclass(frozen=True)
 class TorchFeature:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import nn
-from torch._ops import OpOverload
+from torch._ops import OpOverload as OpOverload
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -33,44 +33,8 @@ from torch.utils._python_dispatch import (
 from accelcore.errors import UnsupportedError
 from accelcore.torch_features import BACKWARD_PASS_AUTOCAST, GET_KERNEL, RESET_ITER_STATE
 
-__all__ = [
-    "AnyBatchNorm",
-    "OpOverload",
-    "after_backward",
-    "backward_number",
-    "backward_outside_autocast",
-    "compiler_error",
-    "device_dispatch_key",
-    "dispatch_keyset",
-    "end_dispatch_mode",
-    "expect_no_step",
-    "flatten",
-    "flight_records",
-    "forget_python_dispatch",
-    "forward_number",
-    "has_any_kernel",
-    "has_computed_kernel",
-    "has_kernel",
-    "has_step_hooks",
-    "in_backward",
-    "inductor_generates_code",
-    "is_autocast_enabled",
-    "is_fake_mode_active",
-    "keyset_below",
-    "never_compile",
-    "operator_name",
-    "operators_registered_at",
-    "pytree",
-    "register_kernel",
-    "remove_library",
-    "replaceable_kernel",
-    "reset_sharded_model",
-    "shares_tensor_objects",
-    "uncompiled",
-    "unflatten",
-    "without_autocast",
-    "without_modes",
-]
+pytree = _pytree
+"""Flattens nested containers. Without it, tensors in unusual containers of a batch or an output are not found."""
 
 AnyBatchNorm = _BatchNorm
 """Base class of BatchNorm of any number of dimensions and of SyncBatchNorm: `keep_batchnorm_fp32` finds all of them."""

@@ -10,8 +10,6 @@ from accelcore.advise.rule import Advice, Row, check_repeats, choose, judge, mea
 from accelcore.advise.trials import Outcome, Script, Variant, try_script
 from accelcore.errors import ConfigurationError, TrainingError
 
-__all__ = ["PRESETS", "advise"]
-
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "fp32": {"precision": "fp32", "fp32": "ieee"},
     "fp32-fast": {"precision": "fp32", "fp32": "fast"},

@@ -15,8 +15,6 @@ from accelcore.util.html import write_page as write_html
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["as_json", "print_table", "write_page"]
-
 _HEAD = ("", "loss", "from fp32", "each step", "overflows", "ms a step", "quartiles", "memory", "")
 
 

@@ -19,8 +19,6 @@ from typing import Any
 
 from accelcore.advise.trials import Outcome, Script, Variant
 
-__all__ = ["Advice", "Row", "check_repeats", "choose", "judge", "measure_noise", "reason"]
-
 _SHARE = 5
 """The loss is the mean over one part in so many at the end of a trial, and over 5 steps at least."""
 _WARM_UP = 3

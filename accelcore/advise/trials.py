@@ -14,8 +14,6 @@ from accelcore.cli import child
 from accelcore.cli.child import Ended
 from accelcore.util.trial import VARIABLE, Trial
 
-__all__ = ["Outcome", "Script", "Variant", "try_script"]
-
 _CLI = "accelcore.cli"
 _TAIL = 12  # lines of a script's error
 

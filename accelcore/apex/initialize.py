@@ -24,8 +24,6 @@ from accelcore.precision.policy import LOW_PRECISION, Policy
 from accelcore.scaling.contract import LossScale
 from accelcore.util.text import is_whole
 
-__all__ = ["initialize"]
-
 logger = logging.getLogger("accelcore")
 
 _LEVELS = ("O0", "O1", "O2", "O3")

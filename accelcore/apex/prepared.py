@@ -38,8 +38,6 @@ from accelcore.training.parallel.strategy import (
 from accelcore.training.plan import Plan
 from accelcore.training.stages.parameters import Bind
 
-__all__ = ["Accumulated", "Prepared", "is_prepared", "prepared_of"]
-
 logger = logging.getLogger("accelcore")
 
 

@@ -26,8 +26,6 @@ from accelcore.precision.policy import Policy, create_scaler
 from accelcore.scaling.contract import AnyRank, LossScale, LossScaler
 from accelcore.scaling.streak import FindBad
 
-__all__ = ["AmpScaler", "State", "backend_of", "casts_suspended", "enter_o1", "leave_o1", "listed", "state"]
-
 logger = logging.getLogger("accelcore")
 
 _entered: dict[str, tuple[Backend, AbstractContextManager[object]]] = {}

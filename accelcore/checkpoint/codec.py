@@ -21,8 +21,6 @@ from accelcore.errors import CheckpointError
 from accelcore.optim.shards import as_shard, is_sharded, rows_of, to_local
 from accelcore.util.text import kind_of
 
-__all__ = ["LikeOf", "Pieces", "StoredRows", "StoredTensors", "decode", "encode"]
-
 Pieces = dict[str, tuple[Tensor, int, int]]
 """Shards of tensors by name, each with its first row and its number of rows."""
 

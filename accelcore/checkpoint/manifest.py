@@ -11,19 +11,6 @@ from typing import Any
 from accelcore.errors import CheckpointError
 from accelcore.util.text import is_whole
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "MODEL",
-    "RANK",
-    "UNREADABLE",
-    "digest_of",
-    "digest_of_manifest",
-    "file_of",
-    "read_manifest",
-    "verify",
-]
-
 MANIFEST = "manifest.json"
 FORMAT = 1
 MODEL = "model"

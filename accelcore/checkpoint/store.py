@@ -50,20 +50,6 @@ from accelcore.checkpoint.manifest import (
 from accelcore.errors import CheckpointError, ConfigurationError
 from accelcore.util.text import is_number
 
-__all__ = [
-    "Checkpoint",
-    "alone",
-    "as_path",
-    "beneath",
-    "checkpoints",
-    "find",
-    "finish",
-    "keep_newest",
-    "write_file",
-    "write_tensors",
-    "writing",
-]
-
 _NAME = re.compile(r"step-\d{8,}(-\d+)?")
 _INCOMPLETE, _FACTS = ".incomplete", ".facts"
 

@@ -14,8 +14,6 @@ from types import SimpleNamespace
 
 from accelcore.errors import AccelError
 
-__all__ = ["ROLES", "USAGE", "main"]
-
 USAGE = 64
 """Exit code of an invalid request; `sysexits.h` calls it EX_USAGE. 1 and 2 belong to doctor's findings."""
 

@@ -14,8 +14,6 @@ from accelcore.cli.options import check_script, common, device_option, json_opti
 if TYPE_CHECKING:
     from accelcore.advise.rule import Advice
 
-__all__ = ["advise"]
-
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @number("--steps", "K", 50, "Updates of a trial.", least=10)

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["Ended", "call", "command", "run", "signal_name"]
-
 _CALL = "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from {module} import main; sys.exit(main())"
 
 _LOOK = 0.2  # seconds between looks at a file that shows progress

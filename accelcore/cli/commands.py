@@ -24,8 +24,6 @@ from accelcore.devices.plugins import declared, describe
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.util.text import nearest
 
-__all__ = ["app"]
-
 COMMANDS = "accelcore.commands"
 """Group of entry points: the name of a command, and a `click.Command`."""
 

@@ -18,8 +18,6 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from accelcore.cli.child import signal_name
 
-__all__ = ["first_failure", "main"]
-
 _LONGEST = 300  # characters of an error's first line
 
 

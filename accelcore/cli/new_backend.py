@@ -18,8 +18,6 @@ from accelcore.devices.plugins import declared, own_plugins
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import shown
 
-__all__ = ["write_backend"]
-
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}", re.ASCII)
 _OLD = "hostchip"
 _PLACES = {

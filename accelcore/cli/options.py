@@ -11,15 +11,6 @@ import click
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import shown
 
-__all__ = [
-    "check_script",
-    "common",
-    "device_option",
-    "devices",
-    "json_option",
-    "number",
-]
-
 F = TypeVar("F", bound=Callable[..., object])
 
 

@@ -20,8 +20,6 @@ from accelcore.errors import ConfigurationError
 if TYPE_CHECKING:
     from accelcore.parity.result import Result
 
-__all__ = ["record", "replay"]
-
 _RUNNER = Path(__file__).parents[1] / "parity" / "script.py"  # not imported: it imports torch
 _AFTER_THE_SCRIPT = {"allow_interspersed_args": False}
 _NOTHING, _INVALID = 2, 64

@@ -14,8 +14,6 @@ from accelcore.devices.create import import_torch
 from accelcore.devices.select import select
 from accelcore.errors import BackendUnavailableError, ConfigurationError, UnknownBackendError
 
-__all__ = ["precision"]
-
 _UNKNOWN = "by torch"  # for an operator of a device that does not work here; only its backend knows more
 
 

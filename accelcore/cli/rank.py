@@ -13,8 +13,6 @@ import runpy
 import signal
 import sys
 
-__all__ = ["main"]
-
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 

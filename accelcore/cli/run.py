@@ -20,8 +20,6 @@ from accelcore.devices.select import check_installed, rank_count
 from accelcore.errors import ConfigurationError, PluginError, UnsupportedError
 from accelcore.util.text import shown
 
-__all__ = ["run"]
-
 _LAUNCHER = "accelcore.cli.launcher"  # not imported: it imports torch
 _APEX = Path(__file__).parents[1] / "apex" / "stand_in"
 

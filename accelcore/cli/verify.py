@@ -28,8 +28,6 @@ from accelcore.errors import ConfigurationError, PluginError
 from accelcore.jobs.launchers import outside_any_job
 from accelcore.util.text import shown
 
-__all__ = ["OUTCOMES", "Scorecard", "Verdict", "commands", "show", "verify"]
-
 OUTCOMES = ("passed", "failed", "not declared", "not tried")
 
 _SUITE = "accelcore.testing.whole_suite"  # as the child imports it: a path could belong to another installation

@@ -20,8 +20,6 @@ from accelcore.devices import plugins
 from accelcore.devices.plugins import AUTOLOAD, Candidate, autoload_enabled, autoloads, other_backends
 from accelcore.errors import AccelError, BackendUnavailableError, PluginError
 
-__all__ = ["create_backend", "import_torch"]
-
 logger = logging.getLogger("accelcore")
 
 _import_error: BaseException | None = None

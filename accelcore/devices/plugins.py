@@ -30,30 +30,6 @@ from accelcore.errors import PluginError
 from accelcore.known_faults import KnownFault
 from accelcore.util.text import first_line, shown
 
-__all__ = [
-    "AUTOLOAD",
-    "BACKENDS",
-    "EMULATORS",
-    "EXTENSIONS",
-    "Candidate",
-    "Declared",
-    "Extension",
-    "autoload_enabled",
-    "autoloads",
-    "autoloads_of_unusable_backends",
-    "declared",
-    "describe",
-    "extensions",
-    "find",
-    "hooks_of",
-    "how_to_install",
-    "load_extensions",
-    "other_backends",
-    "own_plugins",
-    "probe_all",
-    "with_keyword",
-]
-
 BACKENDS = "accelcore.backends"
 EXTENSIONS = "accelcore.extensions"
 EMULATORS = "accelcore.emulators"

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import kind_of, shown
 
-__all__ = ["Choice", "parse", "probe_timeout", "requested_device"]
-
 _CHOICE = re.compile(r"([a-z][a-z0-9_]{0,31})(?::(0|[1-9][0-9]{0,3}))?")
 _LONGEST = 256
 _GRAMMAR = "NAME, NAME:INDEX, a list of these in order of preference (npu,cuda,cpu), or auto"

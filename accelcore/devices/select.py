@@ -34,18 +34,6 @@ if TYPE_CHECKING:
 
     from accelcore.backend import Backend
 
-__all__ = [
-    "Found",
-    "check_installed",
-    "decide",
-    "imitations",
-    "installed",
-    "rank_count",
-    "select",
-    "ten_lines",
-    "unserved_device",
-]
-
 T = TypeVar("T")
 
 logger = logging.getLogger("accelcore")

@@ -15,8 +15,6 @@ from accelcore.errors import CheckpointError, ConfigurationError, DistributedErr
 from accelcore.jobs.collectives import Collectives
 from accelcore.util.text import first_line, kind_of, ranks
 
-__all__ = ["exchange", "gather", "gather_objects", "not_all_came", "tensor_kind"]
-
 _LETTER = 512
 """Bytes in which a rank describes its call to the others: enough for a tensor of torch's 64 dimensions."""
 

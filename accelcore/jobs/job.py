@@ -24,8 +24,6 @@ from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.jobs.missing_ranks import MissingRanks
 from accelcore.util.text import kind_of
 
-__all__ = ["Job", "join", "joined"]
-
 logger = logging.getLogger("accelcore")
 
 Number = TypeVar("Number", float, Tensor)

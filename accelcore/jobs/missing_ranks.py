@@ -33,8 +33,6 @@ from accelcore.jobs.collectives import Collectives
 from accelcore.torch_internals import flight_records
 from accelcore.util.text import first_line, ranks
 
-__all__ = ["MissingRanks"]
-
 _BEAT = 1.0
 """Seconds between two notes of a rank."""
 

@@ -13,8 +13,6 @@ from accelcore.errors import DistributedError
 from accelcore.jobs.launchers import Launch
 from accelcore.util.text import first_line, ranks
 
-__all__ = ["meet"]
-
 
 def meet(launch: Launch, timeout: timedelta | None) -> Store:
     """Return a store to which all ranks of a job are connected.

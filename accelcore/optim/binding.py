@@ -15,8 +15,6 @@ from accelcore.optim.flat.memory import FlatMemory, Run, Slot, lay_flat
 from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.state import Entry, by_parameter, divide, load_state
 
-__all__ = ["GroupBinding", "RunBinding", "joint_groups"]
-
 Groups = Sequence[dict[str, Any]]
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-__all__ = ["as_shard", "is_sharded", "rows_of", "shard_of", "to_local"]
-
 _MODULE = "torch.distributed.tensor"
 
 

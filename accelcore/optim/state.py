@@ -16,8 +16,6 @@ from accelcore.optim.engine import as_engine
 from accelcore.optim.flat.memory import Run, Slot
 from accelcore.optim.shards import as_shard, shard_of, to_local
 
-__all__ = ["COUNTERS", "SWITCHES", "Entry", "by_parameter", "divide", "load_state", "read_options", "read_state"]
-
 logger = logging.getLogger("accelcore")
 
 Entry = dict[str, Any]

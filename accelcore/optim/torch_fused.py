@@ -27,8 +27,6 @@ from accelcore.errors import TrainingError
 from accelcore.optim.engine import Engine, merged
 from accelcore.torch_internals import has_step_hooks
 
-__all__ = ["FUSED", "FusedStep"]
-
 
 class FusedKernel(ABC):
     """Base of the calls of torch's fused kernels, for an optimizer with the options and state of torch's class.

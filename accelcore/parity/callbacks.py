@@ -12,8 +12,6 @@ from typing import Any
 from accelcore.errors import ConfigurationError
 from accelcore.parity.record import Record
 
-__all__ = ["huggingface_callback", "lightning_callback"]
-
 
 def huggingface_callback(context: Record) -> Any:
     """Return a callback for Hugging Face's Trainer: `Trainer(..., callbacks=[huggingface_callback(Record("ref"))])`.

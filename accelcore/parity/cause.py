@@ -15,8 +15,6 @@ from torch import Tensor
 
 from accelcore.parity.events import Event, Seen, Step
 
-__all__ = ["BEFORE", "begins_at", "moved", "odd_ranks"]
-
 BEFORE = {"weight": ("parameter", "buffer"), "old state": ("state",)}
 """Kinds of events at the start of a step, and of those at the end of the step before that show the same tensor."""
 _FORWARD = ("batch", "input", "output")

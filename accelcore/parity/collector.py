@@ -27,8 +27,6 @@ from accelcore.torch_internals import in_backward, is_fake_mode_active, uncompil
 from accelcore.training.observers import Hooks
 from accelcore.util.containers import tensors
 
-__all__ = ["Collector", "Watched"]
-
 
 @dataclass(eq=False)
 class Watched:

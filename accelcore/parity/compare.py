@@ -21,8 +21,6 @@ from accelcore.parity.result import Result
 from accelcore.parity.rounding import distance, size_of, unit_of
 from accelcore.parity.settings import arithmetic, differences
 
-__all__ = ["compare"]
-
 _FREE = 256.0
 """Units of rounding by which one event may be off if all before it agree."""
 _FREE_BACKWARD = 4096.0

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["PHASE_OF", "Event", "Row", "Seen", "Step", "elements"]
-
 _KINDS = {
     "random": ("random",),
     "weights": ("weight",),

@@ -21,8 +21,6 @@ from accelcore.parity.collector import Collector
 from accelcore.training.observers import Hooks
 from accelcore.util.containers import tensors
 
-__all__ = ["Finder"]
-
 
 class Finder(Hooks):
     """Watch each model at its first call with gradients, and report each optimizer before its updates, until `close`.

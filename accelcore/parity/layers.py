@@ -19,8 +19,6 @@ from accelcore.parity.rounding import distance, unit_of
 from accelcore.training.observers import Hooks
 from accelcore.util.containers import tensors, with_tensors
 
-__all__ = ["ROUNDING", "LayerDifference", "compare_batch_sizes", "compare_layers", "keep_layers", "same_random_numbers"]
-
 ROUNDING = 8.0
 """Units of rounding within which two dtypes agree at a module: rounding adds up over the layers before it."""
 

@@ -16,8 +16,6 @@ from accelcore.parity.rounding import size_of, unit_of
 from accelcore.torch_internals import uncompiled
 from accelcore.util.text import kind_of
 
-__all__ = ["LogprobComparison", "compare_logprobs"]
-
 _Way = Callable[[Tensor], Any]
 
 

@@ -22,8 +22,6 @@ from accelcore.parity.layers import keep_layers
 from accelcore.parity.rounding import unit_of
 from accelcore.util.text import is_number, is_whole, shown
 
-__all__ = ["DumpDifference", "Statistics", "compare_dump", "read_dump"]
-
 _ENTRY = re.compile(r"Module\.(.+)\.([A-Za-z_]\w*)\.forward\.(\d+)")
 _STATISTICS = ("Max", "Min", "Mean", "Norm")
 _ROUNDING = 64.0

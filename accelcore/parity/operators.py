@@ -20,8 +20,6 @@ from accelcore.torch_internals import (
 )
 from accelcore.util.containers import tensors
 
-__all__ = ["Operators"]
-
 _RANDOM = torch.Tag.nondeterministic_seeded
 _SUMS = (
     "mm", "addmm", "bmm", "baddbmm", "matmul", "convolution", "sum", "mean", "linear", "dot", "mv", "addmv",

@@ -17,8 +17,6 @@ from accelcore.parity.rounding import distance, unit_of
 from accelcore.util.html import plot, table
 from accelcore.util.html import write_page as write_html
 
-__all__ = ["write_page"]
-
 _MOST_STEPS = 500
 _SIDES = ("recorded", "replayed")
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from accelcore.parity.events import Step
     from accelcore.training.trainer import Trainer
 
-__all__ = ["Record", "rank_and_size"]
-
 logger = logging.getLogger("accelcore")
 
 

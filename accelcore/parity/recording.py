@@ -29,8 +29,6 @@ from accelcore.errors import RecordingError
 from accelcore.parity.events import PHASE_OF, Event, Row, Step
 from accelcore.util.text import is_whole, replace_file
 
-__all__ = ["Reader", "Writer", "check_place", "ranks_of"]
-
 _FORMAT = 1
 _FILE = "recording.json"
 _RANK = re.compile(r"rank-\d{5}", re.ASCII)

@@ -23,8 +23,6 @@ from accelcore.roles.runtime import set_host_rng_state
 from accelcore.util.containers import tensors, with_tensors
 from accelcore.util.text import is_whole
 
-__all__ = ["Replay"]
-
 _OTHER_BATCHES = (
     "from step {} on the script's own batches or random numbers are others, and the recorded ones were taken; targets "
     "that are not arguments of the model are the script's own"

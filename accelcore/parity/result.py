@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Difference", "Result"]
-
 
 @dataclass(frozen=True)
 class Difference:

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Distance", "distance", "size_of", "unit_of"]
-
 
 class Distance(NamedTuple):
     """How far two samples are apart.

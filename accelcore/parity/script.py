@@ -16,8 +16,6 @@ from accelcore.errors import AccelError
 from accelcore.parity.record import Record
 from accelcore.parity.replay import Replay
 
-__all__ = ["main"]
-
 _INVALID = 64  # the exit code of a request that is invalid, as of every command
 _EVERY = 5.0  # seconds between two lines of progress
 

@@ -20,8 +20,6 @@ from accelcore.parity.collector import Watched
 from accelcore.parity.result import Difference
 from accelcore.training.trainer import Trainer
 
-__all__ = ["arithmetic", "differences", "gather"]
-
 _VARIABLES = re.compile(r"(ACCEL|MKL|OMP|PYTORCH|TORCH)_\w+|\w*(DETERMINISTIC|FP32|PRECISION|WORKSPACE)\w*")
 """Variables of torch and ours, and those of vendors that change the arithmetic; others may be secrets."""
 _PER_RUN = re.compile(r"TORCHELASTIC_\w+|ACCEL_EMULATE\w*|ACCEL_DEVICE")

@@ -17,8 +17,6 @@ from accelcore.precision.policy import LOW_PRECISION
 from accelcore.torch_internals import AnyBatchNorm
 from accelcore.util.containers import cast
 
-__all__ = ["cast_boundary", "fp32_state_dict", "hold"]
-
 
 def hold(
     model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool, parameters: bool = True

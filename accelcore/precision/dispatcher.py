@@ -21,8 +21,6 @@ from accelcore.torch_internals import (
     replaceable_kernel,
 )
 
-__all__ = ["Kernel", "Maker", "Overrides", "overrides", "replace_kernels", "torch_kernel"]
-
 Kernel = Callable[..., Any]
 Maker = Callable[[Kernel], Kernel]
 """Makes a kernel from torch's own for the same operator."""

@@ -17,17 +17,6 @@ from accelcore.util.text import Settings, did_you_mean, is_number
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = [
-    "LOW_PRECISION",
-    "Policy",
-    "autocast_dtype",
-    "choose_policy",
-    "create_scaler",
-    "fp32_mode",
-    "preset_name",
-    "skipping",
-]
-
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes too coarse to accumulate small updates in."""
 

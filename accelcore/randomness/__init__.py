@@ -29,8 +29,6 @@ from accelcore.torch_internals import (
     without_modes,
 )
 
-__all__ = ["draw_on_device", "draw_on_host", "draws_on_host"]
-
 # Arguments that give the chance to drop, or to keep, and whether anything is dropped at all.
 _DROPPED, _KEPT = ("dropout", "dropout_p", "dropout_prob"), ("keep_prob",)
 _TRAINED = ("train", "training")

@@ -19,8 +19,6 @@ from accelcore.errors import ConfigurationError
 from accelcore.precision.dispatcher import Kernel, Maker, torch_kernel
 from accelcore.torch_internals import OpOverload
 
-__all__ = ["COMPOSED", "argument_values", "host_kernels"]
-
 _aten = torch.ops.aten
 
 

@@ -34,8 +34,6 @@ from accelcore.scaling.dynamic import Scalers
 from accelcore.torch_internals import device_dispatch_key, has_kernel, inductor_generates_code
 from accelcore.util.text import first_line
 
-__all__ = ["from_torch"]
-
 logger = logging.getLogger("accelcore")
 
 _LONGEST = 200  # characters of an error that the log shows

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["FindBad", "OverflowStreak"]
-
 logger = logging.getLogger("accelcore")
 
 FindBad = Callable[[], "str | None"]

@@ -10,8 +10,6 @@ from accelcore import Backend
 from accelcore.testing.suite.operators import check
 from accelcore.testing.support.samples import SAMPLED, operators
 
-__all__ = ["TestOperators"]
-
 
 class TestOperators:
     """Operators that the default run leaves out."""

@@ -24,8 +24,6 @@ from accelcore.util.text import ranks
 if TYPE_CHECKING:
     from accelcore.training.plan import Plan
 
-__all__ = ["Agreement", "describe", "differences"]
-
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NOT_COMPARED = ("observers",)
 _COMPARED_BY_CLASS = ("loss", "weight", "clip", "scheduler")  # the repr of the user's objects says nothing

@@ -23,8 +23,6 @@ from accelcore.torch_internals import pytree
 from accelcore.training.gradients import Gradients
 from accelcore.util.text import first_line
 
-__all__ = ["CapturedStep", "check_capturable"]
-
 ForwardBackward = Callable[[Any], tuple[Tensor, Any]]
 
 WARM_UP = 3

@@ -14,8 +14,6 @@ from accelcore.scaling.contract import is_finite
 from accelcore.training.gradients import Gradients, by_slot
 from accelcore.training.plan import Plan
 
-__all__ = ["FiniteCheck", "first_not_finite"]
-
 _EVERY = 64  # windows: reading all parameters in each would make small steps slower
 _SMALL = 1024  # bytes; a loss that is a view of more would keep that memory
 

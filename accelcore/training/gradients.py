@@ -22,18 +22,6 @@ from accelcore.optim.shards import as_shard, to_local
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.scaling.contract import resolved
 
-__all__ = [
-    "Clipping",
-    "Flat",
-    "Gradients",
-    "Masters",
-    "PerTensor",
-    "ShardedGradients",
-    "backward",
-    "by_slot",
-    "clip_by",
-]
-
 Value = TypeVar("Value", Tensor, "Tensor | None")
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.util.text import kind_of
 
-__all__ = ["LossOfModel", "check_loss", "no_loss", "split_loss"]
-
 _FORMS_OF_LOSS = 'a scalar tensor, (scalar, aux), an object with `.loss`, or a dict with "loss"'
 
 

@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 
 from accelcore.errors import TrainingError
 
-__all__ = ["ModelSnapshot"]
-
 # Compared in every window, for every parameter: without a Python frame for each.
 _TRAINABLE, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 

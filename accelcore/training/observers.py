@@ -12,8 +12,6 @@ from torch.utils.hooks import RemovableHandle
 if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer
 
-__all__ = ["Hooks", "Listeners", "Observer", "observed", "observing"]
-
 _everywhere: list[Observer] = []
 """Observers of every trainer that is made, while their contexts are open."""
 

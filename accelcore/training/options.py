@@ -20,21 +20,6 @@ from accelcore.training.observers import Observer
 from accelcore.training.schedule import ScheduleBy
 from accelcore.util.text import Settings, did_you_mean, is_number, is_whole, kind_of
 
-__all__ = [
-    "FSDP",
-    "Loss",
-    "Parts",
-    "Recompute",
-    "TrainerOptions",
-    "Weight",
-    "check_arguments",
-    "check_parts",
-    "check_values",
-    "chosen",
-    "complete",
-    "unwrapped",
-]
-
 logger = logging.getLogger("accelcore")
 
 Loss = Callable[[Any, Any], Any]

@@ -22,8 +22,6 @@ from accelcore.training.parallel.strategy import Strategy
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Plan", "Stage"]
-
 
 @dataclass
 class Plan:

@@ -20,8 +20,6 @@ from accelcore.errors import AccelError, CheckpointError, ConfigurationError, Tr
 from accelcore.torch_internals import expect_no_step
 from accelcore.util.text import did_you_mean, is_whole
 
-__all__ = ["Schedule", "ScheduleBy"]
-
 ScheduleBy = Literal["window", "script"]
 
 Make = Callable[[Optimizer, int], LRScheduler]

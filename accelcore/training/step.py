@@ -24,8 +24,6 @@ from accelcore.training.schedule import Schedule
 from accelcore.training.window import SharedParameters, Window
 from accelcore.util.containers import detached, is_on
 
-__all__ = ["Step"]
-
 logger = logging.getLogger("accelcore")
 
 

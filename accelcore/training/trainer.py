@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from accelcore.backend import Backend
 
-__all__ = ["Trainer"]
-
 _numbers = count()
 
 

@@ -24,8 +24,6 @@ from accelcore.util.trial import Trial, requested_trial
 if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer
 
-__all__ = ["with_trial"]
-
 logger = logging.getLogger("accelcore")
 
 _BATCHES = 8

@@ -16,8 +16,6 @@ from accelcore.training.parallel.strategy import Strategy
 from accelcore.util.containers import described
 from accelcore.util.text import is_number
 
-__all__ = ["SharedParameters", "Window"]
-
 _thread = threading.local()
 """`holder`, in each thread: a weak reference to the parameters that are in use there."""
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from accelcore.util.text import kind_of
 
-__all__ = ["cast", "described", "detached", "is_on", "moved", "rows", "tensors", "with_tensors"]
-
 T = TypeVar("T")
 
 _PLAIN = (str, int, float, bool, type(None))

@@ -10,8 +10,6 @@ from pathlib import Path
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import replace_file
 
-__all__ = ["plot", "table", "write_page"]
-
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>

@@ -14,19 +14,6 @@ from accelcore.errors import ConfigurationError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "Settings",
-    "did_you_mean",
-    "first_line",
-    "is_number",
-    "is_whole",
-    "kind_of",
-    "nearest",
-    "ranks",
-    "replace_file",
-    "shown",
-]
-
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
     """Return whether a value is an int of at least `least`. A bool is not an int here."""

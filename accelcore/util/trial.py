@@ -15,8 +15,6 @@ from typing import Any
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import is_whole, shown
 
-__all__ = ["VARIABLE", "Trial", "requested_trial"]
-
 VARIABLE = "ACCEL_TRIAL"
 
 

@@ -6,8 +6,6 @@ import click
 
 from accelcore.cli.options import common, json_option, number
 
-__all__ = ["doctor"]
-
 
 @click.command()
 @json_option

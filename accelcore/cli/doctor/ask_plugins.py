@@ -22,8 +22,6 @@ from accelcore.devices.select import decide
 from accelcore.errors import AccelError, PluginError
 from accelcore.known_faults import KnownFault
 
-__all__ = ["Answers", "Selection", "ask_plugins", "main"]
-
 _START = 10.0  # seconds that a child has to start on a busy machine, beside the time for its plugins
 
 

@@ -26,8 +26,6 @@ from accelcore.devices.plugins import (
 from accelcore.devices.select import imitations, ten_lines, unserved_device
 from accelcore.jobs.launchers import outside_any_job
 
-__all__ = ["SAYS", "WORKS", "Trial", "examine", "main", "try_torch"]
-
 SAYS = "accelcore trial: "  # begins the line in which the child reports its result
 WORKS = "works"  # the result if all is well; exit code 0 alone may come from a library that exits
 _NOTES = "accelcore notes: "  # begins the line with a JSON list of remarks

@@ -28,8 +28,6 @@ from accelcore.jobs.launchers import JOB_VARIABLES
 from accelcore.known_faults import TORCH_FAULTS
 from accelcore.util.text import shown
 
-__all__ = ["BROKEN", "NOTHING_USABLE", "USABLE", "Diagnosis", "Plugin", "diagnose"]
-
 _SCHEMA = 1
 """Version of the JSON. It changes if a field is removed or changes its meaning, not if one is added."""
 

@@ -13,8 +13,6 @@ from accelcore.cli.doctor.diagnosis import USABLE, Diagnosis, Plugin
 from accelcore.devices.plugins import how_to_install
 from accelcore.util.text import shown
 
-__all__ = ["show"]
-
 _GOOD, _MEDIUM, _BAD, _HEAD = "green", "yellow", "bold red", "bold underline"
 _STYLES = {"usable": _GOOD, "loads": _GOOD, "works": _GOOD, "unusable": _MEDIUM, "not tried": _MEDIUM}
 

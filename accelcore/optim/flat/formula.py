@@ -15,8 +15,6 @@ from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.formulas.formula import ClipFactor, FusibleFormula, Number, Numbers, State
 from accelcore.util.text import is_number
 
-__all__ = ["FLAT_FORMULAS", "FlatFormula"]
-
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

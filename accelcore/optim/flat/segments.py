@@ -20,8 +20,6 @@ from torch.nn.functional import pad
 
 from accelcore.optim.flat.memory import Run
 
-__all__ = ["Channels", "Rows", "Segments", "Whole", "channels_of", "parameters_of"]
-
 _WIDTH = 128
 """Largest length of a row in a level of the tree, and largest number of elements of a block."""
 

@@ -17,8 +17,6 @@ from accelcore.optim.formulas.formula import (
     plus_decay,
 )
 
-__all__ = ["Adadelta"]
-
 
 class Adadelta(FusibleFormula, torch.optim.Adadelta):
     """p = p - lr · δ, with δ = √(a + eps) / √(v + eps) · g, and a and v the running means of δ² and g².

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from accelcore.optim.formulas.formula import Formula
 
-__all__ = ["Adam", "AdamW"]
-
 
 class Adam(Formula, torch.optim.Adam):
     """p = p - lr · m̂ / (√v̂ + eps), with weight decay added to the gradient first.

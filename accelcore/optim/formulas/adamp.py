@@ -21,8 +21,6 @@ from accelcore.optim.formulas.formula import (
     options,
 )
 
-__all__ = ["AdamP"]
-
 
 class AdamP(FusibleFormula):
     """Adam that removes the radial part of an update if a weight and its gradient are nearly orthogonal.

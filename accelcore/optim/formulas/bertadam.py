@@ -23,8 +23,6 @@ from accelcore.optim.formulas.formula import (
     plus_decay,
 )
 
-__all__ = ["BertAdam"]
-
 
 class BertAdam(FusibleFormula):
     """p = p - lr · s · (m / (√v + e) + weight_decay · p), with a schedule s and no correction of m and v.

@@ -12,24 +12,6 @@ from accelcore.errors import TrainingError
 from accelcore.optim.engine import Engine
 from accelcore.optim.flat.memory import Run
 
-__all__ = [
-    "STATE_DTYPES",
-    "ClipFactor",
-    "Formula",
-    "FusibleFormula",
-    "Number",
-    "Numbers",
-    "State",
-    "decay",
-    "fractions",
-    "moments",
-    "moving_average",
-    "norm_of",
-    "not_negative",
-    "options",
-    "plus_decay",
-]
-
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Values of `state_dtype`. None: the parameter's dtype, and float32 for parameters of low precision."""
 

@@ -23,8 +23,6 @@ from accelcore.optim.formulas.formula import (
     plus_decay,
 )
 
-__all__ = ["Lamb"]
-
 _LARGEST_NORM = 10.0
 """Larger norms of a parameter are cut off here."""
 

@@ -18,8 +18,6 @@ from accelcore.optim.formulas.formula import (
     plus_decay,
 )
 
-__all__ = ["RMSprop", "RMSpropTF"]
-
 
 class RMSprop(FusibleFormula, torch.optim.RMSprop):
     """p = p - lr · g / (√v + eps), with v the running mean of g²; centered: of the variance of g, v - ḡ².

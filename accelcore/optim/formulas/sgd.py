@@ -10,8 +10,6 @@ from torch import Tensor
 
 from accelcore.optim.formulas.formula import Formula
 
-__all__ = ["SGD"]
-
 
 class SGD(Formula, torch.optim.SGD):
     """p = p - lr · b, with b = momentum · b + (1 - dampening) · g; Nesterov's: p = p - lr · (g + momentum · b).

@@ -33,17 +33,6 @@ from accelcore.torch_internals import (
     without_autocast,
 )
 
-__all__ = [
-    "Region",
-    "castable_tensors",
-    "clear_cast_cache",
-    "forget_installed",
-    "is_o1_active",
-    "listed_operators",
-    "torch_operators",
-    "with_casts",
-]
-
 # These convert while they compute if they are given a dtype: they make no fp32 copy of the input.
 _CONVERTING = ("cumprod", "cumsum", "linalg_vector_norm", "log_softmax", "nansum", "prod", "softmax", "sum")
 

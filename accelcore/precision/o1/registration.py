@@ -16,16 +16,6 @@ from accelcore.precision.o1.autocast import castable_tensors, is_o1_active, with
 from accelcore.precision.o1.table import Treatment
 from accelcore.util.text import did_you_mean
 
-__all__ = [
-    "float_function",
-    "half_function",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "remove_all",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ABSENT = object()

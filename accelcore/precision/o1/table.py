@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
 
-__all__ = ["O1", "PROMOTES_BY_ITSELF", "TORCH_DIFFERS", "Treatment", "torch_treatment"]
-
 
 class Treatment(Enum):
     """Treatment of an operator's floating-point inputs by autocast. float64 is never cast."""

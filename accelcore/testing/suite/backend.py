@@ -15,8 +15,6 @@ import accelcore
 from accelcore import Backend, Capabilities
 from accelcore.testing.support.declared import FAST_FP32, LOW_PRECISION, MODEL_DTYPES, STRATEGIES, TABLES
 
-__all__ = ["TestBackend"]
-
 _TESTED = {
     "autocast_dtypes": LOW_PRECISION,
     "autocast_tables": TABLES,

@@ -19,8 +19,6 @@ from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import eps
 from accelcore.testing.support.ranks import OPERATIONS, base_of, reduced
 
-__all__ = ["TestCollectives"]
-
 _ALONE = timedelta(seconds=5)  # how long a group waits for ranks that do not exist
 
 

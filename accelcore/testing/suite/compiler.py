@@ -13,9 +13,6 @@ from accelcore import AccelError, Backend, ConfigurationError, LossScale
 from accelcore.testing.support.declared import declared
 from accelcore.testing.support.oracles import ExactHead, batches, eps, error, network
 
-__all__ = ["TestCompiler"]
-
-
 _AUTOCAST = (("bf16", "bfloat16"), ("fp16", "float16"), ("O1", "float16"))  # presets, and the dtypes they compute in
 
 

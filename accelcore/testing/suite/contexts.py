@@ -17,8 +17,6 @@ from accelcore.known_faults import CAST_WITHOUT_GRADIENT
 from accelcore.testing.support.declared import TABLES, declared
 from accelcore.testing.support.oracles import eps, error
 
-__all__ = ["ContextTests"]
-
 _of_tables = pytest.mark.parametrize("table", TABLES)
 
 

@@ -16,8 +16,6 @@ from torch.nn import functional
 
 from accelcore import Backend
 
-__all__ = ["DrawnTests"]
-
 _COUNT = 100_000
 _SIGMAS = 6.5  # a normal number is beyond it once in 1e10
 

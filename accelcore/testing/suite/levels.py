@@ -14,8 +14,6 @@ from accelcore import Backend, Policy
 from accelcore.testing.support.declared import LOW_PRECISION, declared
 from accelcore.testing.support.oracles import eps, error
 
-__all__ = ["LevelTests"]
-
 LEVELS = ("O0", "O1", "O2", "O3")
 STEPS = 30
 

@@ -15,8 +15,6 @@ from accelcore.precision import O1
 from accelcore.testing.support.declared import TABLES, declared
 from accelcore.testing.support.oracles import eps, error
 
-__all__ = ["OpTables"]
-
 Operator = Callable[[Tensor], Tensor]
 
 _PROBES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a row and a column

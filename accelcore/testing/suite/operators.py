@@ -15,8 +15,6 @@ from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
 from accelcore.testing.support.sweep import compare
 
-__all__ = ["TestOperators", "check"]
-
 _KNOWN = {**KNOWN, **KNOWN_OF_MANY}
 
 

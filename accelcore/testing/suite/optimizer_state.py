@@ -15,8 +15,6 @@ from accelcore.testing.support.declared import declared
 from accelcore.testing.support.options import EVERY, LR, NINE, ORACLES, STEPS, gradients, oracle, parameters, step
 from accelcore.testing.support.oracles import eps, error
 
-__all__ = ["StateOfOptimizers", "on_host", "routes_of", "state_error", "with_rate"]
-
 
 def with_rate(options: dict[str, Any]) -> dict[str, Any]:
     """Return options with the suite's learning rate."""

@@ -18,8 +18,6 @@ from accelcore.testing.support.declared import declared
 from accelcore.testing.support.options import EVERY, LR, ORACLES, gradients, oracle, parameters, step
 from accelcore.testing.support.oracles import error, spoil, weights
 
-__all__ = ["StepsOfOptimizers"]
-
 _MOST = 36  # tensors: kernels take them in parts of a power of two
 
 of_every = pytest.mark.parametrize("name", EVERY)

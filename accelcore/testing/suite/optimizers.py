@@ -18,8 +18,6 @@ from accelcore.testing.support.declared import MODEL_DTYPES, declared
 from accelcore.testing.support.options import EVERY, LR, NINE, ORACLES, STEPS, oracle, parameters, step, taken_by
 from accelcore.testing.support.oracles import Launches, eps, error, weights
 
-__all__ = ["TestOptimizers"]
-
 _UPDATES = (2000.0, 70_000.0)
 
 

@@ -17,8 +17,6 @@ from accelcore.testing.support.job import two_ranks
 from accelcore.testing.support.oracles import buffers, error, evaluated
 from accelcore.testing.support.ranks import STEPS, VARIANTS, Partly, share, uses, variants_of
 
-__all__ = ["TestParallel"]
-
 
 @cache
 def by_hand(accumulate: int) -> nn.Module:

@@ -16,8 +16,6 @@ from accelcore.testing.suite.op_tables import OpTables
 from accelcore.testing.support.declared import FAST_FP32, LOW_PRECISION, MOST_BITS, declared
 from accelcore.testing.support.oracles import eps, error, weights
 
-__all__ = ["TestPrecision"]
-
 OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a row and a column
     "linear": lambda row, column: linear(row, column.t()),
     "batched": lambda row, column: torch.bmm(row[None], column[None]),

@@ -16,8 +16,6 @@ from accelcore.testing.support.declared import declared
 from accelcore.testing.support.kinds import CONTAINERS, VIEWS, described, tensors_in
 from accelcore.torch_features import GET_KERNEL
 
-__all__ = ["TestRuntime"]
-
 MEBIBYTE = 2**20
 
 

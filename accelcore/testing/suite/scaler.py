@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from accelcore import Backend, CheckpointError, ConfigurationError, TrainingError
 from accelcore.testing.support.oracles import error, overflow, spoil, weights
 
-__all__ = ["TestScaler"]
-
 Make = Callable[[Backend, list[nn.Parameter]], Optimizer]
 
 

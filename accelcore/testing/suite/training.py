@@ -20,8 +20,6 @@ from accelcore.testing.support.options import EVERY, oracle
 from accelcore.testing.support.oracles import Stateful, batches, buffers, eps, error, evaluated, network, weights
 from accelcore.testing.support.ranks import share
 
-__all__ = ["TestTraining"]
-
 LR = 0.1
 
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from accelcore import Backend
 from accelcore.testing.support.declared import declared
 
-__all__ = ["TransferTests"]
-
 _MEBIBYTE = 2**20
 _LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "contiguous": lambda: torch.arange(24.0).reshape(2, 3, 2, 2),

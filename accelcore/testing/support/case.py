@@ -20,8 +20,6 @@ from accelcore.testing.support.layouts import LAYOUTS, placed, wide
 from accelcore.testing.support.rounding import Rounding
 from accelcore.testing.support.samples import CONVERTS, HOST_ARGUMENTS, IGNORES_OUT, NOT_UNIQUE, READS_MEMORY, ROUGH
 
-__all__ = ["Case", "Found", "tensors"]
-
 _WIDER = 32  # times the usual limits in sums of thousands of elements: what a kernel misses or repeats is more
 _REFUSES = re.compile(
     r"not (currently )?(implemented|supported)|unsupported|only supports|no kernel|EMULATED|requires dtype|"

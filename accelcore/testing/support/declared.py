@@ -10,18 +10,6 @@ import pytest
 from accelcore.backend import SHARDED
 from accelcore.errors import UnsupportedError
 
-__all__ = [
-    "DIVIDING",
-    "FAST_FP32",
-    "LOW_PRECISION",
-    "MODEL_DTYPES",
-    "MOST_BITS",
-    "NOT_DECLARED",
-    "STRATEGIES",
-    "TABLES",
-    "declared",
-]
-
 # Words that the suite can test. A declaration may contain no others.
 LOW_PRECISION = ("bfloat16", "float16")
 MODEL_DTYPES = ("float32", "float64", "bfloat16", "float16")

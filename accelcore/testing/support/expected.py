@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Expected"]
-
 _EXACT = 8  # times the rounding errors of inputs and result
 
 

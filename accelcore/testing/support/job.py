@@ -18,8 +18,6 @@ from accelcore import Backend
 from accelcore.jobs.launchers import outside_any_job
 from accelcore.testing.support import ranks
 
-__all__ = ["two_ranks"]
-
 _SECONDS = 180
 
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-__all__ = ["CONTAINERS", "VIEWS", "described", "tensors_in"]
-
 
 class Pair(NamedTuple):
     """A tuple with names."""

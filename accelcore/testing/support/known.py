@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["KNOWN"]
-
 _X = [-2.0, -0.5, 0.0, 1.0, 3.0]
 _INF, _NAN = math.inf, math.nan
 _E1, _E2 = math.exp(-1), math.exp(-2)

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["KNOWN_OF_MANY"]
-
 _ROWS = 70_000  # more than a grid of 65,535 blocks has
 _LARGE = 2**24  # the next whole number is none in fp32
 _HUGE = 2**53  # nor in float64

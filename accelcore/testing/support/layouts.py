@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["LAYOUTS", "emptied", "enlarged", "placed", "repeated", "scalars", "wide"]
-
 LAYOUTS = ("", "strided", "transposed", "channels last")
 """Layouts of arguments: as the sample has them, with gaps between the elements, with dimensions in reverse order, with
 channels last. In all but the first, memory begins with elements of others."""

@@ -10,21 +10,6 @@ from torch import Tensor, nn
 
 from accelcore.testing.support.oracles_optim import AdamP, BertAdam, Lamb, RMSpropTF
 
-__all__ = [
-    "EVERY",
-    "LR",
-    "NINE",
-    "OPTIONS",
-    "ORACLES",
-    "STEPS",
-    "gradients",
-    "options_of",
-    "oracle",
-    "parameters",
-    "step",
-    "taken_by",
-]
-
 LR = 0.05
 STEPS = 8  # RAdam looks at the second moment from the sixth on
 

@@ -14,21 +14,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "ExactHead",
-    "Launches",
-    "Stateful",
-    "batches",
-    "buffers",
-    "eps",
-    "error",
-    "evaluated",
-    "network",
-    "overflow",
-    "spoil",
-    "weights",
-]
-
 
 def eps(dtype: torch.dtype) -> float:
     """Return the distance from 1 to the next number in `dtype`."""

@@ -13,8 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["AdamP", "BertAdam", "Lamb", "RMSpropTF"]
-
 
 class _Plain(torch.optim.Optimizer):
     """Optimizer that updates one parameter after the other by `updated`.

@@ -24,20 +24,6 @@ from accelcore.testing.support.declared import LOW_PRECISION
 from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import Stateful, batches, buffers, evaluated
 
-__all__ = [
-    "OPERATIONS",
-    "ROWS",
-    "STEPS",
-    "VARIANTS",
-    "Partly",
-    "base_of",
-    "main",
-    "reduced",
-    "share",
-    "uses",
-    "variants_of",
-]
-
 ROWS, STEPS = 16, 4
 OPERATIONS = ("sum", "avg", "min", "max", "broadcast")
 

@@ -19,8 +19,6 @@ import torch
 import accelcore
 from accelcore.testing.support.declared import NOT_DECLARED
 
-__all__ = ["accel", "pytest_addoption"]
-
 _LONGEST = 4000
 _END = pytest.StashKey[dict[str, Any]]()
 

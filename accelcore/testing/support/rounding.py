@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Rounding"]
-
 _NOISE = 2**21  # numbers, drawn once: to draw them for each result would take longer than all else
 
 

@@ -11,20 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-__all__ = [
-    "CONVERTS",
-    "FRAGILE",
-    "HOST_ARGUMENTS",
-    "IGNORES_OUT",
-    "NOT_UNIQUE",
-    "READS_MEMORY",
-    "REPEATABLE",
-    "ROUGH",
-    "SAMPLED",
-    "operators",
-    "samples",
-]
-
 SAMPLED = (
     *("mm", "bmm", "addmm", "matmul", "baddbmm", "mv", "dot", "outer", "einsum", "nn.functional.linear"),
     *("nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv_transpose2d"),

@@ -13,8 +13,6 @@ from accelcore.testing.support.case import Case, Found, tensors
 from accelcore.testing.support.layouts import emptied, enlarged, placed, repeated, scalars
 from accelcore.testing.support.samples import REPEATABLE, ROUGH, SAMPLED, samples
 
-__all__ = ["compare"]
-
 _MOST_RESULTS = 10  # of an enlarged sample
 _MOST_ELEMENTS = 2**20  # of its results
 

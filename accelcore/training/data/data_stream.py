@@ -23,8 +23,6 @@ from accelcore.roles.runtime import Runtime
 from accelcore.training.data.sharding import EveryNth, share
 from accelcore.util.text import is_whole
 
-__all__ = ["DataStream"]
-
 logger = logging.getLogger("accelcore")
 
 _BEGINNING: dict[str, Any] = {"epoch": 0, "taken": 0, "seed": None, "start": {}, "generators": [], "loader": None}

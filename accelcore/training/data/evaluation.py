@@ -21,8 +21,6 @@ from accelcore.util.text import kind_of
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Evaluation", "evaluate"]
-
 
 class Evaluation(Batches):
     """Batches of `trainer.evaluate(loader)`, to be iterated over once, or averaged by `mean`."""

@@ -24,8 +24,6 @@ from accelcore.errors import ConfigurationError
 from accelcore.jobs.collectives import Collectives
 from accelcore.util.text import kind_of
 
-__all__ = ["Batches", "EveryNth", "Last", "ShardedStream", "check_loader", "rounds", "share", "share_once"]
-
 Item = TypeVar("Item")
 
 Last = Literal["repeat", "drop", "uneven"]

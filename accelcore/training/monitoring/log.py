@@ -21,8 +21,6 @@ from accelcore.training.monitoring.progress import Meter
 from accelcore.training.monitoring.records import FILE, line_of, read_records
 from accelcore.util.text import is_number, is_whole, replace_file
 
-__all__ = ["Log"]
-
 logger = logging.getLogger("accelcore")
 
 _OLD = "log-before.jsonl"

@@ -12,8 +12,6 @@ from accelcore.errors import ConfigurationError
 from accelcore.training.monitoring.records import Record, columns
 from accelcore.util.text import replace_file
 
-__all__ = ["check_matplotlib", "draw", "file_for"]
-
 _BYTES, _FILE = "memory_peak", "plot.png"
 
 _PAGE = """<!DOCTYPE html>

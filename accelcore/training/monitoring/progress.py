@@ -21,8 +21,6 @@ from accelcore.util.trial import requested_trial
 if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer
 
-__all__ = ["Meter", "Progress"]
-
 _REDRAW = 0.25
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import is_number, is_whole
 
-__all__ = ["FILE", "Record", "columns", "line_of", "read_records"]
-
 FILE = "log.jsonl"
 
 Record = Mapping[str, Any]

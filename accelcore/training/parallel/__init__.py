@@ -17,8 +17,6 @@ from accelcore.util.text import did_you_mean
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["create_strategy"]
-
 _NONE = "none"
 _STRATEGIES: dict[str, Callable[[Backend, TrainerOptions], Strategy]] = {
     "ddp": DDP,

@@ -27,8 +27,6 @@ from accelcore.training.parallel.strategy import (
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["DDP", "replicate"]
-
 
 class DDP(Strategy):
     """torch's DistributedDataParallel, in which parameters may go unused.

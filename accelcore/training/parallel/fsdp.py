@@ -29,9 +29,6 @@ from accelcore.training.parallel.strategy import (
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["FullySharded"]
-
-
 # torch asks reduce_scatter for an average of gradients in these dtypes. It adds up and divides others itself.
 _AVERAGED = (torch.float32, torch.bfloat16)
 

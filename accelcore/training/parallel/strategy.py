@@ -21,20 +21,6 @@ from accelcore.training.options import TrainerOptions
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = [
-    "CombineDDP",
-    "SingleProcess",
-    "Strategy",
-    "all_reduce_gradients",
-    "broadcast_buffers",
-    "broadcast_masters",
-    "broadcast_tensors",
-    "check_no_launcher",
-    "check_trainable",
-    "comm_dtype",
-    "owns",
-]
-
 _COMM_DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -19,8 +19,6 @@ from accelcore.training.parallel.strategy import CombineDDP, broadcast_tensors, 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Zero1"]
-
 _GLOBAL_NORMS = {"use_global_grad_norm": "use_global_grad_norm=False", "max_grad_norm": "max_grad_norm=-1"}
 """Options by which an optimizer clips by a norm over several gradients, and how to turn each off."""
 

@@ -18,8 +18,6 @@ from accelcore.errors import CheckpointError
 from accelcore.training.saving.parts import Part, Saved, as_dict
 from accelcore.util.text import first_line
 
-__all__ = ["prepare_foreign"]
-
 logger = logging.getLogger("accelcore")
 
 _MODEL = ("model", "state_dict", "model_state_dict", "model_state", "module")

@@ -17,8 +17,6 @@ from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.gradients import Gradients
 from accelcore.training.saving.parts import Part, Saved, as_dict, kind, malformed
 
-__all__ = ["MastersPart", "ModelPart"]
-
 logger = logging.getLogger("accelcore")
 
 _CONVERTIBLE = {torch.float32, *LOW_PRECISION}

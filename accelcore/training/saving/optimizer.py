@@ -21,8 +21,6 @@ from accelcore.training.gradients import Gradients
 from accelcore.training.parallel.strategy import Strategy, owns
 from accelcore.training.saving.parts import Part, Saved, as_dict, malformed
 
-__all__ = ["OptimizerPart"]
-
 logger = logging.getLogger("accelcore")
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}

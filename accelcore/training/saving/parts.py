@@ -21,20 +21,6 @@ from accelcore.training.schedule import Schedule
 from accelcore.training.window import Window
 from accelcore.util.text import is_whole
 
-__all__ = [
-    "DataStreamPart",
-    "ExtraPart",
-    "Part",
-    "RandomPart",
-    "Saved",
-    "ScalerPart",
-    "SchedulePart",
-    "WindowPart",
-    "as_dict",
-    "kind",
-    "malformed",
-]
-
 logger = logging.getLogger("accelcore")
 
 

@@ -53,8 +53,6 @@ from accelcore.util.trial import requested_trial
 if TYPE_CHECKING:
     from accelcore.backend import Backend
 
-__all__ = ["Checkpoints", "Saver", "TrainingState", "Trainings"]
-
 logger = logging.getLogger("accelcore")
 
 _SHARED = "training"  # file of what all ranks share, but the model

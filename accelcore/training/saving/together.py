@@ -13,8 +13,6 @@ from accelcore.util.text import kind_of
 if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer
 
-__all__ = ["Together"]
-
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 

@@ -15,8 +15,6 @@ from accelcore.training.stages.model import Cast, Place
 from accelcore.training.stages.parameters import Bind, Replicate, Shard
 from accelcore.training.stages.recompute import ActivationCheckpointing
 
-__all__ = ["Preparation"]
-
 _ORDER = (Place, ActivationCheckpointing, Cast, Shard, Bind, Replicate, Observe, Compile, Capture)
 
 

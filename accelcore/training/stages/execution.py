@@ -14,8 +14,6 @@ from accelcore.training.captured import CapturedStep, check_capturable
 from accelcore.training.observers import Hooks, Listeners, Observer
 from accelcore.training.plan import Plan, Stage
 
-__all__ = ["Capture", "Compile", "Observe"]
-
 
 class Observe(Stage):
     """Register a forward hook on each module if an observer overrides `output`."""

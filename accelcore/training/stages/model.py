@@ -18,8 +18,6 @@ from accelcore.torch_internals import AnyBatchNorm, shares_tensor_objects
 from accelcore.training.observers import Hooks
 from accelcore.training.plan import Plan, Stage
 
-__all__ = ["Cast", "Place"]
-
 logger = logging.getLogger("accelcore")
 
 

@@ -14,8 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from accelcore.errors import TrainingError
 
-__all__ = ["Offload"]
-
 
 class Offload:
     """Copies saved tensors to the host on a stream of its own, and back before backward needs them.

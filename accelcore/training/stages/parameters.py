@@ -19,8 +19,6 @@ from accelcore.training.parallel import create_strategy
 from accelcore.training.parallel.strategy import broadcast_masters
 from accelcore.training.plan import Plan, Stage
 
-__all__ = ["Bind", "Replicate", "Shard"]
-
 _FLAT_BELOW = 1 << 14
 """Elements per parameter, on average, up to which flat memory is faster; `benchmarks/flat.py` measures it."""
 

@@ -18,8 +18,6 @@ from accelcore.training.options import Recompute, chosen
 from accelcore.training.plan import Plan, Stage
 from accelcore.training.stages.offload import Offload
 
-__all__ = ["ActivationCheckpointing", "ActivationStorage"]
-
 
 class ActivationStorage:
     """Storage of a module's activations between forward and backward: they are recomputed or offloaded.
