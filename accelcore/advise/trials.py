@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def try_script(script: Script, variant: Variant) -> Outcome:
         trial = Trial(str(report), script.steps, variant.seed, variant.options)
         ended = child.run(
             child.command(_CLI, "run", *script.command),
-            environ={**os.environ, VARIABLE: trial.as_variable()},
+            environ={**os.environ, VARIABLE: json.dumps(asdict(trial))},
             limit=script.limit,
             progress=report,
         )

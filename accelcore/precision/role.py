@@ -27,22 +27,23 @@ Context = AbstractContextManager[object]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Autocast:
-    """Context of a backend's autocast. As a decorator, it makes each call of a function run in a context of its own.
+class _Repeated:
+    """Context that can be entered again while it is entered, also in another thread: each entry has one of its own.
 
-    It can be entered again while it is entered, also in another thread. Calls may be recursive or run in several
-    threads. Generators and coroutines are refused: what runs between their parts would be cast, too.
+    Args:
+        create: makes a context.
+        once: whether that context can be entered only once. Otherwise it serves again, which is quicker.
     """
 
-    def __init__(self, create: Callable[[], AbstractContextManager[object]]) -> None:
-        self._create = create
+    def __init__(self, create: Callable[[], Context], *, once: bool = False) -> None:
+        self._create, self._once = create, once
         self._entered = local()
-        self._spare = [create()]  # to be entered again, which is quicker than to make one
+        self._spare = [create()]  # raises now what the first entry would raise
 
     def __enter__(self) -> object:
         try:
             context = self._spare.pop()
-        except IndexError:  # this one is entered, here or in another thread
+        except IndexError:  # all are entered, here or in another thread
             context = self._create()
         returned = context.__enter__()
         self._entered.__dict__.setdefault("contexts", []).append(context)
@@ -50,10 +51,20 @@ class Autocast:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        context = self._entered.contexts.pop()
-        context.__exit__(kind, error, traceback)
-        self._spare.append(context)
+    ) -> bool | None:
+        context: Context = self._entered.contexts.pop()
+        suppresses = context.__exit__(kind, error, traceback)
+        if not self._once:
+            self._spare.append(context)
+        return suppresses
+
+
+class Autocast(_Repeated):
+    """Context of a backend's autocast. As a decorator, it makes each call of a function run in a context of its own.
+
+    It can be entered again while it is entered, also in another thread. Calls may be recursive or run in several
+    threads. Generators and coroutines are refused: what runs between their parts would be cast, too.
+    """
 
     def __call__(self, function: F) -> F:
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -227,27 +238,9 @@ class Contexts:
         self.arithmetic: Context = nullcontext()
         if fp32 is not None:
             products = partial(precision.fp32, fp32)
-            products()  # raises here what the first step would raise
-            self.arithmetic = _Repeated(products)
+            self.arithmetic = _Repeated(products, once=True)
             self.make_region = partial(_both, products, self.make_region)
-            self.region = _Repeated(self.make_region)
-
-
-class _Repeated:
-    """Context that can be entered repeatedly, because it makes a new one each time."""
-
-    def __init__(self, make: Callable[[], Context]) -> None:
-        self._make = make
-        self._entered: list[Context] = []
-
-    def __enter__(self) -> object:
-        self._entered.append(self._make())
-        return self._entered[-1].__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self._entered.pop().__exit__(kind, error, traceback)
+            self.region = _Repeated(self.make_region, once=True)
 
 
 @contextmanager
