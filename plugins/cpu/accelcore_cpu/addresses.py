@@ -19,8 +19,6 @@ from torch import Tensor
 
 from accelcore_cpu.kernels.library import load
 
-__all__ = ["TYPES", "Addresses", "Found", "Member"]
-
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """The dtypes that kernels take, by their numbers in kernels/memory.h."""
 

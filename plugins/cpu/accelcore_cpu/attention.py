@@ -16,8 +16,6 @@ from torch._ops import OpOverload
 from accelcore.precision.dispatcher import Kernel, Maker, replace_kernels
 from accelcore_cpu.processor import USUAL, with_setting
 
-__all__ = ["replace_attention"]
-
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 

@@ -18,8 +18,6 @@ from accelcore_cpu.optimizers import FUSED, NATIVE, create_optimizers
 from accelcore_cpu.precision import CpuPrecision
 from accelcore_cpu.processor import fast_format
 
-__all__ = ["create", "declare", "missing_compiler"]
-
 
 def declare(*, compiler: bool) -> Capabilities:
     """Return the CPU's capabilities; `compiler`: whether a C++ compiler can build our kernels."""

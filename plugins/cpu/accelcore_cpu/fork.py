@@ -7,8 +7,6 @@ import ctypes
 import os
 from functools import cache, partial
 
-__all__ = ["make_fork_safe"]
-
 _SOFT = 1  # omp_pause_soft: threads are given up, settings are kept
 
 

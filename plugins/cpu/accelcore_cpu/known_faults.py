@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from accelcore.known_faults import KnownFault
 
-__all__ = ["KNOWN_FAULTS", "LOW_PRECISION_SGD"]
-
 LOW_PRECISION_SGD = KnownFault(
     kernel="torch._fused_sgd_ on the CPU, bf16 and fp16",
     package="torch",

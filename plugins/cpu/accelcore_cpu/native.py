@@ -15,8 +15,6 @@ from accelcore.optim.flat.memory import Run, unfit
 from accelcore.optim.formulas import Formula
 from accelcore_cpu.addresses import TYPES, Addresses, Found, Member
 
-__all__ = ["Native", "refusal"]
-
 _NOTHING = nullcontext()
 _NO_MEMORY = "a parameter has less memory than elements: its storage was resized"
 

@@ -24,8 +24,6 @@ from accelcore_cpu.kernels.library import unavailable
 from accelcore_cpu.known_faults import LOW_PRECISION_SGD
 from accelcore_cpu.native import Native, refusal
 
-__all__ = ["FUSED", "NATIVE", "create_optimizers"]
-
 FUSED = ("adagrad", "adam", "adamw", "sgd")
 """Optimizers with a fused kernel in torch."""
 
@@ -36,6 +34,8 @@ Numbers = tuple[float, ...]
 
 
 class NativeAdadelta(Native, Adadelta):
+    """`Adadelta` by its kernel."""
+
     kernel, number, states = "adadelta", 0, ("square_avg", "acc_delta")
 
     def numbers(self, group: Group) -> Numbers:
@@ -51,14 +51,18 @@ class _Adam(Native):
 
 
 class NativeAdam(_Adam, Adam):
-    pass
+    """`Adam` by its kernel."""
 
 
 class NativeAdamW(_Adam, AdamW):
+    """`AdamW` by its kernel."""
+
     kernel = "adamw"
 
 
 class NativeAdamP(Native, AdamP):
+    """`AdamP` by its kernel."""
+
     kernel, number, states, by_row = "adamp", 2, ("exp_avg", "exp_avg_sq"), True
 
     def numbers(self, group: Group) -> Numbers:
@@ -67,6 +71,8 @@ class NativeAdamP(Native, AdamP):
 
 
 class NativeBertAdam(Native, BertAdam):
+    """`BertAdam` by its kernel."""
+
     kernel, number, states = "bertadam", 3, ("exp_avg", "exp_avg_sq")
 
     def numbers(self, group: Group) -> Numbers:
@@ -75,6 +81,8 @@ class NativeBertAdam(Native, BertAdam):
 
 
 class NativeLamb(Native, Lamb):
+    """`Lamb` by its kernel."""
+
     kernel, number, states = "lamb", 4, ("exp_avg", "exp_avg_sq")
 
     def numbers(self, group: Group) -> Numbers:
@@ -92,14 +100,20 @@ class _RMSprop(Native):
 
 
 class NativeRMSprop(_RMSprop, RMSprop):
+    """`RMSprop` by its kernel."""
+
     kernel, number = "rmsprop", 5
 
 
 class NativeRMSpropTF(_RMSprop, RMSpropTF):
+    """`RMSpropTF` by its kernel."""
+
     kernel, number = "rmsproptf", 6
 
 
 class NativeSGD(Native, SGD):
+    """`SGD` by its kernel."""
+
     kernel, number, states = "sgd", 7, ("momentum_buffer",)
 
     def numbers(self, group: Group) -> Numbers:

@@ -16,8 +16,6 @@ from accelcore.torch_features import GET_KERNEL
 from accelcore_cpu import processor, rounded_products
 from accelcore_cpu.attention import replace_attention
 
-__all__ = ["CpuPrecision", "warn_without_units"]
-
 logger = logging.getLogger("accelcore")
 
 

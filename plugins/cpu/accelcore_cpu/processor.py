@@ -11,8 +11,6 @@ import torch
 
 from accelcore.torch_features import GET_CAPABILITIES
 
-__all__ = ["ONEDNN", "USUAL", "fast_format", "fast_setting", "has_units", "lacks_lstm", "with_setting"]
-
 USUAL, ONEDNN = "highest", "medium"
 """torch's settings for fp32 products: by its usual library, and by oneDNN. torch means the latter for bf16, but oneDNN
 multiplies in bf16 only on processors with matrix units for it, and in fp32 on others."""

@@ -17,8 +17,6 @@ from torch._ops import OpOverload
 from accelcore.precision.dispatcher import Kernel, Maker, replace_kernels
 from accelcore_cpu.processor import USUAL, fast_format, fast_setting, lacks_lstm, with_setting
 
-__all__ = ["install"]
-
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.mv, _aten.addmv)  # the last two tensors are factors
 _OTHERS = (

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from accelcore.backend import Backend
     from accelcore.known_faults import KnownFault
 
-__all__ = ["accelcore_create_backend", "accelcore_known_faults", "accelcore_probe"]
-
 
 @hookimpl
 def accelcore_probe() -> Probe:

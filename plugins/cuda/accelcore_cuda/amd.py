@@ -10,8 +10,6 @@ from pathlib import Path
 from accelcore_cuda.hardware import Hardware
 from accelcore_cuda.visible import Visible, visible
 
-__all__ = ["look", "present"]
-
 _DEVICE = Path("/dev/kfd")
 _NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 

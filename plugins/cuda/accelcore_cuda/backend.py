@@ -8,8 +8,6 @@ from accelcore.backend import Backend
 from accelcore.errors import BackendUnavailableError
 from accelcore.util.text import first_line
 
-__all__ = ["create"]
-
 logger = logging.getLogger("accelcore")
 
 _FIND_CAUSE = "run accelcore doctor and nvidia-smi to find the cause"

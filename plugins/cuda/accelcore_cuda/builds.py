@@ -11,8 +11,6 @@ import re
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 
-__all__ = ["MINIMUM_DRIVERS", "Build", "installed_build", "minimum_driver", "numbers"]
-
 MINIMUM_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580"}
 """Oldest Linux driver for each major version of CUDA.
 

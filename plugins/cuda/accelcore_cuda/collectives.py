@@ -10,8 +10,6 @@ import torch.distributed as dist
 from accelcore.jobs.collectives import TorchCollectives
 from accelcore.jobs.launchers import Launch
 
-__all__ = ["CudaCollectives"]
-
 _DETAILED = {"TORCH_NCCL_DESYNC_DEBUG": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 """torch's records of NCCL. At a timeout each rank names the missing ranks and writes its record."""
 

@@ -16,8 +16,6 @@ from torch import nn
 from accelcore.roles.compiler import Compiled, TorchCompiler
 from accelcore_cuda.known_faults import MIX_ORDER_REDUCTION
 
-__all__ = ["CudaCompiler", "missing_for_inductor", "replays_graphs"]
-
 logger = logging.getLogger("accelcore")
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from accelcore.backend import Capabilities
 
-__all__ = ["declare", "emulates_bfloat16", "missing_kernels"]
-
 Compute = tuple[int, int]
 """Compute capability: `(8, 0)` for sm_80."""
 

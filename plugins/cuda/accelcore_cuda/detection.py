@@ -15,8 +15,6 @@ from accelcore_cuda import amd, nvidia
 from accelcore_cuda.builds import Build, installed_build, minimum_driver, numbers
 from accelcore_cuda.hardware import Fault, Hardware
 
-__all__ = ["detect"]
-
 _ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Fault", "Hardware"]
-
 Fault = tuple[str, str]
 """Reason why a device cannot be used, and the remedy."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from accelcore.known_faults import KnownFault
 
-__all__ = ["KNOWN_FAULTS", "MIX_ORDER_REDUCTION"]
-
 MIX_ORDER_REDUCTION = KnownFault(
     kernel="torch.compile (inductor) on a GPU: gradients of a model with chained norms that share one parameter",
     package="torch",

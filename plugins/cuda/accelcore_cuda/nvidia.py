@@ -15,8 +15,6 @@ from pathlib import Path
 from accelcore_cuda.hardware import Hardware
 from accelcore_cuda.visible import visible
 
-__all__ = ["LIBRARY", "look"]
-
 LIBRARY = "libcuda.so.1"
 """Library of the driver. It decides which CUDA can run, even if it is newer than the kernel module (cuda-compat)."""
 

@@ -15,8 +15,6 @@ from accelcore.optim.flat.formula import FLAT_FORMULAS
 from accelcore.optim.registry import Optimizers
 from accelcore.optim.torch_routes import register_torch_optimizers
 
-__all__ = ["create_optimizers", "fused_kernels"]
-
 _FUSED = {
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,

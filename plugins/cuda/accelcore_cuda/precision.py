@@ -14,8 +14,6 @@ from accelcore.errors import ConfigurationError
 from accelcore.precision.o1.table import Treatment
 from accelcore.precision.role import TorchPrecision
 
-__all__ = ["CudaPrecision"]
-
 logger = logging.getLogger("accelcore")
 
 

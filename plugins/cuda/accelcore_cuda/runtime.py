@@ -12,8 +12,6 @@ from accelcore.errors import BackendUnavailableError, ConfigurationError
 from accelcore.roles.runtime import AcceleratorRuntime
 from accelcore.util.text import shown
 
-__all__ = ["CudaRuntime", "make_deterministic", "refuse_fork"]
-
 logger = logging.getLogger("accelcore")
 
 _VARIABLE = "CUBLAS_WORKSPACE_CONFIG"

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from accelcore.util.text import shown
 
-__all__ = ["Visible", "visible"]
-
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}", re.ASCII)  # like strtoul, ignores the rest of an entry
 
 

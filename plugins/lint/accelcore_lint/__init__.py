@@ -5,6 +5,4 @@ It needs neither torch nor accelcore.
 
 from __future__ import annotations
 
-__all__ = ["__version__"]
-
 __version__ = "0.1.0"

@@ -7,8 +7,6 @@ from typing import Any
 
 import click
 
-__all__ = ["ERROR", "FINDINGS", "Command", "PathArgument"]
-
 FINDINGS = 1
 """Exit code of a run that found something, or could not read or parse a file, as ruff's."""
 

@@ -13,8 +13,6 @@ import click
 
 from accelcore_lint.settings import Settings
 
-__all__ = ["LARGEST", "Problem", "Search", "decode", "read", "shown"]
-
 LARGEST = 2 * 1024 * 1024
 """Files of more bytes are not linted: they are generated."""
 

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from accelcore_lint import __version__
 from accelcore_lint.lint import check
 
-__all__ = ["Plugin"]
-
 
 class Plugin:
     """Checker of flake8, by its tree and its lines."""

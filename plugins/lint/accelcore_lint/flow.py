@@ -16,23 +16,6 @@ from accelcore_lint.kinds import is_loss, is_optimizer, is_scaler, is_scheduler
 from accelcore_lint.names import Function
 from accelcore_lint.script import Script, last_name
 
-__all__ = [
-    "BACKWARD",
-    "CLIP",
-    "FOREIGN",
-    "HELPER",
-    "SCHEDULE",
-    "STEP",
-    "UNSCALE",
-    "UPDATE",
-    "ZERO",
-    "Block",
-    "Event",
-    "Flow",
-    "Window",
-    "flows",
-]
-
 BACKWARD, CLIP, FOREIGN, HELPER = "backward", "clip", "foreign", "helper"
 SCHEDULE, STEP, UNSCALE, UPDATE, ZERO = "schedule", "step", "unscale", "update", "zero"
 

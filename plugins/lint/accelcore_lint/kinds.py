@@ -8,8 +8,6 @@ import re
 from accelcore_lint.names import Names
 from accelcore_lint.script import last_name
 
-__all__ = ["is_loss", "is_optimizer", "is_scaler", "is_scheduler", "is_wrapper"]
-
 _SCHEDULERS = "torch.optim.lr_scheduler."
 _WRAPPERS = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 

@@ -11,8 +11,6 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.rules import RULES, UNKNOWN
 from accelcore_lint.script import Script
 
-__all__ = ["check"]
-
 _WORDS = ("torch", "apex")
 """A file without one of these words has nothing for the rules: they do not look at it."""
 

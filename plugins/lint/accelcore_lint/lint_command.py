@@ -20,8 +20,6 @@ from accelcore_lint.rules import RULES
 from accelcore_lint.run import Result, lint_data, lint_files
 from accelcore_lint.settings import Settings, codes, read
 
-__all__ = ["lint", "main"]
-
 _FORMATS: dict[str, Callable[[Sequence[Finding]], str]] = {
     "json": as_json.write,
     "github": github.write,

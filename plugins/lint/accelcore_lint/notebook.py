@@ -9,8 +9,6 @@ from typing import Any
 from accelcore_lint.files import Problem
 from accelcore_lint.finding import Finding
 
-__all__ = ["Notebook"]
-
 _MAGIC = ("%", "!", "?")
 
 

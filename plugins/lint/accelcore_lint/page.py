@@ -9,8 +9,6 @@ from pathlib import Path
 from accelcore_lint.rule import Rule
 from accelcore_lint.rules import RULES
 
-__all__ = ["MARK", "main", "rules", "section"]
-
 MARK = "<!-- The rest is made from the rules: python -m accelcore_lint.page docs/lint.md -->"
 """Line of the page below which everything is made."""
 

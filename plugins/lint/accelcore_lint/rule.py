@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accelcore_lint.script import Script
 
-__all__ = ["Mark", "Rule"]
-
 
 @dataclass(frozen=True)
 class Mark:

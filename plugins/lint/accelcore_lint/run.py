@@ -15,8 +15,6 @@ from accelcore_lint.finding import Finding
 from accelcore_lint.lint import check
 from accelcore_lint.notebook import Notebook
 
-__all__ = ["Result", "lint_data", "lint_files"]
-
 _MANY = 100  # fewer files are linted before another process has started
 _CHUNK = 16
 

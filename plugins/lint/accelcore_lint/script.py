@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from accelcore_lint.names import Function, Names
 
-__all__ = ["Script", "argument", "last_name", "mentions", "text_of"]
-
 N = TypeVar("N", bound=ast.AST)
 
 

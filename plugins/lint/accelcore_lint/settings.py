@@ -19,8 +19,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Settings", "codes", "read"]
-
 _KEYS = ("select", "ignore", "exclude", "per-file-ignores")
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from accelcore_lint.finding import Finding
 
-__all__ = ["Comment", "Suppressions", "read"]
-
 _COMMENT = re.compile(r"#\s*accel:\s*ignore(?:\[([^\]]*)\])?", re.ASCII)
 _NOTHING = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENCODING, tokenize.ENDMARKER}
 

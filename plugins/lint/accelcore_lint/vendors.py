@@ -7,8 +7,6 @@ import re
 
 from accelcore_lint.script import Script, last_name, text_of
 
-__all__ = ["DEVICES", "GROUPS", "asks_for_vendor", "is_device_text", "runtime_call"]
-
 DEVICES = ("cuda", "npu", "xpu", "hpu", "mlu", "musa", "mps", "gcu", "sdaa")
 """Types of torch devices with a vendor."""
 

@@ -14,8 +14,6 @@ from accelcore.errors import BackendUnavailableError
 from accelcore.scaling.dynamic import Scalers
 from accelcore_npu.detection import emulated_devices
 
-__all__ = ["create"]
-
 logger = logging.getLogger("accelcore")
 
 

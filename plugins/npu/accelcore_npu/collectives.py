@@ -15,8 +15,6 @@ from accelcore.errors import ConfigurationError
 from accelcore.jobs.collectives import TorchCollectives
 from accelcore.jobs.launchers import Launch
 
-__all__ = ["NpuCollectives"]
-
 logger = logging.getLogger("accelcore")
 
 _EXEC_TIMEOUT = "HCCL_EXEC_TIMEOUT"

@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["RELEASES", "Release", "built_for_cuda", "cann_of", "fault", "release_for", "torch_of"]
-
 
 @dataclass(frozen=True)
 class Release:

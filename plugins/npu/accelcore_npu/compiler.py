@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from accelcore.roles.compiler import Compiled, TorchCompiler
 
-__all__ = ["NpuCompiler", "installed_compilers"]
-
 logger = logging.getLogger("accelcore")
 
 # Best first, each with the distribution that it needs and torch_npu does not install.

@@ -20,8 +20,6 @@ from accelcore.devices.plugins import autoload_enabled, autoloads
 from accelcore.util.text import shown
 from accelcore_npu import compatibility, libraries
 
-__all__ = ["detect", "emulated_devices"]
-
 _DEVICES = Path("/dev")
 _ENVIRONMENT = (
     "ACCEL_EMULATE",

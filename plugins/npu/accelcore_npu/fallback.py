@@ -17,8 +17,6 @@ import torch
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.util.text import shown
 
-__all__ = ["VARIABLE", "apply_setting"]
-
 VARIABLE = "ACCEL_NPU_FALLBACK"
 """`allow`, torch_npu's default, or `raise`."""
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from accelcore.optim.formulas import Formula
 
-__all__ = ["FusedFormula"]
-
 
 class FusedFormula(Formula):
     """Base of optimizers with a formula's options and torch_npu's arithmetic; put it before the formula's class.

@@ -9,8 +9,6 @@ from functools import partial
 
 from accelcore.known_faults import KnownFault
 
-__all__ = ["KNOWN_FAULTS"]
-
 _SOURCE = "torch_npu/optim in the wheel of torch-npu 2.13.0"
 _OURS = "accelcore's classes collect gradients at each step and keep their own state"
 _Fault = partial(KnownFault, package="torch-npu", versions=">=2.7,<2.15")

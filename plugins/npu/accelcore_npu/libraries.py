@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["LIBRARIES", "cann_fault", "cann_version", "missing_libraries"]
-
 LIBRARIES = ("libascendcl.so", "libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libhccl.so")
 """Libraries that torch_npu links to: `import torch_npu` fails if one is missing."""
 

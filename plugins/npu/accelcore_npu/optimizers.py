@@ -18,8 +18,6 @@ from accelcore.optim.registry import Optimizers
 from accelcore.optim.torch_routes import register_torch_optimizers
 from accelcore_npu.flat import FusedFormula
 
-__all__ = ["FUSED", "create_optimizers"]
-
 _PRIORITY = 20  # before torch's kernels, which update one tensor after the other on an NPU
 _TORCH_FUSED = ("adamw", "sgd")
 _SWITCHES = ("maximize", "capturable", "differentiable")

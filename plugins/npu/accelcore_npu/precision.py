@@ -10,8 +10,6 @@ import torch_npu
 from accelcore.precision.o1.table import Treatment
 from accelcore.precision.role import TorchPrecision
 
-__all__ = ["NpuPrecision"]
-
 
 class NpuPrecision(TorchPrecision):
     """Autocast by the operator lists of torch_npu; fp32 by torch_npu's switches, because it ignores torch's."""

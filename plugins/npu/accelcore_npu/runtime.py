@@ -12,8 +12,6 @@ import torch_npu
 from accelcore.errors import BackendUnavailableError
 from accelcore.roles.runtime import AcceleratorRuntime
 
-__all__ = ["NpuRuntime", "refuse_fork"]
-
 
 class NpuRuntime(AcceleratorRuntime):
     """One NPU of this process.

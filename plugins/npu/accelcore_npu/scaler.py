@@ -18,8 +18,6 @@ from accelcore.jobs.collectives import Collectives
 from accelcore.scaling.contract import LossScale
 from accelcore.scaling.dynamic import GradScaler
 
-__all__ = ["FlagScaler", "NpuScaler"]
-
 
 class NpuScaler(GradScaler):
     """Loss scaler that unscales the gradients itself and decides on the host before each step."""

@@ -20,8 +20,6 @@ from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationE
 from accelcore_npu_emulator import build, native, wheel
 from accelcore_npu_emulator.settings import Settings
 
-__all__ = ["activate", "active", "environment", "problem_of_settings", "start"]
-
 
 def environment(settings: Settings | None = None) -> dict[str, str]:
     """Return the environment variables that a launcher sets for an emulated process. Compile the emulator if needed.

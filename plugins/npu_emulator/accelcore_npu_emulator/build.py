@@ -15,8 +15,6 @@ from pathlib import Path
 from accelcore.errors import BackendUnavailableError, ConfigurationError
 from accelcore_npu_emulator.wheel import cache, torch_npu
 
-__all__ = ["LIBRARIES", "libraries"]
-
 _SOURCES = Path(__file__).parent / "cann"
 _OWN_SOURCE = {"ge_runner": "graph_engine.cpp", "graph": "allocator_options.cpp"}
 # torch_npu looks for these libraries by name; here libascendcl contains all their functions.

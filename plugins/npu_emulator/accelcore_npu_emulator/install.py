@@ -13,8 +13,6 @@ from pathlib import Path
 from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationError
 from accelcore_npu_emulator.wheel import INSTALL, cache, fitting, place, within
 
-__all__ = ["install"]
-
 
 def install(options: Sequence[str] = ()) -> Path:
     """Let pip install the torch-npu that fits torch into the cache, or do nothing if it is there; return the folder.

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from accelcore_npu_emulator.settings import Settings
 
-__all__ = ["Counters", "Native", "opened", "read_counters"]
-
 _LIBRARY = "libascendcl.so"
 _MARK = "accelcore_emulated_devices"  # a function that the vendor's library does not have
 _OperatorHandler = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)

@@ -11,8 +11,6 @@ from accelcore.errors import ConfigurationError
 from accelcore_npu_emulator.bootstrap import environment
 from accelcore_npu_emulator.settings import Settings
 
-__all__ = ["accelcore_emulate"]
-
 
 @hookimpl
 def accelcore_emulate(name: str, devices: int) -> Mapping[str, str] | None:

@@ -17,8 +17,6 @@ from typing import Any
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import shown
 
-__all__ = ["Fault", "Settings"]
-
 _NATURAL = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _MEMORY = re.compile(r"([1-9][0-9]{0,17})(KiB|MiB|GiB)?", re.ASCII)
 _SOCS = (

@@ -16,8 +16,6 @@ from accelcore_npu import compatibility
 
 from accelcore.errors import BackendUnavailableError, ConfigurationError
 
-__all__ = ["INSTALL", "RELEASES", "cache", "cuda_build", "fitting", "path_entry", "place", "torch_npu", "within"]
-
 RELEASES = {"2.7.1": "2.7.1.post11", "2.10.0": "2.10.0.post7", "2.13.0": "2.13.0", "2.14.0": "2.14.0"}
 """Releases of torch that the emulator works with, and the torch-npu for each that it is tested with."""
 

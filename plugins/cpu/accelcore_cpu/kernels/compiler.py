@@ -14,8 +14,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["FLAGS", "compile_to", "compiler_version", "cpu", "missing_compiler"]
-
 # No -ffast-math: nan and inf stay what they are, and nothing is reassociated or contracted, so that the same operations
 # give the same bits on every machine. Errno and traps, which are given up, would keep loops from being vectorized.
 FLAGS = (

@@ -15,8 +15,6 @@ import torch
 
 from accelcore_cpu.kernels import compiler, store
 
-__all__ = ["load", "unavailable"]
-
 logger = logging.getLogger("accelcore")
 
 _SOURCES = Path(__file__).parent

@@ -16,8 +16,6 @@ from platformdirs import user_cache_dir
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import shown
 
-__all__ = ["find", "folder", "keep", "open_folder"]
-
 _VARIABLE = "ACCEL_KERNEL_CACHE"
 
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from accelcore_lint.finding import Finding
 from accelcore_lint.rules import RULES
 
-__all__ = ["write"]
-
 
 def write(findings: Sequence[Finding]) -> str:
     """Return the findings as JSON. `cell` is null in a script; lines and columns count from 1."""

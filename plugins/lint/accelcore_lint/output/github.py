@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from accelcore_lint.finding import Finding
 
-__all__ = ["write"]
-
 
 def write(findings: Sequence[Finding]) -> str:
     """Return a workflow command for each finding."""

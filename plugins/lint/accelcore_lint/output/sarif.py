@@ -11,8 +11,6 @@ from accelcore_lint import __version__
 from accelcore_lint.finding import Finding
 from accelcore_lint.rules import RULES, UNKNOWN
 
-__all__ = ["write"]
-
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
 

@@ -11,8 +11,6 @@ from accelcore_lint.files import shown
 from accelcore_lint.finding import Finding
 from accelcore_lint.rules import RULES
 
-__all__ = ["show"]
-
 _WIDEST = 160  # characters of a line that are shown
 
 

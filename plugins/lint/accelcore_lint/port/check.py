@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Comparison", "compare"]
-
 _TIMEOUT = 600.0
 _EXACT, _LOW_PRECISION = 1e-4, 2e-2
 _NO_DEVICE = {"ACCEL_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}

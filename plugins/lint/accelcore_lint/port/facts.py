@@ -14,8 +14,6 @@ from accelcore_lint.port.place import Place
 from accelcore_lint.port.tree import Tree, argument, text_of
 from accelcore_lint.port.vendors import DEVICES, own_options
 
-__all__ = ["Facts"]
-
 _VARIABLE = r"(?:LOCAL_RANK|SLURM_LOCALID|OMPI_COMM_WORLD_LOCAL_RANK|MV2_COMM_WORLD_LOCAL_RANK)"
 _LOCAL_RANK = re.compile(
     r"(\w+\.)?_?(local_?rank|LOCAL_RANK)"

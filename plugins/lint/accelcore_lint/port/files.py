@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FileError", "Script", "find_scripts", "read_script", "write_script"]
-
 _LARGEST = 2**20
 _COOKIE = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 _SKIPPED = {"__pycache__", "site-packages", "node_modules", "build", "dist", "venv"}

@@ -13,8 +13,6 @@ from accelcore_lint.port.removed import removed
 from accelcore_lint.port.tree import dotted, reasons_above, text_of
 from accelcore_lint.port.vendors import DEVICES, MODULES
 
-__all__ = ["APEX", "Imports", "names_used"]
-
 APEX: Mapping[str, frozenset[str]] = {
     "apex.amp": frozenset(
         [

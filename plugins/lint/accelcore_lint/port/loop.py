@@ -12,8 +12,6 @@ from libcst import matchers as m
 
 from accelcore_lint.port.tree import text_of
 
-__all__ = ["Loop", "NotCanonicalError", "loops_in", "recognise", "source_of"]
-
 _CLIPS = re.compile(
     r"(?:torch\.)?(?:nn\.)?(?:utils\.)?clip_grad_norm_\((\w+)\.parameters\(\), (?:max_norm=)?([^,()]+)\)"
 )

@@ -9,8 +9,6 @@ from typing import Any
 
 import libcst as cst
 
-__all__ = ["TODO", "Build", "Example", "Left", "Level", "Note", "Rewrite", "Rule"]
-
 TODO = "# TODO(accelcore): "
 """Beginning of the comment above a statement that was not rewritten."""
 

@@ -11,8 +11,6 @@ from accelcore_lint.port.model import Level
 from accelcore_lint.port.tree import Tree, text_of
 from accelcore_lint.port.vendors import DEVICES
 
-__all__ = ["Place", "UnplacedError"]
-
 _NAMES = {
     Level.TORCH: ("device", "accelerator", "accelerator_device"),
     Level.ROLES: ("accel", "accelerator", "backend"),

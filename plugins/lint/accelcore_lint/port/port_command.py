@@ -18,8 +18,6 @@ from accelcore_lint.port.model import Level
 from accelcore_lint.port.report import Ported, as_json, diff, show
 from accelcore_lint.port.rewrite import UnfaithfulError, port_source
 
-__all__ = ["main", "port"]
-
 _SCRIPT = "accelcore_lint.port.arguments"
 
 

@@ -7,8 +7,6 @@ from typing import TypeVar, cast
 
 import libcst as cst
 
-__all__ = ["is_removed", "removed", "sweep"]
-
 _MARK = "__accelcore_removed__"
 
 _PLAIN = (cst.Comparison, cst.Name, cst.Attribute)

@@ -16,8 +16,6 @@ from rich.text import Text
 from accelcore_lint.port.model import Level, Note
 from accelcore_lint.port.rewrite import Outcome
 
-__all__ = ["Ported", "as_json", "diff", "show"]
-
 
 @dataclass(frozen=True)
 class Ported:

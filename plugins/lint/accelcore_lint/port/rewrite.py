@@ -20,8 +20,6 @@ from accelcore_lint.port.trainer import with_trainers
 from accelcore_lint.port.tree import reasons_above, text_of
 from accelcore_lint.port.vendors import may_concern, vendor_lines
 
-__all__ = ["Outcome", "UnfaithfulError", "port_source"]
-
 _COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 

@@ -11,8 +11,6 @@ from accelcore_lint.port.model import Note
 from accelcore_lint.port.removed import removed, sweep
 from accelcore_lint.port.tree import text_of
 
-__all__ = ["with_trainers"]
-
 _BACKEND = re.compile(r"(?m)^ *(\w+) = accelcore\.select\(")
 
 

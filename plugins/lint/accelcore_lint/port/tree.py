@@ -15,8 +15,6 @@ from libcst.helpers import get_full_name_for_node
 from accelcore_lint.port.model import TODO, Level
 from accelcore_lint.port.vendors import DEVICES, STAR_IMPORT
 
-__all__ = ["Tree", "argument", "arguments", "dotted", "reasons_above", "text_of"]
-
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn")
 _HIDE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 _RANK = re.compile(

@@ -6,18 +6,6 @@ import io
 import re
 import tokenize
 
-__all__ = [
-    "DEVICES",
-    "GROUPS",
-    "MODULES",
-    "STAR_IMPORT",
-    "device_text",
-    "may_concern",
-    "own_options",
-    "type_text",
-    "vendor_lines",
-]
-
 DEVICES = ("cuda", "npu")
 """Names of devices that scripts are ported from."""
 

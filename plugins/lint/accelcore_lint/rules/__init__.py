@@ -37,8 +37,6 @@ from accelcore_lint.rules import (
     zero_grad,
 )
 
-__all__ = ["RULES", "UNKNOWN"]
-
 UNKNOWN = "ACC001"
 """Code of a comment `# accel: ignore[...]` that ignores nothing: its codes are unknown, or missing."""
 

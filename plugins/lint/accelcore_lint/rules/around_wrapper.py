@@ -10,8 +10,6 @@ from accelcore_lint.kinds import is_wrapper
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, last_name
 
-__all__ = ["RULE"]
-
 _EVALUATES = ("no_grad", "inference_mode", "eval")
 
 

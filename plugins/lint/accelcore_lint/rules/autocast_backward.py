@@ -9,8 +9,6 @@ from accelcore_lint.flow import BACKWARD, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 
-__all__ = ["RULE"]
-
 _AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
 
 

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 
-__all__ = ["RULE"]
-
 _MODULES = (
     "torch.backends.cudnn.",
     "torch.backends.cuda.",

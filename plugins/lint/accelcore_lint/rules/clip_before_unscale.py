@@ -8,8 +8,6 @@ from accelcore_lint.flow import BACKWARD, CLIP, HELPER, STEP, UNSCALE, Flow, flo
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 
-__all__ = ["RULE"]
-
 
 def _check(script: Script) -> Iterator[Mark]:
     for flow in flows(script):

@@ -9,8 +9,6 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 from accelcore_lint.vendors import asks_for_vendor, is_device_text, runtime_call
 
-__all__ = ["RULE"]
-
 
 def _check(script: Script) -> Iterator[Mark]:
     for choice in script.all(ast.IfExp):

@@ -8,8 +8,6 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, argument
 from accelcore_lint.vendors import is_device_text
 
-__all__ = ["RULE"]
-
 _DRAWS = {f"torch.{name}" for name in ("rand", "randn", "randint", "randperm", "normal")}
 _SEEDS = ("manual_seed", "manual_seed_all", "seed_everything", "set_seed", "fix_random_seed")
 

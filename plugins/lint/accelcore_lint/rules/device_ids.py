@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, argument, last_name
 
-__all__ = ["RULE"]
-
 
 def _check(script: Script) -> Iterator[Mark]:
     for call in script.all(ast.Call):

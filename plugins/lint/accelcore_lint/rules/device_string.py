@@ -9,8 +9,6 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 from accelcore_lint.vendors import is_device_text
 
-__all__ = ["RULE"]
-
 
 def _check(script: Script) -> Iterator[Mark]:
     strings: list[ast.expr] = [*script.all(ast.Constant), *script.all(ast.JoinedStr)]

@@ -10,8 +10,6 @@ from accelcore_lint.flow import Flow, Window, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, argument, last_name, mentions
 
-__all__ = ["RULE", "divisions"]
-
 _ACCUMULATES = re.compile(r"accum", re.ASCII | re.IGNORECASE)
 _MEANS = ("cross_entropy", "mse_loss", "nll_loss", "l1_loss", "binary_cross_entropy_with_logits", "kl_div")
 _MEAN_CLASSES = ("CrossEntropyLoss", "MSELoss", "NLLLoss", "L1Loss", "BCEWithLogitsLoss", "SmoothL1Loss")

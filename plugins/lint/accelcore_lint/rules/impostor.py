@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, text_of
 
-__all__ = ["RULE"]
-
 _MODULES = {"torchada", "musa_patch", "transfer_to_npu", "gpu_migration"}
 _PATCHED = ("torch.cuda", "torch.Tensor.cuda", "torch.nn.Module.cuda")
 

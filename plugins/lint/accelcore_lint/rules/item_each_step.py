@@ -9,8 +9,6 @@ from accelcore_lint.flow import BACKWARD, STEP, Event, Flow, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 
-__all__ = ["RULE"]
-
 _CONDITIONS = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While)
 _SCOPES = (ast.Lambda, ast.FunctionDef, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)  # other names
 _NOT_EACH_STEP = (*_CONDITIONS, *_SCOPES)

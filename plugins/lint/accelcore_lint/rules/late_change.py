@@ -10,8 +10,6 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, last_name
 from accelcore_lint.vendors import DEVICES
 
-__all__ = ["RULE"]
-
 _SHARDS = ("torch.distributed.fsdp.fully_shard", "torch.distributed._composable.fsdp.fully_shard")
 _WRAPS = ("torch.distributed.fsdp.FullyShardedDataParallel", "torch.distributed.fsdp.FSDP")
 _STATE_AT_ONCE = "torch.optim.Adagrad"  # the other classes make their state in the first step

@@ -9,8 +9,6 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, argument
 from accelcore_lint.vendors import DEVICES, is_device_text
 
-__all__ = ["RULE"]
-
 
 def _names_vendor(value: ast.expr) -> bool:
     for node in ast.walk(value):

@@ -9,8 +9,6 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, text_of
 from accelcore_lint.vendors import GROUPS
 
-__all__ = ["RULE"]
-
 
 def _check(script: Script) -> Iterator[Mark]:
     for string in script.all(ast.Constant):

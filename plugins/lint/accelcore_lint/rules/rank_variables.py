@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, text_of
 
-__all__ = ["RULE"]
-
 _RANKS = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),

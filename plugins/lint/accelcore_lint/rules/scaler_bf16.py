@@ -9,8 +9,6 @@ from accelcore_lint.flow import STEP, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, argument, last_name
 
-__all__ = ["RULE"]
-
 
 def _check(script: Script) -> Iterator[Mark]:
     regions = [call for call in script.all(ast.Call) if last_name(call.func) == "autocast"]

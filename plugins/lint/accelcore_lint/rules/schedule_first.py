@@ -9,8 +9,6 @@ from accelcore_lint.flow import HELPER, SCHEDULE, STEP, Event, Flow, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, last_name
 
-__all__ = ["RULE"]
-
 
 def _check(script: Script) -> Iterator[Mark]:
     if not _makes_schedules(script):

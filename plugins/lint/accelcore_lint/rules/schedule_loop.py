@@ -10,8 +10,6 @@ from accelcore_lint.flow import HELPER, SCHEDULE, STEP, Event, Flow, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, argument, mentions
 
-__all__ = ["RULE"]
-
 _EPOCHS = re.compile(r"(^|_)(n_?|num_|max_)?epochs?$", re.ASCII | re.IGNORECASE)
 
 

@@ -10,8 +10,6 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.rules.divided_loss import divisions
 from accelcore_lint.script import Script, last_name, mentions
 
-__all__ = ["RULE"]
-
 
 def _check(script: Script) -> Iterator[Mark]:
     for flow in flows(script):

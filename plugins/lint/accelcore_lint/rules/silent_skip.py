@@ -9,8 +9,6 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, last_name, text_of
 from accelcore_lint.vendors import asks_for_vendor, runtime_call
 
-__all__ = ["RULE"]
-
 _FLAGS = {"pin_memory", "non_blocking", "fused"}
 _SEEDS = {"manual_seed", "manual_seed_all", "seed", "seed_all"}
 _SPEAKS = ("print", "warn", "warning", "info", "error", "debug", "exception", "critical", "log", "exit", "skip", "fail")

@@ -10,8 +10,6 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.rules.divided_loss import divisions
 from accelcore_lint.script import Script, argument, last_name
 
-__all__ = ["RULE"]
-
 _LOSSES = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"}
 
 

@@ -9,8 +9,6 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, text_of
 from accelcore_lint.vendors import runtime_call
 
-__all__ = ["RULE"]
-
 
 def _is_class(name: str) -> bool:
     runtime = runtime_call(name)

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 
-__all__ = ["RULE"]
-
 _PACKAGES = {
     "apex": "accelcore.apex has the same words on every device (accelcore run --apex, or accelcore port)",
     "torch_npu": "the backend imports it when it is selected",

@@ -9,8 +9,6 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 from accelcore_lint.vendors import DEVICES
 
-__all__ = ["RULE"]
-
 
 def _check(script: Script) -> Iterator[Mark]:
     for call in script.all(ast.Call):

@@ -8,8 +8,6 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 from accelcore_lint.vendors import runtime_call
 
-__all__ = ["RULE"]
-
 _INSTEAD = {
     "set_device": "accelcore.select() sets the rank's device; or write torch.accelerator.set_device_index(index).",
     "current_device": "Pass accel.device on; or write torch.accelerator.current_device_index().",

@@ -9,8 +9,6 @@ from accelcore_lint.flow import BACKWARD, STEP, ZERO, Flow, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 
-__all__ = ["RULE"]
-
 
 def _check(script: Script) -> Iterator[Mark]:
     # Gradients may be cleared in many ways, of which each has one of these words.

@@ -11,8 +11,6 @@ from accelcore_npu_emulator.kernels.single_operators import single_operator_hand
 if TYPE_CHECKING:
     from accelcore_npu_emulator.native import Native
 
-__all__ = ["install"]
-
 _installed: list[object] = []
 
 

@@ -13,8 +13,6 @@ from accelcore_npu_emulator.kernels.autograd import gradients
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["OPERATORS"]
-
 _REDUCTIONS = ("none", "mean", "sum")
 
 

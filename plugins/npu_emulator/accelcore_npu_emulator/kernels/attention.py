@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from accelcore_npu_emulator.kernels.machine import Machine
 
-__all__ = ["attention_operators"]
-
 _FULL_MASKS, _CAUSAL_TOP_LEFT, _CAUSAL_BOTTOM_RIGHT, _BAND = (0, 1), 2, 3, 4
 # Softmax statistics repeat along a last dimension of eight, the device's vector block.
 _BLOCK = 8

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from accelcore_npu_emulator.kernels.machine import Machine
 
-__all__ = ["autograd_below", "decomposed", "gradients", "recomputed"]
-
 _EXCLUDED = ("AutogradCPU", "AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
 
 

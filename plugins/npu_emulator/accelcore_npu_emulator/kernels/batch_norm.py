@@ -10,8 +10,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["OPERATORS"]
-
 
 def _channels_last(input: Tensor) -> Tensor:
     """Return values by channel: (everything else, channels), in float32."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from accelcore_npu_emulator.kernels.machine import Machine
 
-__all__ = ["host_kernel"]
-
 
 def host_kernel(
     operator: torch._ops.OpOverload, machine: Machine, function: Callable[..., Any] | None = None

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from accelcore_npu_emulator.kernels.machine import Machine
 
-__all__ = ["copy_kernels"]
-
 
 def copy_kernels(machine: Machine) -> dict[str, Callable[..., Any]]:
     """Return the kernels by operator name."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from accelcore_npu_emulator.kernels.machine import Machine
 
-__all__ = ["OPERATORS", "division_kernels"]
-
 _MODES = (None, "floor", "trunc")
 
 

@@ -11,8 +11,6 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["OPERATORS"]
-
 _BLOCK, _BYTE = 128, 8
 _BITS = tuple(1 << bit for bit in range(_BYTE))
 

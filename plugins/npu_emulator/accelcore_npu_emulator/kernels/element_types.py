@@ -15,8 +15,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["dtype_check"]
-
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 _BOOL, _DOUBLE = frozenset({torch.bool}), frozenset({torch.float64})

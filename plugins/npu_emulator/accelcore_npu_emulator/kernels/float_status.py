@@ -16,8 +16,6 @@ from accelcore_npu_emulator.kernels.host_memory import tensors_in
 if TYPE_CHECKING:
     from accelcore_npu_emulator.settings import Settings
 
-__all__ = ["FloatStatus"]
-
 _LARGEST = torch.finfo(torch.float16).max
 
 

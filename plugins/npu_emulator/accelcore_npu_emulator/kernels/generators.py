@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from accelcore_npu_emulator.kernels.graph import Recorder
 
-__all__ = ["Generators", "host_generator", "seeded"]
-
 # Most of torch_npu's kernels advance their generator by ten, rounded up to a multiple of four.
 _INCREMENT = 12
 

@@ -11,8 +11,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Recorder", "Tape"]
-
 _BEGIN, _END, _EXECUTE, _DESTROY, _COPY, _FILL = range(6)
 
 

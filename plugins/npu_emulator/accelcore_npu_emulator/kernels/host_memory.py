@@ -10,8 +10,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["CPU", "current_device", "place", "tensors_in", "view"]
-
 CPU = torch.device("cpu")
 
 # One storage spans the whole address space of a process. A view is then a single `as_strided`, a third of the time

@@ -10,8 +10,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["with_wide_indices"]
-
 # The position of the indices among the arguments, by operator.
 _POSITIONS = {
     "index_copy": 2,

@@ -11,8 +11,6 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["OPERATORS"]
-
 
 def _confusion_transpose(input: Tensor, perm: list[int], shape: list[int], transpose_first: bool) -> Tensor:
     return input.permute(perm).reshape(shape) if transpose_first else input.reshape(shape).permute(perm)

@@ -14,8 +14,6 @@ from accelcore_npu_emulator.kernels.graph import Recorder
 if TYPE_CHECKING:
     from accelcore_npu_emulator.native import Native
 
-__all__ = ["Machine"]
-
 _WARN, _ERROR = 1, 2  # of torch_npu's set_sync_debug_mode
 
 

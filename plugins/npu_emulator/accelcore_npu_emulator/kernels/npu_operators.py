@@ -16,8 +16,6 @@ from accelcore_npu_emulator.kernels.autograd import gradients
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["OPERATORS"]
-
 
 def _rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     dims = tuple(range(-gamma.dim(), 0))

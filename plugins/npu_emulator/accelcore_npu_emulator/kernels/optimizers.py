@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from accelcore_npu_emulator.kernels.machine import Machine
 
-__all__ = ["OPERATORS", "optimizer_kernels"]
-
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 

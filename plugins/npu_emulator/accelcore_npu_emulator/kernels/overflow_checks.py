@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from accelcore_npu_emulator.kernels.machine import Machine
 
-__all__ = ["overflow_kernels"]
-
 _STATUS_WORDS = 8
 
 

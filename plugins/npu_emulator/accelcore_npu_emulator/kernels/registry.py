@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from accelcore_npu_emulator.kernels.machine import Machine
 
-__all__ = ["register"]
-
 _DEVICE, _AUTOGRAD = "PrivateUse1", "AutogradPrivateUse1"
 
 # Allocation, metadata and layout compute nothing, and products are made of other operators: torch_npu's own code serves

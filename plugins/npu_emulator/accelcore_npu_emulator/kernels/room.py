@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from accelcore_npu_emulator.kernels.signature import Signature
 
-__all__ = ["room_finder", "tell_device_out_of_memory"]
-
 _HOST_HAS_NONE = re.compile(r"DefaultCPUAllocator: .* allocate (\d+) bytes")
 _META = torch.device("meta")
 _ELEMENT = 8  # bytes, where no argument says how many

@@ -9,8 +9,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Signature"]
-
 # These take indices that may stay on the host, or copy from it.
 _TAKES_HOST_TENSORS = frozenset({"_foreach_copy_", "index", "index_put", "index_put_", "_index_put_impl_"})
 # torch tags its own random operators; these are torch_npu's.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from accelcore_npu_emulator.kernels.machine import Machine
 
-__all__ = ["single_operator_handler"]
-
 _DONE, _UNKNOWN, _FAILED = range(3)
 # The numbers of aclDataType.
 _DTYPES = {

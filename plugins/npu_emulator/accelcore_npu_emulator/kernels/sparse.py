@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from accelcore_npu_emulator.kernels.machine import Machine
 
-__all__ = ["coalesce_kernel"]
-
 _NAME = "aten::_coalesce"
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from accelcore.errors import AccelError
 from accelcore_npu_emulator import activate, selftest
 
-__all__ = ["main"]
-
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run the command and return its exit code."""

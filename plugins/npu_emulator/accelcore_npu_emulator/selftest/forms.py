@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["available", "evaluate"]
-
 # torch wants the indices of this operator on the host.
 _HOST_INDICES = ("tensor_split",)
 

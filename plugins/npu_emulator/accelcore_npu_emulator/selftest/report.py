@@ -9,8 +9,6 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-__all__ = ["FORMS", "VERDICTS", "Comparison", "Report"]
-
 FORMS = ("forward", "backward", "in place", "out=")
 """Forms in which an operator is used."""
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["sweep"]
-
 # Results in unwritten memory: NaN on the emulator, arbitrary on the CPU.
 _UNWRITTEN = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 _TOLERANCE = {"float16": (1e-3, 1e-5), "bfloat16": (1.6e-2, 1e-5)}

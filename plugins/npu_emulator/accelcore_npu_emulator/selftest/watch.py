@@ -9,8 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Watch"]
-
 _KERNELS = (
     "PrivateUse1",
     "CompositeImplicitAutograd",

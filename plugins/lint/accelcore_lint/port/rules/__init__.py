@@ -19,8 +19,6 @@ from accelcore_lint.port.rules.streams import STREAMS
 from accelcore_lint.port.rules.switches import SWITCHES
 from accelcore_lint.port.rules.typed_tensors import TYPED
 
-__all__ = ["RULES"]
-
 RULES: tuple[Rule, ...] = (
     SWITCHES, STREAMS, TYPED, ALONE, WAIT, SEEDS, PROCESS_GROUP, CHOICES, AVAILABILITY, MOVES, AUTOCAST,
     CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, PINS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, *LEFTOVERS,

@@ -10,8 +10,6 @@ from accelcore_lint.port.rules.device_strings import index_of
 from accelcore_lint.port.tree import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
-__all__ = ["AUTOCAST", "CUSTOM"]
-
 _OF_DEVICE = {f"torch.{device}.amp.{module}autocast" for device in DEVICES for module in ("", "autocast_mode.")}
 _GENERIC = {"torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast"}
 _CUSTOM = {

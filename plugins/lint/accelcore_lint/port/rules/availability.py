@@ -10,8 +10,6 @@ from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
 from accelcore_lint.port.vendors import DEVICES
 
-__all__ = ["AVAILABILITY"]
-
 _SAME = {"device_count": "device_count", "current_device": "current_device_index"}
 
 _BF16 = tuple(f"torch.{device}.is_bf16_supported" for device in DEVICES)

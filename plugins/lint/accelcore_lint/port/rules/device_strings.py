@@ -12,18 +12,6 @@ from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.tree import argument, text_of
 from accelcore_lint.port.vendors import DEVICES, device_text
 
-__all__ = [
-    "AVAILABLE",
-    "CHOICES",
-    "STRINGS",
-    "device_source",
-    "index_of",
-    "index_source",
-    "is_device_name",
-    "kind_source",
-    "whole",
-]
-
 _NAME = re.compile(
     r"(.*[._])?(device|dev|device_type|device_name|default_device|map_location|map_loc|loc)", re.IGNORECASE
 )

@@ -13,8 +13,6 @@ from accelcore_lint.port.rules.device_strings import is_device_name, whole
 from accelcore_lint.port.tree import text_of
 from accelcore_lint.port.vendors import DEVICES
 
-__all__ = ["GUARDS", "IS_CUDA"]
-
 _SKIPS = "a condition on one vendor's device: other accelerators skip what follows"
 _COPIES = ("pin_memory", "non_blocking")
 _OF_DEVICE = re.compile(r"^str\(|\)$|\.type$")

@@ -11,8 +11,6 @@ from accelcore_lint.port.rules.device_strings import index_of, whole
 from accelcore_lint.port.tree import text_of
 from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, type_text
 
-__all__ = ["LEFTOVERS"]
-
 _REASONS = {
     "Stream": "streams are each device's own; accel.runtime.side_stream() is for simple cases",
     "stream": "streams are each device's own; accel.runtime.side_stream() is for simple cases",

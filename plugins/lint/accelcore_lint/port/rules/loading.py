@@ -10,8 +10,6 @@ from accelcore_lint.port.rules.device_strings import AVAILABLE, device_source, w
 from accelcore_lint.port.tree import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
-__all__ = ["MAPS", "PINS"]
-
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 
 

@@ -10,8 +10,6 @@ from accelcore_lint.port.rules.device_strings import is_device_name, whole
 from accelcore_lint.port.tree import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
-__all__ = ["MEMORY"]
-
 _FIGURES = {"max_memory_allocated": "peak", "memory_allocated": "used"}
 _ACCELERATOR = {
     "max_memory_allocated": "max_memory_allocated",

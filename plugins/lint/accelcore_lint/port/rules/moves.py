@@ -13,9 +13,6 @@ from accelcore_lint.port.rules.device_strings import device_source, is_device_na
 from accelcore_lint.port.tree import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
-__all__ = ["MOVES"]
-
-
 _STORAGE = re.compile(r"[sS]torage\([^()]*\)$")
 _DEVICE_OF = re.compile(r"(\w+(?:\.\w+)*)\.get_device\(\)")
 

@@ -11,8 +11,6 @@ from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.tree import arguments, text_of
 
-__all__ = ["OPTIMIZERS"]
-
 _ADAM = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad")
 _SGD = ("params", "lr", "momentum", "dampening", "weight_decay", "nesterov")
 _RMSPROP = ("params", "lr", "alpha", "eps", "weight_decay", "momentum", "centered")

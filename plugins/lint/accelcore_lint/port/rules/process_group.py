@@ -11,8 +11,6 @@ from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.tree import argument, arguments, text_of
 from accelcore_lint.port.vendors import GROUPS
 
-__all__ = ["BACKEND_NAMES", "PROCESS_GROUP"]
-
 _INIT = ("torch.distributed.init_process_group", "torch.distributed.distributed_c10d.init_process_group")
 
 

@@ -11,8 +11,6 @@ from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import device_source
 from accelcore_lint.port.tree import argument, text_of
 
-__all__ = ["REPLICAS"]
-
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 _DATA_PARALLEL = (
     "torch.nn.DataParallel",

@@ -10,8 +10,6 @@ from accelcore_lint.port.rules.device_strings import index_of
 from accelcore_lint.port.tree import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
-__all__ = ["SCALER"]
-
 _OF_DEVICE = {f"torch.{device}.amp.{module}GradScaler" for device in DEVICES for module in ("", "grad_scaler.")}
 _GENERIC = ("torch.amp.GradScaler", "torch.GradScaler")
 _SETTINGS = {

@@ -12,8 +12,6 @@ from accelcore_lint.port.removed import removed
 from accelcore_lint.port.rules.statements import called
 from accelcore_lint.port.tree import text_of
 
-__all__ = ["SEEDS"]
-
 
 def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:
     """Remove a seed of the device that `torch.manual_seed` gives it anyway, or seed the device alone."""

@@ -11,8 +11,6 @@ from accelcore_lint.port.rules.device_strings import index_of, index_source, who
 from accelcore_lint.port.tree import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
-__all__ = ["ALONE", "WAIT", "called"]
-
 _MODULES = {f"torch.{device}{part}" for device in DEVICES for part in ("", ".memory", ".random")}
 _RESETS = ("reset_peak_memory_stats", "reset_accumulated_memory_stats")
 _CALLS = ("synchronize", "set_device", "empty_cache", *_RESETS, "reset_max_memory_allocated", "ipc_collect")

@@ -14,8 +14,6 @@ from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.tree import text_of
 from accelcore_lint.port.vendors import DEVICES
 
-__all__ = ["STREAMS"]
-
 _MADE = {f"torch.{device}{part}.Stream" for device in DEVICES for part in ("", ".streams")}
 _ENTERED = {f"torch.{device}.stream" for device in DEVICES}
 _CURRENT = {f"torch.{device}.current_stream" for device in DEVICES}

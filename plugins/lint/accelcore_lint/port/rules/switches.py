@@ -9,8 +9,6 @@ from accelcore_lint.port.model import Example, Level, Rewrite, Rule
 from accelcore_lint.port.removed import removed
 from accelcore_lint.port.tree import text_of
 
-__all__ = ["SWITCHES"]
-
 _CUDNN = "torch.backends.cudnn."
 _DEFAULTS = {
     f"{_CUDNN}benchmark": "False",

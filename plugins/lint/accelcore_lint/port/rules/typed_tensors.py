@@ -10,8 +10,6 @@ from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
 from accelcore_lint.port.tree import text_of
 from accelcore_lint.port.vendors import DEVICES
 
-__all__ = ["TYPED"]
-
 _DTYPES = {
     "FloatTensor": "float32", "DoubleTensor": "float64", "HalfTensor": "float16", "BFloat16Tensor": "bfloat16",
     "LongTensor": "int64", "IntTensor": "int32", "ShortTensor": "int16", "CharTensor": "int8", "ByteTensor": "uint8",
