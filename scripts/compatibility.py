@@ -1,19 +1,22 @@
 """Try accelcore with one version of torch, and write the page of all versions that were tried.
 
 `tox run -e torch2.7` runs `python scripts/compatibility.py try docs/compatibility`, which takes minutes, in an
-environment with that torch. It writes a JSON file named after the version of torch. `python scripts/compatibility.py
-page docs/compatibility docs/compatibility.md` writes the page from these files.
+environment with that torch. It writes a JSON file named after the version of torch. In the same environment, `python
+scripts/compatibility.py emulate docs/compatibility` adds the result of the NPU's tests over the emulator. `python
+scripts/compatibility.py page docs/compatibility docs/compatibility.md` writes the page from these files.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -25,12 +28,14 @@ _HEAD = """\
 <!-- Written by scripts/compatibility.py from the files in docs/compatibility. Do not edit. -->
 
 accelcore needs torch 2.7 or later and Python 3.10 or later. `make test` runs torch 2.13.0 and Python 3.11. The other
-versions below were tried by hand, with `tox run -e torch2.7` and the like: each environment runs the conformance suite
-on the CPU (`accelcore verify backend cpu`). `tox run -e torch2.7 -- tests` runs tests, too. Devices other than the CPU
-were not tried here.
+versions below were tried by hand. `tox run -e torch2.7` and the like run the conformance suite on the CPU (`accelcore
+verify backend cpu`). `tox run -e torch2.7 -- tests plugins/cpu/tests plugins/cuda/tests` runs the tests, too. The last
+column has the tests of the NPU's plugin and of the emulator, EMULATED, with the torch-npu that fits this torch:
+`tox exec -e torch2.7 -- python scripts/compatibility.py emulate docs/compatibility`. "-": the emulator has no torch-npu
+for this torch. Tests are skipped that need a device, or what this torch or torch-npu lacks.
 
-What a version of torch lacks is asked for as a feature, never by comparing versions. Kernels that compute wrong results
-are in [another table](known_faults.md).
+What a version of torch lacks is asked for as a feature, never by comparing versions. `accelcore doctor --deep` shows
+what the installed torch lacks. Kernels that compute wrong results are in [another table](known_faults.md).
 """
 
 
@@ -39,33 +44,59 @@ def main(arguments: Sequence[str]) -> int:
     command, folder, *rest = arguments
     if command == "try":
         attempt(Path(folder), rest)
+    elif command == "emulate":
+        emulate(Path(folder))
     elif command == "page":
         Path(rest[0]).write_text(page(map(_loaded, Path(folder).glob("*.json"))), encoding="utf-8")
     else:
-        raise SystemExit(f"{command!r} is not a command; available: try, page")
+        raise SystemExit(f"{command!r} is not a command; available: try, emulate, page")
     return 0
 
 
 def attempt(folder: Path, tests: Sequence[str]) -> None:
     """Run the suite and the tests (folders; none: no tests), and write what passed into a file in `folder`."""
-    from importlib.metadata import version
-
     from accelcore.torch_features import TORCH_FEATURES
 
-    torch = version("torch")
+    torch, path = version("torch"), _file(folder)
     result = {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": _today(),
         "torch": torch,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "lacks": [{"name": str(one), "instead": one.instead} for one in TORCH_FEATURES if not one.present],
         "suite": _suite(),
-        "tests": _tests(tests) if tests else None,
+        "tests": _tests(tests, os.environ) if tests else None,
+        "emulator": _loaded(path)["emulator"] if path.exists() else None,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"torch-{torch.partition('+')[0]}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    _write(path, result)
     print(json.dumps({name: result[name] for name in ("torch", "python", "suite", "tests")}))  # noqa: T201
+
+
+def emulate(folder: Path) -> None:
+    """Run the NPU's tests over the emulator, and add what passed to the file that `try` has written in `folder`."""
+    from accelcore_npu_emulator.install import install
+    from accelcore_npu_emulator.wheel import fitting
+
+    path = _file(folder)
+    result = _loaded(path)
+    environ = {**os.environ, "PYTHONPATH": str(install()), "ACCEL_REQUIRE_EMULATED": "1"}
+    counts = _tests(("plugins/npu/tests", "plugins/npu_emulator/tests"), environ)
+    result["emulator"] = {"date": _today(), "torch_npu": fitting(), **counts}
+    _write(path, result)
+    print(json.dumps(result["emulator"]))  # noqa: T201
+
+
+def _file(folder: Path) -> Path:
+    return folder / f"torch-{version('torch').partition('+')[0]}.json"
+
+
+def _today() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d")
+
+
+def _write(path: Path, result: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _suite() -> dict[str, Any]:
@@ -78,7 +109,7 @@ def _suite() -> dict[str, Any]:
     return {**counts, "failures": failed}
 
 
-def _tests(folders: Sequence[str]) -> dict[str, Any]:
+def _tests(folders: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         report = Path(place, "report.xml")
         command = [
@@ -93,7 +124,7 @@ def _tests(folders: Sequence[str]) -> dict[str, Any]:
             f"--junitxml={report}",
             *folders,
         ]
-        subprocess.run(command, cwd=ROOT, check=False)  # noqa: S603
+        subprocess.run(command, cwd=ROOT, check=False, env=environ)  # noqa: S603
         cases = list(ElementTree.parse(report).iter("testcase"))  # noqa: S314  # pytest wrote it just now
     bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     left_out = sum(case.find("skipped") is not None for case in cases)
@@ -108,12 +139,17 @@ def _loaded(path: Path) -> dict[str, Any]:
 
 def page(results: Iterable[dict[str, Any]]) -> str:
     """Return the page: a table of versions, what each lacks, and what fails."""
+    from accelcore_npu_emulator.wheel import RELEASES
+
     ordered = sorted(results, key=lambda one: [int(part) for part in _release(one).split(".")])
     lines = [_HEAD, "## What was tried", ""]
-    lines += ["| torch | Python | date | conformance suite, CPU | tests |", "|---|---|---|---|---|"]
+    lines += ["| torch | Python | date | conformance suite, CPU | tests | NPU, emulated |", "|---|---|---|---|---|---|"]
     for one in ordered:
-        suite, tests = one["suite"], one["tests"]
-        lines.append(f"| {one['torch']} | {one['python']} | {one['date']} | {_verdict(suite)} | {_verdict(tests)} |")
+        npu = _verdict(one["emulator"]) if _release(one) in RELEASES else "-"
+        if one["emulator"]:
+            npu = f"torch-npu {one['emulator']['torch_npu']}, {one['emulator']['date']}: {npu}"
+        cells = (one["torch"], one["python"], one["date"], _verdict(one["suite"]), _verdict(one["tests"]), npu)
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "## What versions lack, and what accelcore does instead", ""]
     lines += ["| part of torch | missing in | instead |", "|---|---|---|"]
     lacks: dict[tuple[str, str], list[str]] = {}
@@ -123,7 +159,8 @@ def page(results: Iterable[dict[str, Any]]) -> str:
     lines += [f"| `{name}` | {', '.join(missing)} | {instead}. |" for (name, instead), missing in lacks.items()]
     lines += ["", "## What fails", ""]
     for one in ordered:
-        failures = [*one["suite"]["failures"], *(one["tests"]["failures"] if one["tests"] else ())]
+        parts = (one["suite"], one["tests"], one["emulator"])
+        failures = [name for part in parts if part for name in part["failures"]]
         if failures:
             lines += [f"torch {_release(one)}:", "", *(f"- `{name}`" for name in failures), ""]
     return "\n".join(lines).rstrip("\n") + "\n"
@@ -138,7 +175,8 @@ def _release(result: dict[str, Any]) -> str:
 def _verdict(counts: dict[str, Any] | None) -> str:
     if counts is None:
         return "not run"
-    return f"{counts['passed']} pass" + (f", {counts['failed']} fail" if counts["failed"] else "")
+    named = (("passed", "pass"), ("failed", "fail"), ("skipped", "skipped"))
+    return ", ".join(f"{counts[name]} {word}" for name, word in named if counts.get(name))
 
 
 if __name__ == "__main__":
