@@ -11,7 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from importlib.machinery import PathFinder
 from importlib.metadata import packages_distributions
+from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from accelcore.devices import plugins
@@ -242,10 +244,13 @@ def rank_count(text: str, source: str, wanted: int | None = None) -> int:
         return wanted  # each rank may use another device than the first that works
     probe, _ = decide(text, source, lambda found: found.candidate.probe, local_rank=0)
     if probe.exclusive and probe.count < wanted:
+        schedulers = {"SLURM": probe.slurm, "Kubernetes": probe.kubernetes, "Ray": probe.ray}
+        granted = ", ".join(f"{name} under {scheduler}" for scheduler, name in schedulers.items() if name)
         raise BackendUnavailableError(
             f"{wanted} ranks need {wanted} {probe.name} devices, one each",
             why=f"this process sees {probe.count}{_limited_by(probe)}",
-            remedy=f"start --nproc {probe.count}, or --nproc auto for as many as there are",
+            remedy=f"start --nproc {probe.count}, or --nproc auto for as many as there are"
+            + (f"; or ask for {wanted}: {granted}" if granted else ""),
         )
     return wanted
 
@@ -270,11 +275,14 @@ def unserved_device() -> str | None:
 def imitations() -> Iterator[str]:
     """Yield a sentence for each of torch's own device modules that another package answers for."""
     torch = sys.modules.get("torch")
-    for name in sorted(vars(torch)) if torch is not None else ():
-        own = sys.modules.get(f"torch.{name}")
-        count = getattr(getattr(torch, name), "device_count", None)
-        package = str(getattr(count, "__module__", "torch")).partition(".")[0]
-        if count is not None and getattr(own, "__name__", "") == f"torch.{name}" and package != "torch":
+    if torch is None:
+        return
+    for name, module in sorted(vars(torch).items()):
+        count = vars(module).get("device_count") if isinstance(module, ModuleType) else None
+        # A wrapper may have taken the name of what it wraps.
+        source = getattr(count, "__globals__", {}).get("__name__") or getattr(count, "__module__", "torch")
+        package = str(source).partition(".")[0]
+        if count is not None and package != "torch" and PathFinder.find_spec(f"torch.{name}", torch.__path__):
             owners = ", ".join(packages_distributions().get(package, [package]))
             yield f"torch.{name} is answered by {package} ({owners}), not by torch"
 

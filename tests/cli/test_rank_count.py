@@ -41,6 +41,7 @@ def test_too_many_ranks_are_refused_with_the_variable_that_hides_devices():
     with pytest.raises(BackendUnavailableError, match="4 ranks") as caught:
         rank_count("three", "--device", 4)
     assert "THREE_VISIBLE='0,4,5'" in caught.value.why
+    assert caught.value.remedy.endswith("ask for 4: example.com/three under Kubernetes")
     with pytest.raises(BackendUnavailableError, match="THREE_VISIBLE"):
         accelcore.select("three:3")
 
@@ -63,7 +64,8 @@ def test_what_schedulers_need_is_in_the_probe(devices):
 
 def test_auto_reaches_the_launcher(machine):
     machine.fakes.backend("pair", count=2, priority=500)
-    script = machine.write("script.py", "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    line = r"import os, sys; sys.stdout.write('rank {RANK} of {WORLD_SIZE}\n'.format(**os.environ))"
+    script = machine.write("script.py", line)  # which writes in one piece, or the ranks' lines mix
     done = machine.run("run", "--nproc", "auto", "--device", "pair", script)
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"], done.stderr
     refused = machine.run("run", "--nproc", "3", "--device", "pair", script)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
+import sys
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
@@ -134,17 +137,32 @@ def test_select_shows_the_ten_lines_for_a_device_that_no_plugin_serves(caplog, m
     assert "new-backend xpu" in caplog.text
 
 
-def test_a_package_that_answers_for_torch_is_named(monkeypatch, caplog):
+def _function(package="vendor"):
+    torch.xpu.device_count = FunctionType((lambda: 1).__code__, {"__name__": f"{package}.devices"})
+
+
+def _wrapper():
+    original = torch.xpu.device_count
+    _function("wrapping")
+    functools.update_wrapper(torch.xpu.device_count, original)
+
+
+def _module():
+    torch.xpu = sys.modules["torch.xpu"] = ModuleType("replacing.xpu")
+    _function("replacing")
+
+
+@pytest.mark.parametrize(
+    ("imitate", "package"), [(_function, "vendor"), (_wrapper, "wrapping"), (_module, "replacing")]
+)
+def test_a_package_that_answers_for_torch_is_named(monkeypatch, caplog, imitate, package):
     assert list(imitations()) == []
-
-    def device_count():
-        return 1
-
-    device_count.__module__ = "vendor.devices"
-    monkeypatch.setattr(torch.xpu, "device_count", device_count)
+    monkeypatch.setattr(torch.xpu, "device_count", torch.xpu.device_count)  # puts all back at the end
+    monkeypatch.setattr(torch, "xpu", torch.xpu)
+    monkeypatch.setitem(sys.modules, "torch.xpu", torch.xpu)
+    imitate()
     (sentence,) = imitations()
-    assert "torch.xpu" in sentence
-    assert "vendor" in sentence
+    assert f"torch.xpu is answered by {package} " in sentence
     with caplog.at_level(logging.WARNING, "accelcore"):
         accelcore.select("cpu")
     assert sentence in caplog.messages
