@@ -10,6 +10,7 @@ import torch
 from accelcore_cpu import precision
 
 import accelcore
+from accelcore.cli.doctor import deep
 from accelcore.precision.o1.table import TORCH_DIFFERS, Treatment, torch_treatment
 from accelcore.roles import compiler
 from accelcore.torch_features import BACKWARD_PASS_AUTOCAST, GET_KERNEL, TorchFeature
@@ -44,6 +45,13 @@ def without(monkeypatch):
         monkeypatch.delattr(getattr(module, owner) if owner else module, name, raising=False)
 
     return lack
+
+
+def test_doctor_shows_what_torch_lacks(without, monkeypatch, capsys):
+    without(BACKWARD_PASS_AUTOCAST)
+    monkeypatch.setattr(sys, "argv", ["doctor"])
+    assert deep.main() == 0
+    assert f"{BACKWARD_PASS_AUTOCAST}: {BACKWARD_PASS_AUTOCAST.instead}" in capsys.readouterr().err
 
 
 def test_the_same_numbers_everywhere_are_refused_without_the_kernels_that_draw(accel, without):

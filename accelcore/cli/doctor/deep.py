@@ -25,6 +25,7 @@ from accelcore.devices.plugins import (
 )
 from accelcore.devices.select import imitations, ten_lines, unserved_device
 from accelcore.jobs.launchers import outside_any_job
+from accelcore.torch_features import TORCH_FEATURES
 
 SAYS = "accelcore trial: "  # begins the line in which the child reports its result
 WORKS = "works"  # the result if all is well; exit code 0 alone may come from a library that exits
@@ -46,8 +47,8 @@ class Trial:
         name: `"torch"` or a backend.
         outcome: `"works"`, `"failed"` (it raised), `"crashed"` (a signal ended it), `"hung"` or `"not tried"`.
         stderr: the last lines that the process wrote.
-        notes: remarks if it works: on torch, a device that no plugin serves or a package that answers for another; on
-            a backend, what it has logged.
+        notes: remarks if it works: on torch, a device that no plugin serves, a package that answers for another, or a
+            part that this version lacks; on a backend, what it has logged.
     """
 
     name: str
@@ -129,6 +130,7 @@ def _remarks() -> Iterator[str]:
         yield f"torch has the device {device}, and no installed backend serves it;"
         yield f"this module would:\n{ten_lines(device)}"
         yield f"`accelcore new-backend {device}` writes the package"
+    yield from (f"torch has no {feature}: {feature.instead}" for feature in TORCH_FEATURES if not feature.present)
 
 
 def main() -> int:
