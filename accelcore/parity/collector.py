@@ -1,29 +1,29 @@
 """Collect the events of each step by hooks on modules, parameters and optimizers.
 
-The hooks change no number. They read with `no_grad`, keep no tensor of the model alive, and never read a value on the
-host. No full backward hook is used, because it changes the order in which gradients are added up. While a compiler
-traces, a hook does nothing, so that the compiled code is the same; the modules inside are then not seen.
+The hooks change no number, and never read a value on the host. No full backward hook is used, because it changes the
+order in which gradients are added up. While a compiler traces, a hook does nothing, so that the compiled code is the
+same; the modules inside are then not seen.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.optim.shards import to_local
-from accelcore.parity.events import Event, Row, Step, elements
+from accelcore.parity.events import Step
 from accelcore.parity.operators import Operators
-from accelcore.roles.runtime import fetch
-from accelcore.torch_internals import in_backward, is_fake_mode_active, uncompiled
+from accelcore.parity.samples import Samples
+from accelcore.torch_internals import after_backward, in_backward, is_fake_mode_active, uncompiled
 from accelcore.training.observers import Hooks
 from accelcore.util.containers import tensors
 
@@ -88,6 +88,8 @@ class Collector:
         self._hooks = Hooks()
         self.known: WeakSet[nn.Module] = WeakSet()
         self._names: dict[int, tuple[str, str]] = {}  # module and name of each parameter, by id
+        self._samples = Samples(self.operators.pause)
+        self._in_job = False
         self._last: Callable[[], Step] | None = None
         # Each state of an optimizer at the end of its update, by id: the tensor and its version.
         self._states: dict[int, tuple[ReferenceType[Tensor], int]] = {}
@@ -95,9 +97,7 @@ class Collector:
 
     def _clear(self) -> None:
         self._is_open = False
-        self._rows: list[Row] = []
-        self._samples: defaultdict[str, list[Tensor]] = defaultdict(list)
-        self._numbers: dict[tuple[str, str, str], int] = {}
+        self._flushes_after_backward = False
         # The tensors that were seen, by id: the tensor, its version, and the module that made it.
         self._made: dict[int, tuple[ReferenceType[Tensor], int, str]] = {}
         self._users: dict[str, str] = {}  # for each module, the module that uses its output
@@ -165,7 +165,7 @@ class Collector:
 
         The batch is what the outermost module gets: the model, or a part of it that a script calls by itself.
         """
-        if self._is_quiet():
+        if _is_quiet():
             return None
         given = own
         if watched.outermost is None and not self.is_done:
@@ -177,7 +177,7 @@ class Collector:
             for number, tensor in enumerate(tensors(given)):
                 maker = self._maker(tensor)
                 if maker is None:
-                    self._saw("input", name, str(number), tensor, source=parent)
+                    self._samples.add("input", name, str(number), tensor, parent)
                     self._mark(tensor, parent)
                 elif maker:
                     self._users[maker] = name
@@ -190,41 +190,46 @@ class Collector:
             self._is_open = True
             if self.step in self._steps_of_operators and not watched.compiled:
                 self.operators.start(self.step)
-        self.operators.is_paused = True
-        if watched.entered < self.step:
-            first, watched.entered, watched.calls = watched.entered == 0, self.step, 0
-            model, device = watched.model, watched.device
-            if first and device.type != "meta" and torch.is_autocast_enabled(device.type):
-                watched.autocast = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
-            self._begin(watched, first)
-            generators = {"host generator": torch.get_rng_state()}
-            if device.type not in ("cpu", "meta"):
-                state = torch.get_device_module(device).get_rng_state(device)
-                # The number of bytes is in the name, because an emulation has another kind of generator.
-                generators[f"{device.type} generator of {len(state)} bytes"] = state
-            for name, state in generators.items():
-                self._saw("random", "", name, torch.tensor([crc32(state.numpy().tobytes())]))
-            self._saw_all("weight", _named(watched, (*model.named_parameters(), *model.named_buffers())))
-        given = self._receive(watched, own)
+        self._flushes_after_backward = False  # also if the last backward pass has raised
+        self._in_job = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        with self.operators.pause:
+            if watched.entered < self.step:
+                self._open_model(watched)
+            given = self._receive(watched, own)
         watched.calls += 1
         for number, tensor in enumerate(tensors(given)):
-            self._saw("batch", watched.full(), str(number), tensor)
+            self._samples.add("batch", watched.full(), str(number), tensor)
             if self._maker(tensor) is None:
                 self._mark(tensor, "")
-        self.operators.is_paused = False
+        self._samples.flush()
         return given
+
+    def _open_model(self, watched: Watched) -> None:
+        first, watched.entered, watched.calls = watched.entered == 0, self.step, 0
+        model, device = watched.model, watched.device
+        if first and device.type != "meta" and torch.is_autocast_enabled(device.type):
+            watched.autocast = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+        self._begin(watched, first)
+        generators = {"host generator": torch.get_rng_state()}
+        if device.type not in ("cpu", "meta"):
+            state = torch.get_device_module(device).get_rng_state(device)
+            # The number of bytes is in the name, because an emulation has another kind of generator.
+            generators[f"{device.type} generator of {len(state)} bytes"] = state
+        for name, state in generators.items():
+            self._samples.add("random", "", name, torch.tensor([crc32(state.numpy().tobytes())]))
+        self._saw_all("weight", _named(watched, (*model.named_parameters(), *model.named_buffers())))
 
     def _leave(self, watched: Watched, module: nn.Module, name: str | None, output: Any) -> None:
         """Look at what a module returns."""
         if watched.outermost is module:
             watched.outermost = None
-        if name is None or not self._is_open or self._is_quiet():
+        if name is None or not self._is_open or _is_quiet():
             return
         self.operators.leave(name)
         for number, tensor in enumerate(tensors(output)):
             if self._maker(tensor) is not None:
                 continue  # a container returns what its last module returned
-            self._saw("output", name, str(number), tensor)
+            self._samples.add("output", name, str(number), tensor)
             self._mark(tensor, name)
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._saw_gradient, name, str(number)))  # type: ignore[no-untyped-call]
@@ -239,8 +244,8 @@ class Collector:
 
     def see(self, kind: str, item: str, tensor: Tensor) -> None:
         """Add an event that belongs to no module, such as the loss."""
-        if self._is_open and not self._is_quiet():
-            self._saw(kind, "", item, tensor)
+        if self._is_open and not torch.compiler.is_compiling() and not _is_quiet():
+            self._samples.add(kind, "", item, tensor)
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Look at the gradients and the state that an optimizer is about to use."""
@@ -256,17 +261,18 @@ class Collector:
         gradients = [(module, item, each.grad) for module, item, each in held if each.grad is not None]
         self._saw_all("reduced", gradients)
         if self.step > 1:  # in the first step, an optimizer of ours would make its state when it is asked for
-            state = self._state_of(optimizer)
+            state = _state_of(optimizer, held)
             self._saw_all("old state", [each for each in state if not self._is_as_before(each[2])])
 
     def after_update(self, optimizer: Optimizer, end_step: Callable[[], None] | None) -> None:
         """Look at the state of an optimizer and the parameters after its step."""
         if not self._is_open or torch.compiler.is_compiling():
             return
-        state = self._state_of(optimizer)
+        held = self._parameters_of(optimizer)
+        state = _state_of(optimizer, held)
         self._saw_all("state", state)
         self._states |= {id(each): (ref(each), to_local(each)._version) for *_, each in state}
-        self._saw_all("parameter", self._parameters_of(optimizer))
+        self._saw_all("parameter", held)
         if end_step is not None:
             end_step()
 
@@ -278,9 +284,7 @@ class Collector:
         for watched in self.models:
             self._saw_all("buffer", _named(watched, watched.model.named_buffers()))
         finished = self.last()
-        number, rows = self.step, self._rows
-        arriving = {key: fetch(torch.cat(samples)) for key, samples in self._samples.items()}
-        self._last = lambda: Step(number, rows, {key: ready() for key, ready in arriving.items()})
+        self._last = self._samples.end(self.step)
         self._clear()
         self.step += 1
         return finished
@@ -290,26 +294,26 @@ class Collector:
         last, self._last = self._last, None
         return None if last is None else last()
 
-    def _is_quiet(self) -> bool:
-        """Return whether nothing is to be seen now: an evaluation, a recomputation, or a trace of a compiler."""
-        return torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward() or is_fake_mode_active()
-
     def _saw_gradient(self, name: str, item: str, gradient: Tensor) -> None:
         if self._is_open and not torch.compiler.is_compiling():
-            self._saw("grad", name, item, gradient, source=self._users.get(name, name.rpartition(".")[0]))
+            self._flush_after_backward()
+            self._samples.add("grad", name, item, gradient, self._users.get(name, name.rpartition(".")[0]))
 
     def _accumulated(self, name: str, item: str, parameter: Tensor) -> None:
         if self._is_open and not torch.compiler.is_compiling() and parameter.grad is not None:
-            self._saw("gradient", name, item, parameter.grad)
+            self._flush_after_backward()
+            # In a job, ranks may exchange gradients while the backward pass goes on.
+            self._samples.add("gradient", name, item, parameter.grad, at_once=self._in_job)
 
-    def _state_of(self, optimizer: Optimizer) -> list[tuple[str, str, Tensor]]:
-        states = optimizer.state
-        return [
-            (module, f"{key} of {item}", value)
-            for module, item, parameter in self._parameters_of(optimizer)
-            for key, value in states.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-        ]
+    def _flush_after_backward(self) -> None:
+        """Let gradients wait no longer than to the end of this backward pass: the script may change them."""
+        if not self._flushes_after_backward:
+            self._flushes_after_backward = True
+            after_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._flushes_after_backward = False
+        self._samples.flush()
 
     def _is_as_before(self, state: Tensor) -> bool:
         """Return whether nothing has changed a tensor of an optimizer's state since the end of its last update."""
@@ -322,26 +326,19 @@ class Collector:
 
     def _saw_operator(self, name: str, module: str, backward: bool, results: list[Tensor]) -> None:
         for number, tensor in enumerate(results):
-            self._saw("operator of backward" if backward else "operator", module, f"{name} {number}", tensor)
+            kind = "operator of backward" if backward else "operator"
+            self._samples.add(kind, module, f"{name} {number}", tensor, at_once=True)
 
-    def _saw(self, kind: str, module: str, item: str, tensor: Tensor, *, source: str = "") -> None:
-        self._saw_all(kind, [(module, item, tensor)], source=source)
-
-    @torch.no_grad()
-    def _saw_all(self, kind: str, seen: Iterable[tuple[str, str, Tensor]], *, source: str = "") -> None:
+    def _saw_all(self, kind: str, seen: Iterable[tuple[str, str, Tensor]]) -> None:
         """Take samples of tensors, each with its module and item."""
-        taken: dict[str, list[Tensor]] = {}
-        was_paused, self.operators.is_paused = self.operators.is_paused, True
         for module, item, tensor in seen:
-            local = to_local(tensor)
-            sample = elements(local)
-            name, key = (kind, module, item), _key(sample.dtype, sample.device)
-            number = self._numbers[name] = self._numbers.get(name, -1) + 1
-            self._rows.append(Row(Event(*name, number), key, tuple(local.shape), source, sample.numel()))
-            taken.setdefault(key, []).append(sample)
-        for key, samples in taken.items():
-            self._samples[key].append(torch.cat(samples))
-        self.operators.is_paused = was_paused
+            self._samples.add(kind, module, item, tensor)
+        self._samples.flush()
+
+
+def _is_quiet() -> bool:
+    """Return whether nothing is to be seen now: an evaluation, a recomputation, or the trace of a compiler."""
+    return not torch.is_grad_enabled() or in_backward() or is_fake_mode_active()
 
 
 def _named(watched: Watched, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str, Tensor]]:
@@ -351,6 +348,12 @@ def _named(watched: Watched, named: Iterable[tuple[str, Tensor]]) -> Iterator[tu
         yield module, item, tensor
 
 
-@lru_cache
-def _key(dtype: torch.dtype, device: torch.device) -> str:
-    return f"{dtype}.{device}".removeprefix("torch.")
+def _state_of(optimizer: Optimizer, held: Iterable[tuple[str, str, Tensor]]) -> list[tuple[str, str, Tensor]]:
+    """Return the tensors of an optimizer's state, each with the module of its parameter and its name."""
+    states = optimizer.state
+    return [
+        (module, f"{key} of {item}", value)
+        for module, item, parameter in held
+        for key, value in states.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    ]

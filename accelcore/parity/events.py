@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from math import gcd
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -22,9 +21,6 @@ _KINDS = {
 }
 PHASE_OF = {kind: phase for phase, kinds in _KINDS.items() for kind in kinds}
 """The part of a step to which each kind of event belongs."""
-
-_SHARE = 0.6180339887498949 / 128
-"""Distance of the elements of a sample, in parts of the tensor; the golden ratio shows all rows and columns alike."""
 
 
 class Event(NamedTuple):
@@ -84,32 +80,3 @@ class Step:
         counts = {key: [row.size for row in self.rows if row.key == key] for key in self.values}
         samples = {key: iter(torch.split(values, counts[key])) for key, values in self.values.items()}
         return [Seen(row.event, row.shape, row.source, next(samples[row.key])) for row in self.rows]
-
-
-def elements(tensor: Tensor) -> Tensor:
-    """Return some two hundred elements of a tensor, spread over all of it, in its dtype and on its device.
-
-    Which ones depends only on the shape; of a small tensor it is all. The result may share the tensor's memory.
-    """
-    if tensor.layout is not torch.strided:
-        tensor = tensor.coalesce().values()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.element_size() == 1 and tensor.is_floating_point():  # fp8, for which few operators exist
-        tensor = tensor.float()
-    size = tensor.numel()
-    distance = _distance(size)
-    if distance == 1:
-        return tensor.reshape(-1)
-    if tensor.is_contiguous():
-        return tensor.as_strided((-(-size // distance),), (distance,))
-    return torch.take(tensor, torch.arange(0, size, distance, device=tensor.device))
-
-
-@lru_cache(maxsize=4096)
-def _distance(size: int) -> int:
-    """Return how far the elements of a sample are apart. One that divides a dimension would see one row or column."""
-    distance = max(1, int(size * _SHARE))
-    while gcd(distance, size) != 1:
-        distance -= 1
-    return distance

@@ -51,7 +51,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             the few steps that are looked at.
 
     Attributes:
-        is_paused: set it while operators are not to be reported.
+        pause: a context in which operators are not reported.
         checked: each operator that was computed on the host: its step, operator, module, whether it is of the backward
             pass, the ratio of its largest error and the expected rounding, whether that is larger than a right
             kernel's, and whether it is so large, and the operator such, that nothing else explains it.
@@ -60,16 +60,15 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, report: Callable[[str, str, bool, list[Tensor]], None], *, checks: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.checked: list[dict[str, Any]] = []
-        self._report, self._checks = report, checks
+        self._report, self._checks, self.pause = report, checks, _Pause()
         self._step: int | None = None  # whose operators are reported now
         self._modules: list[tuple[str, int]] = []
         self._spans: list[tuple[int, int, str]] = []  # first and last number of a module's autograd nodes
-        self.is_paused = False
 
     def start(self, step: int) -> None:
         """Begin to report the operators of a step."""
         if self._step is None:
-            self._step, self._modules, self._spans, self.is_paused = step, [], [], False
+            self._step, self._modules, self._spans = step, [], []
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self, *, quietly: bool = False) -> None:
@@ -102,7 +101,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not (self.is_paused or func.is_view or func.namespace in _ASYNCHRONOUS or _name(func).startswith(_COPIES)):
+        if not (self.pause.depth or func.is_view or func.namespace in _ASYNCHRONOUS or _name(func).startswith(_COPIES)):
             self._saw(func, (args, kwargs or {}), result)
         return result
 
@@ -125,6 +124,18 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "is_wrong": ratio > (_LARGEST_ERROR_POINTWISE if pointwise else _LARGEST_ERROR),
                 "is_certain": known and ratio > (_CERTAIN_SHORT if short else _CERTAIN),
             })  # fmt: skip
+
+
+class _Pause:
+    """Context that can be entered again; `depth` says how often it was."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *of_error: object) -> None:
+        self.depth -= 1
 
 
 def _name(operator: OpOverload) -> str:

@@ -53,16 +53,10 @@ def moved(value: T, device: torch.device) -> T:
 
 def tensors(value: object) -> list[Tensor]:
     """Return the tensors in `value`, in its order."""
-    found: list[Tensor] = []
-
-    def keep(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            found.append(part)
-            return part
-        return NotImplemented
-
-    _mapped(value, keep)
-    return found
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value if type(value) is tuple else (_parts(value) or {}).values()
+    return [tensor for part in parts for tensor in tensors(part)]
 
 
 def with_tensors(value: T, others: Iterable[Tensor]) -> T:
