@@ -1,4 +1,7 @@
-"""Ascend's apex on any device, for scripts that import `amp`, `optimizers` and `parallel` from it."""
+"""Ascend's apex on any device, for scripts that import `amp`, `optimizers` and `parallel` from it.
+
+Only apex's words and its order of calls are here. Precision, scaling, optimizers and gradients are accelcore's own.
+"""
 
 from __future__ import annotations
 

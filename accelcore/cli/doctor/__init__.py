@@ -1,4 +1,7 @@
-"""`accelcore doctor`: ask plugins in separate processes, diagnose, and print."""
+"""`accelcore doctor`: ask plugins in separate processes, diagnose, and print.
+
+It only reports: `devices` chooses, and `known_faults.py` and `torch_features.py` have the tables.
+"""
 
 from __future__ import annotations
 

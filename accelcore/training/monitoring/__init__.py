@@ -1,1 +1,4 @@
-"""Observers that show and record a training. `records` and `plot` do not import torch: the command line uses them."""
+"""Observers that show and record a training. `records` and `plot` do not import torch: the command line uses them.
+
+The events are in `training/observers.py`. Comparing two runs belongs to `parity`.
+"""

@@ -1,4 +1,7 @@
-"""Strategies by which ranks share a training, one file each; `create_strategy` makes one for the option `parallel`."""
+"""Strategies by which ranks share a training, one file each; `create_strategy` makes one for the option `parallel`.
+
+Launchers, process groups and errors about lost ranks are in `jobs`.
+"""
 
 from __future__ import annotations
 
