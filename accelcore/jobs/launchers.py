@@ -16,7 +16,7 @@ from itertools import chain
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import shown
 
-__all__ = ["JOB_VARIABLES", "LAUNCHERS", "Launch", "Launcher", "outside_any_job", "read_launch"]
+__all__ = ["Launch"]
 
 _NATURAL = re.compile(r"0|[1-9][0-9]{0,8}")
 _FIRST_HOST = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")  # a comma in brackets is within one item of a list of hosts

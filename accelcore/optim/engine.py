@@ -22,20 +22,7 @@ from accelcore.optim.flat.memory import Run
 from accelcore.scaling.contract import step_in_kernel
 from accelcore.util.text import did_you_mean
 
-__all__ = [
-    "Engine",
-    "Factory",
-    "Memory",
-    "Request",
-    "Route",
-    "as_engine",
-    "equal_groups",
-    "loss_by",
-    "merged",
-    "name_of",
-    "needs_closure",
-    "options_of",
-]
+__all__ = ["Engine", "Factory", "Memory", "Request"]
 
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
 _GROUPS_AT_ONCE = 64

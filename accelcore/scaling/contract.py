@@ -17,26 +17,7 @@ from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.scaling.streak import FindBad, OverflowStreak
 from accelcore.util.text import Settings, is_number
 
-__all__ = [
-    "OF_APEX",
-    "VERSION",
-    "AnyRank",
-    "Given",
-    "LossScale",
-    "LossScaler",
-    "NoScaler",
-    "StaticScaler",
-    "by_dtype",
-    "check_version",
-    "described",
-    "gradients_of",
-    "is_finite",
-    "is_static",
-    "refuse_closure",
-    "refuse_fp16",
-    "resolved",
-    "step_in_kernel",
-]
+__all__ = ["LossScale", "LossScaler", "NoScaler", "StaticScaler", "described"]
 
 Given = Sequence[Tensor] | None
 """Gradients that a scaler reads; None: those of the optimizer's parameters."""

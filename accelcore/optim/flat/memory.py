@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from accelcore.errors import TrainingError
 from accelcore.util.text import kind_of
 
-__all__ = ["FlatMemory", "GradientMemory", "Layout", "Run", "Slot", "by_kind", "lay_flat", "unfit"]
+__all__ = ["Run", "Slot"]
 
 _ALIGNMENT = 512
 """Bytes: the alignment of tensors by allocators of accelerators, and a multiple of a CPU's cache line."""
