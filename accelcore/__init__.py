@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from accelcore.known_faults import KnownFault
-    from accelcore.parity.logprobs import compare_logprobs
+    from accelcore.layerwise.logprobs import compare_logprobs
     from accelcore.parity.record import Record
     from accelcore.parity.replay import Replay
     from accelcore.precision.policy import Policy
@@ -102,7 +102,7 @@ _HOMES = {
     "ShardedStream": "training.data.sharding",
     "Together": "training.saving.together",
     "Trainer": "training.trainer",
-    "compare_logprobs": "parity.logprobs",
+    "compare_logprobs": "layerwise.logprobs",
     "hookimpl": "devices.hookspecs",
     "installed": "devices.select",
     "select": "devices.select",

@@ -6,41 +6,24 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accelcore.errors import RecordingError
-from accelcore.parity.cause import BEFORE, begins_at, moved, odd_ranks
+from accelcore.parity.cause import BEFORE, begins_at, odd_ranks
 from accelcore.parity.events import PHASE_OF, Event, Seen, Step
 from accelcore.parity.recording import Reader, ranks_of
 from accelcore.parity.result import Result
-from accelcore.parity.rounding import distance, size_of, unit_of
 from accelcore.parity.settings import arithmetic, differences
+from accelcore.parity.tolerance import WITHOUT_TOLERANCE, Pairs, Parted, Tolerance, first_unequal, hides
+from accelcore.util.rounding import unit_of
 
-_FREE = 256.0
-"""Units of rounding by which one event may be off if all before it agree."""
-_FREE_BACKWARD = 4096.0
-"""The same in backward, where terms cancel."""
-_SHARE = 0.05
-"""Share of an update by which it may differ, where rounding differs: adaptive optimizers amplify small gradients."""
-_FREE_UPDATE = 4.0
-"""Units of rounding of the parameter by which an update may differ besides."""
-_HIDDEN = 0.02
-"""Relative difference of the weights from which on only what needs no tolerance is compared."""
-_WITHOUT_TOLERANCE = "batches, random numbers, what a step begins with, operators and equal gradients of all ranks"
 _AT_THE_END = frozenset(kind for kinds in BEFORE.values() for kind in kinds)
 _SAME_IN_EVERY_JOB = ("weight", "reduced", "norm", "old state", "state", "parameter", "buffer")
 """Kinds of events that do not depend on how a batch is divided among ranks."""
-
-
-class _Parted(NamedTuple):
-    seen: Seen
-    ratio: float
-    masks: bool = False
 
 
 def compare(reference: Path | str, other: Path | str, *, rank: int | None = None) -> Result:
@@ -79,7 +62,12 @@ def compare(reference: Path | str, other: Path | str, *, rank: int | None = None
 
 
 class _Comparison:
-    """The comparison of one rank; `odd` returns the gradients of a step that ranks do not share."""
+    """The comparison of one rank.
+
+    Args:
+        odd: returns the reduced gradients of a step that ranks do not share, and the rank with another one.
+        everywhere: whether all ranks of both runs are compared.
+    """
 
     def __init__(
         self, rank: int, recorded: Reader, replayed: Reader, odd: Callable[[int], Mapping[Event, int]], *,
@@ -93,60 +81,70 @@ class _Comparison:
         self._divided = not changed.isdisjoint(("ranks", "trainer parallel"))
         self._exact = not arithmetic(self._settings) and not self._facts.get("took_batches")
         self._coarsest = max(_compiled_unit(each.facts["settings"]) for each in self._readers)
+        self._notes = list(self._facts.get("notes", []))
+        self._is_hidden = False  # whether rounding has grown so far that only what needs no tolerance is compared
         # What was seen last at the end of a step, in both runs.
         self._before: tuple[dict[Event, Tensor], dict[Event, Tensor]] = ({}, {})
-        self._is_hidden = False  # whether rounding has grown so far that only what needs no tolerance is compared
 
     def result(self) -> Result:
         """Compare step by step, and return where the runs part."""
         if stored := self._facts.get("result"):  # of two sizes of a batch
             return Result(**stored)
-        counts = [len(reader.steps) for reader in self._readers]
-        notes = list(self._facts.get("notes", []))
-        if not all(counts):
+        recorded, replayed = (len(reader.steps) for reader in self._readers)
+        if not recorded or not replayed:
             raise RecordingError(
                 "the two recordings have no step in common", remedy="let the replay run one step at least"
             )
-        if counts[1] < counts[0]:
-            notes.append(f"the replay has {counts[1]} of {counts[0]} steps")
-        for number in range(1, min(counts) + 1):
+        if replayed < recorded:
+            self._notes.append(f"the replay has {replayed} of {recorded} steps")
+        steps = min(recorded, replayed)
+        found = None
+        for number in range(1, steps + 1):
             both = self._readers[0].step(number), self._readers[1].step(number)
             pairs = self._pairs(both)
-            if not pairs:
-                raise RecordingError(
-                    f"step {number} of the two recordings has nothing in common",
-                    why="no module or parameter has the same name, or the ranks divide the batch otherwise",
-                    remedy="replay the script that was recorded",
-                )
-            checked = [each for each in self._facts.get("checked", []) if each["step"] == number]
-            found = None
-            if number == 1 and (others := self._facts.get("other_weights")):
-                module, _, item = others[0].rpartition(".")
-                found = Result(
-                    agrees=False, steps=0, exact=self._exact, phase="weights", module=module, item=f"weight {item}",
-                    is_cause=True, ratio=math.inf,
-                )  # fmt: skip
-            elif parted := _exactly(pairs) if self._exact else self._by_rounding(number, both, pairs, checked):
-                found = _with_operator(_result(parted, exact=self._exact), both, checked)
-                before = self._before[0] if number > 1 else None
-                compared = [mine.event for mine, _ in pairs]
-                cause = found.is_cause or begins_at(parted.seen, both, compared, before=before, ranks=self._everywhere)
-                found = replace(found, is_cause=cause)
+            found = self._difference(number, both, pairs)
             if found is not None:
-                notes += found.notes
-                found = replace(found, settings=self._settings, notes=tuple(notes))
-                return replace(found, steps=number, step=number, rank=self._rank)
-            for mine, theirs in pairs:
-                if mine.event.kind in _AT_THE_END:  # kept until it is seen again: each optimizer has steps of its own
-                    self._before[0][mine.event], self._before[1][mine.event] = mine.values, theirs.values
-            if not self._exact and not self._is_hidden and _hides(pairs):
-                self._is_hidden = True
-                notes.append(f"after step {number} rounding hides differences: only {_WITHOUT_TOLERANCE} are compared")
-        return Result(
-            agrees=True, steps=min(counts), exact=self._exact, settings=self._settings, notes=tuple(notes)
-        )  # fmt: skip
+                found = replace(found, steps=number, step=number, rank=self._rank)
+                break
+            self._remember(number, pairs)
+        found = found or Result(agrees=True, steps=steps, exact=self._exact)
+        return replace(found, settings=self._settings, notes=(*self._notes, *found.notes))
 
-    def _pairs(self, both: tuple[Step, Step]) -> list[tuple[Seen, Seen]]:
+    def _difference(self, number: int, both: tuple[Step, Step], pairs: Pairs) -> Result | None:
+        """Return the first difference of a step, and whether it begins there."""
+        if number == 1 and (others := self._facts.get("other_weights")):
+            module, _, item = others[0].rpartition(".")
+            return Result(
+                agrees=False, steps=0, exact=self._exact, phase="weights", module=module, item=f"weight {item}",
+                is_cause=True, ratio=math.inf,
+            )  # fmt: skip
+        checked = [each for each in self._facts.get("checked", []) if each["step"] == number]
+        if self._exact:
+            parted = first_unequal(pairs)
+        else:
+            tolerance = Tolerance(
+                both, pairs, coarsest=self._coarsest, before=self._before, is_hidden=self._is_hidden,
+                odd={event for event, rank in self._odd(number).items() if rank == self._rank},
+            )  # fmt: skip
+            parted = tolerance.first(next((each for each in checked if each["is_certain"]), None))
+        if parted is None:
+            return None
+        found = _with_operator(_result(parted, exact=self._exact), both, checked)
+        before = self._before[0] if number > 1 else None
+        compared = [mine.event for mine, _ in pairs]
+        cause = found.is_cause or begins_at(parted.seen, both, compared, before=before, ranks=self._everywhere)
+        return replace(found, is_cause=cause)
+
+    def _remember(self, number: int, pairs: Pairs) -> None:
+        """Keep what was seen at the end of a step until it is seen again: each optimizer has steps of its own."""
+        for mine, theirs in pairs:
+            if mine.event.kind in _AT_THE_END:
+                self._before[0][mine.event], self._before[1][mine.event] = mine.values, theirs.values
+        if not self._exact and not self._is_hidden and hides(pairs):
+            self._is_hidden = True
+            self._notes.append(f"after step {number} rounding hides differences: only {WITHOUT_TOLERANCE} are compared")
+
+    def _pairs(self, both: tuple[Step, Step]) -> Pairs:
         """Return the events that both steps have, in the recording's order.
 
         If the runs may have divided a model otherwise, a tensor of another shape is a shard, and is left out. So are
@@ -165,76 +163,13 @@ class _Comparison:
                 continue
             if mine_of.get(event[:2]) == theirs_of.get(event[:2]):
                 pairs.append((mine, theirs))
+        if not pairs:
+            raise RecordingError(
+                f"step {both[0].number} of the two recordings has nothing in common",
+                why="no module or parameter has the same name, or the ranks divide the batch otherwise",
+                remedy="replay the script that was recorded",
+            )
         return pairs
-
-    def _by_rounding(
-        self,
-        number: int,
-        both: tuple[Step, Step],
-        pairs: Sequence[tuple[Seen, Seen]],
-        checked: Sequence[Mapping[str, Any]],
-    ) -> _Parted | None:
-        """Return the first event that is further apart than what it was computed from explains."""
-        carried, computes, scales = 1.0, False, _scales(pairs)
-        units = [_units(step, self._coarsest) for step in both]
-        wrong = next((each for each in checked if each["is_certain"]), None)
-        noisy: set[tuple[str, str]] = set()
-        entered, reduced = (
-            {(mine.event.module, mine.event.item): (mine, theirs) for mine, theirs in pairs if mine.event.kind == kind}
-            for kind in ("weight", "reduced")
-        )
-        for mine, theirs in pairs:
-            event, kind, apart = mine.event, mine.event.kind, distance(mine.values, theirs.values)
-            own = max(unit_of(mine.values.dtype), unit_of(theirs.values.dtype))
-            unit = max(found.get(event, own) for found in units)
-            computes = computes or kind not in ("random", "weight", "batch")
-            if computes and wrong is not None:
-                kind = "operator of backward" if wrong["backward"] else "operator"
-                event = Event(kind, wrong["module"], f"{wrong['operator']} 0")
-                return _Parted(mine._replace(event=event), wrong["ratio"])
-            if kind == "random" or (kind == "batch" and not computes):  # the script's own, not made by another model
-                if apart.error > _FREE * own * apart.size:
-                    return _Parted(mine, apart.ratio(own or 1.0))
-            elif kind in BEFORE:
-                carried = max(carried, apart.ratio(unit)) if kind == "weight" else carried
-                moves = moved(mine, self._before[0]), moved(theirs, self._before[1])
-                if moves[0] is not None and moves[1] is not None:
-                    by = distance(moves[0], moves[1])
-                    # If the script itself changes weights between steps, it changes other weights otherwise.
-                    if by.error > _FREE * own * apart.size * (carried if bool(moves[0].any()) else 1.0):
-                        return _Parted(mine, by.error / (own * apart.size or 1.0))
-                elif not self._before[0] and apart.ratio(unit) > _FREE:
-                    return _Parted(mine, apart.ratio(unit))
-            elif kind == "reduced" and self._odd(number).get(event) == self._rank:
-                return _Parted(mine, apart.ratio(unit))
-            elif self._is_hidden:
-                continue
-            elif own == 0:
-                if apart.error > 0:
-                    return _Parted(mine, apart.ratio(1.0))
-            elif kind == "parameter":
-                place = event.module, event.item
-                if place not in noisy:
-                    ratio = _update((mine, theirs), entered.get(place), reduced.get(place), unit)
-                    if ratio is not None:
-                        return _Parted(mine, ratio)
-            elif kind != "state" or (event.module, event.item.rpartition(" of ")[2]) not in noisy:
-                backward = PHASE_OF[kind] in ("backward", "collective", "update")
-                ratio = apart.ratio(unit, scales.get((kind, event.module), 0.0))
-                if ratio > (_FREE_BACKWARD if backward else _FREE) * carried:
-                    return _Parted(mine, ratio, apart.masks)
-                if kind in ("gradient", "reduced") and apart.error > max(1e-3, 8 * unit) * apart.size:
-                    noisy.add((event.module, event.item))
-                carried = max(carried, ratio / 16 if backward else ratio)
-        return None
-
-
-def _exactly(pairs: Sequence[tuple[Seen, Seen]]) -> _Parted | None:
-    for mine, theirs in pairs:
-        apart = distance(mine.values, theirs.values)
-        if not apart.equal:
-            return _Parted(mine, apart.ratio(unit_of(mine.values.dtype) or 1.0), apart.masks)
-    return None
 
 
 def _operators(events: Iterable[Event]) -> dict[tuple[str, str], list[Event]]:
@@ -258,50 +193,7 @@ def _compiled_unit(settings: Mapping[str, str]) -> float:
     return max(unit_of(getattr(torch, dtype)) for dtype in ("float32", *autocast) if dtype != "off")
 
 
-def _units(step: Step, coarsest: float) -> dict[Event, float]:
-    """Return for each event the rounding of the coarsest dtype so far in the step."""
-    units = accumulate((unit_of(seen.values.dtype) for seen in step.seen), max, initial=coarsest)
-    return dict(zip((seen.event for seen in step.seen), list(units)[1:], strict=True))
-
-
-def _update(
-    both: tuple[Seen, Seen], entered: tuple[Seen, Seen] | None, reduced: tuple[Seen, Seen] | None, unit: float
-) -> float | None:
-    """Return how far two updates are apart, where the gradients of both runs are alike; None if that is explained.
-
-    An adaptive optimizer makes a whole update of a gradient that is nothing but rounding.
-    """
-    if entered is None:
-        return None
-    mine, share = both[0], max(_SHARE, 64 * unit)
-    moves = [after.values.double() - first.values.double() for after, first in zip(both, entered, strict=True)]
-    if reduced is not None and all(seen.values.shape == mine.values.shape for seen in reduced):
-        one, other = (seen.values.double() for seen in reduced)
-        alike = (one - other).abs() <= share / 2 * torch.maximum(one.abs(), other.abs())
-        moves = [move[alike] for move in moves]
-    apart = distance(*moves)
-    floor = unit * size_of(mine.values)
-    if apart.error > share * apart.size + _FREE_UPDATE * floor:
-        return apart.error / (floor or unit)
-    return None
-
-
-def _scales(pairs: Sequence[tuple[Seen, Seen]]) -> dict[tuple[str, str], float]:
-    """Return the size of the largest gradient in each module: that of a bias may be nothing but rounding."""
-    found: dict[tuple[str, str], float] = {}
-    for mine, _ in pairs:
-        if mine.event.kind in ("gradient", "reduced"):
-            key = (mine.event.kind, mine.event.module)
-            found[key] = max(found.get(key, 0.0), size_of(mine.values))
-    return found
-
-
-def _hides(pairs: Sequence[tuple[Seen, Seen]]) -> bool:
-    apart = [distance(mine.values, theirs.values) for mine, theirs in pairs if mine.event.kind == "parameter"]
-    return any(each.error > _HIDDEN * each.size for each in apart)
-
-
-def _result(parted: _Parted, *, exact: bool) -> Result:
+def _result(parted: Parted, *, exact: bool) -> Result:
     (kind, module, item, _), phase = parted.seen.event, PHASE_OF[parted.seen.event.kind]
     module = parted.seen.source if kind in ("input", "grad") else module
     operator = item.rpartition(" ")[0].removesuffix(".default") if kind.startswith("operator") else None

@@ -13,9 +13,9 @@ import torch
 from accelcore.parity.events import PHASE_OF, Step
 from accelcore.parity.recording import Reader, ranks_of
 from accelcore.parity.result import Result
-from accelcore.parity.rounding import distance, unit_of
 from accelcore.util.html import plot, table
 from accelcore.util.html import write_page as write_html
+from accelcore.util.rounding import distance, unit_of
 
 _MOST_STEPS = 500
 _SIDES = ("recorded", "replayed")

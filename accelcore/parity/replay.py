@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError, RecordingError
+from accelcore.layerwise.layers import ROUNDING, LayerDifference, compare_batch_sizes
 from accelcore.parity.collector import Watched
 from accelcore.parity.compare import compare
-from accelcore.parity.layers import compare_batch_sizes
 from accelcore.parity.record import Record, rank_and_size
 from accelcore.parity.recording import Reader, ranks_of
 from accelcore.parity.result import Result
@@ -141,7 +141,7 @@ class Replay(Record):
             taken = [each if each.requires_grad else self._take(f"{call}.{n}", each) for n, each in own]
             given = with_tensors(given, taken)
         if self._batch is not None and self._of_batch is None:
-            self._of_batch = compare_batch_sizes(watched.model, given, self._batch, rank=rank_and_size()[0])
+            self._of_batch = _of_batch(compare_batch_sizes(watched.model, given, self._batch), self._batch)
             self._collector.is_done = True
             self._step_ended(0, is_last=True)
         return super()._receive(watched, given)
@@ -211,3 +211,20 @@ class Replay(Record):
                 result=self._of_batch and asdict(self._of_batch),
             )
             self.result = compare(self._reference, self._folder, rank=rank_and_size()[0])
+
+
+def _of_batch(layers: Sequence[LayerDifference], size: int) -> Result:
+    """Return the result of a batch that was run whole and in parts."""
+    first = next((each for each in layers if not each.equal), None)
+    if first is None:
+        note = f"each row gives the same bits in the whole batch as in one of {size}"
+        return Result(agrees=True, steps=1, exact=True, notes=(note,))
+    units = f"by more than {ROUNDING:g} units of rounding"
+    note = f"no module is apart {units}"
+    if far := next((each for each in layers if each.ratio > ROUNDING), None):
+        note = f"the first {units} is {far.computed_by or 'the model itself'}, {far.place}: {far.ratio:.3g} units"
+    return Result(
+        agrees=False, steps=1, exact=True, step=1, rank=rank_and_size()[0], phase="batch size",
+        module=first.computed_by, item=first.place, is_cause=True, ratio=first.ratio,
+        next="a kernel chooses its order of sums by the size of the batch, or the module mixes rows", notes=(note,),
+    )  # fmt: skip

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import ConfigurationError, UnsupportedError
-from accelcore.parity.result import Result
-from accelcore.parity.rounding import distance, unit_of
 from accelcore.training.observers import Hooks
 from accelcore.util.containers import tensors, with_tensors
+from accelcore.util.rounding import distance, unit_of
 
 ROUNDING = 8.0
 """Units of rounding within which two dtypes agree at a module: rounding adds up over the layers before it."""
@@ -112,8 +111,8 @@ def same_random_numbers(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
-def compare_batch_sizes(model: nn.Module, given: tuple[Any, Any], size: int, *, rank: int) -> Result:
-    """Run a model on a batch, and again on `size` rows of it at a time; name the first module that parts.
+def compare_batch_sizes(model: nn.Module, given: tuple[Any, Any], size: int) -> list[LayerDifference]:
+    """Run a model on a batch, and again on `size` rows of it at a time, and compare its layers.
 
     It runs in evaluation mode, because dropout and BatchNorm depend on the batch otherwise.
 
@@ -142,19 +141,7 @@ def compare_batch_sizes(model: nn.Module, given: tuple[Any, Any], size: int, *, 
         raise UnsupportedError(
             "batches of two sizes cannot be compared", why="no module has inputs or outputs with a dimension of rows"
         )
-    first = next((each for each in layers if not each.equal), None)
-    if first is None:
-        note = f"each row gives the same bits in a batch of {count} as in one of {size}"
-        return Result(agrees=True, steps=1, exact=True, notes=(note,))
-    units = f"by more than {ROUNDING:g} units of rounding"
-    note = f"no module is apart {units}"
-    if far := next((each for each in layers if each.ratio > ROUNDING), None):
-        note = f"the first {units} is {far.computed_by or 'the model itself'}, {far.place}: {far.ratio:.3g} units"
-    return Result(
-        agrees=False, steps=1, exact=True, step=1, rank=rank, phase="batch size",
-        module=first.computed_by, item=first.place, is_cause=True, ratio=first.ratio,
-        next="a kernel chooses its order of sums by the size of the batch, or the module mixes rows", notes=(note,),
-    )  # fmt: skip
+    return layers
 
 
 def _run(model: nn.Module, batches: list[tuple[Any, Any]]) -> Parts:

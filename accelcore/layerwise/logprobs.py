@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import ConfigurationError
-from accelcore.parity.layers import ROUNDING, LayerDifference, compare_layers, keep_layers, same_random_numbers
-from accelcore.parity.rounding import size_of, unit_of
+from accelcore.layerwise.layers import ROUNDING, LayerDifference, compare_layers, keep_layers, same_random_numbers
 from accelcore.torch_internals import uncompiled
+from accelcore.util.rounding import size_of, unit_of
 from accelcore.util.text import kind_of
 
 _Way = Callable[[Tensor], Any]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelcore.errors import RecordingError
-from accelcore.parity.msprobe import compare_dump, read_dump
+from accelcore.layerwise.msprobe import compare_dump, read_dump
 
 
 def tensor(value):

@@ -1,0 +1,182 @@
+"""Differences that rounding does not explain: the first event of a step that is further apart than its inputs explain.
+
+Random numbers, batches, and what a step begins with need no tolerance, however far rounding has driven two runs apart.
+For everything else, the tolerance is a number of units of rounding, times how far the events before it are apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accelcore.parity.cause import BEFORE, moved
+from accelcore.parity.events import PHASE_OF, Event, Seen, Step
+from accelcore.util.rounding import Distance, distance, size_of, unit_of
+
+_FREE = 256.0
+"""Units of rounding by which one event may be off if all before it agree."""
+_FREE_BACKWARD = 4096.0
+"""The same in backward, where terms cancel."""
+_SHARE = 0.05
+"""Share of an update by which it may differ, where rounding differs: adaptive optimizers amplify small gradients."""
+_FREE_UPDATE = 4.0
+"""Units of rounding of the parameter by which an update may differ besides."""
+_HIDDEN = 0.02
+"""Relative difference of the weights from which on only what needs no tolerance is compared."""
+WITHOUT_TOLERANCE = "batches, random numbers, what a step begins with, operators and equal gradients of all ranks"
+
+Pairs = Sequence[tuple[Seen, Seen]]
+"""Events that two runs have in common: of the recording, and of the replay."""
+
+
+class Parted(NamedTuple):
+    """The event of the recording that parts first, the difference in units of rounding, and whether it is a mask's."""
+
+    seen: Seen
+    ratio: float
+    masks: bool = False
+
+
+def first_unequal(pairs: Pairs) -> Parted | None:
+    """Return the first event that has other bits."""
+    for mine, theirs in pairs:
+        apart = distance(mine.values, theirs.values)
+        if not apart.equal:
+            return Parted(mine, apart.ratio(unit_of(mine.values.dtype) or 1.0), apart.masks)
+    return None
+
+
+def hides(pairs: Pairs) -> bool:
+    """Return whether the parameters are so far apart that a fault can no longer be told from rounding."""
+    apart = [distance(mine.values, theirs.values) for mine, theirs in pairs if mine.event.kind == "parameter"]
+    return any(each.error > _HIDDEN * each.size for each in apart)
+
+
+class Tolerance:
+    """The comparison of one step of two runs up to rounding.
+
+    Args:
+        both: the step in both recordings; `pairs` are the events that are compared.
+        coarsest: rounding of the coarsest dtype within compiled code.
+        before: what was seen last at the end of a step, in both runs.
+        odd: reduced gradients that are other ones on this rank than on all others.
+        is_hidden: whether only what needs no tolerance is compared.
+    """
+
+    def __init__(
+        self,
+        both: tuple[Step, Step],
+        pairs: Pairs,
+        *,
+        coarsest: float,
+        before: tuple[Mapping[Event, Tensor], Mapping[Event, Tensor]],
+        odd: Container[Event],
+        is_hidden: bool,
+    ) -> None:
+        self._pairs, self._before, self._odd, self._is_hidden = pairs, before, odd, is_hidden
+        self._units = [_units(step, coarsest) for step in both]
+        self._scales = _scales(pairs)
+        self._weights, self._reduced = _by_place(pairs, "weight"), _by_place(pairs, "reduced")
+        self._carried = 1.0  # by how many units of rounding the events so far are apart
+        self._computes = False  # whether an event so far is of the step's own arithmetic
+        self._noisy: set[tuple[str, str]] = set()  # parameters whose gradients are apart by more than a small share
+
+    def first(self, wrong: Mapping[str, Any] | None) -> Parted | None:
+        """Return the first event that is further apart than rounding explains; `wrong` is an operator that is wrong."""
+        for mine, theirs in self._pairs:
+            self._computes = self._computes or mine.event.kind not in ("random", "weight", "batch")
+            if self._computes and wrong is not None:
+                kind = "operator of backward" if wrong["backward"] else "operator"
+                event = Event(kind, wrong["module"], f"{wrong['operator']} 0")
+                return Parted(mine._replace(event=event), wrong["ratio"])
+            apart = distance(mine.values, theirs.values)
+            ratio = self._excess(mine, theirs, apart)
+            if ratio is not None:
+                return Parted(mine, ratio, apart.masks)
+        return None
+
+    def _excess(self, mine: Seen, theirs: Seen, apart: Distance) -> float | None:
+        """Return how many units of rounding an event is apart; None if that is explained."""
+        event, kind = mine.event, mine.event.kind
+        own = max(unit_of(mine.values.dtype), unit_of(theirs.values.dtype))
+        unit = max(found.get(event, own) for found in self._units)
+        if kind == "random" or (kind == "batch" and not self._computes):  # the script's own, of no other model
+            return apart.ratio(own or 1.0) if apart.error > _FREE * own * apart.size else None
+        if kind in BEFORE:
+            return self._excess_at_start(mine, theirs, apart, own, unit)
+        if kind == "reduced" and event in self._odd:
+            return apart.ratio(unit)
+        if self._is_hidden:
+            return None
+        if own == 0:
+            return apart.ratio(1.0) if apart.error > 0 else None
+        if kind == "parameter":
+            return self._excess_of_update(mine, theirs, unit)
+        if kind == "state" and (event.module, event.item.rpartition(" of ")[2]) in self._noisy:
+            return None
+        backward = PHASE_OF[kind] in ("backward", "collective", "update")
+        ratio = apart.ratio(unit, self._scales.get((kind, event.module), 0.0))
+        if ratio > (_FREE_BACKWARD if backward else _FREE) * self._carried:
+            return ratio
+        if kind in ("gradient", "reduced") and apart.error > max(1e-3, 8 * unit) * apart.size:
+            self._noisy.add((event.module, event.item))
+        self._carried = max(self._carried, ratio / 16 if backward else ratio)
+        return None
+
+    def _excess_at_start(
+        self, mine: Seen, theirs: Seen, apart: Distance, own: float, unit: float
+    ) -> float | None:  # fmt: skip
+        """Compare how far a tensor has moved since the end of the step before; in the first step, the tensor itself."""
+        if mine.event.kind == "weight":
+            self._carried = max(self._carried, apart.ratio(unit))
+        moves = moved(mine, self._before[0]), moved(theirs, self._before[1])
+        if moves[0] is not None and moves[1] is not None:
+            by = distance(moves[0], moves[1])
+            # If the script itself changes weights between steps, it changes other weights otherwise.
+            explained = _FREE * own * apart.size * (self._carried if bool(moves[0].any()) else 1.0)
+            return by.error / (own * apart.size or 1.0) if by.error > explained else None
+        return apart.ratio(unit) if not self._before[0] and apart.ratio(unit) > _FREE else None
+
+    def _excess_of_update(self, mine: Seen, theirs: Seen, unit: float) -> float | None:
+        """Compare two updates, where the gradients of both runs are alike.
+
+        An adaptive optimizer makes a whole update of a gradient that is nothing but rounding.
+        """
+        place = mine.event.module, mine.event.item
+        if place in self._noisy or place not in self._weights:
+            return None
+        share, old = max(_SHARE, 64 * unit), self._weights[place]
+        moves = [
+            after.values.double() - first.values.double() for after, first in zip((mine, theirs), old, strict=True)
+        ]
+        reduced = self._reduced.get(place)
+        if reduced is not None and all(seen.values.shape == mine.values.shape for seen in reduced):
+            one, other = (seen.values.double() for seen in reduced)
+            alike = (one - other).abs() <= share / 2 * torch.maximum(one.abs(), other.abs())
+            moves = [move[alike] for move in moves]
+        apart, floor = distance(*moves), unit * size_of(mine.values)
+        return apart.error / (floor or unit) if apart.error > share * apart.size + _FREE_UPDATE * floor else None
+
+
+def _units(step: Step, coarsest: float) -> dict[Event, float]:
+    """Return for each event the rounding of the coarsest dtype so far in the step."""
+    units = accumulate((unit_of(seen.values.dtype) for seen in step.seen), max, initial=coarsest)
+    return dict(zip((seen.event for seen in step.seen), list(units)[1:], strict=True))
+
+
+def _by_place(pairs: Pairs, kind: str) -> dict[tuple[str, str], tuple[Seen, Seen]]:
+    return {(pair[0].event.module, pair[0].event.item): pair for pair in pairs if pair[0].event.kind == kind}
+
+
+def _scales(pairs: Pairs) -> dict[tuple[str, str], float]:
+    """Return the size of the largest gradient in each module: that of a bias may be nothing but rounding."""
+    found: dict[tuple[str, str], float] = {}
+    for mine, _ in pairs:
+        if mine.event.kind in ("gradient", "reduced"):
+            key = (mine.event.kind, mine.event.module)
+            found[key] = max(found.get(key, 0.0), size_of(mine.values))
+    return found
