@@ -1,6 +1,7 @@
 """What ranks do that shard their parameters. Importable in every one of them."""
 
 import os
+from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -40,28 +41,30 @@ def collectives_of_a_step(device, reshard):
 
 def collectives_of_steps():
     start()
+    default = signature(fully_shard).parameters["reshard_after_forward"].default  # None only in newer versions
     told = {
         (device, reshard): collectives_of_a_step(device, reshard)
         for device in ("cpu", "npu")
-        for reshard in (True, False, None)
+        for reshard in {True, False, default}
     }
     dist.destroy_process_group()
     return told
 
 
 def norm_over_a_mesh_of_two_dimensions():
-    """The gradients' norm, and how many all-reduces clipping by it takes."""
+    """By kind of device, the gradients' norm, that after clipping by it, and how many all-reduces this takes."""
     start()
-    mesh = init_device_mesh("npu", (2, dist.get_world_size() // 2))
-    values = torch.arange(64.0).reshape(8, 8) / 64
-    parameter = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), Shard(1)]))
-    parameter.grad = distribute_tensor(values, mesh, [Shard(0), Shard(1)])
-    with CommDebugMode() as passed:
-        norm = nn.utils.clip_grad_norm_([parameter], 0.5)
-    reductions = passed.get_comm_counts()[torch.ops.c10d_functional.all_reduce]
-    norm, clipped = norm.full_tensor().item(), parameter.grad.full_tensor().norm().item()
+    values, told = torch.arange(64.0).reshape(8, 8) / 64, {}
+    for device in ("cpu", "npu"):
+        mesh = init_device_mesh(device, (2, dist.get_world_size() // 2))
+        parameter = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), Shard(1)]))
+        parameter.grad = distribute_tensor(values, mesh, [Shard(0), Shard(1)])
+        with CommDebugMode() as passed:
+            norm = nn.utils.clip_grad_norm_([parameter], 0.5)
+        reductions = passed.get_comm_counts()[torch.ops.c10d_functional.all_reduce]
+        told[device] = norm.full_tensor().item(), parameter.grad.full_tensor().norm().item(), reductions
     dist.destroy_process_group()
-    return norm, values.norm().item(), clipped, reductions
+    return told, values.norm().item()
 
 
 def operators_of_divided_tensors():

@@ -168,7 +168,13 @@ def test_a_network_compiled_with_graphs_trains_as_it_does_eagerly():
 
     for run in range(1, 6):  # the first warms up, the second is captured, those after it are replayed
         inputs = torch.linspace(-1, 1, 32, device="npu").view(4, 8) / run
-        torch.testing.assert_close(results(compiled, inputs), results(network, inputs))
+        try:
+            found = results(compiled, inputs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if "'triton.language.extra' has no attribute 'ascend'" not in str(error):
+                raise
+            pytest.skip("this torch_npu fails beside another Triton than Ascend's")
+        torch.testing.assert_close(found, results(network, inputs))
 
 
 def test_a_backward_that_the_emulator_differentiates_itself_is_captured():

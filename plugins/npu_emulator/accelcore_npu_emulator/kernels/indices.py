@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 # The position of the indices among the arguments, by operator.
 _POSITIONS = {
+    "gather": 2,
     "index_copy": 2,
     "index_copy_": 2,
     "index_fill": 2,
