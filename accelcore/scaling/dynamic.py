@@ -280,8 +280,8 @@ class Scalers:
         if unknown:
             LossScale(**unknown)  # raises, and names the known settings
         if not dynamic:
-            if not 0 < init <= torch.finfo(torch.float32).max:
-                raise ConfigurationError(f"{init} is not a static loss scale", remedy="give a finite number > 0")
+            if not (is_number(init) and 0 < init <= torch.finfo(torch.float32).max):
+                raise ConfigurationError(f"{init!r} is not a static loss scale", remedy="give a finite number > 0")
             return StaticScaler(float(init))
         settings = LossScale(init=init, growth=growth, backoff=backoff, interval=interval, min=min, max=max)
         return self._dynamic(self._device, settings)

@@ -80,3 +80,9 @@ def test_small_fp16_gradients_are_divided_by_their_scale_in_fp32_or_not_at_all(a
 def test_settings_that_no_loss_scale_can_work_with_are_refused(settings):
     with pytest.raises(accelcore.ConfigurationError, match=f"{next(iter(settings))}="):
         accelcore.LossScale(**settings)
+
+
+@pytest.mark.parametrize("init", [0, -8.0, float("inf"), float("nan"), "8", True], ids=repr)
+def test_what_is_no_static_loss_scale_is_refused(accel, init):
+    with pytest.raises(accelcore.ConfigurationError, match=f"{init!r} is not a static"):
+        accel.scaler.create(init=init, dynamic=False)
