@@ -78,13 +78,12 @@ def emulate(folder: Path) -> None:
     from accelcore_npu_emulator.install import install
     from accelcore_npu_emulator.wheel import fitting
 
-    path = _file(folder)
-    result = _loaded(path)
     environ = {**os.environ, "PYTHONPATH": str(install()), "ACCEL_REQUIRE_EMULATED": "1"}
     counts = _tests(("plugins/npu/tests", "plugins/npu_emulator/tests"), environ)
-    result["emulator"] = {"date": _today(), "torch_npu": fitting(), **counts}
-    _write(path, result)
-    print(json.dumps(result["emulator"]))  # noqa: T201
+    found = {"date": _today(), "torch_npu": fitting(), **counts}
+    path = _file(folder)
+    _write(path, {**_loaded(path), "emulator": found})
+    print(json.dumps(found))  # noqa: T201
 
 
 def _file(folder: Path) -> Path:
